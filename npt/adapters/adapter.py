@@ -1,0 +1,76 @@
+"""`NPTAdapter`: the trainable A, B, M of one converted layer, in fp32."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from npt.adapters.modulation import modulate
+from npt.config import NPTConfig
+
+Mode = Literal["student", "teacher", "floor"]
+"""What the layer computes: the NPT form, the untouched base, or the NPT form without any modulation (attention dropped)."""
+
+
+class NPTAdapter(nn.Module):
+    """Low-rank modulation of a layer's MLP products by its attention output.
+
+    Parameters, all fp32: `A` [R, D]; `B[target]` and `M[target]` [O, R], with O = F for gate and up, D for down.
+
+    Args:
+        config: form and size.
+        hidden_size: D.
+        ffn_size: F.
+        generator: source of the random start, so that a seed fixes it; the device is the CPU.
+    """
+
+    def __init__(self, config: NPTConfig, hidden_size: int, ffn_size: int, generator: torch.Generator | None = None):
+        super().__init__()
+        self.config = config
+        self.mode: Mode = "student"
+        widths = {"gate": ffn_size, "up": ffn_size, "down": hidden_size}
+        # With the attention residual kept, the student has to equal its base at the start, so nothing may be added.
+        std_b = 0.0 if config.residual == "keep" else config.init_std_b
+
+        def normal(rows: int, columns: int, std: float) -> nn.Parameter:
+            return nn.Parameter(std * torch.randn(rows, columns, generator=generator, dtype=torch.float32))
+
+        self.A = normal(config.rank, hidden_size, config.init_std_a)
+        self.B = nn.ParameterDict({t: normal(widths[t], config.rank, std_b) for t in config.targets if config.additive})
+        self.M = nn.ParameterDict(
+            {t: nn.Parameter(torch.zeros(widths[t], config.rank, dtype=torch.float32)) for t in config.targets if config.multiplicative}
+        )
+
+    def code(self, attention: Tensor) -> Tensor:
+        """z = A a: [..., D] -> [..., R], fp32 whatever the base computes in and whatever autocast a caller has on."""
+        with torch.autocast(attention.device.type, enabled=False):
+            return nn.functional.linear(attention.to(self.A.dtype), self.A)
+
+    def apply_to(self, target: str, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Modulate one product; a target that is not modulated comes back as it is.
+
+        Args:
+            target: gate, up or down.
+            y: [..., O].
+            z: [..., R], the codes of the same tokens.
+
+        Returns:
+            y' like y; m and s [..., O] in fp32, None where the form has no such term.
+        """
+        if target not in self.config.targets:
+            return y, None, None
+        with torch.autocast(y.device.type, enabled=False):
+            return modulate(
+                y,
+                z,
+                self.M[target] if self.config.multiplicative else None,
+                self.B[target] if self.config.additive else None,
+                self.config.mult_bound,
+                self.config.additive_scale,
+            )
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"rank={c.rank}, targets={','.join(c.targets)}, modulation={c.modulation}, residual={c.residual}, mode={self.mode}"

@@ -1,0 +1,195 @@
+"""Adapters on disk, in PEFT's file layout: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
+
+Loading checks everything before it changes anything: names, shapes, dtypes and finiteness of every tensor, and that the
+folder was trained on the base at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from npt.adapters.attach import adapter_parameters, attach, attached_config, detach, is_attached
+from npt.config import NPTConfig
+from npt.errors import AdapterFileError, ConfigError
+from npt.files import new_folder, write_json, write_text
+from npt.quant.load import base_hash as hash_of
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+CARD_NAME = "README.md"
+_PREFIX = "base_model.model."  # PEFT's prefix of every key
+
+
+def save_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_name: str | None = None, base_hash: str | None = None) -> Path:
+    """Write the attached adapters to `folder`, all or nothing.
+
+    Args:
+        model: with adapters attached.
+        folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else is refused.
+        base_name: recorded as PEFT's `base_model_name_or_path`; default the model's own.
+        base_hash: `npt.base_hash(model)` where known already, since it reads the whole base; computed otherwise.
+
+    Returns:
+        The folder.
+
+    Raises:
+        AdapterFileError: a tensor is not finite (a poisoned adapter is never saved), or the folder holds other things.
+        ModelError: no adapters are attached.
+    """
+    config = attached_config(model)
+    tensors = {name: p.detach().to("cpu").contiguous() for name, p in adapter_parameters(model).items()}
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise AdapterFileError(f"{name} is not finite; the adapter is not saved to {folder}")
+    folder = Path(folder)
+    _check_replaceable(folder)
+    base_name = base_name if base_name is not None else getattr(model.config, "_name_or_path", "") or "unknown"
+    record = {
+        "peft_type": "NPT",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "base_hash": base_hash if base_hash is not None else hash_of(model),
+        "npt": asdict(config),
+    }
+    with new_folder(folder) as temporary:
+        save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+        write_json(temporary / CONFIG_NAME, record)
+        write_text(temporary / CARD_NAME, _card(record))
+    return folder
+
+
+def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None) -> NPTConfig:
+    """Attach the adapters saved in `folder`. A refused folder leaves the model as it was.
+
+    Args:
+        model: the base, without adapters or with adapters of the same configuration, which are overwritten.
+        folder: as written by `save_adapter`.
+        base_hash: `npt.base_hash(model)` where known already; computed otherwise. It has to be the recorded one.
+
+    Raises:
+        AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not fp32 or not finite, or
+            the base differs.
+    """
+    folder = Path(folder)
+    config, record = _read_config(folder)
+    trained_on = record.get("base_hash")
+    base_hash = base_hash if base_hash is not None else hash_of(model)
+    if base_hash != trained_on:
+        raise AdapterFileError(
+            f"{folder} was trained on base {str(trained_on)[:12]}, this base is {base_hash[:12]}; load the same model with the "
+            "same quantisation"
+        )
+    fresh = not is_attached(model)
+    if not fresh and attached_config(model) != config:
+        raise AdapterFileError(f"{folder} holds {config}, but the model has {attached_config(model)}; call npt.detach(model) first")
+    if fresh:
+        try:
+            attach(model, config)
+        except ConfigError as error:
+            raise AdapterFileError(f"{folder} does not fit the model: {error}") from error
+    try:
+        tensors = _read_tensors(folder, adapter_parameters(model))
+    except AdapterFileError:
+        if fresh:
+            detach(model)
+        raise
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            parameter.copy_(tensors[name])
+    return config
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to save over anything but an NPT adapter alone in its folder."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    other = sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)) if folder.is_dir() else []
+    try:
+        _read_config(folder)
+    except AdapterFileError:
+        other = other or [folder.name]
+    if other:
+        raise AdapterFileError(f"{folder} holds something other than an NPT adapter ({other[0]}); choose another folder")
+
+
+def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise AdapterFileError(f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise AdapterFileError(f"{path} cannot be read: {error}; save the adapter again") from error
+    settings = record.get("npt") if isinstance(record, dict) else None
+    if not isinstance(settings, dict):
+        raise AdapterFileError(f"{path} has no entry 'npt'; it is not an NPT adapter's configuration")
+    known = {f.name for f in fields(NPTConfig)}
+    if set(settings) != known:
+        odd = sorted(set(settings) ^ known)
+        raise AdapterFileError(f"{path} has unknown or missing settings: {', '.join(odd)}")
+    try:
+        return NPTConfig(**settings), record
+    except (ConfigError, TypeError) as error:
+        raise AdapterFileError(f"{path} has a setting that cannot work: {error}") from error
+
+
+def _read_tensors(folder: Path, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise AdapterFileError(f"{folder} holds no {WEIGHTS_NAME}; the adapter is incomplete")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as stored:
+            keys = set(stored.keys())
+            wanted = {_PREFIX + name for name in parameters}
+            for kind, names in (("lacks", wanted - keys), ("has the extra", keys - wanted)):
+                if names:
+                    raise AdapterFileError(f"{path} {kind} tensor {sorted(names)[0]} ({len(names)} in all); it does not fit the model")
+            for name, parameter in parameters.items():
+                header = stored.get_slice(_PREFIX + name)
+                if tuple(header.get_shape()) != tuple(parameter.shape) or header.get_dtype() != "F32":
+                    raise AdapterFileError(
+                        f"{path}: {name} is {header.get_dtype()} {tuple(header.get_shape())}, the model needs F32 {tuple(parameter.shape)}"
+                    )
+                tensors[name] = stored.get_tensor(_PREFIX + name)
+    except (SafetensorError, OSError) as error:
+        raise AdapterFileError(f"{path} cannot be read: {error}; save the adapter again") from error
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise AdapterFileError(f"{path}: {name} holds a non-finite value; the adapter is refused")
+    return tensors
+
+
+def _card(record: dict[str, Any]) -> str:
+    settings = record["npt"]
+    rows = "\n".join(f"| {key} | {', '.join(value) if isinstance(value, list | tuple) else value} |" for key, value in settings.items())
+    return f"""---
+base_model: {record["base_model_name_or_path"]}
+library_name: npt
+tags: [npt, distillation, adapter]
+---
+
+# NPT adapter
+
+Per-token modulation of the MLP by attention, distilled from the base model itself.
+
+| setting | value |
+|---|---|
+| base | {record["base_model_name_or_path"]} |
+| base hash | {record["base_hash"]} |
+{rows}
+
+Load it with
+
+    model, tokenizer = npt.load_base(BASE, quantization=...)
+    npt.load_adapter(model, FOLDER)
+"""

@@ -1,0 +1,94 @@
+"""The NPT decoder layer: a class that a decoder layer becomes in place, and goes back from.
+
+A converted layer keeps its modules, parameter names and hooks; only its class changes, to a subclass of itself, and it
+gains the child `npt`. A wrapper would not do: transformers finds decoder layers by `isinstance` to collect
+`output_hidden_states`, and a wrapper hides them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from npt.adapters.adapter import NPTAdapter
+
+
+class NPTLayer(nn.Module):
+    """Mix-in that replaces a decoder layer's forward; put in front of the layer's own class."""
+
+    npt: NPTAdapter
+    # The base class's own modules, by the names that every supported family gives them.
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the `teacher` is the base class's own code, untouched."""
+        context = dict(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        if self.npt.mode == "teacher":
+            return super().forward(hidden_states, **context)
+        return student_output(self, hidden_states, attention_output(self, hidden_states, **context))[0]
+
+
+class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
+    """A Llama decoder layer in NPT form."""
+
+
+FAMILIES: dict[type[nn.Module], type[NPTLayer]] = {LlamaDecoderLayer: NPTLlamaDecoderLayer}
+"""Decoder-layer classes that can be converted, and what each becomes."""
+
+Terms = list[tuple[Tensor | None, Tensor | None]]
+"""(m, s) of each target, in the order gate, up, down."""
+
+
+def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
+    """a = Attention(RMSNorm1(h)), after o_proj: [B, T, D]. `context` is what the decoder passes to its layers."""
+    return layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]
+
+
+def student_stream(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> Tensor:
+    """The residual stream that the student's MLP reads and adds to: h, or h + a where the attention residual is kept."""
+    return hidden + attention if layer.npt.config.residual == "keep" else hidden
+
+
+def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
+    """o, the NPT layer's output, from h and a of the same tokens.
+
+    Args:
+        layer: a converted layer.
+        hidden: h, [..., D].
+        attention: a, [..., D].
+
+    Returns:
+        o [..., D] and the modulation terms. In mode `floor` nothing is modulated and the terms are empty.
+    """
+    adapter, mlp = layer.npt, layer.mlp
+    stream = student_stream(layer, hidden, attention)
+    x = layer.post_attention_layernorm(stream)
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    if adapter.mode == "floor":
+        return stream + mlp.down_proj(mlp.act_fn(gate) * up), []
+    z = adapter.code(attention)
+    gate, gate_m, gate_s = adapter.apply_to("gate", gate, z)
+    up, up_m, up_s = adapter.apply_to("up", up, z)
+    down, down_m, down_s = adapter.apply_to("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
+    return stream + down, [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]

@@ -1,0 +1,88 @@
+"""The modulation: how one token's attention output changes its MLP. Pure functions of tensors, nothing else.
+
+For a token with attention output a (width D) and low-rank code z = A a (width R), a product y of the MLP becomes
+
+    y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
+
+m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and its gradient, off; it is
+exactly 1 where M z = 0. At the ends fp32 rounds it to the bound itself. Left out on purpose: dropout, biases, any
+normalisation of a or z.
+
+Shapes: B batch, T time, D hidden, R rank; `...` is any leading shape, O the width of the modulated product (F or D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def multiplier(u: Tensor, mult_bound: float) -> Tensor:
+    """m = 1 + beta * (2 sigmoid(u) - 1), same shape as `u`.
+
+    Written as tanh(u / 2), which is the same function and keeps full relative precision near u = 0, where training
+    starts; 2 sigmoid(u) - 1 cancels there.
+    """
+    return 1.0 + mult_bound * torch.tanh(0.5 * u)
+
+
+def modulate(
+    y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, mult_bound: float, additive_scale: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Modulate one MLP product.
+
+    Args:
+        y: [..., O], the product of the frozen weight; any float dtype.
+        z: [..., R], the token's code, in the adapter's dtype (fp32).
+        mult: M, [O, R], or None for no multiplicative term.
+        add: B, [O, R], or None for no additive term.
+        mult_bound: beta.
+        additive_scale: alpha.
+
+    Returns:
+        y' in y's dtype, then m and s in fp32 (None where absent), for the regulariser and for observers.
+    """
+    out = y.to(z.dtype)
+    m = s = None
+    if mult is not None:
+        m = multiplier(F.linear(z, mult), mult_bound)
+        out = m * out
+    if add is not None:
+        s = additive_scale * F.linear(z, add)
+        out = out + s
+    return out.to(y.dtype), m, s
+
+
+def modulation_energy(terms: Sequence[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
+    """What the regulariser holds down: per token, sum over targets of mean over channels of (m - 1)^2 + s^2.
+
+    Args:
+        terms: (m, s) of every target, each [..., O] or None.
+
+    Returns:
+        [...], or None where nothing was modulated.
+    """
+    parts = [(m - 1.0).square().mean(dim=-1) for m, _ in terms if m is not None]
+    parts += [s.square().mean(dim=-1) for _, s in terms if s is not None]
+    return torch.stack(parts).sum(dim=0) if parts else None
+
+
+def modulate_reference(
+    y: Tensor, a: Tensor, A: Tensor, M: Tensor | None, B: Tensor | None, mult_bound: float, additive_scale: float
+) -> Tensor:
+    """The formula of the module's head, one token and one channel at a time, in fp64. Slow; the tests' yardstick."""
+    flat_y, flat_a = y.reshape(-1, y.shape[-1]).double(), a.reshape(-1, a.shape[-1]).double()
+    out = torch.empty_like(flat_y)
+    for token in range(flat_y.shape[0]):
+        z = A.double() @ flat_a[token]
+        for channel in range(flat_y.shape[1]):
+            value = flat_y[token, channel]
+            if M is not None:
+                value = value * (1 + mult_bound * (2 * torch.sigmoid(M[channel].double() @ z) - 1))
+            if B is not None:
+                value = value + additive_scale * (B[channel].double() @ z)
+            out[token, channel] = value
+    return out.reshape(y.shape)

@@ -1,0 +1,65 @@
+"""The residual stream of a Llama, layer by layer, with what the layers need beside it.
+
+Strategies walk the layers themselves: they share work between teacher and student, free each layer's graph at once and
+stop after the last converted layer, none of which the model's own forward allows. That it computes the same is tested
+against that forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
+
+from npt.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The state h in front of a layer, [B, T, D], and the context that the decoder passes to every layer."""
+
+    hidden: Tensor
+    context: dict[str, Any]
+    batch: Batch
+
+    def rows(self, states: Tensor) -> Tensor:
+        """The valid tokens' rows of [B, T, D] states: [N, D]."""
+        return states.reshape(-1, states.shape[-1]).index_select(0, self.batch.valid_index)
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """[N, D] rows back in their places, zeros at padding: [B, T, D]."""
+        flat = rows.new_zeros(self.hidden.shape[0] * self.hidden.shape[1], rows.shape[-1])
+        return flat.index_copy(0, self.batch.valid_index, rows).view(*self.hidden.shape[:2], -1)
+
+    def clean(self, states: Tensor) -> Tensor:
+        """Zero the padded positions. A query without a key may come out of attention as NaN, and as a key, at weight 0,
+        it would still poison its row: 0 * NaN is NaN."""
+        if not self.batch.padded:
+            return states
+        return torch.where(self.batch.attention_mask.unsqueeze(-1).bool(), states, 0.0)
+
+
+def open_stream(model: LlamaForCausalLM, batch: Batch) -> Stream:
+    """The stream in front of layer 0: embeddings, rotary positions and the causal mask, as the model's forward makes them."""
+    decoder = model.model
+    hidden = decoder.embed_tokens(batch.input_ids)
+    mask = create_causal_mask(
+        config=decoder.config,
+        inputs_embeds=hidden,
+        attention_mask=batch.attention_mask if batch.padded else None,
+        past_key_values=None,
+        position_ids=batch.position_ids,
+    )
+    context = {
+        "attention_mask": mask,
+        "position_ids": batch.position_ids,
+        "position_embeddings": decoder.rotary_emb(hidden, position_ids=batch.position_ids),
+        "past_key_values": None,
+        "use_cache": False,
+    }
+    stream = Stream(hidden, context, batch)
+    return Stream(stream.clean(hidden), context, batch)

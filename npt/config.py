@@ -1,0 +1,236 @@
+"""Every setting, once: frozen dataclasses, checked when they are made.
+
+The command line, the YAML file and `run.json` are generated from these fields, so a flag is its field's name (or the
+`flag` in its metadata) and its help is the field's `help`. A combination that cannot work raises `ConfigError`, one
+whose part is not built yet raises `NotSupportedError`; nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from npt.errors import ConfigError, NotSupportedError
+
+TARGETS = ("gate", "up", "down")
+MODULATIONS = ("both", "additive", "multiplicative")
+RESIDUALS = ("modulate", "keep")
+INITS = ("random", "calibrated")
+QUANT_TYPES = ("nf4", "fp4")
+MATMUL_PRECISIONS = ("highest", "high")
+STRATEGIES = ("local", "propagated", "end_to_end")
+LOSSES = ("nmse",)
+MULT_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def setting(default: Any, help: str, *, choices: Sequence[str] | None = None, flag: str | None = None) -> Any:
+    """A dataclass field that is also a command-line flag."""
+    return field(default=default, metadata={"help": help, "choices": choices, "flag": flag})
+
+
+def flag_of(f: Field[Any]) -> str:
+    """The flag's name, without dashes, of a settings field."""
+    return f.metadata.get("flag") or f.name
+
+
+def _check_fields(config: Any) -> None:
+    """Every value has its field's type and is one of its choices."""
+    hints = typing.get_type_hints(type(config))
+    for f in fields(config):
+        _check_type(flag_of(f), getattr(config, f.name), hints[f.name])
+    for f in fields(config):
+        choices = f.metadata.get("choices")
+        value = getattr(config, f.name)
+        if choices and value is not None:
+            for item in value if isinstance(value, tuple) else (value,):
+                if item not in choices:
+                    raise ConfigError(f"--{flag_of(f)} is {item!r}; choose from {', '.join(choices)}")
+
+
+def _check_type(flag: str, value: Any, hint: Any) -> None:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
+    if isinstance(value, bool):
+        fits = bool in kinds
+    elif isinstance(value, int):
+        fits = int in kinds or float in kinds
+    else:
+        fits = isinstance(value, kinds)
+    if not fits:
+        names = " or ".join("unset" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(f"--{flag} is {value!r}; expected {names}")
+
+
+def _check_at_least(config: Any, bounds: dict[str, float]) -> None:
+    names = {f.name: flag_of(f) for f in fields(config)}
+    for name, low in bounds.items():
+        value = getattr(config, name)
+        if value is not None and not (value >= low and math.isfinite(value)):
+            raise ConfigError(f"--{names[name]} is {value}; it must be a finite number of at least {low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NPTConfig:
+    """What an adapter is: its size, place and form (DESIGN: the modulation of a layer's MLP by its attention)."""
+
+    rank: int = setting(16, "rank R of the low-rank code z = A a", flag="adapter_rank")
+    layers: str = setting("upper_half", "layers to convert: upper_half, all, a range 8-15 or a list 3,5,7")
+    targets: tuple[str, ...] = setting(TARGETS, "MLP products to modulate, comma-separated", choices=TARGETS)
+    modulation: str = setting("both", "multiplicative term, additive term, or both", choices=MODULATIONS)
+    residual: str = setting("modulate", "modulate: attention leaves the residual stream; keep: it stays", choices=RESIDUALS)
+    init: str = setting("random", "random: small normal start; calibrated: closed form", choices=INITS)
+    additive_scale: float = setting(0.1, "alpha: scale of the additive term")
+    mult_bound: float = setting(0.5, "beta: the multiplicative term stays within (1-beta, 1+beta)")
+    init_std_a: float = setting(0.02, "standard deviation of A at the start")
+    init_std_b: float = setting(0.001, "standard deviation of B at the start (0 where residual is keep)")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            object.__setattr__(self, "targets", tuple(t.strip() for t in self.targets.split(",") if t.strip()))
+        elif isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        if isinstance(self.layers, int) and not isinstance(self.layers, bool):
+            object.__setattr__(self, "layers", str(self.layers))  # YAML reads a lone `layers: 3` as a number
+        elif isinstance(self.layers, list | tuple | range):
+            object.__setattr__(self, "layers", ",".join(str(i) for i in self.layers))
+        _check_fields(self)
+        if not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ConfigError(f"--targets is {self.targets}; name each of {', '.join(TARGETS)} at most once, and one at least")
+        if self.rank < 1:
+            raise ConfigError(f"--adapter_rank is {self.rank}; it must be at least 1")
+        if not 0 < self.mult_bound <= MULT_BOUND_MAX:
+            raise ConfigError(
+                f"--mult_bound is {self.mult_bound}; it must lie above 0 and be at most {MULT_BOUND_MAX}, so that m never reaches 0"
+            )
+        if not (self.additive_scale > 0 and math.isfinite(self.additive_scale)):
+            raise ConfigError(f"--additive_scale is {self.additive_scale}; it must be a positive number")
+        _check_at_least(self, {"init_std_a": 0.0, "init_std_b": 0.0})
+        if self.init == "calibrated":
+            raise NotSupportedError("--init calibrated is not supported yet; use --init random")
+
+    @property
+    def multiplicative(self) -> bool:
+        return self.modulation in ("both", "multiplicative")
+
+    @property
+    def additive(self) -> bool:
+        return self.modulation in ("both", "additive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """Which frozen model, and how it is stored and computed."""
+
+    model_name: str = setting("tiny", "'tiny' (embedded), a folder, or a hub id")
+    use_quantization: bool = setting(False, "load the base in 4 bit; everything then computes in fp32")
+    quant_type: str = setting("nf4", "4-bit code", choices=QUANT_TYPES)
+    use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation")
+    matmul_precision: str = setting("highest", "fp32 products: highest (fp32) or high (TF32 on CUDA)", choices=MATMUL_PRECISIONS)
+    share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case")
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @property
+    def quantization(self) -> str | None:
+        return self.quant_type if self.use_quantization else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which text, and how it is cut into samples."""
+
+    dataset_name: str = setting("builtin", "'builtin', a .txt or .jsonl file, or a hub dataset's name")
+    dataset_config: str | None = setting(None, "configuration of a hub dataset")
+    dataset_split: str = setting("train", "split to train on")
+    text_column: str = setting("text", "field that holds the text")
+    prompt_column: str | None = setting(None, "field that holds the prompt")
+    completion_column: str | None = setting(None, "field that holds the completion")
+    streaming: bool = setting(False, "read as it comes, keeping nothing")
+    num_samples: int | None = setting(None, "use at most this many samples of max_length tokens")
+    max_length: int = setting(256, "tokens of a sample")
+    packing: bool = setting(False, "pack several documents into a sample")
+    replay_dataset: str | None = setting(None, "second data set, against forgetting")
+    replay_ratio: float | None = setting(None, "share of samples from the replay data set")
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        _check_at_least(self, {"max_length": 2, "num_samples": 1})
+        for name in ("prompt_column", "completion_column", "packing", "replay_dataset", "replay_ratio"):
+            if getattr(self, name):
+                raise NotSupportedError(f"--{name} is not supported yet; leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How the adapters are trained, and what the run writes."""
+
+    strategy: str = setting("local", "how the student is driven", choices=STRATEGIES)
+    loss: str = setting("nmse", "hidden-state loss per valid token", choices=LOSSES)
+    logit_kl_weight: float = setting(0.0, "end_to_end only: weight of KL(teacher, student) on the logits, nats per token")
+    batch_size: int = setting(4, "samples of a micro-batch")
+    gradient_accumulation_steps: int = setting(1, "micro-batches K of a window, that is of one optimizer step")
+    learning_rate: float = setting(5e-5, "peak learning rate")
+    weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")
+    regularization_lambda: float = setting(0.0, "weight of the L2 of the modulation")
+    num_epochs: int = setting(1, "passes over the data, when max_steps does not end the run first")
+    max_steps: int | None = setting(None, "optimizer steps, at most")
+    warmup_steps: int = setting(0, "steps of linear warm-up")
+    scheduler_type: str = setting("cosine", "learning rate after warm-up", choices=SCHEDULES)
+    max_grad_norm: float = setting(0.5, "clip the global gradient norm to this")
+    max_consecutive_bad: int = setting(10, "stop after this many refusals in a row")
+    seed: int = setting(0, "seed of initialisation and data order")
+    output_dir: str | None = setting(None, "run folder; default a new one below outputs/")
+    log_steps: int = setting(10, "steps between metrics lines")
+    eval_steps: int | None = setting(None, "steps between evaluations on held-out text")
+    eval_samples: int = setting(64, "held-out samples of an evaluation")
+    save_steps: int | None = setting(None, "steps between adapter checkpoints")
+    save_total_limit: int | None = setting(None, "keep at most this many checkpoints")
+    resume: str | None = setting(None, "auto, or a checkpoint folder")
+    use_wandb: bool = setting(False, "log to Weights & Biases")
+    use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder")
+    run_name: str | None = setting(None, "name of the run in the trackers")
+    smoke_test: bool = setting(True, "one batch forward and backward under anomaly detection before the loop")
+    trace_steps: str | None = setting(None, "steps whose tensors are recorded")
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        _check_at_least(
+            self,
+            {
+                "logit_kl_weight": 0.0,
+                "batch_size": 1,
+                "gradient_accumulation_steps": 1,
+                "weight_decay": 0.0,
+                "regularization_lambda": 0.0,
+                "num_epochs": 1,
+                "max_steps": 1,
+                "warmup_steps": 0,
+                "max_consecutive_bad": 1,
+                "seed": 0,
+                "log_steps": 1,
+                "eval_steps": 1,
+                "eval_samples": 1,
+                "save_steps": 1,
+                "save_total_limit": 1,
+            },
+        )
+        for name in ("learning_rate", "max_grad_norm"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"--{name} is {value}; it must be a positive number")
+        if self.logit_kl_weight and self.strategy != "end_to_end":
+            raise ConfigError(
+                f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {self.strategy}, which computes no logits; "
+                "use --strategy end_to_end"
+            )
+        if self.strategy == "propagated":
+            raise NotSupportedError("--strategy propagated is not supported yet; use local or end_to_end")
+        for name in ("resume", "trace_steps"):
+            if getattr(self, name):
+                raise NotSupportedError(f"--{name} is not supported yet; leave it out")

@@ -1,0 +1,57 @@
+"""Errors a user can cause, each with the exit status it ends the program with.
+
+The command line prints their message as one line and no traceback (`--debug` shows it). A message names the thing, the
+values and the remedy. Anything that is *our* fault stays an `assert` or a plain exception and shows its traceback.
+"""
+
+from __future__ import annotations
+
+
+class NPTError(Exception):
+    """Base of every error meant for the user; `exit_status` is what the process ends with."""
+
+    exit_status = 2
+
+
+class ConfigError(NPTError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class NotSupportedError(ConfigError):
+    """A documented setting whose part is not built yet: it is refused, never ignored."""
+
+
+class ModelError(NPTError, ValueError):
+    """A base model that cannot be loaded or converted."""
+
+
+class DataError(NPTError, ValueError):
+    """Data that cannot be read, or from which nothing can be trained."""
+
+
+class PrecisionError(NPTError, RuntimeError):
+    """A module would compute in a dtype other than the one the policy asks for."""
+
+
+class AdapterFileError(NPTError, ValueError):
+    """A saved adapter that does not fit: its file, its settings or its base."""
+
+    exit_status = 5
+
+
+class CheckpointError(NPTError, RuntimeError):
+    """A checkpoint that cannot be used."""
+
+    exit_status = 5
+
+
+class TooManyRefusalsError(NPTError, RuntimeError):
+    """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
+
+    exit_status = 3
+
+
+class SmokeTestError(NPTError, RuntimeError):
+    """The one-batch test before the loop failed."""
+
+    exit_status = 4

@@ -1,0 +1,200 @@
+"""`load_base`: a frozen Llama and its tokenizer, quantised or not, computing in the dtype the policy asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from npt.config import QUANT_TYPES
+from npt.errors import ConfigError, ModelError
+from npt.quant.linear import quantized_linears
+from npt.quant.precision import audit_precision, enforce_fp32, quantization_of
+
+EMBEDDED = "tiny"
+EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
+MODEL_TYPES = ("llama",)
+
+# Entries of a model's configuration that change its outputs at equal weights.
+_COMPUTING = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+)
+
+
+def load_base(
+    name: str = EMBEDDED,
+    *,
+    quantization: str | None = None,
+    device: str | torch.device | None = None,
+    use_fp16: bool = False,
+) -> tuple[Any, Any]:
+    """Load a base model, frozen and in evaluation mode, and its tokenizer.
+
+    Args:
+        name: `tiny` (embedded, nothing is downloaded), a folder, or a hub id.
+        quantization: `nf4`, `fp4` (both with double quantisation) or None. A checkpoint that is stored in 4 bit stays so.
+        device: default the first CUDA device, else the CPU.
+        use_fp16: compute an unquantised base in fp16. Under quantisation fp32 is used all the same, with a warning.
+
+    Returns:
+        (model, tokenizer). The quantised model computes in fp32; weights that the checkpoint keeps in 16 bit and that are
+        not packed (embedding, norms, lm_head) stay stored so.
+
+    Raises:
+        ConfigError: unknown quantisation.
+        ModelError: no such model, not a Llama, or weights missing or unreadable.
+        PrecisionError: a module would compute in another dtype.
+    """
+    if quantization is not None and quantization not in QUANT_TYPES:
+        raise ConfigError(f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None")
+    config = read_config(name)
+    source = _locate(name)
+    tokenizer = _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source))
+    device = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    packed = quantization is not None or getattr(config, "quantization_config", None) is not None
+    if packed and use_fp16:
+        warnings.warn(
+            "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32 (fp16 overflows inside 4-bit products)",
+            stacklevel=2,
+        )
+    # Misshapen tensors are reported rather than raised on, so that the error can name them.
+    arguments: dict[str, Any] = {"device_map": {"": device}, "ignore_mismatched_sizes": True}
+    if packed:
+        arguments["dtype"] = "auto"
+        if quantization is not None and getattr(config, "quantization_config", None) is None:
+            arguments["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=quantization,
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.float32,
+            )
+    else:
+        arguments["dtype"] = torch.float16 if use_fp16 else torch.float32
+    with _Quiet():
+        model, report = _read("weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **arguments))
+    _check_complete(name, model, report)
+    if quantization is not None and quantization_of(model) != quantization:
+        raise ModelError(f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass --quant_type accordingly")
+    if packed:
+        if not quantized_linears(model):
+            raise ModelError(f"{name} is quantised, but not in bitsandbytes' 4 bit; load its unquantised original")
+        enforce_fp32(model)
+    model.requires_grad_(False)
+    model.eval()
+    audit_precision(model, torch.float16 if use_fp16 and not packed else torch.float32)
+    return model, tokenizer
+
+
+def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
+    """The configuration of a base model, without its weights.
+
+    Raises:
+        ModelError: no such model, or not a Llama.
+    """
+    source = _locate(name)
+    config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source))
+    if config.model_type not in MODEL_TYPES:
+        raise ModelError(f"{name} is a {config.model_type!r} model; only {', '.join(MODEL_TYPES)} models can be converted")
+    return config
+
+
+def base_hash(model: LlamaForCausalLM) -> str:
+    """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters not, and over the settings
+    that decide what is computed with them.
+
+    Two models with the same hash compute the same; an adapter belongs to the hash it was trained on.
+    """
+    settings = model.config.to_dict()
+    digest = hashlib.sha256(json.dumps({key: settings.get(key) for key in _COMPUTING}, sort_keys=True, default=str).encode())
+    seen: dict[int, str] = {}
+    for key, tensor in sorted(model.state_dict().items()):
+        if ".npt." in key:
+            continue
+        if tensor.data_ptr() in seen and tensor.numel() > 0:
+            digest.update(f"{key} is {seen[tensor.data_ptr()]};".encode())
+            continue
+        seen[tensor.data_ptr()] = key
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _check_complete(name: str, model: LlamaForCausalLM, report: dict[str, Any]) -> None:
+    """Refuse a model of which a weight is missing or has another shape than its configuration says."""
+    absent = sorted(report["missing_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ModelError(f"{name} lacks the weight {absent[0]}{more} that its configuration calls for; the checkpoint is incomplete")
+    misshapen = [(key, tuple(found), tuple(wanted)) for key, found, wanted in sorted(report["mismatched_keys"])]
+    # A misshapen tensor that is packed on loading is in no report: the packed bytes have a shape of their own.
+    for key, module in quantized_linears(model):
+        wanted = (module.out_features, module.in_features)
+        if tuple(module.weight.quant_state.shape) != wanted:
+            misshapen.append((f"{key}.weight", tuple(module.weight.quant_state.shape), wanted))
+    if misshapen:
+        key, found, wanted = misshapen[0]
+        raise ModelError(
+            f"{name}: the weight {key} has shape {found}, its configuration calls for {wanted}; the two do not belong together"
+        )
+
+
+def _locate(name: str) -> str:
+    """The folder or hub id to hand to transformers."""
+    if name == EMBEDDED:
+        return str(EMBEDDED_FOLDER)
+    if not name.strip():
+        raise ModelError("the model's name is empty; pass --model_name tiny, a folder or a hub id")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{name} holds no config.json; name a folder that a model was saved to")
+        return str(path)
+    if path.is_file():
+        raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/"):
+        raise ModelError(f"there is no model folder {name!r}; check --model_name ('tiny' is the embedded model)")
+    return name
+
+
+def _read(what: str, name: str, load: Any) -> Any:
+    try:
+        return load()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a broken file brings up: several libraries read it, each with its own classes
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"cannot load the {what} of {name!r}: {reason[:300]} (a local folder, 'tiny', or a hub id with the network reachable "
+            "and, for gated models, a login)"
+        ) from error
+
+
+class _Quiet:
+    """Transformers' progress bars and load report off: load problems are raised by name instead."""
+
+    def __enter__(self) -> None:
+        self.level = transformers_logging.get_verbosity()
+        self.bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self.level)
+        if self.bars:
+            transformers_logging.enable_progress_bar()

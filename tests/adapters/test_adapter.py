@@ -1,0 +1,131 @@
+import itertools
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from npt.adapters.adapter import NPTAdapter
+from npt.adapters.modulation import modulate_reference
+from npt.config import MODULATIONS, TARGETS, NPTConfig
+
+D, F, R = 12, 20, 4
+WIDTHS = {"gate": F, "up": F, "down": D}
+SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(TARGETS, n)]
+
+
+def make(seed: int = 0, **settings) -> NPTAdapter:
+    return NPTAdapter(NPTConfig(**{"rank": R, **settings}), D, F, torch.Generator().manual_seed(seed))
+
+
+def attention() -> torch.Tensor:
+    return torch.randn(2, 5, D, generator=torch.Generator().manual_seed(7))
+
+
+def product(target: str) -> torch.Tensor:
+    return torch.randn(2, 5, WIDTHS[target], generator=torch.Generator().manual_seed(8))
+
+
+def shaken(adapter: NPTAdapter) -> NPTAdapter:
+    """Every parameter away from its start, M among them."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return adapter
+
+
+@pytest.mark.parametrize("targets", SUBSETS, ids=",".join)
+@pytest.mark.parametrize("modulation", MODULATIONS)
+def test_holds_exactly_the_parameters_of_its_form(modulation, targets):
+    expected = {"A": (R, D)}
+    for target in targets:
+        expected |= {f"B.{target}": (WIDTHS[target], R)} if modulation != "multiplicative" else {}
+        expected |= {f"M.{target}": (WIDTHS[target], R)} if modulation != "additive" else {}
+    found = dict(make(modulation=modulation, targets=targets).named_parameters())
+    assert {name: tuple(p.shape) for name, p in found.items()} == expected
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in found.values())
+
+
+def test_start_is_normal_for_A_and_B_and_zero_for_M():
+    adapter = NPTAdapter(NPTConfig(rank=64), 512, 1024, torch.Generator().manual_seed(0))
+    # 2%: ten standard errors of a standard deviation over 32 thousand draws are below 4%, and these draws are fixed
+    assert adapter.A.std().item() == pytest.approx(0.02, rel=0.02)
+    for target in TARGETS:
+        assert adapter.B[target].std().item() == pytest.approx(0.001, rel=0.02)
+        assert torch.equal(adapter.M[target], torch.zeros_like(adapter.M[target]))
+
+
+def test_start_adds_nothing_where_the_attention_residual_is_kept():
+    adapter = make(residual="keep")
+    for target in TARGETS:
+        assert torch.equal(adapter.B[target], torch.zeros_like(adapter.B[target]))
+    assert adapter.A.abs().sum() > 0  # with A at zero as well, no gradient would ever move it
+
+
+def test_generator_fixes_the_start():
+    one, same, other = make(seed=1), make(seed=1), make(seed=2)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.A, other.A)
+
+
+@pytest.mark.parametrize("modulation", MODULATIONS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_computes_the_reference(target, modulation):
+    adapter = shaken(make(modulation=modulation, mult_bound=0.3, additive_scale=0.7))
+    y, a = product(target), attention()
+    got, m, s = adapter.apply_to(target, y, adapter.code(a))
+    M = adapter.M[target] if modulation != "additive" else None
+    B = adapter.B[target] if modulation != "multiplicative" else None
+    # default tolerance of fp32 against fp64: sums of 12 and then 4 terms
+    assert_close(got, modulate_reference(y, a, adapter.A, M, B, 0.3, 0.7).float())
+    assert (m is not None, s is not None) == (M is not None, B is not None)
+
+
+def test_a_target_that_is_not_modulated_comes_back_as_it_is():
+    adapter = shaken(make(targets=("gate",)))
+    z = adapter.code(attention())
+    for target in ("up", "down"):
+        y = product(target)
+        out, m, s = adapter.apply_to(target, y, z)
+        assert out is y
+        assert m is None
+        assert s is None
+
+
+def test_with_M_and_B_at_zero_nothing_changes_in_any_bit():
+    adapter = make(residual="keep")
+    z = adapter.code(attention())
+    for target in TARGETS:
+        y = product(target)
+        assert torch.equal(adapter.apply_to(target, y, z)[0], y)
+
+
+def test_computes_in_fp32_under_autocast_and_for_half_precision_attention():
+    adapter = shaken(make())
+    y, a = product("gate"), attention()
+    plain = adapter.apply_to("gate", y, adapter.code(a))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = adapter.code(a)
+        under = adapter.apply_to("gate", y, z)
+    assert z.dtype == torch.float32
+    assert all(torch.equal(p, u) for p, u in zip(plain, under, strict=True))
+    half = a.to(torch.bfloat16)
+    assert torch.equal(adapter.code(half), adapter.code(half.float()))
+
+
+@pytest.mark.parametrize("residual", ["modulate", "keep"])
+@pytest.mark.parametrize("modulation", MODULATIONS)
+def test_gradients_at_the_start_are_finite_and_reach_all_that_can_move(modulation, residual):
+    """A alone stands still for the first step where all that reads its code is at zero, as LoRA's A does beside B = 0."""
+    adapter = make(modulation=modulation, residual=residual)
+    z = adapter.code(attention())
+    sum(adapter.apply_to(t, product(t), z)[0].square().sum() for t in TARGETS).backward()
+    code_is_read = modulation != "multiplicative" and residual == "modulate"
+    for name, parameter in adapter.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+        assert bool(parameter.grad.abs().sum() > 0) == (name != "A" or code_is_read), name
+
+
+def test_repr_says_what_it_is():
+    shown = repr(make(targets=("gate", "down"), modulation="additive"))
+    assert "rank=4, targets=gate,down, modulation=additive, residual=modulate, mode=student" in shown

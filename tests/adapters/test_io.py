@@ -1,0 +1,289 @@
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import npt
+from npt.adapters.attach import adapter_parameters, attached_config, is_attached
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME
+from npt.errors import AdapterFileError, ModelError
+
+CONFIG = npt.NPTConfig(layers="1,3", rank=4, targets=("gate", "down"), additive_scale=0.3, mult_bound=0.25)
+FILES = {CONFIG_NAME, WEIGHTS_NAME, CARD_NAME}
+SOME_TENSOR = "base_model.model.model.layers.1.npt.B.gate"
+
+
+def student(load_model, config: npt.NPTConfig = CONFIG, seed: int = 0):
+    model = load_model()
+    npt.attach(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture
+def saved(load_model, tmp_path: Path) -> Path:
+    return npt.save_adapter(student(load_model), tmp_path / "adapter", base_name="some/base")
+
+
+class TestRoundTrip:
+    def test_gives_every_parameter_back_bit_for_bit(self, load_model, batch, tmp_path):
+        model = student(load_model)
+        assert npt.save_adapter(model, tmp_path / "adapter") == tmp_path / "adapter"
+        other = load_model()
+        assert npt.load_adapter(other, str(tmp_path / "adapter")) == CONFIG
+        assert attached_config(other) == CONFIG
+        assert same(values(other), values(model))
+        assert all(p.dtype == torch.float32 and p.requires_grad for p in adapter_parameters(other).values())
+        with torch.no_grad():
+            assert torch.equal(other(batch.input_ids).logits, model(batch.input_ids).logits)
+
+    def test_extreme_finite_values_survive(self, load_model, tmp_path):
+        model = student(load_model)
+        extreme = torch.tensor([3.4028235e38, -3.4028235e38, 1e-45, -0.0])
+        with torch.no_grad():
+            adapter_parameters(model)["model.layers.1.npt.A"].view(-1)[:4] = extreme
+        npt.save_adapter(model, tmp_path / "adapter")
+        other = load_model()
+        npt.load_adapter(other, tmp_path / "adapter")
+        got = adapter_parameters(other)["model.layers.1.npt.A"].view(-1)[:4]
+        assert torch.equal(got.view(torch.int32), extreme.view(torch.int32))
+
+    def test_adapters_of_the_same_configuration_are_overwritten(self, load_model, saved):
+        other = student(load_model, seed=5)
+        npt.load_adapter(other, saved)
+        assert same(values(other), values(student(load_model)))
+
+    def test_detaching_what_was_loaded_gives_the_base_back(self, load_model, saved):
+        model = load_model()
+        before = npt.base_hash(model)
+        npt.load_adapter(model, saved)
+        npt.detach(model)
+        assert npt.base_hash(model) == before
+        assert not any(p.requires_grad for p in model.parameters())
+
+
+class TestSave:
+    def test_keeps_the_file_layout_of_peft(self, load_model, saved):
+        assert {p.name for p in saved.iterdir()} == FILES
+        record = json.loads((saved / CONFIG_NAME).read_text())
+        assert {k: record[k] for k in ("peft_type", "base_model_name_or_path", "base_hash")} == {
+            "peft_type": "NPT",
+            "base_model_name_or_path": "some/base",
+            "base_hash": npt.base_hash(load_model()),
+        }
+        assert npt.NPTConfig(**record["npt"]) == CONFIG
+        with safe_open(saved / WEIGHTS_NAME, framework="pt") as stored:
+            expected = {f"base_model.model.model.layers.{i}.npt.{n}" for i in (1, 3) for n in ("A", "B.gate", "B.down", "M.gate", "M.down")}
+            assert set(stored.keys()) == expected
+            assert {stored.get_slice(key).get_dtype() for key in expected} == {"F32"}
+
+    def test_card_names_the_base_and_every_setting(self, load_model, saved):
+        card = (saved / CARD_NAME).read_text()
+        assert "base_model: some/base" in card
+        assert f"| base hash | {npt.base_hash(load_model())} |" in card
+        assert "| targets | gate, down |" in card
+        assert "| layers | 1,3 |" in card
+
+    def test_base_name_defaults_to_the_models_own(self, load_model, llama_folder, tmp_path):
+        npt.save_adapter(student(load_model), tmp_path / "adapter")
+        assert json.loads((tmp_path / "adapter" / CONFIG_NAME).read_text())["base_model_name_or_path"] == str(llama_folder)
+
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+    def test_a_poisoned_adapter_is_refused_by_name_and_nothing_is_written(self, load_model, tmp_path, poison):
+        model = student(load_model)
+        with torch.no_grad():
+            model.model.layers[3].npt.M["down"][5, 1] = poison
+        with pytest.raises(AdapterFileError, match=r"model\.layers\.3\.npt\.M\.down is not finite"):
+            npt.save_adapter(model, tmp_path / "adapter")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_poisoned_adapter_leaves_the_saved_one_in_place(self, load_model, saved):
+        before = {p.name: p.read_bytes() for p in saved.iterdir()}
+        model = student(load_model, seed=1)
+        with torch.no_grad():
+            model.model.layers[1].npt.A[0, 0] = float("nan")
+        with pytest.raises(AdapterFileError, match=r"model\.layers\.1\.npt\.A"):
+            npt.save_adapter(model, saved)
+        assert {p.name: p.read_bytes() for p in saved.iterdir()} == before
+
+    def test_a_saved_adapter_is_replaced_and_nothing_is_left_behind(self, load_model, saved):
+        model = student(load_model, seed=1)
+        npt.save_adapter(model, saved)
+        other = load_model()
+        npt.load_adapter(other, saved)
+        assert same(values(other), values(model))
+        assert [p.name for p in saved.parent.iterdir()] == ["adapter"]
+
+    def test_an_empty_folder_is_filled(self, load_model, tmp_path):
+        folder = tmp_path / "deep" / "adapter"
+        folder.mkdir(parents=True)
+        npt.save_adapter(student(load_model), folder)
+        assert {p.name for p in folder.iterdir()} == FILES
+
+    def test_a_folder_with_other_things_is_refused_and_kept(self, load_model, tmp_path):
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "chapter").write_text("mine")
+        with pytest.raises(AdapterFileError, match=r"thesis holds something other than an NPT adapter \(chapter\)"):
+            npt.save_adapter(student(load_model), tmp_path / "thesis")
+        assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
+
+    def test_a_file_in_the_way_is_refused_and_kept(self, load_model, tmp_path):
+        (tmp_path / "notes").write_text("mine")
+        with pytest.raises(AdapterFileError, match=r"notes holds something other than an NPT adapter"):
+            npt.save_adapter(student(load_model), tmp_path / "notes")
+        assert (tmp_path / "notes").read_text() == "mine"
+
+    def test_what_the_user_keeps_beside_a_saved_adapter_is_not_deleted(self, load_model, saved):
+        (saved / "notes.txt").write_text("mine")
+        try:
+            npt.save_adapter(student(load_model, seed=1), saved)
+        except AdapterFileError as refusal:
+            assert "adapter" in str(refusal)
+        assert (saved / "notes.txt").is_file()
+
+    def test_without_adapters_it_is_refused(self, load_model, tmp_path):
+        with pytest.raises(ModelError, match="no NPT adapters"):
+            npt.save_adapter(load_model(), tmp_path / "adapter")
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)])
+    def test_file_modes_follow_the_umask(self, load_model, tmp_path, umask, file_mode, folder_mode):
+        before = os.umask(umask)
+        try:
+            folder = npt.save_adapter(student(load_model), tmp_path / "adapter")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE(folder.stat().st_mode) == folder_mode
+        assert {stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()} == {file_mode}
+
+
+def in_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def tamper(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS_NAME)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS_NAME)
+
+    return tamper
+
+
+def in_record(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    def tamper(folder: Path) -> None:
+        record = json.loads((folder / CONFIG_NAME).read_text())
+        change(record)
+        (folder / CONFIG_NAME).write_text(json.dumps(record))
+
+    return tamper
+
+
+def setting(**settings) -> Callable[[Path], None]:
+    return in_record(lambda record: record["npt"].update(settings))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / WEIGHTS_NAME
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_value(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[SOME_TENSOR][3, 2] = value
+
+    return change
+
+
+DAMAGE = {
+    "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), r"holds no adapter_config\.json"),
+    "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
+    "no weights": (lambda f: (f / WEIGHTS_NAME).unlink(), r"holds no adapter_model\.safetensors"),
+    "weights truncated": (truncate, r"adapter_model\.safetensors cannot be read"),
+    "weights empty": (lambda f: (f / WEIGHTS_NAME).write_bytes(b""), r"adapter_model\.safetensors cannot be read"),
+    "weights are another format": (lambda f: (f / WEIGHTS_NAME).write_bytes(b"PK" * 500), r"adapter_model\.safetensors cannot be read"),
+    "wrong shape": (
+        in_weights(lambda t: t.update({SOME_TENSOR: torch.zeros(128, 5)})),
+        r"layers\.1\.npt\.B\.gate is F32 \(128, 5\), the model needs F32 \(128, 4\)",
+    ),
+    "wrong dtype": (
+        in_weights(lambda t: t.update({SOME_TENSOR: t[SOME_TENSOR].bfloat16()})),
+        r"layers\.1\.npt\.B\.gate is BF16 \(128, 4\), the model needs F32",
+    ),
+    "a tensor too many": (in_weights(lambda t: t.update(stranger=torch.zeros(1))), r"has the extra tensor stranger \(1 in all\)"),
+    "a tensor missing": (in_weights(lambda t: t.pop(SOME_TENSOR)), r"lacks tensor .*layers\.1\.npt\.B\.gate \(1 in all\)"),
+    "a value is NaN": (in_weights(with_value(float("nan"))), r"layers\.1\.npt\.B\.gate holds a non-finite value"),
+    "a value is infinite": (in_weights(with_value(-float("inf"))), r"layers\.1\.npt\.B\.gate holds a non-finite value"),
+    "unknown setting": (setting(colour="blue"), r"unknown or missing settings: colour"),
+    "missing setting": (in_record(lambda r: r["npt"].pop("rank")), r"unknown or missing settings: rank"),
+    "setting out of its choices": (setting(targets=["sideways"]), r"setting that cannot work: --targets is 'sideways'"),
+    "setting out of its range": (setting(mult_bound=1.5), r"setting that cannot work: --mult_bound is 1\.5"),
+    "setting of the wrong type": (setting(rank="16"), r"setting that cannot work"),
+    "setting with a fraction": (setting(rank=1.5), r"1\.5"),
+    "layers that the model lacks": (setting(layers="1,99"), r"does not fit the model: --layers names layer 99"),
+    "rank larger than the model": (setting(rank=1000), r"does not fit the model: --adapter_rank is 1000"),
+    "rank other than the weights'": (setting(rank=8), r"\(4, 64\), the model needs F32 \(8, 64\)"),
+    "not JSON": (lambda f: (f / CONFIG_NAME).write_text("{"), r"adapter_config\.json cannot be read"),
+    "not UTF-8": (lambda f: (f / CONFIG_NAME).write_bytes(b"\xff\xfe{}"), r"adapter_config\.json cannot be read"),
+    "JSON, but a list": (lambda f: (f / CONFIG_NAME).write_text("[]"), r"no entry 'npt'"),
+    "another method's adapter": (in_record(lambda r: r.pop("npt")), r"no entry 'npt'"),
+}
+
+
+class TestRefusedLoad:
+    @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+    def test_names_the_fault_and_leaves_the_model_as_it_was(self, load_model, saved, damage, message):
+        damage(saved)
+        model = load_model()
+        model.lm_head.weight.requires_grad_(True)
+        before = npt.base_hash(model)
+        classes = [type(m) for m in model.modules()]
+        flags = {name: p.requires_grad for name, p in model.named_parameters()}
+        with pytest.raises(AdapterFileError, match=message) as refusal:
+            npt.load_adapter(model, saved)
+        assert str(saved) in str(refusal.value)
+        assert not is_attached(model)
+        assert [type(m) for m in model.modules()] == classes
+        assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+        assert npt.base_hash(model) == before
+
+    @pytest.mark.parametrize("name", ["weights truncated", "a value is NaN", "wrong shape", "not JSON"])
+    def test_leaves_attached_adapters_as_they_were(self, load_model, saved, name):
+        damage, message = DAMAGE[name]
+        damage(saved)
+        model = student(load_model, seed=5)
+        before = values(model)
+        with pytest.raises(AdapterFileError, match=message):
+            npt.load_adapter(model, saved)
+        assert same(values(model), before)
+
+    def test_adapters_of_another_configuration_are_not_overwritten(self, load_model, saved):
+        model = student(load_model, npt.NPTConfig(layers="1", rank=4))
+        before = values(model)
+        with pytest.raises(AdapterFileError, match=r"layers='1,3'.*layers='1'.*npt\.detach"):
+            npt.load_adapter(model, saved)
+        assert same(values(model), before)
+
+    def test_another_base_is_refused_with_both_hashes(self, load_model, saved):
+        trained_on, other = npt.base_hash(load_model()), load_model(quantization="fp4")
+        with pytest.raises(AdapterFileError, match=f"trained on base {trained_on[:12]}, this base is {npt.base_hash(other)[:12]}"):
+            npt.load_adapter(other, saved)
+        assert not is_attached(other)
+
+    def test_a_folder_that_records_no_base_is_refused(self, load_model, saved):
+        in_record(lambda record: record.update(base_hash=None))(saved)
+        with pytest.raises(AdapterFileError, match="trained on base None"):
+            npt.load_adapter(load_model(), saved)

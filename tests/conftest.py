@@ -1,0 +1,113 @@
+"""Shared fixtures: a random Llama small enough for exhaustive checks, 4-bit on the CPU as the normal case."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import npt
+from npt.data.batch import Batch, batch_from_tensors
+
+VOCAB = 128
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect, and so report in the closing line, what this machine or this call is not for."""
+    unwanted = [
+        item
+        for item in items
+        if ("slow" in item.keywords and not config.getoption("--slow")) or ("gpu" in item.keywords and not torch.cuda.is_available())
+    ]
+    config.hook.pytest_deselected(items=unwanted)
+    items[:] = [item for item in items if item not in unwanted]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Results that do not depend on how many cores share a sum; at these sizes one thread is also the fastest."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with grouped-query attention, saved in bf16: D 64, F 128, 4 layers, V 128. It has no tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.15,  # large enough that attention and MLP matter beside the residual stream
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+class FakeTokenizer:
+    """Characters as tokens, folded into the small vocabulary: the few members that the package asks a tokenizer for."""
+
+    bos_token_id, eos_token_id, pad_token_id = 0, 1, 2
+
+    def __call__(self, texts: str | list[str], **_: Any) -> dict[str, list]:
+        def encode(text: str) -> list[int]:
+            return [self.bos_token_id, *(3 + ord(c) % (VOCAB - 3) for c in text)]
+
+        return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(t) for t in texts]}
+
+
+@pytest.fixture
+def tokenizer() -> FakeTokenizer:
+    return FakeTokenizer()
+
+
+LoadModel = Callable[..., LlamaForCausalLM]
+
+
+@pytest.fixture(scope="session")
+def load_model(llama_folder: Path) -> LoadModel:
+    """A fresh copy of the random Llama at every call, as `npt.load_base` would give it; NF4 unless told otherwise."""
+    import shutil
+
+    from npt.quant import load as loading
+
+    # load_base wants a tokenizer beside the weights; the embedded model's serves.
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
+
+    def load(quantization: str | None = "nf4", **arguments: Any) -> LlamaForCausalLM:
+        return npt.load_base(str(llama_folder), quantization=quantization, device="cpu", **arguments)[0]
+
+    return load
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """Three rows of 9, 5 and 7 valid tokens, padded on the right to 9."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (3, 9), generator=generator)
+    mask = torch.ones(3, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    mask[2, 7:] = 0
+    return batch_from_tensors(ids * mask + 2 * (1 - mask), mask)

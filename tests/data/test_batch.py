@@ -1,0 +1,152 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npt.data.batch import Batch, batch_from_tensors, batches, collate, find_fault, pad_id_of
+from npt.data.samples import Sample
+
+ROWS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4)
+
+
+def make(*rows: tuple[int, ...]) -> list[Sample]:
+    return [Sample(f"s{number}@0", row) for number, row in enumerate(rows)]
+
+
+class TestCollate:
+    @settings(deadline=None, max_examples=80)
+    @given(rows=ROWS, side=st.sampled_from(["left", "right"]), pad=st.integers(0, 9), extra=st.integers(0, 3))
+    def test_keeps_every_token_and_adds_nothing_valid(self, rows, side, pad, extra):
+        """The padding id is among the tokens on purpose: what is real is told by position."""
+        width = max(map(len, rows)) + extra
+        batch = collate(make(*rows), pad, side=side, length=width)
+        assert batch.input_ids.shape == (len(rows), width)
+        assert {t.dtype for t in (batch.input_ids, batch.attention_mask, batch.position_ids, batch.labels, batch.valid_index)} == {
+            torch.int64
+        }
+        flat = [token for row in rows for token in row]
+        assert batch.tokens == len(flat)
+        assert batch.padded == (len(flat) < len(rows) * width)
+        assert batch.input_ids.flatten()[batch.valid_index].tolist() == flat
+        assert batch.position_ids.flatten()[batch.valid_index].tolist() == [place for row in rows for place in range(len(row))]
+        valid = batch.attention_mask.bool()
+        assert torch.equal(valid.flatten().nonzero().squeeze(-1), batch.valid_index)
+        assert torch.equal(batch.labels, torch.where(valid, batch.input_ids, -100))
+        assert (batch.input_ids[~valid] == pad).all()
+        assert (batch.position_ids >= 0).all()
+        assert find_fault(batch, 10) is None
+
+    def test_pads_to_the_longest_on_the_right(self):
+        batch = collate(make((5, 6, 7), (8,)), 2)
+        assert batch.input_ids.tolist() == [[5, 6, 7], [8, 2, 2]]
+        assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+        assert batch.labels.tolist() == [[5, 6, 7], [8, -100, -100]]
+        assert batch.position_ids[0].tolist() == [0, 1, 2]
+        assert batch.valid_index.tolist() == [0, 1, 2, 3]
+        assert batch.sample_ids == ("s0@0", "s1@0")
+
+    def test_positions_under_left_padding_count_valid_tokens(self):
+        batch = collate(make((5, 6, 7, 8), (8, 9)), 2, side="left")
+        assert batch.input_ids.tolist() == [[5, 6, 7, 8], [2, 2, 8, 9]]
+        assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
+        assert batch.valid_index.tolist() == [0, 1, 2, 3, 6, 7]
+
+    def test_a_real_token_that_equals_the_padding_stays_valid(self):
+        batch = collate(make((2, 5, 2), (2, 2)), 2)
+        assert batch.tokens == 5
+        assert batch.labels.tolist() == [[2, 5, 2], [2, 2, -100]]
+
+
+def test_a_batch_of_tensors_names_its_rows_by_number_unless_told():
+    ids, mask = torch.tensor([[5, 6], [7, 2]]), torch.tensor([[1, 1], [1, 0]])
+    assert batch_from_tensors(ids, mask).sample_ids == ("0", "1")
+    assert batch_from_tensors(ids, mask, ("a", "b")).sample_ids == ("a", "b")
+    assert not batch_from_tensors(ids[:1], mask[:1]).padded
+
+
+def test_moving_a_batch_keeps_what_it_holds(batch):
+    moved = batch.to(torch.device("cpu"))
+    assert moved.sample_ids == batch.sample_ids
+    for name in ("input_ids", "attention_mask", "position_ids", "labels", "valid_index"):
+        assert torch.equal(getattr(moved, name), getattr(batch, name))
+    # the meta device shows that every tensor moves
+    assert {t.device.type for t in vars(batch.to(torch.device("meta"))).values() if isinstance(t, torch.Tensor)} == {"meta"}
+
+
+@settings(deadline=None, max_examples=40)
+@given(count=st.integers(0, 11), size=st.integers(1, 4))
+def test_batches_keep_order_and_lose_no_sample(count, size):
+    samples = make(*((number, 1) for number in range(count)))
+    made = list(batches(iter(samples), size, pad_id=2))
+    assert [name for batch in made for name in batch.sample_ids] == [s.id for s in samples]
+    assert all(len(batch.sample_ids) == size for batch in made[:-1])
+    assert all(len(batch.sample_ids) > 0 for batch in made)
+
+
+class Tokenizer:
+    def __init__(self, **ids: object):
+        vars(self).update(ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ({"pad_token_id": 7, "eos_token_id": 1}, 7),
+        ({"pad_token_id": 0, "eos_token_id": 1}, 0),
+        ({"pad_token_id": None, "eos_token_id": 1}, 1),
+        ({"pad_token_id": None, "eos_token_id": [1, 2]}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_padding_id_is_the_pad_token_else_the_end_token_else_zero(ids, expected):
+    assert pad_id_of(Tokenizer(**ids)) == expected
+
+
+class TestFindFault:
+    GOOD = batch_from_tensors(torch.tensor([[5, 6, 7], [8, 9, 2]]), torch.tensor([[1, 1, 1], [1, 1, 0]]), ("a@0", "b@8"))
+
+    def changed(self, name: str, row: int, column: int, value: int) -> Batch:
+        tensor = getattr(self.GOOD, name).clone()
+        tensor[row, column] = value
+        return replace(self.GOOD, **{name: tensor})
+
+    def test_finds_nothing_in_a_good_batch(self):
+        assert find_fault(self.GOOD, 10) is None
+
+    @pytest.mark.parametrize("value", [10, -1, -100, 2**40])
+    def test_a_token_id_outside_the_vocabulary_is_located(self, value):
+        fault = find_fault(self.changed("input_ids", 1, 0, value), 10)
+        assert fault == f"token id {value} outside the vocabulary [0, 10) at row 1, position 0 of sample b@8"
+
+    @pytest.mark.parametrize("value", [10, -1, -99, -101])
+    def test_a_label_outside_the_vocabulary_is_located(self, value):
+        fault = find_fault(self.changed("labels", 0, 2, value), 10)
+        assert fault == f"label {value} outside the vocabulary [0, 10) at row 0, position 2 of sample a@0"
+
+    def test_the_ignored_label_is_allowed_anywhere(self):
+        assert find_fault(self.changed("labels", 0, 1, -100), 10) is None
+
+    def test_the_ends_of_the_vocabulary_are_its_own(self):
+        assert find_fault(self.changed("input_ids", 0, 0, 0), 10) is None
+        assert find_fault(self.changed("input_ids", 0, 0, 9), 10) is None
+
+    def test_a_row_without_a_valid_token_is_named(self):
+        mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+        batch = batch_from_tensors(self.GOOD.input_ids, mask, ("a@0", "b@8"))
+        assert find_fault(batch, 10) == "no valid token in row 1, sample b@8"
+
+    @pytest.mark.parametrize(
+        ("ids", "mask"),
+        [((2, 3), (2, 4)), ((6,), (6,)), ((1, 2, 3), (1, 2, 3)), ((0, 3), (0, 3)), ((2, 0), (2, 0))],
+    )
+    def test_another_shape_is_shown(self, ids, mask):
+        tensors = {"input_ids": torch.ones(ids, dtype=torch.int64), "attention_mask": torch.ones(mask, dtype=torch.int64)}
+        fault = find_fault(replace(self.GOOD, **tensors), 10)
+        assert fault == f"shapes {ids} of ids and {mask} of mask, expected [B, T] twice"
+
+    def test_the_first_of_several_is_the_one_reported(self):
+        batch = self.changed("input_ids", 0, 1, 99)
+        batch.input_ids[1, 1] = 98
+        assert find_fault(batch, 10).startswith("token id 99")

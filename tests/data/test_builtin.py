@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import pytest
+
+from npt.data.builtin import builtin_files, builtin_text, is_heldout
+from npt.errors import DataError
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A small standard library: 40 modules, a package, and what has to be left out."""
+    for number in range(40):
+        (tmp_path / f"module{number:02}.py").write_text(f"value = {number}\n")
+    for folder in ("json", "json/tests", "test", "site-packages/other", "__pycache__", "ensurepip", "pip/_vendor"):
+        (tmp_path / folder).mkdir(parents=True)
+        for number in range(20):  # enough that some of each would be held out
+            (tmp_path / folder / f"inner{number:02}.py").write_text("inner = 1\n")
+    (tmp_path / "notes.txt").write_text("not Python")
+    (tmp_path / "blank.py").write_text(" \n\n")
+    (tmp_path / "latin.py").write_bytes("é = 1\n".encode("latin-1"))
+    return tmp_path
+
+
+def paths(split: str, root: Path | None = None) -> list[str]:
+    return [path for path, _ in builtin_files(split, root)]
+
+
+def test_the_same_files_are_held_out_for_good():
+    """The embedded model was trained on the others: a file that changed sides would leak into its evaluation."""
+    names = ["ast.py", "http/client.py", "types.py", "enum.py", "os.py", "json/decoder.py", "typing.py", "inspect.py", "abc.py", "dis.py"]
+    assert [name for name in names if is_heldout(name)] == ["ast.py", "http/client.py", "types.py", "enum.py"]
+
+
+def test_one_file_in_twenty_is_held_out():
+    share = sum(is_heldout(f"{number}.py") for number in range(4000)) / 4000
+    assert share == pytest.approx(1 / 20, abs=0.014)  # four standard errors of a share of 1/20 among 4000
+
+
+def test_the_splits_are_disjoint_and_together_all_the_source(library):
+    train, heldout = paths("train", library), paths("heldout", library)
+    assert train
+    assert heldout
+    expected = {f"module{number:02}.py" for number in range(40)} | {f"json/inner{number:02}.py" for number in range(20)}
+    assert sorted(train + heldout) == sorted(expected)
+    assert all(is_heldout(path) for path in heldout)
+    assert not any(is_heldout(path) for path in train)
+
+
+def test_the_order_is_that_of_the_paths_and_of_every_pass(library):
+    assert paths("train", library) == sorted(paths("train", library)) == paths("train", library)
+
+
+def test_the_text_is_the_files(library):
+    assert all(text == (library / path).read_text() for path, text in builtin_files("train", library))
+
+
+def test_records_carry_text_and_path(library):
+    records = list(builtin_text("heldout", library))
+    assert [record["path"] for record in records] == paths("heldout", library)
+    assert all(record["text"] and set(record) == {"text", "path"} for record in records)
+
+
+def test_this_machine_has_both_splits():
+    heldout = builtin_files("heldout")
+    path, text = next(heldout)
+    assert is_heldout(path)
+    assert text.strip()
+    assert not is_heldout(next(builtin_files("train"))[0])
+
+
+def test_an_unknown_split_is_named_with_the_choices():
+    with pytest.raises(DataError, match=r"no split 'test'; choose one of train, heldout"):
+        list(builtin_files("test"))
+
+
+def test_a_python_without_source_is_refused_with_a_remedy(tmp_path):
+    with pytest.raises(DataError, match=r"no Python source below .*--dataset_name FILE") as refusal:
+        list(builtin_files("train", tmp_path))
+    assert str(tmp_path) in str(refusal.value)

@@ -1,0 +1,261 @@
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import npt
+from npt.data.samples import Sample, Samples, cut, held_out, spread
+from npt.errors import DataError
+
+# The tokenizer fixture keeps no state, so that one serves all examples of a property.
+SHARED_TOKENIZER = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+TEXTS = [{"text": f"document {number}: " + "abcdefghij"[number % 10] * (number % 23)} for number in range(60)]
+
+
+def config(**settings) -> npt.DataConfig:
+    return npt.DataConfig(**{"max_length": 8, **settings})
+
+
+def tokens(samples) -> list[tuple[int, ...]]:
+    return [sample.input_ids for sample in samples]
+
+
+class Stream:
+    """Records without a length; counts how many were read."""
+
+    def __init__(self, records):
+        self.records, self.read = records, 0
+
+    def __iter__(self) -> Iterator:
+        for record in self.records:
+            self.read += 1
+            yield record
+
+
+class TestCut:
+    @SHARED_TOKENIZER
+    @given(texts=st.lists(st.text(max_size=40), max_size=40), max_length=st.integers(2, 9))
+    def test_no_token_is_lost_but_a_single_last_one(self, tokenizer, texts, max_length):
+        found: dict[str, list[int]] = {}
+        for sample in cut([{"text": t} for t in texts], tokenizer, config(max_length=max_length)):
+            name, start = sample.id.split("@")
+            assert 2 <= len(sample.input_ids) <= max_length
+            assert int(start) == len(found.setdefault(name, []))
+            found[name] += sample.input_ids
+        for number, text in enumerate(texts):
+            expected = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id] if text else []
+            if len(expected) % max_length == 1:
+                expected = expected[:-1]
+            assert found.get(str(number), []) == expected
+
+    @SHARED_TOKENIZER
+    @given(ids=st.lists(st.integers(0, 127), max_size=30), max_length=st.integers(2, 9))
+    def test_token_ids_are_taken_as_they_are_and_get_no_end_token(self, tokenizer, ids, max_length):
+        got = tokens(cut([{"input_ids": ids}], tokenizer, config(max_length=max_length)))
+        windows = [tuple(ids[i : i + max_length]) for i in range(0, len(ids), max_length)]
+        assert got == [w for w in windows if len(w) > 1]
+
+    def test_the_end_token_closes_each_text_once(self, tokenizer):
+        ends = [sample.input_ids[-1] for sample in cut([{"text": "abc"}, {"text": "de"}], tokenizer, config())]
+        assert ends == [tokenizer.eos_token_id] * 2
+
+        class ClosingTokenizer(type(tokenizer)):
+            def __call__(self, texts, **_):
+                return {"input_ids": [[*ids, self.eos_token_id] for ids in super().__call__(texts)["input_ids"]]}
+
+        assert tokens(cut([{"text": "abc"}], ClosingTokenizer(), config())) == tokens(cut([{"text": "abc"}], tokenizer, config()))
+
+    def test_a_tokenizer_without_an_end_token_closes_nothing(self, tokenizer):
+        tokenizer.eos_token_id = None
+        assert tokens(cut([{"text": "abc"}], tokenizer, config())) == [tuple(tokenizer("abc")["input_ids"])]
+
+    def test_texts_and_token_ids_mix_in_order_and_keep_their_names(self, tokenizer):
+        records = [{"text": "a", "id": "first"}, {"input_ids": [5, 6]}, {"text": ""}, {"text": "b"}]
+        assert [(s.id, s.input_ids[1]) for s in cut(records, tokenizer, config())] == [
+            ("first@0", tokenizer("a")["input_ids"][1]),
+            ("1@0", 6),
+            ("3@0", tokenizer("b")["input_ids"][1]),
+        ]
+
+    def test_is_lazy(self, tokenizer):
+        stream = Stream([{"text": "abc"}] * 1000)
+        next(cut(stream, tokenizer, config()))
+        assert stream.read <= 32  # one call of the tokenizer
+
+    def test_a_record_without_the_column_lists_what_it_has(self, tokenizer):
+        with pytest.raises(DataError, match=r"record 1 has no 'text' \(it has: body, title\); set --text_column"):
+            list(cut([{"text": "x"}, {"title": "t", "body": "b"}], tokenizer, config()))
+
+    def test_the_column_is_the_one_that_was_named(self, tokenizer):
+        assert len(tokens(cut([{"body": "x"}], tokenizer, config(text_column="body")))) == 1
+        with pytest.raises(DataError, match=r"has no 'body' \(it has: text\)"):
+            list(cut([{"text": "x"}], tokenizer, config(text_column="body")))
+
+    @pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), (3, "int"), (["a"], "list"), (b"a", "bytes")])
+    def test_a_text_that_is_none_is_refused_by_its_type(self, tokenizer, value, kind):
+        with pytest.raises(DataError, match=rf"record mine has a {kind} as 'text'"):
+            list(cut([{"id": "mine", "text": value}], tokenizer, config()))
+
+    def test_an_empty_record_says_so(self, tokenizer):
+        with pytest.raises(DataError, match=r"it has: nothing"):
+            list(cut([{}], tokenizer, config()))
+
+    @pytest.mark.parametrize("record", [{"input_ids": None}, {"input_ids": "abc"}, {"input_ids": [[1, 2]]}, "text", None])
+    def test_a_record_that_is_none_is_refused_by_its_position(self, tokenizer, record):
+        with pytest.raises(DataError, match=r"record 1\b"):
+            list(cut([{"text": "x"}, record], tokenizer, config()))
+
+    def test_a_real_tokenizer_neither_cuts_nor_warns(self, caplog):
+        _, tokenizer = npt.load_base("tiny", device="cpu")
+        text = "value = 1\n" * 2000
+        samples = list(cut([{"text": text}], tokenizer, config(max_length=256)))
+        assert tokenizer.decode([i for s in samples for i in s.input_ids], skip_special_tokens=True) == text
+        assert samples[-1].input_ids[-1] == tokenizer.eos_token_id
+        assert not caplog.records
+
+
+class TestHeldOut:
+    def test_depends_on_the_tokens_alone_and_for_good(self):
+        """A sample that changed sides between versions would leak into the evaluation."""
+        held = [i for i in range(100) if Sample("", (0, i, 1)).heldout]
+        assert held == [13, 33, 54, 97]
+        assert Sample("x@0", (0, 13, 1)).heldout
+
+    def test_one_sample_in_twenty(self):
+        share = sum(Sample("", (number,)).heldout for number in range(4000)) / 4000
+        assert share == pytest.approx(1 / 20, abs=0.014)  # four standard errors of a share of 1/20 among 4000
+
+    @pytest.mark.parametrize("make", [list, Stream], ids=["list", "stream"])
+    def test_is_disjoint_from_training_and_complete_with_it(self, tokenizer, make):
+        training = set(tokens(Samples(make(TEXTS), tokenizer, config(), seed=0).epoch(0)))
+        heldout = set(tokens(held_out(make(TEXTS), tokenizer, config(), limit=10_000)))
+        assert training
+        assert heldout
+        assert not training & heldout
+        assert training | heldout == set(tokens(cut(TEXTS, tokenizer, config())))
+
+    def test_stops_at_its_limit_and_reads_no_further_than_it_must(self, tokenizer):
+        everything = held_out(TEXTS, tokenizer, config(), limit=10_000)
+        stream = Stream(TEXTS * 100)
+        assert held_out(stream, tokenizer, config(), limit=2) == everything[:2]
+        assert stream.read < 100 * len(TEXTS)
+
+    def test_is_left_in_where_the_evaluation_has_its_own_data(self, tokenizer):
+        samples = Samples(TEXTS, tokenizer, config(), seed=0, hold_out=False)
+        assert sorted(tokens(samples.epoch(0))) == sorted(tokens(cut(TEXTS, tokenizer, config())))
+
+
+class TestSpread:
+    def test_draws_distinct_samples_and_the_same_ones_every_time(self):
+        pool = [Sample(str(i), (i, i)) for i in range(500)]
+        drawn = spread(iter(pool), 10)
+        assert len(set(drawn)) == 10
+        assert set(drawn) <= set(pool)
+        assert drawn == spread(pool, 10)
+        assert drawn != pool[:10]
+
+    def test_takes_all_of_a_small_pool(self):
+        pool = [Sample(str(i), (i, i)) for i in range(7)]
+        assert spread(pool, 7) == spread(pool, 8) == pool
+        assert spread([], 3) == []
+
+    def test_reads_a_bounded_part_of_an_endless_stream(self):
+        read = []
+        endless = (read.append(i) or Sample(str(i), (i, i)) for i in range(10**9))
+        assert len(spread(endless, 2)) == 2
+        assert len(read) == 128
+
+
+class TestSequence:
+    def test_every_epoch_holds_the_same_samples_in_another_order(self, tokenizer):
+        samples = Samples(TEXTS, tokenizer, config(), seed=0)
+        epochs = [list(samples.epoch(number)) for number in range(3)]
+        assert samples.count() == len(epochs[0]) > 60
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+        assert all(sorted(tokens(epoch)) == sorted(tokens(epochs[0])) for epoch in epochs)
+
+    def test_the_seed_fixes_the_order(self, tokenizer):
+        one, same, other = (Samples(TEXTS, tokenizer, config(), seed=seed) for seed in (3, 3, 4))
+        for number in (1, 0, 1):
+            assert list(one.epoch(number)) == list(same.epoch(number)) != list(other.epoch(number))
+
+    def test_the_order_does_not_touch_other_random_states(self, tokenizer):
+        import random
+
+        random.seed(5)
+        state = random.getstate()
+        list(Samples(TEXTS, tokenizer, config(), seed=0).epoch(0))
+        assert random.getstate() == state
+
+    def test_num_samples_bounds_an_epoch_to_a_drawn_part(self, tokenizer):
+        everything = Samples(TEXTS, tokenizer, config(), seed=0)
+        few, others = (Samples(TEXTS, tokenizer, config(num_samples=10), seed=seed) for seed in (0, 1))
+        assert few.count() == len(list(few.epoch(0))) == 10
+        assert set(few.epoch(0)) == set(few.epoch(1)) < set(everything.epoch(0))
+        assert set(tokens(few.epoch(0))) != set(tokens(others.epoch(0)))
+        assert Samples(TEXTS, tokenizer, config(num_samples=10**6), seed=0).count() == everything.count()
+
+    @pytest.mark.parametrize(("num_samples", "asked", "counted"), [(None, 5, 5), (3, 5, 3), (7, 5, 5)])
+    def test_no_more_is_tokenised_than_is_asked_for(self, tokenizer, num_samples, asked, counted):
+        seen = []
+
+        class CountingTokenizer(type(tokenizer)):
+            def __call__(self, texts, **_):
+                seen.extend(texts)
+                return super().__call__(texts)
+
+        samples = Samples(TEXTS * 10, CountingTokenizer(), config(num_samples=num_samples), seed=0)
+        assert samples.count(asked) == counted
+        assert len(seen) <= 32  # one call of the tokenizer
+
+    def test_an_epoch_starts_the_same_however_much_of_it_was_cut_before(self, tokenizer, monkeypatch):
+        monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 8)
+        lazy, eager = (Samples(TEXTS, tokenizer, config(), seed=0) for _ in range(2))
+        assert eager.count() > 60
+        start = [next_sample for next_sample, _ in zip(lazy.epoch(1), range(20), strict=False)]
+        assert start == list(eager.epoch(1))[:20]
+        assert sorted(tokens(lazy.epoch(0))) == sorted(tokens(eager.epoch(0)))
+
+    def test_a_record_is_named_by_its_place_in_the_data_and_not_in_the_shuffled_order(self, tokenizer):
+        records = [{"input_ids": [number, 100]} for number in range(40)]
+        for sample in Samples(records, tokenizer, config(), seed=0, hold_out=False).epoch(0):
+            assert sample.id == f"{sample.input_ids[0]}@0"
+
+    def test_a_broken_record_is_named_by_its_place_in_the_data(self, tokenizer):
+        records = [{"text": "good"}] * 40
+        records[17] = {"body": "bad"}
+        with pytest.raises(DataError, match=r"record 17 has no 'text'"):
+            Samples(records, tokenizer, config(), seed=0)
+
+    def test_a_datasets_object_is_a_sequence(self, tokenizer):
+        datasets = pytest.importorskip("datasets")
+        samples = Samples(datasets.Dataset.from_list(TEXTS), tokenizer, config(), seed=0)
+        assert tokens(samples.epoch(1)) == tokens(Samples(TEXTS, tokenizer, config(), seed=0).epoch(1))
+
+    @pytest.mark.parametrize("records", [[], [{"text": ""}], [{"input_ids": [4]}]], ids=["none", "empty text", "one token"])
+    def test_data_without_a_sample_is_refused(self, tokenizer, records):
+        with pytest.raises(DataError, match=r"no sample of two tokens or more came out of the data; check --dataset_name"):
+            Samples(records, tokenizer, config(), seed=0)
+
+
+class TestStream:
+    def test_is_read_in_order_and_anew_for_every_epoch(self, tokenizer):
+        stream = Stream(TEXTS)
+        samples = Samples(stream, tokenizer, config(), seed=0, hold_out=False)
+        assert samples.count() is None
+        assert stream.read == 0
+        assert tokens(samples.epoch(0)) == tokens(samples.epoch(1)) == tokens(cut(TEXTS, tokenizer, config()))
+        assert stream.read == 2 * len(TEXTS)
+
+    def test_num_samples_ends_the_epoch_and_the_reading(self, tokenizer):
+        stream = Stream(TEXTS * 100)
+        samples = Samples(stream, tokenizer, config(num_samples=4), seed=0)
+        assert len(list(samples.epoch(0))) == 4
+        assert stream.read <= 32  # one call of the tokenizer
+
+    def test_a_spent_generator_serves_no_second_epoch(self, tokenizer):
+        samples = Samples((record for record in TEXTS), tokenizer, config(), seed=0)
+        assert len(list(samples.epoch(0))) > 60
+        assert list(samples.epoch(1)) == []

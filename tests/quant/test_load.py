@@ -1,0 +1,232 @@
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.errors import ConfigError, ModelError
+from npt.quant.load import read_config
+
+QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
+SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def copy(load_model, llama_folder: Path, tmp_path: Path) -> Path:
+    """The random Llama in a folder of its own, to be damaged; `load_model` has put the tokenizer beside it."""
+    return Path(shutil.copytree(llama_folder, tmp_path / "model"))
+
+
+def in_config(**entries) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | entries))
+
+    return change
+
+
+def in_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@QUANTIZATIONS
+def test_the_base_comes_frozen_and_in_evaluation_mode_with_its_tokenizer(llama_folder, load_model, quantization):
+    model, tokenizer = npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not any(m.training for m in model.modules())
+    assert tokenizer("def f(x):")["input_ids"]
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
+def test_the_embedded_model_loads_by_name_without_a_network(quantization):
+    model, tokenizer = npt.load_base("tiny", quantization=quantization, device="cpu")
+    ids = tokenizer("import os\n", return_tensors="pt")["input_ids"]
+    assert len(tokenizer) <= model.config.vocab_size
+    assert tokenizer.eos_token_id == model.config.eos_token_id
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+
+
+@torch.no_grad()
+def test_an_unquantised_base_computes_in_fp32_or_on_request_in_fp16(load_model, batch):
+    full, half = load_model(None), load_model(None, use_fp16=True)
+    assert {p.dtype for p in full.parameters()} == {torch.float32}
+    assert {p.dtype for p in half.parameters()} == {torch.float16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(None, use_fp16=True)
+    assert half(batch.input_ids).logits.dtype == torch.float16
+
+
+@torch.no_grad()
+def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load_model("nf4", use_fp16=True)
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32")
+    assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
+
+
+def test_the_configuration_is_read_without_weights(copy):
+    (copy / "model.safetensors").unlink()
+    assert read_config(str(copy)).num_hidden_layers == 4
+
+
+class TestPackedCheckpoint:
+    """A checkpoint that was saved in 4 bit."""
+
+    @pytest.fixture
+    def packed(self, load_model, copy) -> Path:
+        load_model("nf4").save_pretrained(copy)
+        return copy
+
+    @torch.no_grad()
+    @QUANTIZATIONS
+    def test_stays_as_it_was_saved(self, load_model, packed, batch, quantization):
+        model, _ = npt.load_base(str(packed), quantization=quantization, device="cpu")
+        original = load_model("nf4")
+        assert npt.base_hash(model) == npt.base_hash(original)
+        assert torch.equal(model(batch.input_ids).logits, original(batch.input_ids).logits)
+
+    def test_is_refused_when_another_code_is_asked_for(self, packed):
+        with pytest.raises(ModelError, match="is stored as nf4 but fp4 was asked for"):
+            npt.load_base(str(packed), quantization="fp4", device="cpu")
+
+
+class TestRefused:
+    @pytest.mark.parametrize("quantization", ["int8", "NF4", ""])
+    def test_a_quantisation_that_does_not_exist(self, llama_folder, quantization):
+        with pytest.raises(ConfigError, match=rf"quantization is '{quantization}'; choose from nf4, fp4 or None"):
+            npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
+
+    @pytest.mark.parametrize("name", ["./nowhere", "../nowhere/model", "a/b/c", "~/nowhere-at-all", "nowhere/"])
+    def test_a_path_that_does_not_exist(self, name):
+        with pytest.raises(ModelError, match=r"there is no model folder") as refusal:
+            npt.load_base(name, device="cpu")
+        assert repr(name) in str(refusal.value)
+
+    def test_a_hub_id_that_cannot_be_reached_in_one_line(self):
+        with pytest.raises(ModelError, match=r"cannot load the configuration of 'no-such-team/no-such-model'") as refusal:
+            npt.load_base("no-such-team/no-such-model", device="cpu")
+        assert "\n" not in str(refusal.value)
+
+    def test_an_empty_name_is_shown_as_such(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ModelError, match=r"the model's name is empty"):
+            npt.load_base("", device="cpu")
+
+    def test_a_file_where_a_folder_belongs(self, copy):
+        with pytest.raises(ModelError, match=r"model\.safetensors is a file; name the folder"):
+            npt.load_base(str(copy / "model.safetensors"), device="cpu")
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
+            (lambda f: (f / "config.json").write_text("{"), r"cannot load the configuration of .*not a valid JSON"),
+            (lambda f: (f / "config.json").write_text("{}"), r"cannot load the configuration of .*model_type"),
+            (lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'), r"is a 'gpt2' model; only llama models"),
+            (in_config(hidden_size="wide"), r"hidden_size"),
+            (lambda f: (f / "tokenizer.json").unlink(), r"cannot load the tokenizer of"),
+            (lambda f: (f / "model.safetensors").unlink(), r"cannot load the weights of .*model\.safetensors"),
+            (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100), r"cannot load the weights of"),
+            (truncate, r"cannot load the weights of"),
+            (in_weights(lambda t: t.pop(SOME_WEIGHT)), rf"lacks the weight {SOME_WEIGHT} that"),
+            (in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))), r"lacks the weight lm_head\.weight and 1 more"),
+            (in_weights(lambda t: t.update({SOME_WEIGHT: torch.zeros(3, 64, dtype=torch.bfloat16)})), SOME_WEIGHT),
+        ],
+        ids=[
+            "no configuration",
+            "configuration not JSON",
+            "configuration empty",
+            "not a Llama",
+            "configuration of a wrong type",
+            "no tokenizer",
+            "no weights",
+            "weights corrupt",
+            "weights truncated",
+            "a tensor missing",
+            "two tensors missing",
+            "a tensor misshapen",
+        ],
+    )
+    @QUANTIZATIONS
+    def test_a_folder_that_is_damaged_in_one_line_naming_it(self, copy, quantization, damage, message):
+        damage(copy)
+        with pytest.raises(ModelError, match=message) as refusal:
+            npt.load_base(str(copy), quantization=quantization, device="cpu")
+        assert str(copy) in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
+class TestBaseHash:
+    @pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
+    def test_is_the_same_at_every_load(self, load_model, quantization):
+        assert npt.base_hash(load_model(quantization)) == npt.base_hash(load_model(quantization))
+
+    def test_tells_quantisations_and_dtypes_apart(self, load_model):
+        models = [load_model("nf4"), load_model("fp4"), load_model(None), load_model(None, use_fp16=True)]
+        assert len({npt.base_hash(model) for model in models}) == 4
+
+    @QUANTIZATIONS
+    def test_does_not_see_adapters_modes_or_a_forward(self, load_model, batch, quantization):
+        model = load_model(quantization)
+        before = npt.base_hash(model)
+        npt.attach(model, npt.NPTConfig(rank=4))
+        assert npt.base_hash(model) == before
+        with torch.no_grad():
+            adapter_parameters(model)["model.layers.2.npt.A"].add_(1)
+            model(batch.input_ids)
+        model.train()
+        assert npt.base_hash(model) == before
+        npt.detach(model)
+        assert npt.base_hash(model) == before
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            lambda m: m.get_submodule("model.layers.2.self_attn.q_proj").weight.data,
+            lambda m: m.get_submodule("model.layers.2.self_attn.q_proj").weight.quant_state.absmax,
+            lambda m: m.get_submodule("model.layers.2.self_attn.q_proj").weight.quant_state.state2.absmax,
+            lambda m: m.get_submodule("model.layers.0.input_layernorm").weight.data,
+            lambda m: m.model.embed_tokens.weight.data,
+            lambda m: m.lm_head.weight.data,
+        ],
+        ids=["packed byte", "absmax", "absmax of the absmax", "norm", "embedding", "head"],
+    )
+    def test_changes_with_a_single_bit_and_comes_back(self, load_model, tensor):
+        model = load_model("nf4")
+        before = npt.base_hash(model)
+        first_byte = tensor(model).view(torch.uint8).view(-1)[:1]
+        first_byte ^= 1
+        assert npt.base_hash(model) != before
+        first_byte ^= 1
+        assert npt.base_hash(model) == before
+
+    @torch.no_grad()
+    @pytest.mark.parametrize(
+        "entries", [{"rms_norm_eps": 0.5}, {"rope_parameters": {"rope_theta": 10.0, "rope_type": "default"}}], ids=["eps", "rope"]
+    )
+    def test_two_models_with_the_same_hash_compute_the_same(self, load_model, copy, batch, entries):
+        original = load_model(None)
+        in_config(**entries)(copy)
+        changed, _ = npt.load_base(str(copy), device="cpu")
+        assert not torch.allclose(changed(batch.input_ids).logits, original(batch.input_ids).logits, atol=1e-2)
+        assert npt.base_hash(changed) != npt.base_hash(original)

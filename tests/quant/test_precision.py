@@ -1,0 +1,178 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import npt
+from npt.errors import PrecisionError
+from npt.quant.linear import quantized_linears
+from npt.quant.precision import (
+    UpcastEmbedding,
+    UpcastLinear,
+    audit_precision,
+    effective_dtype,
+    enforce_fp32,
+    policy_dtype,
+    quantization_of,
+)
+
+NAME = "model.layers.1.mlp.gate_proj"
+
+
+@pytest.fixture
+def model(load_model):
+    return load_model("nf4")
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4"])
+def test_every_4bit_linear_computes_in_fp32_forward_and_backward(load_model, quantization):
+    linears = quantized_linears(load_model(quantization))
+    assert len(linears) == 28
+    for name, module in linears:
+        assert module.compute_dtype == torch.float32, name
+        assert module.compute_type_is_set, name
+        assert module.weight.quant_state.dtype == torch.float32, name
+        assert module.weight.quant_type == quantization, name
+        assert module.support_avx512bf16_for_cpu is False, name
+        assert effective_dtype(module) == "float32", name
+
+
+class TestAudit:
+    def test_reports_what_was_found(self, model):
+        npt.attach(model, npt.NPTConfig(layers="1", rank=4))
+        report = audit_precision(model)
+        assert report.quantization == "nf4"
+        assert report.compute_dtype == {"float32": 30}  # seven linears in each of four layers, embedding and head
+        assert report.stored_dtype == {"uint8": 28, "bfloat16": 2 + 9}  # embedding, head and nine norms
+        assert report.adapter_dtype == {"float32": 7}
+        assert report.matmul_precision == torch.get_float32_matmul_precision()
+        assert json.loads(json.dumps(report.as_dict()))["compute_dtype"] == {"float32": 30}
+
+    def test_an_unquantised_model_is_judged_by_what_is_expected_of_it(self, load_model):
+        model = load_model(None, use_fp16=True)
+        assert policy_dtype(model) == torch.float16
+        report = audit_precision(model, torch.float16)
+        assert (report.quantization, report.compute_dtype) == (None, {"float16": 30})
+        with pytest.raises(PrecisionError, match=r"expected float32, but model\.embed_tokens computes in float16 \(and 29 more\)"):
+            audit_precision(model)
+
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda m: setattr(m, "compute_dtype", torch.float16), r"computes in float16 forward, float32 backward"),
+            (lambda m: setattr(m, "compute_dtype", None), r"computes in that of the first input"),
+            (lambda m: setattr(m, "compute_type_is_set", False), r"computes in that of the first input"),
+            (lambda m: setattr(m, "support_avx512bf16_for_cpu", True), r"computes in bfloat16 \(CPU repacking\)"),
+            (lambda m: setattr(m.weight.quant_state, "dtype", torch.bfloat16), r"computes in float32 forward, bfloat16 backward"),
+            (lambda m: setattr(m.weight, "quant_state", None), r"computes in not quantised yet"),
+        ],
+        ids=["compute dtype", "no compute dtype", "compute dtype open", "CPU repacking", "backward dtype", "not packed"],
+    )
+    def test_names_the_one_4bit_layer_that_would_compute_otherwise(self, model, spoil, message):
+        audit_precision(model)
+        spoil(model.get_submodule(NAME))
+        with pytest.raises(PrecisionError, match=rf"expected float32, but {NAME} {message}; load"):
+            audit_precision(model)
+
+    def test_a_layer_in_fp16_both_ways_is_named_too(self, model):
+        module = model.get_submodule(NAME)
+        module.compute_dtype = module.weight.quant_state.dtype = torch.float16
+        with pytest.raises(PrecisionError, match=rf"{NAME} computes in float16;"):
+            audit_precision(model)
+
+    @pytest.mark.parametrize(("name", "plain"), [("model.embed_tokens", nn.Embedding), ("lm_head", nn.Linear)])
+    def test_a_bf16_module_without_its_upcast_is_named(self, model, name, plain):
+        model.get_submodule(name).__class__ = plain
+        with pytest.raises(PrecisionError, match=rf"{name} computes in bfloat16"):
+            audit_precision(model)
+
+    @pytest.mark.parametrize("quantization", ["nf4", None])
+    def test_an_adapter_in_another_dtype_is_named(self, load_model, quantization):
+        model = load_model(quantization)
+        npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
+        audit_precision(model)
+        model.model.layers[2].npt.to(torch.bfloat16)
+        with pytest.raises(PrecisionError, match=r"adapter model\.layers\.2\.npt\.A is bfloat16 \(and 6 more\)"):
+            audit_precision(model)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_autocast_is_found(self, model, dtype):
+        with torch.autocast("cpu", dtype=dtype), pytest.raises(PrecisionError, match=rf"autocast to {str(dtype)[6:]} is on for cpu"):
+            audit_precision(model)
+        audit_precision(model)
+
+
+def test_enforcing_repairs_everything_that_the_audit_finds_and_twice_is_once(model):
+    for _, module in quantized_linears(model):
+        module.compute_dtype, module.compute_type_is_set, module.support_avx512bf16_for_cpu = None, False, True
+        module.weight.quant_state.dtype = torch.bfloat16
+    model.model.embed_tokens.__class__, model.lm_head.__class__ = nn.Embedding, nn.Linear
+    with pytest.raises(PrecisionError):
+        audit_precision(model)
+    for _ in range(2):
+        enforce_fp32(model)
+        assert audit_precision(model).compute_dtype == {"float32": 30}
+    assert (type(model.model.embed_tokens), type(model.lm_head)) == (UpcastEmbedding, UpcastLinear)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantization", ["nf4", "fp4"])
+def test_the_stream_is_fp32_from_a_bf16_embedding_to_a_bf16_head(load_model, batch, quantization):
+    model = load_model(quantization)
+    assert model.model.embed_tokens.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
+    output = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
+    assert {state.dtype for state in output.hidden_states} == {torch.float32}
+    assert output.logits.dtype == torch.float32
+    expected = output.hidden_states[-1] @ model.lm_head.weight.float().T
+    assert_close(output.logits, expected)  # default tolerance of fp32: the same sums of 64 products
+    assert torch.equal(output.hidden_states[0], model.model.embed_tokens.weight.float()[batch.input_ids])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_upcast_linear_multiplies_in_fp32_whatever_comes_in(bias):
+    module = nn.Linear(16, 8, bias=bias).to(torch.bfloat16)
+    module.__class__ = UpcastLinear
+    x = torch.randn(3, 16).to(torch.bfloat16)
+    expected = nn.functional.linear(x.float(), module.weight.float(), module.bias.float() if bias else None)
+    assert module(x).dtype == torch.float32
+    assert torch.equal(module(x), expected)
+    assert torch.equal(module(x.float()), expected)
+
+
+def test_the_upcast_embedding_is_exact_and_keeps_its_padding_row():
+    module = nn.Embedding(10, 4, padding_idx=2).to(torch.float16)
+    module.__class__ = UpcastEmbedding
+    ids = torch.arange(10)
+    assert module(ids).dtype == torch.float32
+    assert torch.equal(module(ids).to(torch.float16), module.weight)
+    assert torch.equal(module(torch.tensor([2])), torch.zeros(1, 4))
+
+
+class TestNames:
+    def test_parameter_names_are_those_of_the_unquantised_model(self, load_model):
+        names = [name for name, _ in load_model(None).named_parameters()]
+        assert [name for name, _ in load_model("nf4").named_parameters()] == names
+
+    @pytest.mark.parametrize("quantization", ["nf4", None])
+    def test_tied_weights_stay_tied(self, quantization):
+        model, _ = npt.load_base("tiny", quantization=quantization, device="cpu")
+        assert model.config.tie_word_embeddings
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert "lm_head.weight" not in dict(model.named_parameters())
+        assert quantization is None or (type(model.model.embed_tokens), type(model.lm_head)) == (UpcastEmbedding, UpcastLinear)
+
+
+def test_the_kind_of_quantisation_is_read_off_the_modules(load_model):
+    assert quantization_of(load_model("nf4")) == "nf4"
+    assert quantization_of(load_model("fp4")) == "fp4"
+    assert quantization_of(load_model(None)) is None
+    mixed = load_model("nf4")
+    mixed.get_submodule(NAME).weight.quant_type = "fp4"
+    assert quantization_of(mixed) == "mixed"
+
+
+def test_a_quantised_base_has_to_compute_in_fp32_and_another_in_what_it_is_stored_in(load_model):
+    assert policy_dtype(load_model("nf4")) == torch.float32
+    assert policy_dtype(load_model(None)) == torch.float32

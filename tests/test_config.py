@@ -1,0 +1,217 @@
+import dataclasses
+import math
+
+import pytest
+
+from npt import config as config_module
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.errors import ConfigError, NotSupportedError, NPTError
+
+ALL = (NPTConfig, BaseConfig, DataConfig, TrainConfig)
+NAN, INF = math.nan, math.inf
+
+# The flags that the recommended command and the documentation use.
+DOCUMENTED = set(
+    """
+    model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
+    use_quantization quant_type use_fp16 matmul_precision share_embeddings strategy loss
+    dataset_name dataset_config dataset_split text_column prompt_column completion_column streaming
+    num_samples max_length packing replay_dataset replay_ratio
+    batch_size gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs max_steps
+    warmup_steps scheduler_type max_grad_norm max_consecutive_bad seed
+    output_dir log_steps eval_steps save_steps save_total_limit resume use_wandb use_tensorboard run_name
+    smoke_test trace_steps
+    """.split()  # noqa: SIM905 - read as the documentation writes them
+)
+
+BAD_VALUES = [
+    (NPTConfig, {"rank": 0}, "--adapter_rank is 0; it must be at least 1"),
+    (NPTConfig, {"rank": -3}, "--adapter_rank is -3"),
+    (NPTConfig, {"targets": "gate,side"}, "--targets is 'side'; choose from gate, up, down"),
+    (NPTConfig, {"targets": ()}, "--targets is (); name each of gate, up, down at most once, and one at least"),
+    (NPTConfig, {"targets": " , "}, "--targets is ()"),
+    (NPTConfig, {"targets": "up,up"}, "--targets is ('up', 'up')"),
+    (NPTConfig, {"modulation": "none"}, "--modulation is 'none'; choose from both, additive, multiplicative"),
+    (NPTConfig, {"residual": "drop"}, "--residual is 'drop'; choose from modulate, keep"),
+    (NPTConfig, {"init": "zero"}, "--init is 'zero'; choose from random, calibrated"),
+    *[
+        (NPTConfig, {"mult_bound": v}, f"--mult_bound is {v}; it must lie above 0 and be at most 0.999")
+        for v in (0.0, 1.0, -0.5, 1.5, NAN, INF)
+    ],
+    *[(NPTConfig, {"additive_scale": v}, f"--additive_scale is {v}; it must be a positive number") for v in (0.0, -0.1, NAN, INF)],
+    *[(NPTConfig, {n: v}, f"--{n} is {v}; it must be a finite") for n in ("init_std_a", "init_std_b") for v in (-0.1, NAN, INF)],
+    (BaseConfig, {"quant_type": "int4"}, "--quant_type is 'int4'; choose from nf4, fp4"),
+    (BaseConfig, {"matmul_precision": "low"}, "--matmul_precision is 'low'; choose from highest, high"),
+    *[(DataConfig, {"max_length": v}, f"--max_length is {v}; it must be a finite number of at least 2") for v in (1, 0, -5)],
+    *[(DataConfig, {"num_samples": v}, f"--num_samples is {v}; it must be a finite number of at least 1") for v in (0, -1)],
+    (TrainConfig, {"strategy": "global"}, "--strategy is 'global'; choose from local, propagated, end_to_end"),
+    (TrainConfig, {"loss": "mse"}, "--loss is 'mse'; choose from nmse"),
+    (TrainConfig, {"scheduler_type": "step"}, "--scheduler_type is 'step'; choose from cosine, linear, constant"),
+    *[
+        (TrainConfig, {name: low - 1}, f"--{name} is {low - 1}; it must be a finite number of at least {low}")
+        for name, low in {
+            "batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "num_epochs": 1,
+            "max_steps": 1,
+            "warmup_steps": 0,
+            "max_consecutive_bad": 1,
+            "seed": 0,
+            "log_steps": 1,
+            "eval_steps": 1,
+            "eval_samples": 1,
+            "save_steps": 1,
+            "save_total_limit": 1,
+        }.items()
+    ],
+    *[
+        (TrainConfig, {name: value}, f"--{name} is {value}; it must be a finite number of at least 0.0")
+        for name in ("weight_decay", "regularization_lambda", "logit_kl_weight")
+        for value in (-1.0, NAN, INF)
+    ],
+    *[
+        (TrainConfig, {name: value}, f"--{name} is {value}; it must be a positive number")
+        for name in ("learning_rate", "max_grad_norm")
+        for value in (0.0, -1.0, NAN, INF)
+    ],
+    (TrainConfig, {"logit_kl_weight": 0.5}, "--logit_kl_weight is 0.5 with --strategy local, which computes no logits"),
+]
+
+NOT_BUILT_YET = [
+    (NPTConfig, {"init": "calibrated"}, "--init calibrated"),
+    (DataConfig, {"prompt_column": "prompt"}, "--prompt_column"),
+    (DataConfig, {"completion_column": "answer"}, "--completion_column"),
+    (DataConfig, {"packing": True}, "--packing"),
+    (DataConfig, {"replay_dataset": "other"}, "--replay_dataset"),
+    (DataConfig, {"replay_ratio": 0.1}, "--replay_ratio"),
+    (TrainConfig, {"strategy": "propagated"}, "--strategy propagated"),
+    (TrainConfig, {"resume": "auto"}, "--resume"),
+    (TrainConfig, {"trace_steps": "1,2"}, "--trace_steps"),
+]
+
+# As a YAML file or a caller may hand them in.
+WRONG_TYPES = [
+    (NPTConfig, {"rank": 1.5}, "--adapter_rank is 1.5"),
+    (NPTConfig, {"rank": NAN}, "--adapter_rank is nan"),
+    (NPTConfig, {"rank": "16"}, "--adapter_rank is 16"),
+    (NPTConfig, {"rank": None}, "--adapter_rank is None"),
+    (NPTConfig, {"layers": None}, "--layers is None"),
+    (NPTConfig, {"targets": None}, "--targets is None"),
+    (NPTConfig, {"modulation": None}, "--modulation is None"),
+    (NPTConfig, {"residual": None}, "--residual is None"),
+    (NPTConfig, {"mult_bound": "0.5"}, "--mult_bound is 0.5"),
+    (NPTConfig, {"additive_scale": None}, "--additive_scale is None"),
+    (BaseConfig, {"quant_type": None}, "--quant_type is None"),
+    (DataConfig, {"max_length": 2.5}, "--max_length is 2.5"),
+    (DataConfig, {"max_length": None}, "--max_length is None"),
+    (TrainConfig, {"batch_size": 2.5}, "--batch_size is 2.5"),
+    (TrainConfig, {"batch_size": None}, "--batch_size is None"),
+    (TrainConfig, {"batch_size": "4"}, "--batch_size is 4"),
+    (TrainConfig, {"seed": 1.5}, "--seed is 1.5"),
+    (TrainConfig, {"strategy": None}, "--strategy is None"),
+    (TrainConfig, {"learning_rate": None}, "--learning_rate is None"),
+    (TrainConfig, {"learning_rate": "5e-5"}, "--learning_rate is 5e-5"),
+]
+
+
+def cases(table):
+    ids = [f"{config.__name__}-{','.join(f'{key}={value!r}' for key, value in settings.items())}" for config, settings, _ in table]
+    return pytest.mark.parametrize(("config", "settings", "message"), table, ids=ids)
+
+
+@cases(BAD_VALUES)
+def test_a_bad_value_is_refused_with_flag_value_and_what_would_do(config, settings, message):
+    with pytest.raises(ConfigError) as refusal:
+        config(**settings)
+    assert str(refusal.value).startswith(message)
+    assert not isinstance(refusal.value, NotSupportedError)
+
+
+@cases(NOT_BUILT_YET)
+def test_a_setting_that_is_not_built_yet_is_refused_and_never_ignored(config, settings, message):
+    with pytest.raises(NotSupportedError) as refusal:
+        config(**settings)
+    assert str(refusal.value).startswith(f"{message} is not supported yet; ")
+
+
+@cases(WRONG_TYPES)
+def test_a_value_of_the_wrong_type_is_refused_like_any_other(config, settings, message):
+    with pytest.raises(ConfigError) as refusal:
+        config(**settings)
+    assert str(refusal.value).replace("'", "").startswith(message)
+
+
+def test_a_refusal_ends_the_program_with_status_2_and_can_be_caught_as_a_value_error():
+    with pytest.raises(ValueError, match="--adapter_rank") as refusal:
+        NPTConfig(rank=0)
+    assert isinstance(refusal.value, NPTError)
+    assert refusal.value.exit_status == 2
+
+
+@pytest.mark.parametrize("config", ALL)
+def test_defaults_work_and_settings_cannot_be_changed_or_misspelt(config):
+    made = config()
+    assert made == config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, dataclasses.fields(made)[0].name, "other")
+    with pytest.raises(TypeError):
+        config(no_such_setting=1)
+
+
+def test_every_documented_flag_exists_exactly_once_and_has_a_help():
+    fields = [f for config in ALL for f in dataclasses.fields(config)]
+    flags = [flag_of(f) for f in fields]
+    assert len(set(flags)) == len(flags)
+    assert set(flags) >= DOCUMENTED
+    assert all(f.metadata["help"] for f in fields)
+
+
+@pytest.mark.parametrize("config", ALL)
+def test_every_default_is_among_its_choices(config):
+    for f in dataclasses.fields(config):
+        if f.metadata["choices"]:
+            default = f.default if isinstance(f.default, tuple) else (f.default,)
+            assert set(default) <= set(f.metadata["choices"]), f.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "attribute", "value"),
+    [
+        ({"targets": "gate, down"}, "targets", ("gate", "down")),
+        ({"targets": ["up"]}, "targets", ("up",)),
+        ({"targets": "gate"}, "targets", ("gate",)),
+        ({"layers": [3, 5, 7]}, "layers", "3,5,7"),
+        ({"layers": range(2)}, "layers", "0,1"),
+        ({"layers": "8-15"}, "layers", "8-15"),
+        ({"layers": 3}, "layers", "3"),
+    ],
+)
+def test_lists_of_targets_and_layers_may_be_written_in_either_way(settings, attribute, value):
+    assert getattr(NPTConfig(**settings), attribute) == value
+
+
+@pytest.mark.parametrize("modulation", config_module.MODULATIONS)
+def test_each_modulation_has_the_terms_of_its_name(modulation):
+    config = NPTConfig(modulation=modulation)
+    assert config.multiplicative == (modulation in ("both", "multiplicative"))
+    assert config.additive == (modulation in ("both", "additive"))
+
+
+def test_the_original_form_can_be_written():
+    config = NPTConfig(rank=16, targets=("gate",), modulation="additive")
+    assert (config.targets, config.additive_scale, config.mult_bound) == (("gate",), 0.1, 0.5)
+    assert not config.multiplicative
+
+
+def test_quantisation_is_a_switch_and_a_code():
+    assert BaseConfig().quantization is None
+    assert BaseConfig(quant_type="fp4").quantization is None
+    assert BaseConfig(use_quantization=True).quantization == "nf4"
+    assert BaseConfig(use_quantization=True, quant_type="fp4").quantization == "fp4"
+
+
+def test_settings_at_their_bounds_are_accepted():
+    NPTConfig(rank=1, mult_bound=1e-6, additive_scale=1e-9, init_std_a=0.0, init_std_b=0.0)
+    DataConfig(max_length=2, num_samples=1)
+    TrainConfig(warmup_steps=0, seed=0, weight_decay=0.0, batch_size=1, log_steps=1, save_total_limit=1, max_steps=None)
+    TrainConfig(strategy="end_to_end", logit_kl_weight=0.5)

@@ -1,0 +1,192 @@
+import json
+import math
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npt import files
+from npt.files import finite_or_null, new_folder, to_json, write_json, write_text
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=10)
+MODES = pytest.mark.parametrize(
+    ("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]
+)
+
+
+@pytest.fixture
+def under_umask():
+    """Sets the umask for the test and puts the old one back."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def equal_but_for_null(one, other) -> bool:
+    if isinstance(one, float) and not math.isfinite(one):
+        return other is None
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_but_for_null(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal_but_for_null, one, other))
+    return type(one) is type(other) and one == other
+
+
+class TestJson:
+    @settings(deadline=None, max_examples=150)
+    @given(VALUES, st.sampled_from([None, 2]))
+    def test_is_standard_and_gives_back_all_but_the_non_finite(self, value, indent):
+        def no_constant(name):
+            raise AssertionError(f"{name} is not JSON")
+
+        assert equal_but_for_null(value, json.loads(to_json(value, indent=indent), parse_constant=no_constant))
+
+    def test_non_finite_numbers_become_null_at_any_depth(self):
+        value = {"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})]}
+        assert finite_or_null(value) == {"a": None, "b": [1.5, [None, {"c": None}]]}
+        assert to_json(value) == '{"a": null, "b": [1.5, [null, {"c": null}]]}'
+
+    def test_what_json_cannot_hold_is_an_error_and_not_a_guess(self):
+        with pytest.raises(TypeError):
+            to_json({"a": {1, 2}})
+
+    def test_a_file_of_it_ends_with_a_newline(self, tmp_path):
+        write_json(tmp_path / "x.json", {"loss": float("nan")})
+        assert (tmp_path / "x.json").read_text() == '{\n  "loss": null\n}\n'
+
+
+class TestWriteText:
+    def test_replaces_the_file_and_leaves_nothing_else(self, tmp_path):
+        path = tmp_path / "x.txt"
+        for text in ("a longer first text", "é\n"):
+            write_text(path, text)
+            assert path.read_text(encoding="utf-8") == text
+        assert list(tmp_path.iterdir()) == [path]
+
+    @MODES
+    def test_file_mode_follows_the_umask(self, tmp_path, under_umask, umask, file_mode, folder_mode):
+        under_umask(umask)
+        write_text(tmp_path / "x.txt", "text")
+        assert mode(tmp_path / "x.txt") == file_mode
+        assert under_umask(0o022) == umask  # looking at the umask must not change it
+
+    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["disk full", "interrupted"])
+    @pytest.mark.parametrize("step", ["fsync", "replace"])
+    def test_a_failure_leaves_the_old_file_and_no_other(self, tmp_path, monkeypatch, step, error):
+        path = tmp_path / "x.txt"
+        write_text(path, "old")
+
+        def fail(*_):
+            raise error
+
+        monkeypatch.setattr(files.os, step, fail)
+        with pytest.raises(type(error)):
+            write_text(path, "new")
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_text_that_cannot_be_encoded_leaves_the_old_file(self, tmp_path):
+        path = tmp_path / "x.txt"
+        write_text(path, "old")
+        with pytest.raises(UnicodeEncodeError):
+            write_text(path, "\ud800")
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_is_on_disk_before_it_takes_the_name(self, tmp_path, monkeypatch):
+        order = []
+        fsync, replace = os.fsync, os.replace
+        monkeypatch.setattr(files.os, "fsync", lambda handle: (order.append("fsync"), fsync(handle)))
+        monkeypatch.setattr(files.os, "replace", lambda *paths: (order.append("replace"), replace(*paths)))
+        write_text(tmp_path / "x.txt", "text")
+        assert order[:2] == ["fsync", "replace"]
+
+
+class TestNewFolder:
+    def fill(self, folder: Path, text: str) -> None:
+        (folder / "a.txt").write_text(text)
+        (folder / "deep").mkdir()
+        (folder / "deep" / "b.txt").write_text(text)
+
+    def content(self, folder: Path) -> dict[str, str]:
+        return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+    def test_appears_as_a_whole_when_the_block_ends(self, tmp_path):
+        path = tmp_path / "new" / "folder"
+        with new_folder(path) as temporary:
+            self.fill(temporary, "one")
+            assert not path.exists()
+            assert temporary.parent == path.parent  # the same file system, so that a rename is enough
+        assert self.content(path) == {"a.txt": "one", "deep/b.txt": "one"}
+        assert list(path.parent.iterdir()) == [path]
+
+    def test_replaces_an_existing_one_as_a_whole(self, tmp_path):
+        path = tmp_path / "folder"
+        with new_folder(path) as temporary:
+            self.fill(temporary, "one")
+        with new_folder(path) as temporary:
+            (temporary / "only.txt").write_text("two")
+            assert self.content(path) == {"a.txt": "one", "deep/b.txt": "one"}
+        assert self.content(path) == {"only.txt": "two"}
+        assert list(tmp_path.iterdir()) == [path]
+
+    @pytest.mark.parametrize("error", [ValueError("inside"), KeyboardInterrupt()], ids=["exception", "interrupted"])
+    @pytest.mark.parametrize("existing", [True, False])
+    def test_a_block_that_fails_changes_nothing(self, tmp_path, existing, error):
+        path = tmp_path / "folder"
+        if existing:
+            path.mkdir()
+            self.fill(path, "old")
+        with pytest.raises(type(error)), new_folder(path) as temporary:
+            self.fill(temporary, "new")
+            raise error
+        assert path.exists() == existing
+        assert not existing or self.content(path) == {"a.txt": "old", "deep/b.txt": "old"}
+        assert [p.name for p in tmp_path.iterdir()] == (["folder"] if existing else [])
+
+    @pytest.mark.parametrize("rename", [1, 2])
+    def test_a_rename_that_fails_leaves_the_old_folder_in_its_place(self, tmp_path, monkeypatch, rename):
+        path = tmp_path / "folder"
+        path.mkdir()
+        self.fill(path, "old")
+        replace, calls = os.replace, []
+
+        def fail_once(*paths):
+            calls.append(paths)
+            if len(calls) == rename:
+                raise OSError(5, "Input/output error")
+            return replace(*paths)
+
+        monkeypatch.setattr(files.os, "replace", fail_once)
+        with pytest.raises(OSError, match="Input/output"), new_folder(path) as temporary:
+            (temporary / "only.txt").write_text("new")
+        assert path.is_dir()
+        assert self.content(path) == {"a.txt": "old", "deep/b.txt": "old"}
+
+    @MODES
+    def test_modes_follow_the_umask_at_every_depth(self, tmp_path, under_umask, umask, file_mode, folder_mode):
+        under_umask(umask)
+        with new_folder(tmp_path / "folder") as temporary:
+            self.fill(temporary, "text")
+            (temporary / "a.txt").chmod(0o600)  # as safetensors leaves its files
+        folder = tmp_path / "folder"
+        assert {mode(p) for p in (folder, folder / "deep")} == {folder_mode}
+        assert {mode(p) for p in (folder / "a.txt", folder / "deep" / "b.txt")} == {file_mode}
+        assert under_umask(0o022) == umask
+
+    def test_every_file_is_on_disk_before_the_folder_takes_its_name(self, tmp_path, monkeypatch):
+        synced, at_rename = [], []
+        sync, replace = files._sync, os.replace
+        monkeypatch.setattr(files, "_sync", lambda path: (synced.append(path.name), sync(path)))
+        monkeypatch.setattr(files.os, "replace", lambda *paths: (at_rename.extend(synced), replace(*paths)))
+        with new_folder(tmp_path / "folder") as temporary:
+            self.fill(temporary, "text")
+        assert {"a.txt", "deep", "b.txt"} <= set(at_rename)

@@ -1,0 +1,123 @@
+"""Imports run one way: a module imports from its own package and from lower levels, never from beside or above."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import npt
+
+ROOT = Path(npt.__file__).parent
+
+# Low to high. A unit is a module or package directly below npt; several on one line may not import one another.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("errors", "files", "config", "version"),
+    ("data",),
+    ("quant",),
+    ("adapters",),
+    ("fidelity",),
+    ("health",),
+    ("distill",),
+    ("cli", "flags", "demo", "__init__"),
+)
+
+# Imports that the levels alone would forbid, and why.
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("config", "errors"): "a setting that cannot work raises an error meant for the user",
+    ("cli", "__init__"): "the command line uses the package as its users do",
+    ("cli", "flags"): "the command line is parsed in one module and acted on in the other",
+}
+
+# What the levels alone would allow, and must not be: the modules (path prefixes below npt) that may import the unit.
+RESTRICTED: dict[str, tuple[str, ...]] = {
+    "health": ("health/", "cli.py", "distill/trainer.py", "distill/postmortem.py", "distill/run_folder.py"),
+    "demo": ("demo/", "cli.py"),
+}
+
+FILES = sorted(path for path in ROOT.rglob("*.py"))
+
+
+def level(unit: str) -> int:
+    (found,) = [i for i, units in enumerate(LEVELS) if unit in units]
+    return found
+
+
+def unit_of(path: str) -> str:
+    """'distill/losses.py' -> 'distill', 'errors.py' -> 'errors'."""
+    return path.split("/", 1)[0].removesuffix(".py")
+
+
+def imported_modules(source: str, path: str) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import of npt in `source`, wherever it stands, relative ones resolved."""
+    package = ["npt", *path.split("/")[:-1]]
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from npt import data` names a unit, `from npt.data import batch` is settled by its package.
+            found += [(node.lineno, f"npt.{alias.name}") for alias in node.names] if module == "npt" else [(node.lineno, module)]
+    return [(line, name) for line, name in found if name == "npt" or name.startswith("npt.")]
+
+
+def violations(source: str, path: str) -> list[str]:
+    """What `source`, standing at `path` below npt, imports against the rules."""
+    own = unit_of(path)
+    units = {unit for units in LEVELS for unit in units}
+    found: list[str] = []
+    for line, name in imported_modules(source, path):
+        other = name.split(".")[1] if "." in name else "__init__"
+        other = other if other in units else "__init__"  # `from npt import Trainer` goes through npt/__init__.py
+        allowed = other == own or level(other) < level(own) or (own, other) in EXCEPTIONS
+        if other in RESTRICTED and not path.startswith(RESTRICTED[other]):
+            allowed = False
+        if not allowed:
+            found.append(f"npt/{path}:{line}: {own} imports {name}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_module_imports_from_its_own_package_and_from_below_only(file) -> None:
+    assert violations(file.read_text(encoding="utf-8"), file.relative_to(ROOT).as_posix()) == []
+
+
+def test_every_module_has_a_level() -> None:
+    found = {unit_of(path.relative_to(ROOT).as_posix()) for path in FILES}
+    assert found <= {unit for units in LEVELS for unit in units}
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("quant/linear.py", "from npt.adapters.layer import NPTLayer"),
+        ("adapters/layer.py", "def f():\n    import npt.distill.losses"),
+        ("adapters/layer.py", "from npt import distill"),
+        ("adapters/layer.py", "from npt import Trainer"),
+        ("data/batch.py", "import npt"),
+        ("files.py", "from npt.config import NPTConfig"),
+        ("fidelity/metrics.py", "from ..distill import losses"),
+        ("distill/strategies.py", "from npt.health import guards"),
+        ("distill/trainer.py", "from npt.demo.build import main"),
+        ("errors.py", "from . import config"),
+    ],
+)
+def test_the_check_finds_what_is_forbidden(path, source) -> None:
+    assert len(violations(source, path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("adapters/layer.py", "from npt.quant.linear import dense_weight\nfrom .adapter import NPTAdapter\nimport torch"),
+        ("distill/trainer.py", "from npt.health import guards"),
+        ("health/trace.py", "from npt.fidelity.metrics import figures"),
+        ("demo/build.py", "from npt.data.builtin import builtin_files"),
+        ("__init__.py", "from npt.distill.trainer import Trainer"),
+    ],
+)
+def test_the_check_lets_pass_what_is_allowed(path, source) -> None:
+    assert violations(source, path) == []
