@@ -1,0 +1,1 @@
+"""Teacher-student distillation: losses, strategies, the transaction, the loop."""

@@ -1,0 +1,67 @@
+"""What a run says while it goes: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class ProgressDisplay:
+    """A bar with loss, tokens/s, refusals and the time left; without a terminal, one line per logged step.
+
+    Args:
+        total_steps: of the run; None where unknown (no time left is shown then).
+        console: where to; default standard output.
+    """
+
+    def __init__(self, total_steps: int | None, console: Console):
+        self.console = console
+        self._total = total_steps
+        self._started = time.perf_counter()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("train", total=total_steps, figures="")
+            self._bar.start()
+
+    def step(self, step: int, metrics: dict[str, Any] | None, refused: int) -> None:
+        """After an applied step; `metrics` on logged steps only."""
+        figures = None
+        if metrics is not None:
+            figures = (
+                f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e}  "
+                f"{metrics['tokens_per_second']:,.0f} tokens/s  refused {refused}"
+            )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+            if figures is not None:
+                self._bar.update(self._task, figures=figures)
+        elif figures is not None:
+            of = "" if self._total is None else f"/{self._total}"
+            self.console.print(f"step {step}{of}  {figures}{self._left(step)}", highlight=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """A line above the bar, or among the lines."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _left(self, step: int) -> str:
+        if self._total is None:
+            return ""
+        seconds = (time.perf_counter() - self._started) / max(1, step) * (self._total - step)
+        return f"  {int(seconds) // 60}:{int(seconds) % 60:02d} left"

@@ -1,0 +1,27 @@
+"""The learning rate as a pure function of the steps applied so far: nothing to advance, so nothing to roll back."""
+
+from __future__ import annotations
+
+import math
+
+
+def learning_rate_scale(step: int, kind: str, warmup_steps: int, total_steps: int | None) -> float:
+    """The factor on the peak learning rate for the step after `step` applied ones.
+
+    Linear warm-up reaches 1 after `warmup_steps` steps; its first step is already above 0, since a step at rate 0 moves
+    the optimizer's moments and nothing else. Then `constant`, or `linear` or `cosine` (Loshchilov & Hutter 2017, without
+    restarts) down to 0 behind the last step.
+
+    Args:
+        step: applied steps, from 0.
+        kind: cosine, linear or constant.
+        warmup_steps: length of the warm-up.
+        total_steps: of the run; None where unknown, which only `constant` can do with.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    assert total_steps is not None, "a falling schedule has an end"
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,35 @@
+"""Weights & Biases and TensorBoard, through accelerate's trackers. They are shown the figures and can change nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from npt.config import TrainConfig
+
+
+class Trackers:
+    """`log` sends finite numbers to every tracker that the configuration asks for; without any it does nothing."""
+
+    def __init__(self, config: TrainConfig, folder: Path, resolved: dict[str, Any]):
+        chosen = [name for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard)) if wanted]
+        self._accelerator = None
+        if not chosen:
+            return
+        from accelerate import Accelerator
+
+        self._accelerator = Accelerator(log_with=chosen, project_dir=str(folder))
+        options = {"wandb": {"name": config.run_name or folder.name, "dir": str(folder)}} if config.use_wandb else {}
+        plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in resolved.items()}
+        self._accelerator.init_trackers("npt", config=plain, init_kwargs=options)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Numbers at `step`; None and non-finite values are left out, which every tracker can draw."""
+        if self._accelerator is not None:
+            numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+            self._accelerator.log(numbers, step=step)
+
+    def close(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.end_training()

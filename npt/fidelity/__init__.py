@@ -1,0 +1,1 @@
+"""How nearly the student is its teacher: figures, each with its standard error, and their table."""

@@ -1,0 +1,162 @@
+"""`evaluate`: student and floor against the teacher, on the same held-out tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from npt.adapters.adapter import Mode
+from npt.adapters.attach import adapter_mode, attached_config, decoder_layers
+from npt.adapters.layer import NPTLayer, attention_output, student_output
+from npt.adapters.stream import open_stream
+from npt.config import DataConfig
+from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault, pad_id_of
+from npt.data.samples import Sample, cut
+from npt.data.source import Record
+from npt.errors import DataError
+from npt.fidelity.divergence import nmse_per_token
+from npt.fidelity.metrics import COLUMNS, Figures, compare_tokens, figures
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Figures of each model; `layers[i]` holds the NMSE of converted layer i fed the teacher's h, as `nmse_<model>`."""
+
+    teacher: Figures
+    floor: Figures
+    student: Figures
+    initial: Figures | None = None
+    layers: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `fidelity.json`."""
+        named = {"teacher": self.teacher, "floor": self.floor, "initial": self.initial, "student": self.student}
+        return {name: f.as_dict() for name, f in named.items() if f is not None} | {
+            "layers": {str(index): values for index, values in self.layers.items()}
+        }
+
+    def after(self, initial: Fidelity) -> Fidelity:
+        """These figures as those of the trained student, with `initial`'s student as the one before training."""
+        layers = {index: {**values, "nmse_initial": initial.layers[index]["nmse_student"]} for index, values in self.layers.items()}
+        return Fidelity(self.teacher, self.floor, self.student, initial.student, layers)
+
+
+def evaluate(
+    model: LlamaForCausalLM,
+    tokenizer: Any,
+    data: Iterable[Record] | Sequence[Sample],
+    *,
+    max_length: int = 256,
+    text_column: str = "text",
+    batch_size: int = 8,
+    max_samples: int | None = None,
+) -> Fidelity:
+    """Compare the student with its teacher and with its floor (the same layers, attention dropped) on the same tokens.
+
+    Args:
+        model: with adapters attached; left as it was.
+        tokenizer: of the base model.
+        data: records, or samples already cut.
+        max_length: tokens of a sample, when `data` are records.
+        text_column: field that holds a record's text.
+        batch_size: samples at a time; does not change the figures beyond rounding.
+        max_samples: use at most this many.
+
+    Raises:
+        DataError: no tokens to evaluate on, or token ids outside the vocabulary.
+        ModelError: no adapters are attached.
+    """
+    attached_config(model)
+    samples = _samples(data, tokenizer, DataConfig(max_length=max_length, text_column=text_column), max_samples)
+    device = next(model.parameters()).device
+    sums: dict[Mode, list[Tensor]] = {"teacher": [], "floor": [], "student": []}
+    layer_sums: dict[int, dict[Mode, Tensor]] = {}
+    tokens = 0
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches(samples, batch_size, pad_id_of(tokenizer)):
+                fault = find_fault(batch, model.config.vocab_size)
+                if fault is not None:
+                    raise DataError(f"evaluation data: {fault}; is this the tokenizer of the model?")
+                batch = batch.to(device)
+                _compare(model, batch, sums)
+                _compare_layers(model, batch, layer_sums)
+                tokens += batch.tokens
+    finally:
+        for module in in_training:
+            module.training = True
+    per_model = {mode: figures(torch.cat(parts)) for mode, parts in sums.items()}
+    layers = {index: {f"nmse_{mode}": float(total) / tokens for mode, total in by_mode.items()} for index, by_mode in layer_sums.items()}
+    return Fidelity(per_model["teacher"], per_model["floor"], per_model["student"], None, layers)
+
+
+def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None) -> list[Sample]:
+    samples: list[Sample] = []
+    items = iter(data)
+    first = next(items, None)
+    if first is not None:
+        rest = _chain(first, items)
+        for sample in rest if isinstance(first, Sample) else cut(rest, tokenizer, config):
+            if limit is not None and len(samples) == limit:
+                break
+            samples.append(sample)
+    if not samples:
+        raise DataError("no text of two tokens or more to evaluate on; check the data")
+    return samples
+
+
+def _chain(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+    yield first
+    yield from rest
+
+
+def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor]]) -> None:
+    """Add the per-sample sums of one batch. The model's own forward is used: what a user gets is what is measured."""
+    targets = batch.labels[:, 1:]
+    predicted = (targets != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
+    rows = predicted.nonzero()[:, 0]
+    # Padding is filled with a real token of its row: a broken embedding of the pad token is nobody's business here.
+    first = batch.attention_mask.argmax(dim=-1, keepdim=True)
+    input_ids = torch.where(batch.attention_mask.bool(), batch.input_ids, batch.input_ids.gather(1, first))
+    hidden: dict[Mode, Tensor] = {}
+    for mode in sums:
+        with adapter_mode(model, mode):
+            states = model.model(
+                input_ids=input_ids,
+                attention_mask=batch.attention_mask,
+                position_ids=batch.position_ids,
+                use_cache=False,
+            ).last_hidden_state
+        hidden[mode] = states[:, :-1][predicted]
+    for mode, parts in sums.items():
+        per_token = compare_tokens(hidden[mode], hidden["teacher"], targets[predicted], model.lm_head, model.config.vocab_size)
+        per_sample = torch.zeros(len(targets), len(COLUMNS), dtype=torch.float64)
+        per_sample.index_add_(0, rows.cpu(), per_token.to("cpu", torch.float64))
+        parts.append(per_sample[per_sample[:, -1] > 0])
+
+
+def _compare_layers(model: LlamaForCausalLM, batch: Batch, sums: dict[int, dict[Mode, Tensor]]) -> None:
+    """Add each converted layer's NMSE, floor and student, with the teacher's h as its input."""
+    with adapter_mode(model, "teacher"):
+        stream = open_stream(model, batch)
+        hidden = stream.hidden
+        for index, layer in enumerate(decoder_layers(model)):
+            output = stream.clean(layer(hidden, **stream.context))
+            if isinstance(layer, NPTLayer):
+                h = stream.rows(hidden)
+                a = stream.rows(attention_output(layer, hidden, **stream.context))
+                t = stream.rows(output)
+                for mode in ("floor", "student"):
+                    layer.npt.mode = mode
+                    nmse = nmse_per_token(student_output(layer, h, a)[0], t).sum(dtype=torch.float64).cpu()
+                    layer.npt.mode = "teacher"
+                    by_mode = sums.setdefault(index, {})
+                    by_mode[mode] = by_mode.get(mode, torch.zeros((), dtype=torch.float64)) + nmse
+            hidden = output

@@ -1,0 +1,144 @@
+"""The smoke test: what it lets pass, what it stops, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import npt
+from npt.adapters.adapter import NPTAdapter
+from npt.config import NPTConfig, TrainConfig
+from npt.data.batch import Batch, batch_from_tensors
+from npt.distill.smoke import smoke_test
+from npt.distill.strategies import STRATEGIES
+from npt.errors import SmokeTestError
+
+# Anomaly detection prints where a NaN came from; here the NaN are planted.
+pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")
+
+strategies = pytest.mark.parametrize("name", ["local", "end_to_end"])
+
+
+def attached(load_model: Callable[..., nn.Module], quantization: str | None = "nf4", **form: object) -> nn.Module:
+    model = load_model(quantization)
+    npt.attach(model, NPTConfig(rank=4, layers="1,3", **form))
+    return model
+
+
+def run(model: nn.Module, batch: Batch, name: str = "local") -> str:
+    config = TrainConfig(strategy=name)
+    return smoke_test(model, batch, STRATEGIES[name], config)
+
+
+def spoil_adapter(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        model.model.layers[3].npt.A[0, 0] = value
+
+
+@strategies
+@pytest.mark.parametrize("form", [{}, {"modulation": "multiplicative"}, {"modulation": "additive", "targets": ("gate",)}])
+@pytest.mark.parametrize("quantization", ["nf4", None])
+def test_a_clean_start_passes_and_says_so_in_one_line(load_model, batch, name, form, quantization) -> None:
+    # With modulation multiplicative M = 0 at the start, so A has no gradient yet and must not be blamed for it.
+    verdict = run(attached(load_model, quantization, **form), batch, name)
+    assert verdict.startswith("smoke test passed: loss ")
+    assert "\n" not in verdict
+
+
+def test_the_loss_it_reports_is_per_token(load_model, batch) -> None:
+    model = attached(load_model)
+    sums = STRATEGIES["local"](model, batch, TrainConfig())
+    assert f"loss {float(sums.loss) / 21:.4g} per token" in run(model, batch)  # 9 + 5 + 7 valid tokens
+
+
+@strategies
+@pytest.mark.parametrize("spoilt", [None, float("nan")])
+def test_weights_gradients_random_and_anomaly_state_are_as_before(load_model, batch, name, spoilt) -> None:
+    model = attached(load_model)
+    if spoilt is not None:
+        spoil_adapter(model, spoilt)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    if spoilt is None:
+        run(model, batch, name)
+    else:
+        with pytest.raises(SmokeTestError):
+            run(model, batch, name)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.uint8), weights[key].view(torch.uint8)), key  # bytes: NaN does not equal itself
+    left = [key for key, p in model.named_parameters() if p.grad is not None]
+    assert left == []
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not torch.is_anomaly_enabled()
+    assert {layer.npt.mode for layer in (model.model.layers[1], model.model.layers[3])} == {"student"}
+
+
+@strategies
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_of_an_adapter_that_is_not_finite_is_stopped(load_model, batch, name, value) -> None:
+    model = attached(load_model)
+    spoil_adapter(model, value)
+    with pytest.raises(SmokeTestError, match="smoke test"):
+        run(model, batch, name)
+
+
+def test_a_failure_is_one_line_and_shows_no_traceback(load_model, batch) -> None:
+    model = attached(load_model)
+    spoil_adapter(model, float("nan"))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with pytest.raises(SmokeTestError) as caught:
+            run(model, batch)
+    assert "\n" not in str(caught.value)
+    assert not [w for w in shown if "Traceback" in str(w.message)]
+
+
+@strategies
+def test_a_base_that_computes_nan_is_stopped(load_model, batch, name) -> None:
+    model = attached(load_model)
+    model.model.layers[0].input_layernorm.weight.data[3] = float("nan")
+    with pytest.raises(SmokeTestError):
+        run(model, batch, name)
+
+
+@strategies
+@pytest.mark.parametrize(
+    "frozen", ["model.layers.3.mlp.down_proj.weight", "model.layers.1.post_attention_layernorm.weight", "lm_head.weight"]
+)
+def test_a_frozen_tensor_that_would_be_trained_is_named(load_model, batch, name, frozen) -> None:
+    model = attached(load_model, None)
+    model.get_parameter(frozen).requires_grad_(True)
+    with pytest.raises(SmokeTestError, match=frozen):
+        run(model, batch, name)
+
+
+@strategies
+def test_an_adapter_tensor_cut_off_the_graph_is_named(load_model, batch, name, monkeypatch) -> None:
+    model = attached(load_model)
+
+    def code_without_gradient(self: NPTAdapter, attention: Tensor) -> Tensor:
+        return attention @ self.A.detach().T
+
+    monkeypatch.setattr(NPTAdapter, "code", code_without_gradient)
+    with pytest.raises(SmokeTestError, match=r"model\.layers\.1\.npt\.A gets no gradient"):
+        run(model, batch, name)
+
+
+def test_an_adapter_tensor_that_is_frozen_is_named(load_model, batch) -> None:
+    model = attached(load_model)
+    model.model.layers[3].npt.B["up"].requires_grad_(False)
+    with pytest.raises(SmokeTestError, match=r"model\.layers\.3\.npt\.B\.up gets no gradient"):
+        run(model, batch)
+
+
+@pytest.mark.parametrize("bad", [-1, 128, 10**9])
+def test_token_ids_outside_the_vocabulary_are_stopped_before_anything_runs(load_model, bad, monkeypatch) -> None:
+    model = attached(load_model)
+    ids = torch.tensor([[5, 6, bad, 8]])
+    monkeypatch.setattr(model.model.embed_tokens, "forward", lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(SmokeTestError, match=str(bad)):
+        run(model, batch_from_tensors(ids, torch.ones_like(ids)))

@@ -1,0 +1,604 @@
+"""The trainer: what a run leaves behind, what it computes, what it survives and what stops it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.data.batch import Batch, collate
+from npt.data.samples import Sample
+from npt.distill import trainer as trainer_module
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.trainer import Trainer
+from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, SmokeTestError, TooManyRefusalsError
+
+MAX_LENGTH = 12
+
+
+def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Texts of 5 to 9 letters; with the start and end tokens 7 to 11 tokens, each one sample."""
+    source = random.Random(seed)
+    return [{"text": "".join(source.choices("abcdefgh", k=source.randint(5, 9))), "id": f"text-{i}"} for i in range(count)]
+
+
+EVAL = texts(6, seed=9)
+
+
+def record(name: str, ids: list[int]) -> dict[str, Any]:
+    return {"id": name, "input_ids": ids}
+
+
+@pytest.fixture
+def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+    """A trainer on a fresh student; what is not given is small, quiet and quick."""
+
+    def make(
+        data: Iterable[Any] | None = None,
+        *,
+        quantization: str | None = "nf4",
+        model: nn.Module | None = None,
+        layers: str = "1,3",
+        folder: str = "run",
+        streaming: bool = False,
+        eval_data: Iterable[Any] | None = EVAL,
+        num_samples: int | None = None,
+        **config: Any,
+    ) -> Trainer:
+        if model is None:
+            model = load_model(quantization)
+            npt.attach(model, NPTConfig(rank=4, layers=layers))
+        settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2, "output_dir": str(tmp_path / folder), **config}
+        return Trainer(
+            model,
+            tokenizer,
+            texts(12) if data is None else data,
+            TrainConfig(**settings),
+            data_config=DataConfig(max_length=MAX_LENGTH, streaming=streaming, num_samples=num_samples),
+            eval_data=eval_data,
+            console=Console(file=io.StringIO(), width=200),
+        )
+
+    return make
+
+
+def said(trainer: Trainer) -> str:
+    return trainer.console.file.getvalue()
+
+
+def strict(text: str) -> Any:
+    """JSON as its standard has it: NaN and Infinity are refused."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [strict(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def timeless(metrics: list[dict[str, Any]], *more: str) -> list[dict[str, Any]]:
+    """Without what depends on the clock."""
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", *more)} for line in metrics]
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in lines(folder, "events") if e["event"] == kind]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in adapter_parameters(trainer.model).items()}
+
+
+def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def replace_strategy(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Batch], None]) -> None:
+    """The local strategy, with `act(number of the call, batch)` done before it."""
+    original = STRATEGIES["local"]
+    calls = iter(range(10**6))
+
+    def strategy(model: nn.Module, batch: Batch, config: TrainConfig) -> MicroBatch:
+        act(next(calls), batch)
+        return original(model, batch, config)
+
+    monkeypatch.setitem(STRATEGIES, "local", strategy)
+
+
+# --- the run folder --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
+def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> None:
+    kl = {"logit_kl_weight": 0.5} if strategy == "end_to_end" else {}
+    trainer = build(strategy=strategy, save_steps=4, regularization_lambda=0.1, **kl)
+    result = trainer.train()
+    folder = result.folder
+    assert {p.name for p in folder.iterdir()} == {"run.json", "metrics.jsonl", "events.jsonl", "fidelity.json", "checkpoints"}
+    metrics = lines(folder, "metrics")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    promised = {"step", "loss", "loss_nmse", "loss_reg", "grad_norm", "lr", "tokens", "tokens_per_second", "refused_total"}
+    for line in metrics:
+        assert promised | {"layers.1.nmse", "layers.3.nmse"} <= line.keys()
+        assert ("loss_kl" in line) == bool(kl)
+        assert line["loss_nmse"] == pytest.approx((line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5)  # fp32 sums
+        expected = line["loss_nmse"] + 0.1 * line["loss_reg"] + 0.5 * line.get("loss_kl", 0.0)
+        assert line["loss"] == pytest.approx(expected, rel=1e-5)  # fp32 sums
+        assert line["tokens_per_second"] > 0
+    assert checkpoints(folder) == ["step-00000004", "step-00000006"]
+    assert {p.name for p in (folder / "checkpoints" / "step-00000006" / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+    }
+    fidelity = strict((folder / "fidelity.json").read_text())
+    assert fidelity.keys() >= {"teacher", "floor", "initial", "student", "layers"}
+    for name in ("teacher", "floor", "initial", "student"):
+        for key in ("perplexity", "perplexity_ratio", "kl", "top1"):
+            assert {key, f"{key}_se"} <= fidelity[name].keys()
+        assert fidelity[name]["tokens"] == fidelity["teacher"]["tokens"] > 0
+    assert fidelity["layers"].keys() == {"1", "3"}
+    assert [e["event"] for e in lines(folder, "events")] == ["start", "save", "save", "done"]
+    assert events(folder, "start")[0]["total_steps"] == 6
+
+
+def test_run_json_holds_settings_versions_seed_hash_and_precision(build) -> None:
+    trainer = build(seed=3, max_steps=1)
+    base_hash = npt.base_hash(trainer.model)
+    run = strict((trainer.train().folder / "run.json").read_text())
+    assert run["seed"] == 3 and run["base_hash"] == base_hash and run["heldout"] is True
+    assert run["settings"]["rank"] == 4 and run["settings"]["max_length"] == MAX_LENGTH and run["settings"]["learning_rate"] == 1e-2
+    assert run["precision"]["quantization"] == "nf4"
+    assert run["precision"]["compute_dtype"].keys() == run["precision"]["adapter_dtype"].keys() == {"float32"}
+    assert run["layers"] == [1, 3]
+    assert {"python", "torch", "bitsandbytes"} <= run["versions"].keys()
+    assert run["trainable_parameters"] == sum(p.numel() for p in adapter_parameters(trainer.model).values())
+
+
+def test_the_last_checkpoint_is_the_trained_student(build) -> None:
+    trainer = build(save_steps=2, save_total_limit=2)
+    result = trainer.train()
+    assert checkpoints(result.folder) == ["step-00000004", "step-00000006"]
+    saved = load_file(result.folder / "checkpoints" / "step-00000006" / "adapter" / "adapter_model.safetensors")
+    assert_same_weights({key.removeprefix("base_model.model."): value for key, value in saved.items()}, weights(trainer))
+
+
+def test_a_run_that_saves_at_its_last_step_saves_once(build) -> None:
+    result = build(save_steps=3).train()
+    assert [e["step"] for e in events(result.folder, "save")] == [3, 6]
+
+
+def test_only_the_first_every_nth_and_the_last_step_are_logged(build) -> None:
+    result = build(texts(14), log_steps=3).train()
+    assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 3, 6, 7]
+
+
+def test_the_result_says_what_the_run_came_to(build) -> None:
+    data = texts(12)
+    trainer = build(data)
+    result = trainer.train()
+    assert (result.steps, result.refused, result.signal, result.exit_status) == (6, 0, None, 0)
+    assert result.tokens == sum(len(r["text"]) + 2 for r in data)  # each text with its start and end token
+    assert result.tokens == lines(result.folder, "metrics")[-1]["tokens"]
+    assert result.seconds > 0
+    assert result.fidelity.as_dict()["student"] == strict((result.folder / "fidelity.json").read_text())["student"]
+    assert str(result.folder) in said(trainer)
+
+
+def test_evaluation_before_and_after_are_of_the_model_before_and_after(build, tokenizer) -> None:
+    trainer = build(num_epochs=3)
+    before = npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH)
+    result = trainer.train()
+    assert result.fidelity.initial == before.student
+    assert result.fidelity.student == npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH).student
+    assert result.fidelity.layers[3]["nmse_initial"] == before.layers[3]["nmse_student"]
+
+
+def test_evaluations_come_every_eval_steps_but_not_twice_at_the_end(build) -> None:
+    trainer = build(eval_steps=2)
+    result = trainer.train()
+    found = events(result.folder, "evaluation")
+    assert [e["step"] for e in found] == [2, 4]
+    assert all(math.isfinite(e["student"]["kl"]) for e in found)
+    assert said(trainer).count("held-out perplexity ratio") == 2
+
+
+def test_watching_does_not_steer(build) -> None:
+    plain = build(folder="plain")
+    watched = build(folder="watched", eval_steps=1, save_steps=1, use_tensorboard=True, smoke_test=False)
+    results = [trainer.train() for trainer in (plain, watched)]
+    assert timeless(lines(results[0].folder, "metrics")) == timeless(lines(results[1].folder, "metrics"))
+    assert_same_weights(weights(plain), weights(watched))
+    assert list(results[1].folder.rglob("events.out.tfevents.*"))
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
+def test_training_lowers_the_loss_and_leaves_the_base_bit_equal(build, load_model, strategy) -> None:
+    base = {key: value.clone() for key, value in load_model().state_dict().items()}
+    trainer = build(texts(8), num_epochs=12, batch_size=4, strategy=strategy)
+    result = trainer.train()
+    loss = [line["loss"] for line in lines(result.folder, "metrics")]
+    assert sum(loss[-2:]) < 0.9 * sum(loss[:2])
+    assert result.fidelity.layers[3]["nmse_student"] < result.fidelity.layers[3]["nmse_initial"]
+    state = trainer.model.state_dict()
+    for key, value in base.items():  # packed bytes and quantisation statistics included
+        assert torch.equal(state[key], value), key
+
+
+def test_every_adapter_tensor_is_trained(build) -> None:
+    trainer = build()
+    before = weights(trainer)
+    trainer.train()
+    for name, value in weights(trainer).items():
+        assert not torch.equal(value, before[name]), name
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(build) -> None:
+    trainers = [build(folder=f"run-{i}", seed=seed) for i, seed in enumerate((5, 5, 6))]
+    metrics = [timeless(lines(trainer.train().folder, "metrics")) for trainer in trainers]
+    assert metrics[0] == metrics[1] != metrics[2]
+    assert_same_weights(weights(trainers[0]), weights(trainers[1]))
+
+
+def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
+    data = texts(16)
+    shapes = [{"batch_size": 8}, {"batch_size": 2, "gradient_accumulation_steps": 4}, {"batch_size": 1, "gradient_accumulation_steps": 8}]
+    trainers = [build(data, folder=f"run-{i}", **shape) for i, shape in enumerate(shapes)]
+    runs = [lines(trainer.train().folder, "metrics") for trainer in trainers]
+    for run in runs[1:]:
+        assert [line["tokens"] for line in run] == [line["tokens"] for line in runs[0]]
+        for line, expected in zip(run, runs[0], strict=True):
+            for key in ("loss", "loss_nmse", "grad_norm", "layers.1.nmse", "layers.3.nmse"):
+                assert line[key] == pytest.approx(expected[key], rel=1e-4), key  # fp32 sums in another order, then one Adam step
+
+
+def test_the_loss_of_the_first_step_is_the_strategys_sum_over_its_tokens(build) -> None:
+    trainer = build(texts(2), regularization_lambda=0.2)
+    sums = STRATEGIES["local"](trainer.model, trainer._first_batch(), trainer.config)
+    (line,) = lines(trainer.train().folder, "metrics")
+    assert line["loss"] == pytest.approx(float(sums.loss) / sums.tokens, rel=1e-6)  # one fp32 division
+    assert line["tokens"] == sums.tokens
+
+
+def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> None:
+    result = build(texts(20), warmup_steps=2, scheduler_type="linear", learning_rate=1e-3).train()
+    rates = [line["lr"] for line in lines(result.folder, "metrics")]
+    expected = [0.5, 1.0, 1.0, *(1 - i / 8 for i in range(1, 8))]
+    assert rates == pytest.approx([1e-3 * scale for scale in expected])
+
+
+# --- how long it runs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "windows"),
+    [
+        ({"batch_size": 1, "gradient_accumulation_steps": 4}, 3, [4, 4, 2]),
+        ({"batch_size": 4, "gradient_accumulation_steps": 2}, 2, [2, 1]),
+        ({"batch_size": 4, "gradient_accumulation_steps": 2, "num_epochs": 2}, 3, [2, 2, 2]),  # on into the next epoch
+        ({"batch_size": 2, "max_steps": 3}, 3, [1, 1, 1]),
+        ({"batch_size": 5, "max_steps": 30}, 2, [1, 1]),
+        ({"batch_size": 5, "max_steps": 5, "num_epochs": 9}, 5, [1] * 5),
+    ],
+)
+def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(build, monkeypatch, config, steps, windows) -> None:
+    trainer = build(texts(10), **config)
+    assert trainer.total_steps == steps
+    seen: list[int] = []
+    original = Trainer._windows
+
+    def counted(self: Trainer) -> Iterator[list[Batch]]:
+        for window in original(self):
+            seen.append(len(window))
+            yield window
+
+    monkeypatch.setattr(Trainer, "_windows", counted)
+    result = trainer.train()
+    assert result.steps == steps
+    assert seen == windows
+
+
+def test_epochs_see_the_same_samples_in_another_order(build) -> None:
+    trainer = build(num_epochs=2)
+    ids = [name for window in trainer._windows() for batch in window for name in batch.sample_ids]
+    assert sorted(ids[:12]) == sorted(ids[12:]) == sorted(f"text-{i}@0" for i in range(12))
+    assert ids[:12] != ids[12:]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with_the_sample(build) -> None:
+    data = [*texts(5), record("broken", [5, 999, 7])]
+    trainer = build(data, batch_size=1, smoke_test=False)
+    result = trainer.train()
+    (refusal,) = events(result.folder, "refusal")
+    assert refusal["kind"] == "data" and refusal["sample_ids"] == ["broken@0"] and "999" in refusal["detail"]
+    assert refusal["micro_batch"] == 0 and refusal["rank"] == 0
+    assert (result.steps, result.refused, result.exit_status) == (5, 1, 0)
+    assert lines(result.folder, "metrics")[-1]["refused_total"] == 1
+    assert "broken@0" in said(trainer)
+    assert events(result.folder, "done")[0]["refused"] == 1
+
+
+def windows_of(seed: int, bad: str | None) -> list[list[Batch]]:
+    """Four windows of two to three micro-batches; `bad` joins the second and third, and makes a window of its own."""
+    source = random.Random(seed)
+    broken = [] if bad is None else [collate([Sample("broken", (5, 999, 4) if bad == "ids" else (3, 7, 3))], 2)]
+
+    def batch() -> Batch:
+        rows = [Sample(str(source.random()), tuple(source.choices(range(4, 128), k=source.randint(2, 8)))) for _ in range(2)]
+        return collate(rows, 2)
+
+    made = [[batch(), batch()] for _ in range(4)]
+    made[1] = [*broken, *made[1]]
+    made[2] = [made[2][0], *broken, made[2][1]]
+    return [*made[:3], *([broken] if broken else []), made[3]]
+
+
+@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
+@pytest.mark.parametrize("bad", ["ids", "nan"])
+def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, monkeypatch, strategy, bad) -> None:
+    random_states, trainers, results = [], [], []
+    for present in (True, False):
+        monkeypatch.setattr(Trainer, "_windows", lambda self, present=present: iter(windows_of(4, bad if present else None)))
+        trainer = build(
+            folder=f"run-{present}", strategy=strategy, smoke_test=False, eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])]
+        )
+        if bad == "nan":
+            trainer.model.model.embed_tokens.weight.data[3] = math.nan
+        torch.manual_seed(0)
+        results.append(trainer.train())
+        trainers.append(trainer)
+        random_states.append(torch.get_rng_state())
+    assert [result.refused for result in results] == [3, 0]
+    assert results[0].steps == results[1].steps == 4 and results[0].tokens == results[1].tokens
+    metrics = [timeless(lines(result.folder, "metrics"), "refused_total") for result in results]
+    assert metrics[0] == metrics[1]  # learning rates among them
+    assert_same_weights(weights(trainers[0]), weights(trainers[1]))
+    assert torch.equal(*random_states)
+    kinds = {e["kind"] for e in events(results[0].folder, "refusal")}
+    assert kinds == {"data" if bad == "ids" else "loss"}
+
+
+def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> None:
+    data = [record(f"broken-{i}", [5, 999, 7]) for i in range(9)]
+    trainer = build(data, batch_size=1, smoke_test=False, max_consecutive_bad=4)
+    before = weights(trainer)
+    with pytest.raises(TooManyRefusalsError, match="4 refusals in a row") as caught:
+        trainer.train()
+    assert caught.value.exit_status == 3
+    folder = trainer.folder_path
+    assert len(events(folder, "refusal")) == 4
+    (stopped,) = events(folder, "stopped")
+    assert stopped["step"] == 0
+    bundle = folder / stopped["postmortem"]
+    assert bundle == folder / "postmortem" / "step-00000000"
+    assert str(bundle) in str(caught.value)
+    assert {p.name for p in bundle.iterdir()} == {"state.safetensors", "window.safetensors", "postmortem.json"}
+    assert strict((bundle / "postmortem.json").read_text())["refusals"][0]["kind"] == "data"
+    assert_same_weights(weights(trainer), before)
+    assert not (folder / "fidelity.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("windows", "stops"),
+    [
+        ([[0], [0], [1], [0], [0]], False),
+        ([[1, 0], [0, 1], [1, 0, 0]], False),
+        ([[1, 0], [0], [0], [1]], True),
+        ([[1, 0], [0, 0, 0]], True),
+        ([[1, 0, 0, 0]], True),
+        ([[0], [1, 0, 0], [0, 1]], True),  # the row reaches over a window's start and ends inside it
+    ],
+)
+def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(build, monkeypatch, windows, stops) -> None:
+    """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows begin."""
+    rows = {1: Sample("good", (5, 6, 7)), 0: Sample("broken", (5, 999))}
+    monkeypatch.setattr(Trainer, "_windows", lambda self: ([collate([rows[i]], 2) for i in window] for window in windows))
+    trainer = build(smoke_test=False, max_consecutive_bad=3)
+    if stops:
+        with pytest.raises(TooManyRefusalsError, match="refusals in a row"):
+            trainer.train()
+    else:
+        assert trainer.train().steps > 0
+
+
+def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monkeypatch) -> None:
+    """The optimizer's second step writes NaN; the run goes on as if that window had never been."""
+
+    class Once(torch.optim.AdamW):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            self.calls += 1
+            if self.calls == 2:
+                self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
+
+    monkeypatch.setattr(trainer_module.torch.optim, "AdamW", Once)
+    result = build(texts(6)).train()
+    assert (result.steps, result.refused) == (2, 1)
+    assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 2]
+    assert events(result.folder, "refusal")[0]["kind"] == "update"
+    rates = [line["lr"] for line in lines(result.folder, "metrics")]
+    assert rates == pytest.approx([1e-2, 1e-2 * 0.75])  # cosine: 0.5 * (1 + cos(pi / 3)), the step after one applied of three
+
+
+def test_the_same_failure_before_the_first_step_is_found_by_the_smoke_test_and_nothing_is_written(build) -> None:
+    trainer = build([record("broken", [5, 999, 7])])
+    with pytest.raises(SmokeTestError) as caught:
+        trainer.train()
+    assert caught.value.exit_status == 4
+    assert not trainer.folder_path.exists()
+
+
+# --- settings and data that are refused, and data that is unusual -----------------------------------------------------
+
+
+def unreadable() -> Iterator[Any]:
+    raise AssertionError("the data was read")
+    yield
+
+
+def test_a_folder_in_use_is_refused_before_the_data_is_read(build, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="another run"):
+        build(unreadable())
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+def test_making_a_trainer_writes_nothing(build, tmp_path) -> None:
+    before = set(tmp_path.rglob("*"))
+    build()
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_kept_attention_residual_is_refused_before_the_data_is_read(build, load_model) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=2, residual="keep"))
+    with pytest.raises(NotSupportedError, match="residual"):
+        build(unreadable(), model=model)
+
+
+def test_a_model_without_adapters_is_refused(build, load_model) -> None:
+    with pytest.raises(NPTError, match=r"npt\.attach"):
+        build(unreadable(), model=load_model())
+
+
+@pytest.mark.parametrize("data", [[], [{"text": ""}], [record("short", [5])]])
+def test_data_without_a_sample_is_refused(build, data) -> None:
+    with pytest.raises(DataError):
+        build(data)
+
+
+def test_a_generator_trains_like_its_list(build) -> None:
+    trainers = [build(data, folder=f"run-{i}", num_epochs=2) for i, data in enumerate((texts(8), (r for r in texts(8))))]
+    results = [trainer.train() for trainer in trainers]
+    assert results[0].tokens == results[1].tokens
+    assert_same_weights(weights(trainers[0]), weights(trainers[1]))
+
+
+@pytest.mark.parametrize("smoke_test", [True, False])
+@pytest.mark.parametrize("count", [8, 50])
+def test_a_streamed_generator_loses_no_record(build, smoke_test, count) -> None:
+    data = texts(count)
+    trainer = build((r for r in data), streaming=True, smoke_test=smoke_test)
+    result = trainer.train()
+    assert result.tokens == sum(len(r["text"]) + 2 for r in data)  # each text with its start and end token
+
+
+def test_a_streamed_generator_without_evaluation_data_is_refused(build) -> None:
+    with pytest.raises(ConfigError, match="eval_data"):
+        build((r for r in texts(8)), streaming=True, eval_data=None)
+
+
+class Stream:
+    """Readable again and again, of unknown length: as `datasets` streams."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return iter(texts(self.count))
+
+
+def test_a_stream_of_unknown_length_gets_a_constant_rate_and_says_so(build) -> None:
+    trainer = build(Stream(8), streaming=True, warmup_steps=2, learning_rate=1e-3)
+    assert trainer.total_steps is None
+    result = trainer.train()
+    assert result.steps == 4
+    assert [line["lr"] for line in lines(result.folder, "metrics")] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+    (warning,) = events(result.folder, "warning")
+    assert "constant" in warning["message"]
+    assert "warning: " in said(trainer)
+
+
+def test_a_stream_with_max_steps_has_a_length(build) -> None:
+    trainer = build(Stream(20), streaming=True, max_steps=3, scheduler_type="linear", learning_rate=1e-3)
+    result = trainer.train()
+    assert result.steps == trainer.total_steps == 3
+    assert [line["lr"] for line in lines(result.folder, "metrics")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    assert events(result.folder, "warning") == []
+
+
+def test_a_list_and_a_stream_of_it_hold_out_the_same_samples_and_never_train_on_them(build) -> None:
+    for data, streaming in ((texts(80), False), (Stream(80), True)):
+        trainer = build(data, streaming=streaming, eval_data=None, folder=f"run-{streaming}")
+        held_out = {sample.id for sample in trainer.eval_samples}
+        trained = {name for window in trainer._windows() for batch in window for name in batch.sample_ids}
+        assert trainer.heldout and held_out
+        assert not held_out & trained
+        assert held_out | trained == {f"text-{i}@0" for i in range(80)}
+
+
+def test_too_little_data_to_hold_any_out_is_said_and_recorded(build) -> None:
+    data = [record("a", [5, 6, 7, 8]), record("b", [9, 10, 11])]
+    trainer = build(data, eval_data=None)
+    assert not trainer.heldout
+    result = trainer.train()
+    assert "TRAINING" in said(trainer)
+    assert strict((result.folder / "run.json").read_text())["heldout"] is False
+    assert strict((result.folder / "fidelity.json").read_text())["heldout"] is False
+    assert result.tokens == 7  # nothing was taken away from training either
+
+
+def test_num_samples_bounds_an_epoch(build) -> None:
+    assert build(texts(12), num_samples=5).total_steps == 3
+    assert build(Stream(12), streaming=True, num_samples=5).train().steps == 3
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_after_saving(build, monkeypatch, number, status) -> None:
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+
+    def act(call: int, batch: Batch) -> None:
+        if call == 5:  # the second micro-batch of the third window
+            os.kill(os.getpid(), number)
+
+    replace_strategy(monkeypatch, act)
+    trainer = build(texts(16), gradient_accumulation_steps=2, smoke_test=False)
+    result = trainer.train()
+    assert (result.steps, result.signal, result.exit_status, result.fidelity) == (2, number, status, None)
+    assert checkpoints(result.folder) == ["step-00000002"]
+    assert events(result.folder, "signal") == [{**events(result.folder, "signal")[0], "number": number, "step": 2}]
+    assert f"signal {int(number)}" in said(trainer)
+    saved = load_file(result.folder / "checkpoints" / "step-00000002" / "adapter" / "adapter_model.safetensors")
+    assert_same_weights({key.removeprefix("base_model.model."): value for key, value in saved.items()}, weights(trainer))
+    assert {n: signal.getsignal(n) for n in handlers} == handlers
+
+
+def test_a_run_stopped_by_a_signal_equals_the_run_that_ended_there(build, monkeypatch) -> None:
+    ended = build(texts(16), folder="ended", scheduler_type="constant", max_steps=2)
+    ended.train()
+    replace_strategy(monkeypatch, lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) if call == 2 else None)
+    stopped = build(texts(16), folder="stopped", scheduler_type="constant", max_steps=8, smoke_test=False)
+    stopped.train()
+    assert_same_weights(weights(stopped), weights(ended))

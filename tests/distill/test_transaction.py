@@ -1,0 +1,516 @@
+"""The transaction: what is refused leaves no trace, bit for bit, and what is not is averaged, clipped and applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import NPTConfig, TrainConfig
+from npt.data.batch import collate
+from npt.data.samples import Sample
+from npt.distill.strategies import STRATEGIES
+from npt.distill.transaction import Transaction, WindowResult
+
+SHAPES = {"layer.A": (3, 4), "layer.B.gate": (5, 3), "layer.M.gate": (5, 3), "other.A": (2,)}
+MAX_NORM = 0.5
+LEARNING_RATE = 0.1
+
+
+@dataclass
+class Sums:
+    loss: Tensor
+    tokens: int
+
+
+class World:
+    """Four small tensors, their optimizer and a transaction over them; micro-batches are made from integers."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None, max_grad_norm: float = MAX_NORM):
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        make = optimizer or (lambda p: torch.optim.AdamW(p, lr=1.0, weight_decay=0.01, fused=True))
+        self.optimizer = make(list(self.parameters.values()))
+        self.transaction: Transaction[Sums] = Transaction(self.parameters, self.optimizer, max_grad_norm)
+
+    def good(self, seed: int, tokens: int = 7, size: float = 1.0) -> None:
+        """A clean micro-batch: loss and gradients are functions of `seed`."""
+        gradients = clean_gradients(seed, size)
+        self._run(gradients, torch.tensor(1.5 + seed), tokens, f"good-{seed}")
+
+    def bad(self, kind: str, seed: int = 99) -> None:
+        """A micro-batch that has to be refused."""
+        if kind == "data":
+            self.transaction.refuse("token id 999 outside the vocabulary", ("broken",))
+            return
+        gradients = clean_gradients(seed, 1.0)
+        loss = torch.tensor(1.0)
+        broken = gradients["layer.B.gate"]
+        if kind == "nan loss":
+            loss = torch.tensor(math.nan)
+        elif kind == "inf loss":
+            loss = torch.tensor(math.inf)
+        elif kind == "nan loss and gradients":
+            loss = torch.tensor(math.nan)
+            for gradient in gradients.values():
+                gradient.fill_(math.nan)
+        elif kind == "inf gradient":
+            broken[1, 2] = -math.inf
+        elif kind == "nan gradient":
+            broken[4, 0] = math.nan
+        elif kind == "overflowing norm":
+            broken.fill_(1e20)
+        else:
+            raise AssertionError(kind)
+        self._run(gradients, loss, 11, "broken")
+
+    def _run(self, gradients: dict[str, Tensor], loss: Tensor, tokens: int, sample_id: str) -> None:
+        def fill() -> Sums:
+            # As backward does: added in place to the gradient that is there.
+            for name, parameter in self.parameters.items():
+                parameter.grad += gradients[name]
+            return Sums(loss, tokens)
+
+        self.transaction.micro_batch(fill, (sample_id,))
+
+    def commit(self, learning_rate: float = LEARNING_RATE) -> WindowResult[Sums]:
+        return self.transaction.commit(learning_rate)
+
+    def clean_window(self, seed: int) -> WindowResult[Sums]:
+        self.good(seed)
+        self.good(seed + 50, tokens=4)
+        return self.commit()
+
+
+def clean_gradients(seed: int, size: float) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: size * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+BAD = ("data", "nan loss", "inf loss", "nan loss and gradients", "inf gradient", "nan gradient", "overflowing norm")
+KIND_OF = {"data": "data", "nan loss": "loss", "inf loss": "loss", "nan loss and gradients": "loss"}
+
+
+def state(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights, moments and step counts as bytes, so that equality means every bit: NaN equals itself, 0 is not -0."""
+    tensors = {name: p.detach() for name, p in parameters.items()}
+    for name, p in parameters.items():
+        for key, value in optimizer.state.get(p, {}).items():
+            tensors[f"{name}/{key}"] = torch.as_tensor(value)
+    return {name: t.contiguous().reshape(-1).view(torch.uint8).clone() for name, t in tensors.items()}
+
+
+def state_of(world: World) -> dict[str, Tensor]:
+    return state(world.parameters, world.optimizer)
+
+
+def assert_equal_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def warmed_up(windows: int, **arguments: Any) -> World:
+    world = World(**arguments)
+    for seed in range(windows):
+        assert world.clean_window(seed).applied
+    return world
+
+
+# --- the counterfactual ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_window_with_a_bad_micro_batch_equals_the_window_that_never_saw_it(kind, position, steps_before) -> None:
+    world, twin = warmed_up(steps_before), warmed_up(steps_before)
+    for index in range(3):
+        if index == position:
+            world.bad(kind)
+        else:
+            world.good(index, tokens=3 + index)
+            twin.good(index, tokens=3 + index)
+    result, expected = world.commit(), twin.commit()
+    assert result.applied and expected.applied
+    assert_equal_bits(state_of(world), state_of(twin))
+    assert (result.tokens, result.grad_norm) == (expected.tokens, expected.grad_norm)
+    assert [s.loss for s in result.survivors] == [s.loss for s in expected.survivors]
+    # Nor does it show later.
+    world.clean_window(7)
+    twin.clean_window(7)
+    assert_equal_bits(state_of(world), state_of(twin))
+
+
+@given(windows=st.lists(st.lists(st.sampled_from((None, None, *BAD)), min_size=1, max_size=5), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_any_subset_of_bad_micro_batches_leaves_no_trace(windows) -> None:
+    world, twin = World(), World()
+    for number, window in enumerate(windows):
+        for index, kind in enumerate(window):
+            if kind is None:
+                world.good(10 * number + index, tokens=1 + index)
+                twin.good(10 * number + index, tokens=1 + index)
+            else:
+                world.bad(kind, seed=index)
+        result, expected = world.commit(), twin.commit()
+        assert result.applied == expected.applied == (None in window)
+        assert result.tokens == expected.tokens
+        assert [r.micro_batch for r in result.refusals] == [i for i, kind in enumerate(window) if kind is not None]
+        assert_equal_bits(state_of(world), state_of(twin))
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("kinds", [("data",), ("nan loss",), ("inf gradient", "nan gradient"), ("overflowing norm", "data")])
+def test_without_a_survivor_nothing_changes(kinds, steps_before) -> None:
+    world = warmed_up(steps_before)
+    before = state_of(world)
+    for kind in kinds:
+        world.bad(kind)
+    result = world.commit()
+    assert (result.applied, result.tokens, result.grad_norm, result.survivors) == (False, 0, None, [])
+    assert len(result.refusals) == len(kinds)
+    assert_equal_bits(state_of(world), before)
+
+
+def test_an_empty_window_changes_nothing_and_refuses_nothing() -> None:
+    world = warmed_up(1)
+    before = state_of(world)
+    result = world.commit()
+    assert (result.applied, result.refusals) == (False, [])
+    assert_equal_bits(state_of(world), before)
+
+
+def test_refused_windows_leave_later_ones_as_they_would_have_been() -> None:
+    world, twin = World(), World()
+    world.bad("nan loss and gradients")
+    world.commit()
+    for seed in range(3):
+        world.clean_window(seed)
+        twin.clean_window(seed)
+        world.bad("inf gradient")
+        world.commit()
+    assert_equal_bits(state_of(world), state_of(twin))
+
+
+# --- the step as a whole ---------------------------------------------------------------------------------------------
+
+
+def overflow_only_together(world: World) -> None:
+    """A micro-batch of four gradients of norm 1.5e19: each is finite in fp32, the square root of their squares' sum is not."""
+    gradients = {name: torch.full(shape, 1.5e19 / math.sqrt(math.prod(shape))) for name, shape in SHAPES.items()}
+    world._run(gradients, torch.tensor(1.0), 1, "large")
+
+
+def test_an_overflow_that_no_tensor_shows_alone_changes_nothing() -> None:
+    world, twin = warmed_up(2), warmed_up(2)
+    before = state_of(world)
+    overflow_only_together(world)
+    result = world.commit()
+    assert not result.applied
+    assert len(result.refusals) == 1 and "overflows" in result.refusals[0].detail
+    assert_equal_bits(state_of(world), before)
+    assert world.clean_window(5).applied and twin.clean_window(5).applied
+    assert_equal_bits(state_of(world), state_of(twin))
+
+
+def test_an_overflow_that_no_tensor_shows_alone_costs_only_its_own_micro_batch() -> None:
+    world, twin = World(), World()
+    world.good(1)
+    overflow_only_together(world)
+    world.good(2)
+    twin.good(1)
+    twin.good(2)
+    result = world.commit()
+    twin.commit()
+    assert result.applied
+    assert [r.micro_batch for r in result.refusals] == [1]
+    assert_equal_bits(state_of(world), state_of(twin))
+
+
+class Sabotaged(torch.optim.AdamW):
+    """AdamW that writes `value` behind its step, once armed: into the weight, a moment or the step count of one tensor."""
+
+    where: str | None = None
+    value = math.nan
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.where is not None:
+            parameter = self.param_groups[0]["params"][2]
+            target = parameter.data if self.where == "weight" else self.state[parameter][self.where]
+            target.view(-1)[-1] = self.value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["weight", "exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_turns_non_finite_is_taken_back_to_the_bit(where, value, steps_before, fused) -> None:
+    world, twin = (warmed_up(steps_before, optimizer=lambda p: Sabotaged(p, lr=1.0, fused=fused)) for _ in range(2))
+    before = state_of(world)
+    world.optimizer.where, world.optimizer.value = where, value
+    result = world.clean_window(8)
+    assert not result.applied
+    assert [(r.kind, r.micro_batch) for r in result.refusals] == [("update", None)]
+    assert "layer.M.gate" in result.refusals[0].detail
+    assert (where in result.refusals[0].detail) == (where != "weight")
+    assert_equal_bits(state_of(world), before)
+    world.optimizer.where = None
+    assert world.clean_window(9).applied
+    assert twin.clean_window(9).applied
+    assert_equal_bits(state_of(world), state_of(twin))
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("rate", [1e39, math.inf, math.nan])
+def test_a_learning_rate_that_overflows_the_weights_is_taken_back(steps_before, rate) -> None:
+    world = warmed_up(steps_before)
+    before = state_of(world)
+    world.good(1)
+    result = world.commit(rate)
+    assert not result.applied and result.refusals[0].kind == "update"
+    assert_equal_bits(state_of(world), before)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_moment_that_was_poisoned_before_stops_every_step_and_stays_as_it_was(poison) -> None:
+    world = warmed_up(2)
+    world.optimizer.state[world.parameters["layer.A"]]["exp_avg"][0, 0] = poison
+    before = state_of(world)
+    for seed in range(2):
+        result = world.clean_window(seed)
+        assert not result.applied
+        assert "layer.A" in result.refusals[0].detail
+        assert_equal_bits(state_of(world), before)
+
+
+# --- the arithmetic of a clean step ----------------------------------------------------------------------------------
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def moved(world: World, act: Callable[[], WindowResult[Sums]]) -> tuple[dict[str, Tensor], WindowResult[Sums]]:
+    """The gradient that a step of SGD at rate 1 took."""
+    before = {name: p.detach().clone() for name, p in world.parameters.items()}
+    result = act()
+    return {name: before[name] - p.detach() for name, p in world.parameters.items()}, result
+
+
+def norm_of(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+def test_the_summed_gradient_is_divided_once_by_the_surviving_tokens() -> None:
+    world = World(sgd, max_grad_norm=1e9)
+    world.good(1, tokens=3)
+    world.bad("nan gradient")
+    world.good(2, tokens=8)
+    world.bad("data")
+    gradients, result = moved(world, lambda: world.commit(1.0))
+    assert result.tokens == 11
+    for name, gradient in gradients.items():
+        expected = (clean_gradients(1, 1.0)[name] + clean_gradients(2, 1.0)[name]) / 11
+        # Taken as the difference of two weights of size 1, so known to 2^-24 of that.
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e15])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.01])
+def test_a_large_gradient_is_clipped_to_the_norm_and_keeps_its_direction(size, max_grad_norm) -> None:
+    world = World(sgd, max_grad_norm)
+    world.good(1, tokens=1, size=size)
+    gradients, result = moved(world, lambda: world.commit(1.0))
+    full = clean_gradients(1, size)
+    assert result.applied
+    assert result.grad_norm == pytest.approx(norm_of(full), rel=1e-5)  # fp32; reported as it was before clipping
+    # The steps taken are differences of weights of size 1: 34 entries known to 2^-24, which is 3e-5 of the smaller norm.
+    assert norm_of(gradients) == pytest.approx(max_grad_norm, rel=1e-4)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, full[name] * (max_grad_norm / norm_of(full)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_small_gradient_is_not_scaled_up() -> None:
+    world = World(sgd, max_grad_norm=1e9)
+    world.good(1, tokens=1, size=0.01)
+    gradients, result = moved(world, lambda: world.commit(1.0))
+    assert norm_of(gradients) == pytest.approx(norm_of(clean_gradients(1, 0.01)), rel=1e-4)  # differences of weights of size 1
+    assert result.grad_norm == pytest.approx(norm_of(clean_gradients(1, 0.01)), rel=1e-5)
+
+
+def test_the_learning_rate_of_commit_is_used() -> None:
+    steps = []
+    for rate in (0.1, 0.2):
+        world = World(sgd, max_grad_norm=1e9)
+        world.good(1, tokens=1)
+        steps.append(moved(world, lambda world=world, rate=rate: world.commit(rate))[0])
+    for name, step in steps[0].items():
+        torch.testing.assert_close(2 * step, steps[1][name], rtol=1e-5, atol=1e-6)  # differences of weights of size 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        sgd,
+        lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=1.0, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=1.0, foreach=False, amsgrad=True),
+        lambda p: torch.optim.RMSprop(p, lr=1.0, momentum=0.5),
+        lambda p: torch.optim.Adagrad(p, lr=1.0),
+    ],
+)
+def test_any_optimizer_keeps_the_counterfactual(optimizer) -> None:
+    world, twin = World(optimizer), World(optimizer)
+    for seed in range(3):
+        world.bad("nan gradient")
+        world.good(seed)
+        twin.good(seed)
+        assert world.commit().applied and twin.commit().applied
+        before = state_of(world)
+        world.good(seed)
+        assert not world.commit(math.inf).applied
+        assert_equal_bits(state_of(world), before)
+    assert_equal_bits(state_of(world), state_of(twin))
+
+
+# --- what is reported, and what is left alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_refusal_says_what_and_where(kind) -> None:
+    world = World()
+    world.good(0)
+    world.bad(kind)
+    (refusal,) = world.commit().refusals
+    assert refusal.kind == KIND_OF.get(kind, "gradient")
+    assert refusal.micro_batch == 1
+    assert refusal.sample_ids == ("broken",)
+    if refusal.kind == "gradient":
+        assert "layer.B.gate" in refusal.detail
+        assert "layer.A" not in refusal.detail
+    if refusal.kind == "loss":
+        assert ("nan" if "nan" in kind else "inf") in refusal.detail
+
+
+def test_refusals_come_in_the_order_of_their_micro_batches_and_counting_starts_anew_in_each_window() -> None:
+    world = World()
+    for _ in range(2):
+        world.bad("nan loss")
+        world.bad("data")
+        world.good(0)
+        world.bad("inf gradient")
+        world.bad("data")
+        result = world.commit()
+        assert [(r.micro_batch, r.kind) for r in result.refusals] == [(0, "loss"), (1, "data"), (3, "gradient"), (4, "data")]
+
+
+def test_the_random_state_is_untouched() -> None:
+    before = torch.get_rng_state()
+    world = World()
+    world.bad("nan gradient")
+    world.good(1)
+    world.commit()
+    world.good(2)
+    world.commit(math.inf)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_gradient_is_left_behind() -> None:
+    world = World()
+    world.good(1)
+    world.bad("inf gradient")
+    world.commit()
+    assert all(p.grad is None for p in world.parameters.values())
+
+
+def test_tensors_of_two_dtypes_make_one_step() -> None:
+    parameters = {"single": nn.Parameter(torch.ones(3)), "double": nn.Parameter(torch.ones(2, dtype=torch.float64))}
+    transaction: Transaction[Sums] = Transaction(parameters, torch.optim.SGD(parameters.values(), lr=1.0), 1e9)
+
+    def fill() -> Sums:
+        for parameter in parameters.values():
+            parameter.grad += 1.0
+        return Sums(torch.tensor(1.0), 2)
+
+    transaction.micro_batch(fill)
+    result = transaction.commit(1.0)
+    assert result.grad_norm == pytest.approx(0.5 * math.sqrt(5), rel=1e-6)  # fp32
+    assert all(torch.equal(p.detach(), torch.full_like(p, 0.5)) for p in parameters.values())
+
+
+# --- with the real strategies ----------------------------------------------------------------------------------------
+
+
+def student(load_model: Callable[..., nn.Module]) -> nn.Module:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def eight_samples(equal: bool) -> list[Sample]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [6] * 8 if equal else [9, 2, 5, 7, 1, 8, 3, 6]
+    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(lengths)]
+
+
+def one_step(
+    model: nn.Module, config: TrainConfig, groups: Sequence[Sequence[Sample]], optimizer: Callable[..., torch.optim.Optimizer]
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer, WindowResult[Any]]:
+    parameters = adapter_parameters(model)
+    optimizer_made = optimizer(parameters.values())
+    transaction: Transaction[Any] = Transaction(parameters, optimizer_made, 0.5)
+    for group in groups:
+        batch = collate(group, 2)
+        transaction.micro_batch(lambda batch=batch: STRATEGIES[config.strategy](model, batch, config), batch.sample_ids)
+    return parameters, optimizer_made, transaction.commit(1.0)
+
+
+@pytest.mark.parametrize("name", ["local", "end_to_end"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_one_micro_batch_of_eight_equals_four_of_two(load_model, name, equal) -> None:
+    some = eight_samples(equal)
+    config = TrainConfig(strategy=name, regularization_lambda=0.1)
+    start = {name: p.detach().clone() for name, p in adapter_parameters(student(load_model)).items()}
+    steps, results = [], []
+    for groups in ([some], [some[i : i + 2] for i in range(0, 8, 2)]):
+        parameters, _, result = one_step(student(load_model), config, groups, lambda p: torch.optim.SGD(p, lr=1.0))
+        steps.append({key: start[key] - p.detach() for key, p in parameters.items()})
+        results.append(result)
+    assert results[0].tokens == results[1].tokens == sum(len(s.input_ids) for s in some)
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)  # the same fp32 sums in another order
+    for key, step in steps[0].items():
+        assert step.any(), key
+        # The same, and the steps are differences of weights of size 0.1, known to 2^-24 of that.
+        assert float((step - steps[1][key]).abs().max()) <= 1e-5 * float(step.abs().max()) + 1e-7, key
+
+
+@pytest.mark.parametrize("name", ["local", "end_to_end"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(load_model, name, poison) -> None:
+    config = TrainConfig(strategy=name)
+    clean = [s for s in eight_samples(equal=False) if 3 not in s.input_ids]
+    broken = Sample("broken", (3, 5, 4))
+    states = []
+    for groups in ([clean[:2], [broken], clean[2:]], [clean[:2], clean[2:]]):
+        model = student(load_model)
+        model.model.embed_tokens.weight.data[3] = poison
+        parameters, optimizer, result = one_step(model, config, groups, lambda p: torch.optim.AdamW(p, lr=1.0, fused=True))
+        assert result.applied
+        assert [r.sample_ids for r in result.refusals] == ([("broken",)] if len(groups) == 3 else [])
+        states.append(state(parameters, optimizer))
+    assert_equal_bits(*states)

@@ -1,0 +1,276 @@
+"""`evaluate` against hand computation on the plain model, and that it leaves the model alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import npt
+from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.config import NPTConfig
+from npt.data.batch import collate
+from npt.data.samples import Sample
+from npt.errors import DataError, ModelError
+from npt.fidelity import evaluate as evaluate_module
+from npt.fidelity.evaluate import Fidelity, evaluate
+from npt.fidelity.metrics import Figures
+
+LENGTHS = (9, 4, 12, 7, 2)
+
+
+def samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def student(load_model: Callable[..., nn.Module]) -> nn.Module:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def assert_same(one: Fidelity, other: Fidelity, rel: float) -> None:
+    for name in ("teacher", "floor", "student"):
+        # abs: the teacher's KL is 0.
+        assert asdict(getattr(one, name)) == pytest.approx(asdict(getattr(other, name)), rel=rel, abs=1e-6, nan_ok=True), name
+    assert one.layers.keys() == other.layers.keys()
+    for index, values in one.layers.items():
+        assert values == pytest.approx(other.layers[index], rel=rel)
+
+
+def logits_of(model: nn.Module, sample: Sample) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([sample.input_ids]), use_cache=False).logits[0].double()
+
+
+def states_of(base: nn.Module, sample: Sample) -> dict[tuple[int, str], Tensor]:
+    """h, a and the output t of layers 1 and 3 of the plain model."""
+    seen: dict[tuple[int, str], Tensor] = {}
+    handles = []
+    for i in (1, 3):
+        layer = base.model.layers[i]
+        handles.append(layer.register_forward_hook(lambda _, args, out, i=i: seen.update({(i, "h"): args[0][0], (i, "t"): out[0]})))
+        handles.append(layer.self_attn.register_forward_hook(lambda _, __, out, i=i: seen.update({(i, "a"): out[0][0]})))
+    logits_of(base, sample)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+# --- what the figures are --------------------------------------------------------------------------------------------
+
+
+def test_the_figures_are_those_of_the_plain_model_one_sample_at_a_time(student, load_model, tokenizer) -> None:
+    base = load_model()
+    nll = kl = excess = top1 = acceptance = 0.0
+    tokens = 0
+    for sample in samples():
+        log_p, log_q = logits_of(base, sample).log_softmax(-1)[:-1], logits_of(student, sample).log_softmax(-1)[:-1]
+        for t, target in enumerate(sample.input_ids[1:]):
+            nll -= float(log_q[t, target])
+            excess += float(log_p[t, target] - log_q[t, target])
+            kl += float((log_p[t].exp() * (log_p[t] - log_q[t])).sum())
+            top1 += float(log_p[t].argmax() == log_q[t].argmax())
+            acceptance += float(torch.minimum(log_p[t], log_q[t]).exp().sum())
+            tokens += 1
+    found = evaluate(student, tokenizer, samples()).student
+    assert found.tokens == tokens == sum(LENGTHS) - len(LENGTHS)
+    expected = (math.exp(nll / tokens), math.exp(excess / tokens), kl / tokens, top1 / tokens, acceptance / tokens)
+    # fp32 logits of size 10 from padded rows, against fp64 softmax of unpadded ones.
+    assert (found.perplexity, found.perplexity_ratio, found.kl, found.top1, found.acceptance) == pytest.approx(expected, rel=1e-4)
+    assert found.kl > 0.01  # the comparison is of something
+
+
+def test_the_teacher_against_itself_is_exact(student, tokenizer) -> None:
+    teacher = evaluate(student, tokenizer, samples()).teacher
+    assert (teacher.perplexity_ratio, teacher.perplexity_ratio_se) == (1.0, 0.0)
+    assert (teacher.kl, teacher.kl_se, teacher.top1, teacher.top1_se) == (0.0, 0.0, 1.0, 0.0)
+    assert teacher.acceptance == pytest.approx(1.0, rel=1e-6)  # a sum of V probabilities
+
+
+def test_a_student_whose_adapters_do_nothing_is_the_floor(load_model, tokenizer) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3", init_std_b=0.0))
+    found = evaluate(model, tokenizer, samples())
+    assert found.student == found.floor != found.teacher
+    assert all(values["nmse_student"] == values["nmse_floor"] > 0 for values in found.layers.values())
+
+
+def test_a_student_that_keeps_the_attention_residual_starts_as_its_teacher(load_model, tokenizer) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="all", residual="keep"))
+    found = evaluate(model, tokenizer, samples())
+    assert found.student.kl == pytest.approx(0.0, abs=1e-9)  # the same products in the same order, scaled by exactly 1
+    assert found.student.top1 == 1.0
+    assert all(values["nmse_student"] < 1e-12 for values in found.layers.values())
+
+
+def test_the_layers_nmse_is_that_of_the_teachers_own_states(student, load_model, tokenizer) -> None:
+    base = load_model()
+    sums = {(i, kind): 0.0 for i in (1, 3) for kind in ("floor", "student")}
+    tokens = 0
+    for sample in samples():
+        seen = states_of(base, sample)
+        tokens += len(sample.input_ids)
+        for i in (1, 3):
+            layer, adapter = base.model.layers[i], student.model.layers[i].npt
+            h, t, a = seen[i, "h"], seen[i, "t"], seen[i, "a"]
+            with torch.no_grad():
+                x = layer.post_attention_layernorm(h)
+                gate, up = layer.mlp.gate_proj(x), layer.mlp.up_proj(x)
+                floor = h + layer.mlp.down_proj(nn.functional.silu(gate) * up)
+                z = a @ adapter.A.T
+                m = {k: 1 + 0.5 * (2 * torch.sigmoid(z @ M.T) - 1) for k, M in adapter.M.items()}
+                s = {k: 0.1 * z @ B.T for k, B in adapter.B.items()}
+                product = nn.functional.silu(m["gate"] * gate + s["gate"]) * (m["up"] * up + s["up"])
+                output = h + m["down"] * layer.mlp.down_proj(product) + s["down"]
+            for kind, o in (("floor", floor), ("student", output)):
+                sums[i, kind] += float(((o - t).double().pow(2).sum(-1) / t.double().pow(2).sum(-1)).sum())
+    layers = evaluate(student, tokenizer, samples()).layers
+    assert layers.keys() == {1, 3}
+    for (i, kind), total in sums.items():
+        assert layers[i][f"nmse_{kind}"] == pytest.approx(total / tokens, rel=1e-5)  # fp32 against fp64 sums
+
+
+# --- what must not matter --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
+def test_the_batch_size_does_not_change_the_figures(student, tokenizer, batch_size) -> None:
+    # Not to the bit: rows are padded to other lengths, and attention then sums in another order.
+    assert_same(evaluate(student, tokenizer, samples(), batch_size=batch_size), evaluate(student, tokenizer, samples()), rel=1e-5)
+
+
+def test_the_pad_id_changes_no_bit(student, tokenizer) -> None:
+    before = evaluate(student, tokenizer, samples())
+    tokenizer.pad_token_id = 77
+    assert evaluate(student, tokenizer, samples()) == before
+
+
+def test_garbage_in_the_embedding_of_padding_does_not_reach_the_figures(load_model, tokenizer) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    before = evaluate(model, tokenizer, samples())
+    model.model.embed_tokens.weight.data[tokenizer.pad_token_id] = math.nan
+    assert evaluate(model, tokenizer, samples()) == before
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_and_amount_of_padding_do_not_change_the_figures(student, tokenizer, side, monkeypatch) -> None:
+    before = evaluate(student, tokenizer, samples())
+    monkeypatch.setattr(evaluate_module, "batches", lambda some, size, pad: iter([collate(list(some), pad, side=side, length=20)]))
+    assert_same(evaluate(student, tokenizer, samples()), before, rel=1e-5)  # attention sums in another order
+
+
+def test_the_order_of_samples_does_not_change_the_figures(student, tokenizer) -> None:
+    assert_same(evaluate(student, tokenizer, samples()[::-1]), evaluate(student, tokenizer, samples()), rel=1e-5)  # fp32, other batches
+
+
+def test_records_and_the_samples_cut_from_them_give_the_same(student, tokenizer) -> None:
+    records = [{"input_ids": list(s.input_ids)} for s in samples()]
+    before = evaluate(student, tokenizer, samples())
+    for data in (records, iter(records), (s for s in samples())):
+        assert evaluate(student, tokenizer, data) == before
+
+
+def test_texts_are_tokenised_and_cut(student, tokenizer) -> None:
+    found = evaluate(student, tokenizer, [{"text": "abcdefgh"}, {"text": "xyz"}], max_length=6)
+    # <s> a-e | f-h </s> and <s> x y z </s>: the first token of each sample is predicted by nothing.
+    assert found.teacher.tokens == 5 + 3 + 4
+    assert evaluate(student, tokenizer, [{"body": "xyz"}], text_column="body").teacher.tokens == 4
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_max_samples_bounds_what_is_read(student, tokenizer, limit) -> None:
+    found = evaluate(student, tokenizer, samples(), max_samples=limit)
+    assert_same(found, evaluate(student, tokenizer, samples()[:limit]), rel=0)
+    assert found.teacher.tokens == sum(LENGTHS[:limit]) - limit
+    assert math.isnan(found.student.kl_se) == (limit == 1)
+
+
+# --- the model stays as it was ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_flags_weights_and_random_state_stay(student, tokenizer, training) -> None:
+    student.train(training)
+    student.model.layers[3].npt.mode = "floor"
+    before = {key: value.clone() for key, value in student.state_dict().items()}
+    random_state = torch.get_rng_state()
+    try:
+        evaluate(student, tokenizer, samples())
+        assert {module.training for module in student.modules()} == {training}
+        assert [layer.npt.mode for _, layer in npt_layers(student)] == ["student", "floor"]
+    finally:
+        student.eval()
+        student.model.layers[3].npt.mode = "student"
+    assert all(torch.equal(value, before[key]) for key, value in student.state_dict().items())
+    assert all(p.grad is None for p in student.parameters())
+    assert [name for name, p in student.named_parameters() if p.requires_grad] == list(adapter_parameters(student))
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_modes_and_flags_come_back_after_a_failure(student, tokenizer, monkeypatch) -> None:
+    student.train()
+    monkeypatch.setattr(evaluate_module, "nmse_per_token", lambda *_: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            evaluate(student, tokenizer, samples())
+        assert student.training
+        assert {layer.npt.mode for _, layer in npt_layers(student)} == {"student"}
+    finally:
+        student.eval()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [[], iter([]), [{"text": ""}], [{"input_ids": [5]}]])
+def test_data_without_a_token_to_predict_is_refused(student, tokenizer, data) -> None:
+    with pytest.raises(DataError, match="two tokens"):
+        evaluate(student, tokenizer, data)
+
+
+def test_ids_outside_the_vocabulary_are_refused_and_named(student, tokenizer) -> None:
+    with pytest.raises(DataError, match=r"999.*sample there"):
+        evaluate(student, tokenizer, [Sample("there", (5, 999))])
+
+
+def test_a_model_without_adapters_is_refused(load_model, tokenizer) -> None:
+    with pytest.raises(ModelError, match=r"npt\.attach"):
+        evaluate(load_model(), tokenizer, samples())
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def test_after_puts_the_first_student_beside_the_last() -> None:
+    def some(kl: float) -> Figures:
+        return Figures(9, *(kl,) * 10)
+
+    initial = Fidelity(some(0), some(3), some(2), None, {1: {"nmse_floor": 0.5, "nmse_student": 0.4}})
+    final = Fidelity(some(0), some(3), some(1), None, {1: {"nmse_floor": 0.5, "nmse_student": 0.1}})
+    both = final.after(initial)
+    assert (both.initial, both.student) == (some(2), some(1))
+    assert both.layers == {1: {"nmse_floor": 0.5, "nmse_student": 0.1, "nmse_initial": 0.4}}
+    assert final.initial is None and initial.layers[1].keys() == {"nmse_floor", "nmse_student"}
+
+
+def test_the_record_has_the_promised_keys_and_is_json(student, tokenizer) -> None:
+    found: dict[str, Any] = json.loads(json.dumps(evaluate(student, tokenizer, samples()).as_dict(), allow_nan=False))
+    assert found.keys() == {"teacher", "floor", "student", "layers"}
+    assert found["layers"].keys() == {"1", "3"}
+    promised = {"tokens", *(f"{key}{tail}" for key in ("perplexity", "perplexity_ratio", "kl", "top1") for tail in ("", "_se"))}
+    assert promised <= found["student"].keys()

@@ -1,0 +1,163 @@
+"""Figures and their standard errors."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from npt.fidelity import metrics
+from npt.fidelity.metrics import COLUMNS, compare_tokens, figures, mean_and_error
+
+D, V, N = 6, 13, 9
+
+
+@pytest.fixture
+def head() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(D, V, bias=False).requires_grad_(False)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(N, D, generator=generator),
+        torch.randn(N, D, generator=generator),
+        torch.randint(0, V, (N,), generator=generator),
+    )
+
+
+def column(table: Tensor, name: str) -> Tensor:
+    return table[:, COLUMNS.index(name)]
+
+
+@pytest.mark.parametrize("chunk", [1, 4 * V, 1 << 26])
+def test_each_token_is_compared_as_its_definition_says(head, monkeypatch, chunk) -> None:
+    monkeypatch.setattr(metrics, "LOGIT_CHUNK", chunk)
+    student, teacher, targets = inputs()
+    table = compare_tokens(student, teacher, targets, head, V)
+    assert table.shape == (N, len(COLUMNS)) and table.dtype == torch.float32
+    for i in range(N):
+        q = (head.weight.double() @ student[i].double()).softmax(-1)
+        p = (head.weight.double() @ teacher[i].double()).softmax(-1)
+        expected = {
+            "teacher_nll": -math.log(p[targets[i]]),
+            "nll": -math.log(q[targets[i]]),
+            "kl": float((p * (p / q).log()).sum()),
+            "top1": float(p.argmax() == q.argmax()),
+            "acceptance": float(torch.minimum(p, q).sum()),
+            "tokens": 1.0,
+        }
+        for name, value in expected.items():
+            assert float(column(table, name)[i]) == pytest.approx(value, rel=1e-5, abs=1e-6), name  # fp32 against fp64
+
+
+def test_a_model_against_itself_agrees_to_the_bit(head) -> None:
+    _, teacher, targets = inputs()
+    table = compare_tokens(teacher, teacher, targets, head, V)
+    assert torch.equal(column(table, "nll"), column(table, "teacher_nll"))
+    assert torch.equal(column(table, "kl"), torch.zeros(N))
+    assert torch.equal(column(table, "top1"), torch.ones(N))
+    torch.testing.assert_close(column(table, "acceptance"), torch.ones(N))  # a sum of V probabilities
+
+
+def test_the_error_of_a_ratio_by_hand() -> None:
+    sums, counts = torch.tensor([2.0, 6.0, 1.0], dtype=torch.float64), torch.tensor([2.0, 4.0, 4.0], dtype=torch.float64)
+    mean, error = mean_and_error(sums, counts)
+    assert mean == pytest.approx(0.9)
+    residuals = [2.0 - 1.8, 6.0 - 3.6, 1.0 - 3.6]
+    assert error == pytest.approx(math.sqrt(3 / 2 * sum(r * r for r in residuals)) / 10)
+
+
+def test_with_samples_of_one_length_the_error_is_the_textbook_one() -> None:
+    values = torch.randn(20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mean, error = mean_and_error(5 * values, torch.full((20,), 5.0, dtype=torch.float64))
+    assert mean == pytest.approx(float(values.mean()))
+    assert error == pytest.approx(float(values.std(correction=1)) / math.sqrt(20))
+
+
+def test_the_error_agrees_with_a_bootstrap_over_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(5, 50, (200,), generator=generator).double()
+    level = torch.randn(200, generator=generator, dtype=torch.float64)  # shared by a sample's tokens, as in real text
+    sums = counts * (2.0 + level)
+    draws = torch.randint(0, 200, (4000, 200), generator=generator)
+    means = sums[draws].sum(dim=1) / counts[draws].sum(dim=1)
+    _, error = mean_and_error(sums, counts)
+    # 4000 draws know their spread to 1/sqrt(8000) = 1%, and the linearised formula differs by a few more at 200 samples.
+    assert error == pytest.approx(float(means.std()), rel=0.06)
+
+
+@given(
+    pairs=st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 50)), min_size=2, max_size=12),
+    factor=st.floats(0.1, 10.0),
+    shift=st.floats(-5.0, 5.0),
+)
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_the_error_scales_with_the_quantity_and_ignores_a_constant(pairs, factor, shift) -> None:
+    counts = torch.tensor([float(c) for _, c in pairs], dtype=torch.float64)
+    sums = torch.tensor([m * c for m, c in pairs], dtype=torch.float64)
+    mean, error = mean_and_error(sums, counts)
+    moved_mean, moved_error = mean_and_error(factor * sums + shift * counts, counts)
+    assert moved_mean == pytest.approx(factor * mean + shift, rel=1e-9, abs=1e-9)  # fp64
+    assert moved_error == pytest.approx(factor * error, rel=1e-6, abs=1e-9)  # fp64, the residuals may cancel
+
+
+@pytest.mark.parametrize("sums", [[3.0], [0.0]])
+def test_one_sample_has_no_error(sums) -> None:
+    mean, error = mean_and_error(torch.tensor(sums, dtype=torch.float64), torch.tensor([4.0], dtype=torch.float64))
+    assert mean == sums[0] / 4 and math.isnan(error)
+
+
+def per_sample(**columns: list[float]) -> Tensor:
+    return torch.tensor([columns[name] for name in COLUMNS], dtype=torch.float64).T
+
+
+TABLE = per_sample(
+    teacher_nll=[4.0, 9.0, 8.0],
+    nll=[5.0, 9.0, 9.0],
+    kl=[0.5, 0.1, 0.4],
+    top1=[1.0, 2.0, 3.0],
+    acceptance=[1.5, 2.5, 3.5],
+    tokens=[2.0, 3.0, 4.0],
+)
+
+
+def test_figures_are_means_per_token_and_exponentials_of_them() -> None:
+    f = figures(TABLE)
+    assert f.tokens == 9
+    assert f.perplexity == pytest.approx(math.exp(23 / 9))
+    assert f.perplexity_ratio == pytest.approx(math.exp(2 / 9))
+    assert (f.kl, f.top1, f.acceptance) == pytest.approx((1.0 / 9, 6.0 / 9, 7.5 / 9))
+
+
+def test_errors_of_figures_are_paired_and_linearised() -> None:
+    f = figures(TABLE)
+    counts = TABLE[:, -1]
+    assert f.kl_se == mean_and_error(TABLE[:, 2], counts)[1]
+    assert f.perplexity_se == pytest.approx(f.perplexity * mean_and_error(TABLE[:, 1], counts)[1])
+    assert f.perplexity_ratio_se == pytest.approx(f.perplexity_ratio * mean_and_error(TABLE[:, 1] - TABLE[:, 0], counts)[1])
+    assert f.perplexity_ratio_se < f.perplexity_se  # what both models find hard cancels in the pair
+
+
+@given(order=st.permutations([0, 1, 2]))
+@settings(deadline=None, max_examples=6, derandomize=True)
+def test_the_order_of_samples_does_not_matter(order) -> None:
+    assert figures(TABLE[list(order)]).as_dict() == pytest.approx(figures(TABLE).as_dict())
+
+
+def test_a_perplexity_beyond_floating_point_is_infinite_and_no_crash() -> None:
+    table = TABLE.clone()
+    table[:, 1] = 1e5
+    assert figures(table).perplexity == math.inf
+
+
+def test_every_figure_but_the_count_has_its_error() -> None:
+    names = set(figures(TABLE).as_dict()) - {"tokens"}
+    values = {n for n in names if not n.endswith("_se")}
+    assert names == values | {f"{n}_se" for n in values}
+    assert {"perplexity", "perplexity_ratio", "kl", "top1", "acceptance"} <= values

@@ -1,0 +1,38 @@
+"""The embedded model's loss curve under NF4, pinned: a change of numerics anywhere shows here first."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import npt
+
+TEXT = Path(__file__).parent / "assets" / "inventory.txt"
+
+# Losses of the first eight steps, from `curve(strategy, ...)` below. A change that moves them on purpose says why in its commit.
+PINNED = {
+    "local": [0.091752, 0.085914, 0.075228, 0.066066, 0.07157, 0.053769, 0.053199, 0.050108],
+    "end_to_end": [0.254952, 0.231954, 0.210173, 0.172757, 0.206115, 0.14874, 0.156275, 0.145399],
+}
+
+
+def curve(strategy: str, folder: Path) -> list[float]:
+    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(additive_scale=1.0), seed=0)
+    config = npt.TrainConfig(
+        strategy=strategy, max_steps=8, batch_size=2, num_epochs=8, learning_rate=1e-2, log_steps=1, eval_samples=1, output_dir=str(folder)
+    )
+    data = [{"text": TEXT.read_text(encoding="utf-8")}]
+    settings = npt.DataConfig(max_length=64)
+    npt.Trainer(model, tokenizer, data, config, data_config=settings, console=Console(file=io.StringIO())).train()
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", PINNED)
+def test_the_loss_curve_is_the_pinned_one(strategy: str, tmp_path: Path) -> None:
+    # Other processors sum in another order: single products differ by 1e-6, and eight steps of Adam amplify that.
+    assert curve(strategy, tmp_path / "run") == pytest.approx(PINNED[strategy], rel=2e-3)
