@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
@@ -87,13 +88,19 @@ def default_folder() -> Path:
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that is in use, before anything expensive is done.
+    """Refuse a folder that is in use or cannot be made, before anything expensive is done.
 
     Raises:
-        ConfigError: it is a file, or a folder that holds something.
+        ConfigError: it is a file, a folder that holds something, or lies where nothing can be written.
     """
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"--output_dir {path} is a file; name a folder")
-    if path.is_dir() and any(path.iterdir()):
-        what = "another run" if (path / "run.json").exists() else "other files"
-        raise ConfigError(f"--output_dir {path} holds {what}; choose another folder or remove it")
+    try:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"--output_dir {path} is a file; name a folder")
+        if path.is_dir() and any(path.iterdir()):
+            what = "another run" if (path / "run.json").exists() else "other files"
+            raise ConfigError(f"--output_dir {path} holds {what}; choose another folder or remove it")
+        above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    except OSError as error:
+        raise ConfigError(f"--output_dir {path} cannot be used: {error.strerror}; choose another folder") from error
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output_dir {path} cannot be made: {above} is not a folder that may be written to; choose another folder")

@@ -79,7 +79,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path) -> None:
 
 def test_a_folder_below_a_file_cannot_be_written_and_that_is_said(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be made"):
         RunFolder(tmp_path / "file" / "run")
 
 

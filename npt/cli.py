@@ -1,0 +1,183 @@
+"""`npt <verb>`: the command line. Every verb is a function of parsed settings that returns an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.errors import ConfigError, NotSupportedError, NPTError
+from npt.flags import OneLineParser, add_settings, build, read_yaml
+from npt.version import __version__
+
+_TRAINING = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
+    """Parse, run, and turn an error meant for the user into one line and its exit status.
+
+    Args:
+        argv: arguments behind the program's name; default the process's.
+        prog: name shown in messages.
+
+    Returns:
+        The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter
+        or checkpoint unusable, 128+n after signal n.
+    """
+    parser = _parser(prog)
+    args = parser.parse_args(argv)
+    given = vars(args)
+    debug, verb = given.pop("debug"), given.pop("verb")
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return verb(given)
+    except NPTError as error:
+        if debug:
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def pretrain(given: dict[str, Any]) -> int:
+    """Distil adapters from a base: load, convert, train, evaluate."""
+    if "config" in given:
+        given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool}), **given}
+    if given.pop("safe_mode", False):
+        if given.get("modulation", "additive") != "additive":
+            raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
+        given = {**given, "modulation": "additive"}
+    base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise NotSupportedError(f"{os.environ['WORLD_SIZE']} processes are not supported yet; start one process")
+    from pathlib import Path
+
+    import npt
+    from npt.adapters.attach import check_fit
+    from npt.data.source import check_source
+    from npt.distill.run_folder import check_free
+    from npt.fidelity.table import print_fidelity
+    from npt.quant.load import read_config
+
+    console = _console()
+    if training.output_dir is not None:
+        check_free(Path(training.output_dir))  # before the minutes that loading a large base takes
+    check_fit(adapter, read_config(base.model_name))
+    check_source(data)
+    model, tokenizer = _load(base, console)
+    if base.share_embeddings:
+        console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
+    report = npt.attach(model, adapter, seed=training.seed)
+    console.print(str(report), highlight=False)
+    trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
+    result = trainer.train()
+    if result.fidelity is not None:
+        console.print()
+        print_fidelity(result.fidelity, console)
+    console.print(
+        f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s, {result.refused} refusals; "
+        f"everything is in {result.folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return result.exit_status
+
+
+def evaluate(given: dict[str, Any]) -> int:
+    """Measure a saved adapter against its teacher and its floor."""
+    base, data = build(BaseConfig, given), build(DataConfig, {"dataset_split": "heldout", **given})
+    import npt
+    from npt.data.samples import cut, spread
+    from npt.data.source import open_source
+    from npt.fidelity.table import print_fidelity
+    from npt.files import to_json
+
+    console = _console(stderr=given["json"])
+    source = open_source(data)
+    model, tokenizer = _load(base, console)
+    npt.load_adapter(model, given["adapter"])
+    samples = spread(cut(source, tokenizer, data), given["eval_samples"])
+    fidelity = npt.evaluate(model, tokenizer, samples)
+    if given["json"]:
+        print(to_json(fidelity.as_dict(), indent=2))
+    else:
+        print_fidelity(fidelity, console)
+    return 0
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
+    parser.add_argument("--version", action="version", version=f"npt {__version__}")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
+
+    def verb(function: Any) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(function.__name__, help=function.__doc__, description=function.__doc__, allow_abbrev=False)
+        sub.set_defaults(verb=function)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return sub
+
+    training = verb(pretrain)
+    training.add_argument(
+        "--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="settings by flag name; flags given beside it win"
+    )
+    training.add_argument(
+        "--safe_mode", action="store_true", default=argparse.SUPPRESS, help="additive modulation only: short for --modulation additive"
+    )
+    add_settings(training, *_TRAINING)
+    measuring = verb(evaluate)
+    measuring.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved an adapter to")
+    measuring.add_argument("--eval_samples", type=_positive, default=64, metavar="INT", help="samples to evaluate on (default: 64)")
+    measuring.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
+    add_settings(measuring, BaseConfig, DataConfig)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _load(base: BaseConfig, console: Any) -> tuple[Any, Any]:
+    import torch
+
+    import npt
+    from npt.quant.precision import quantization_of
+
+    torch.set_float32_matmul_precision(base.matmul_precision)
+    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16)
+    packed = quantization_of(model)
+    dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
+    console.print(
+        f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {model.device}",
+        highlight=False,
+    )
+    return model, tokenizer
+
+
+def _console(stderr: bool = False) -> Any:
+    """A rich console; where the output is no terminal it is wide enough for a table's rows to stay on one line."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=120)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

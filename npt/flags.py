@@ -1,0 +1,143 @@
+"""Command-line flags and YAML entries, made from the settings' dataclasses: one list of names, types and help texts."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from npt.config import flag_of
+from npt.errors import ConfigError
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, and status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()) -> None:
+    """Add a flag for every field of the dataclasses; one that is not given stays out of the parsed namespace.
+
+    A boolean setting takes an optional value (`--smoke_test false`) and has a negation (`--no_smoke_test`).
+    """
+    for cls in classes:
+        group = parser.add_argument_group((cls.__doc__ or cls.__name__).split(":")[0].split("(")[0].split(".")[0].strip())
+        hints = typing.get_type_hints(cls)
+        for f in fields(cls):
+            name = flag_of(f)
+            if name in leave_out:
+                continue
+            kind = _plain_type(hints[f.name])
+            help = f"{f.metadata.get('help', '')} (default: {_shown(f)})"
+            if kind is bool:
+                group.add_argument(f"--{name}", nargs="?", const=True, type=_boolean, default=argparse.SUPPRESS, metavar="BOOL", help=help)
+                group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            elif kind is tuple:
+                group.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="LIST", help=help)
+            else:
+                choices = f.metadata.get("choices")
+                group.add_argument(
+                    f"--{name}",
+                    type=kind,
+                    choices=choices,
+                    default=argparse.SUPPRESS,
+                    metavar=None if choices else kind.__name__.upper(),
+                    help=help,
+                )
+
+
+def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """Settings from a YAML mapping of flag names, without dashes, to values.
+
+    Args:
+        path: the file.
+        classes: whose flags are allowed.
+        extra: further flags and their types.
+
+    Raises:
+        ConfigError: unreadable, not YAML, not a mapping, an unknown name, or a value of another type.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise ConfigError(f"--config {path} is not valid YAML: {where}{getattr(error, 'problem', error)}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} holds a {type(content).__name__}; write one 'flag_name: value' a line")
+    kinds: dict[str, type] = dict(extra or {})
+    for cls in classes:
+        hints = typing.get_type_hints(cls)
+        kinds |= {flag_of(f): _plain_type(hints[f.name]) for f in fields(cls)}
+    settings: dict[str, Any] = {}
+    for name, value in content.items():
+        if name not in kinds:
+            near = difflib.get_close_matches(str(name), kinds, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--config {path}: there is no setting {name!r}{hint}")
+        settings[name] = _typed(path, name, value, kinds[name])
+    return settings
+
+
+def build(cls: type, given: Mapping[str, Any]) -> Any:
+    """A settings object from what was given, by flag name, and its defaults for the rest."""
+    return cls(**{f.name: given[flag_of(f)] for f in fields(cls) if flag_of(f) in given})
+
+
+def _typed(path: str, name: str, value: Any, kind: type) -> Any:
+    if value is None or (kind is not str and isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
+        return value
+    try:
+        if kind is tuple:
+            return tuple(value) if isinstance(value, list) else str(value)
+        if kind is bool:
+            return _boolean(str(value))
+        if kind in (int, float) and not isinstance(value, bool):
+            return kind(value) if isinstance(value, str) or kind(value) == value else _fail()
+        if kind is str and not isinstance(value, dict | list):
+            return str(value)
+    except (ValueError, TypeError, argparse.ArgumentTypeError):
+        pass
+    raise ConfigError(f"--config {path}: {name} is {value!r}, expected {'a list' if kind is tuple else kind.__name__}")
+
+
+def _fail() -> NoReturn:
+    raise ValueError
+
+
+def _plain_type(hint: Any) -> type:
+    """int of `int | None`, tuple of `tuple[str, ...]`."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    return typing.get_origin(hint) or hint
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("true", "yes", "on", "1"):
+        return True
+    if lowered in ("false", "no", "off", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def _shown(f: Field[Any]) -> str:
+    default = f.default if f.default is not MISSING else None
+    if isinstance(default, tuple):
+        return ",".join(default)
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "unset" if default is None else str(default)

@@ -1,0 +1,221 @@
+"""The program as a user runs it: exit status, one line on standard error, and what is, or is not, on disk afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from npt.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "pretrain_npt_safe.py"
+
+# A run that is over in seconds: a few steps of short samples on the embedded model.
+SHORT = ["--use_quantization", "--max_length", "32", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1"]
+
+
+def run(folder: Path, *arguments: str) -> int:
+    return main(["pretrain", *SHORT, "--output_dir", str(folder), *arguments])
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_ends_0_with_its_folder_and_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert run(folder, "--max_steps", "3", "--share_embeddings", "--gradient_accumulation_steps", "2") == 0
+    out = capsys.readouterr().out
+    assert "NF4, computes in fp32" in out
+    assert "share the whole base" in out
+    assert "smoke test passed" in out
+    for row in ("floor (attention dropped)", "student before training", "student after training", "teacher (the base)"):
+        assert row in out
+    fidelity = json.loads((folder / "fidelity.json").read_text())
+    assert {"teacher", "floor", "initial", "student", "layers"} <= set(fidelity)
+    assert set(fidelity["layers"]) == {"4", "5", "6", "7"}
+    record = json.loads((folder / "run.json").read_text())
+    assert record["precision"]["compute_dtype"] == {"float32": 58}
+    assert record["settings"]["use_quantization"] is True
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
+    assert (folder / "checkpoints" / "step-00000003" / "adapter" / "adapter_model.safetensors").is_file()
+
+    adapter = folder / "checkpoints" / "step-00000003" / "adapter"
+    arguments = ["--adapter", str(adapter), "--use_quantization", "--max_length", "32", "--eval_samples", "4", "--json"]
+    assert main(["evaluate", *arguments]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    # The same weights on the same tokens, in the same batches: the same figures to the last digit.
+    assert measured["student"] == fidelity["student"]
+
+
+def test_the_original_form_trains_in_safe_mode(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert run(folder, "--safe_mode", "--targets", "gate", "--max_steps", "50", "--learning_rate", "3e-3", "--no_smoke_test") == 0
+    config = json.loads((folder / "checkpoints" / "step-00000050" / "adapter" / "adapter_config.json").read_text())
+    assert config["npt"]["modulation"] == "additive"
+    assert config["npt"]["targets"] == ["gate"]
+    losses = [line["loss"] for line in metrics(folder)]
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+def test_fp16_with_quantisation_is_fp32_and_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert run(folder, "--use_fp16", "--max_steps", "1") == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "fp16" in line]
+    assert len(warned) == 1 and "computes in fp32" in warned[0]
+    assert json.loads((folder / "run.json").read_text())["precision"]["compute_dtype"] == {"float32": 58}
+
+
+def test_an_unquantised_fp16_base_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["--use_fp16", "--max_length", "32", "--batch_size", "2", "--eval_samples", "4", "--max_steps", "2"]
+    assert main(["pretrain", *arguments, "--output_dir", str(folder)]) == 0
+    record = json.loads((folder / "run.json").read_text())["precision"]
+    assert set(record["compute_dtype"]) == {"float16"} and set(record["adapter_dtype"]) == {"float32"}
+    assert metrics(folder)[-1]["refused_total"] == 0
+
+
+def test_flags_win_over_the_yaml_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("max_steps: 5\nadapter_rank: 4\nsafe_mode: true\n", encoding="utf-8")
+    folder = tmp_path / "run"
+    assert run(folder, "--config", str(file), "--max_steps", "2") == 0
+    settings = json.loads((folder / "run.json").read_text())["settings"]
+    assert (settings["max_steps"], settings["rank"], settings["modulation"]) == (2, 4, "additive")
+
+
+BAD = {
+    "negative learning rate": (["--learning_rate", "-1"], ["learning_rate", "-1"]),
+    "rank 0": (["--adapter_rank", "0"], ["adapter_rank", "0"]),
+    "rank beyond D": (["--adapter_rank", "193"], ["adapter_rank", "193", "192"]),
+    "layers out of range": (["--layers", "6-9"], ["layers", "9", "7"]),
+    "layers unreadable": (["--layers", "upper"], ["layers", "upper", "upper_half"]),
+    "unknown target": (["--targets", "gate,mlp"], ["targets", "mlp"]),
+    "unknown model path": (["--model_name", "./no/such/model"], ["./no/such/model", "model_name"]),
+    "missing text file": (["--dataset_name", "none.txt"], ["none.txt", "dataset_name"]),
+    "bound of 1": (["--mult_bound", "1"], ["mult_bound", "1"]),
+    "safe mode with a multiplicative term": (["--safe_mode", "--modulation", "both"], ["safe_mode", "both"]),
+    "calibrated start": (["--init", "calibrated"], ["not supported yet"]),
+    "propagated strategy": (["--strategy", "propagated"], ["not supported yet"]),
+    "resume": (["--resume", "auto"], ["not supported yet"]),
+    "packing": (["--packing"], ["not supported yet"]),
+    "replay": (["--replay_dataset", "builtin"], ["not supported yet"]),
+    "prompts": (["--prompt_column", "q", "--completion_column", "a"], ["not supported yet"]),
+    "trace steps": (["--trace_steps", "1,2"], ["not supported yet"]),
+    "kept residual": (["--residual", "keep"], ["residual", "keep"]),
+    "logit KL without logits": (["--logit_kl_weight", "1"], ["logit_kl_weight", "end_to_end"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_status_2_and_no_folder(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, named = BAD[case]
+    folder = tmp_path / "run"
+    assert run(folder, *arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("npt: error: ")
+    assert [word for word in named if word not in lines[0]] == []
+    assert not folder.exists()
+
+
+def test_an_empty_text_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "empty.txt"
+    file.touch()
+    assert run(tmp_path / "run", "--dataset_name", str(file)) == 2
+    assert "is empty" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_no_llama_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "gpt2"}')
+    assert run(tmp_path / "run", "--model_name", str(model)) == 2
+    assert "gpt2" in capsys.readouterr().err
+
+
+def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    assert run(folder, "--max_steps", "1") == 2
+    assert "holds another run" in capsys.readouterr().err
+    assert [p.name for p in folder.iterdir()] == ["run.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # A name too long for the file system stops root as well, whom a read-only folder would not.
+    assert run(tmp_path / ("x" * 300), "--max_steps", "1", "--no_smoke_test") == 2
+    assert "output_dir" in capsys.readouterr().err
+
+
+def test_several_processes_are_refused_until_they_are_supported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(tmp_path / "run") == 2
+    assert "2 processes" in capsys.readouterr().err
+
+
+def test_a_text_file_of_ones_own_trains_and_holds_samples_out(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(400)), encoding="utf-8")
+    assert run(tmp_path / "run", "--dataset_name", str(file), "--max_steps", "2") == 0
+    assert json.loads((tmp_path / "run" / "fidelity.json").read_text())["heldout"] is True
+
+
+def test_a_run_of_refusals_ends_3_with_a_post_mortem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ids.jsonl"
+    rows = [[3 + i, 4, 5, 6] if i < 200 else [3, 99_999, i % 7, 6 + i] for i in range(400)]
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    folder = tmp_path / "run"
+    own = ["--dataset_name", str(file), "--batch_size", "4", "--max_consecutive_bad", "3", "--no_smoke_test", "--eval_samples", "1"]
+    assert run(folder, *own, "--streaming", "--max_steps", "90") == 3
+    error = capsys.readouterr().err
+    assert "3 refusals in a row" in error and "99999" in error
+    assert [p.name for p in (folder / "postmortem").iterdir()]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "stopped"
+    assert all(line["loss"] is not None for line in metrics(folder))
+
+
+def test_a_failing_smoke_test_ends_4_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": [5, 99_999, i]}) + "\n" for i in range(40)), encoding="utf-8")
+    # The held-out rows are evaluated after the smoke test, so it is the one to speak.
+    assert run(tmp_path / "run", "--dataset_name", str(file)) == 4
+    assert "outside the vocabulary" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_sigterm_saves_and_ends_143(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, str(SCRIPT), *SHORT, "--max_steps", "100000", "--num_epochs", "1000", "--num_samples", "64"]
+    process = subprocess.Popen(
+        [*command, "--output_dir", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while not ((folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143, process.stderr.read().decode() if process.stderr else ""
+    events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert events[-2:] == ["signal", "save"]
+
+
+def test_debug_shows_the_traceback() -> None:
+    from npt.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        main(["pretrain", "--debug", "--learning_rate", "-1"])
