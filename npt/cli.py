@@ -8,12 +8,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.console import make_console
 from npt.errors import ConfigError, NotSupportedError, NPTError
 from npt.flags import OneLineParser, add_settings, build, read_yaml
 from npt.version import __version__
+
+REFUSED_SHARE_WORTH_SAYING = 0.01
 
 _TRAINING = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 
@@ -45,9 +49,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except RuntimeError as error:
+        if debug or type(error).__name__ != "OutOfMemoryError":  # by name: torch need not be loaded to say that a flag is wrong
+            raise
+        reason = str(error).split(". ")[0]
+        print(f"{prog}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)
+        return 2
 
 
 def pretrain(given: dict[str, Any]) -> int:
@@ -61,58 +68,66 @@ def pretrain(given: dict[str, Any]) -> int:
     base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise NotSupportedError(f"{os.environ['WORLD_SIZE']} processes are not supported yet; start one process")
-    from pathlib import Path
-
     import npt
     from npt.adapters.attach import check_fit
     from npt.data.source import check_source
     from npt.distill.run_folder import check_free
+    from npt.distill.trainer import check_trainable
     from npt.fidelity.table import print_fidelity
     from npt.quant.load import read_config
 
-    console = _console()
+    console = make_console()
     if training.output_dir is not None:
         check_free(Path(training.output_dir))  # before the minutes that loading a large base takes
-    check_fit(adapter, read_config(base.model_name))
+    check_fit(adapter, read_config(base.model_name), data.max_length)
     check_source(data)
+    check_trainable(adapter, data)
     model, tokenizer = _load(base, console)
     if base.share_embeddings:
         console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
     report = npt.attach(model, adapter, seed=training.seed)
-    console.print(str(report), highlight=False)
+    console.print(str(report))
     trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
     result = trainer.train()
     if result.fidelity is not None:
         console.print()
-        print_fidelity(result.fidelity, console)
+        print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")
     console.print(
         f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s, {result.refused} refusals; "
         f"everything is in {result.folder}",
-        highlight=False,
         soft_wrap=True,
     )
+    if result.refused_share > REFUSED_SHARE_WORTH_SAYING:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.refused_by_kind.items()))
+        console.print(
+            f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were refused ({kinds}); see events.jsonl before "
+            "trusting this run",
+            soft_wrap=True,
+        )
     return result.exit_status
 
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
-    base, data = build(BaseConfig, given), build(DataConfig, {"dataset_split": "heldout", **given})
+    base, data = build(BaseConfig, given), build(DataConfig, given)
     import npt
-    from npt.data.samples import cut, spread
-    from npt.data.source import open_source
+    from npt.adapters.io import read_adapter_config
+    from npt.data.samples import held_out_samples
+    from npt.data.source import check_source
     from npt.fidelity.table import print_fidelity
     from npt.files import to_json
 
-    console = _console(stderr=given["json"])
-    source = open_source(data)
+    console = make_console(stderr=given["json"])
+    read_adapter_config(Path(given["adapter"]))  # before the base is loaded
+    check_source(data)
     model, tokenizer = _load(base, console)
     npt.load_adapter(model, given["adapter"])
-    samples = spread(cut(source, tokenizer, data), given["eval_samples"])
-    fidelity = npt.evaluate(model, tokenizer, samples)
+    samples, heldout = held_out_samples(data, tokenizer, given["eval_samples"])
+    fidelity = npt.evaluate(model, tokenizer, samples, batch_size=given["batch_size"])
     if given["json"]:
-        print(to_json(fidelity.as_dict(), indent=2))
+        print(to_json({**fidelity.as_dict(), "heldout": heldout}, indent=2))
     else:
-        print_fidelity(fidelity, console)
+        print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
     return 0
 
 
@@ -138,8 +153,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     measuring = verb(evaluate)
     measuring.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved an adapter to")
     measuring.add_argument("--eval_samples", type=_positive, default=64, metavar="INT", help="samples to evaluate on (default: 64)")
+    measuring.add_argument("--batch_size", type=_positive, default=8, metavar="INT", help="samples at a time (default: 8)")
     measuring.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
-    add_settings(measuring, BaseConfig, DataConfig)
+    add_settings(measuring, BaseConfig, DataConfig, leave_out=("num_samples",))
     return parser
 
 
@@ -162,17 +178,8 @@ def _load(base: BaseConfig, console: Any) -> tuple[Any, Any]:
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
     console.print(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {model.device}",
-        highlight=False,
     )
     return model, tokenizer
-
-
-def _console(stderr: bool = False) -> Any:
-    """A rich console; where the output is no terminal it is wide enough for a table's rows to stay on one line."""
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=120)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:

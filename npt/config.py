@@ -24,6 +24,7 @@ QUANT_TYPES = ("nf4", "fp4")
 MATMUL_PRECISIONS = ("highest", "high")
 STRATEGIES = ("local", "propagated", "end_to_end")
 LOSSES = ("nmse",)
+SEED_MAX = 2**31 - 1
 MULT_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -135,6 +136,8 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.quant_type != "nf4" and not self.use_quantization:
+            raise ConfigError(f"--quant_type {self.quant_type} means nothing without --use_quantization; add it or drop the other")
 
     @property
     def quantization(self) -> str | None:
@@ -162,7 +165,7 @@ class DataConfig:
         _check_fields(self)
         _check_at_least(self, {"max_length": 2, "num_samples": 1})
         for name in ("prompt_column", "completion_column", "packing", "replay_dataset", "replay_ratio"):
-            if getattr(self, name):
+            if getattr(self, name) not in (None, False):
                 raise NotSupportedError(f"--{name} is not supported yet; leave it out")
 
 
@@ -184,6 +187,9 @@ class TrainConfig:
     scheduler_type: str = setting("cosine", "learning rate after warm-up", choices=SCHEDULES)
     max_grad_norm: float = setting(0.5, "clip the global gradient norm to this")
     max_consecutive_bad: int = setting(10, "stop after this many refusals in a row")
+    max_refused_share: float = setting(0.2, "stop when more than this share of the micro-batches was refused")
+    skip_spikes: bool = setting(False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones")
+    spike_sigmas: float = setting(10.0, "how far: median + this many robust standard deviations")
     seed: int = setting(0, "seed of initialisation and data order")
     output_dir: str | None = setting(None, "run folder; default a new one below outputs/")
     log_steps: int = setting(10, "steps between metrics lines")
@@ -220,10 +226,14 @@ class TrainConfig:
                 "save_total_limit": 1,
             },
         )
-        for name in ("learning_rate", "max_grad_norm"):
+        if not 0 <= self.max_refused_share <= 1:
+            raise ConfigError(f"--max_refused_share is {self.max_refused_share}; it is a share, from 0 to 1")
+        for name in ("learning_rate", "max_grad_norm", "spike_sigmas"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"--{name} is {value}; it must be a positive number")
+        if self.seed > SEED_MAX:
+            raise ConfigError(f"--seed is {self.seed}; it must be at most {SEED_MAX}")
         if self.logit_kl_weight and self.strategy != "end_to_end":
             raise ConfigError(
                 f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {self.strategy}, which computes no logits; "
@@ -232,5 +242,5 @@ class TrainConfig:
         if self.strategy == "propagated":
             raise NotSupportedError("--strategy propagated is not supported yet; use local or end_to_end")
         for name in ("resume", "trace_steps"):
-            if getattr(self, name):
+            if getattr(self, name) is not None:
                 raise NotSupportedError(f"--{name} is not supported yet; leave it out")

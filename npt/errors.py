@@ -55,3 +55,7 @@ class SmokeTestError(NPTError, RuntimeError):
     """The one-batch test before the loop failed."""
 
     exit_status = 4
+
+
+class NumericalError(NPTError, ArithmeticError):
+    """Numbers that nothing can be computed from: not finite, or an id that stands for nothing."""

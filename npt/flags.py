@@ -107,6 +107,8 @@ def _typed(path: str, name: str, value: Any, kind: type) -> Any:
             return _boolean(str(value))
         if kind in (int, float) and not isinstance(value, bool):
             return kind(value) if isinstance(value, str) or kind(value) == value else _fail()
+        if kind is str and isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+            return ",".join(map(str, value))  # layers: [3, 5]
         if kind is str and not isinstance(value, dict | list):
             return str(value)
     except (ValueError, TypeError, argparse.ArgumentTypeError):

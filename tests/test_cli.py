@@ -110,6 +110,12 @@ BAD = {
     "prompts": (["--prompt_column", "q", "--completion_column", "a"], ["not supported yet"]),
     "trace steps": (["--trace_steps", "1,2"], ["not supported yet"]),
     "kept residual": (["--residual", "keep"], ["residual", "keep"]),
+    "samples longer than the model": (["--max_length", "2000"], ["max_length", "2000", "1024"]),
+    "training on the held-out files": (["--dataset_split", "heldout"], ["dataset_split", "heldout"]),
+    "a split that is none": (["--dataset_split", "foo"], ["foo", "train, heldout"]),
+    "a configuration of the built-in text": (["--dataset_config", "x"], ["dataset_config", "x"]),
+    "a seed beyond 31 bits": (["--seed", "99999999999999999999"], ["seed", "99999999999999999999"]),
+    "a share beyond 1": (["--max_refused_share", "2"], ["max_refused_share", "2"]),
     "logit KL without logits": (["--logit_kl_weight", "1"], ["logit_kl_weight", "end_to_end"]),
 }
 
@@ -182,8 +188,88 @@ def test_a_run_of_refusals_ends_3_with_a_post_mortem(tmp_path: Path, capsys: pyt
     assert "3 refusals in a row" in error and "99999" in error
     assert [p.name for p in (folder / "postmortem").iterdir()]
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert events[-1]["event"] == "stopped"
+    assert [e["event"] for e in events[-2:]] == ["stopped", "save"]
     assert all(line["loss"] is not None for line in metrics(folder))
+
+
+def test_a_run_that_refused_more_than_one_percent_says_so_in_its_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ids.jsonl"
+    rows = [[3 + i % 90, 4, 5, 6 + i] if i % 10 else [3, 99_999, i, 6] for i in range(1, 60)]
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    arguments = ["--dataset_name", str(file), "--batch_size", "1", "--no_smoke_test", "--eval_samples", "1", "--seed", "1"]
+    assert run(tmp_path / "run", *arguments) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("warning: ") and "micro-batches were refused" in last and "data" in last
+
+
+def test_a_line_that_cannot_be_read_mid_run_loses_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "data.jsonl"
+    lines = [json.dumps({"input_ids": [3 + i, 4, 5, 6, 7]}) for i in range(100)]
+    file.write_text("\n".join([*lines, "{broken"]) + "\n", encoding="utf-8")
+    folder = tmp_path / "run"
+    # Held-out samples are looked for first, so few are asked for: the search has to end before the broken line.
+    assert run(folder, "--dataset_name", str(file), "--streaming", "--eval_samples", "1") == 2
+    assert "line 101" in capsys.readouterr().err
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events[-2:]] == ["error", "save"]
+    assert (folder / events[-1]["folder"] / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, str(SCRIPT), *SHORT, "--max_steps", "20", "--output_dir", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    error = process.stderr.read().decode()
+    assert process.wait(timeout=120) == 0, error
+    assert (folder / "fidelity.json").is_file()
+
+
+def test_a_tracker_that_cannot_start_is_one_line_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate import Accelerator
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("api_key not configured")
+
+    monkeypatch.setattr(Accelerator, "init_trackers", refuse)
+    assert run(tmp_path / "run", "--use_wandb", "--max_steps", "1") == 2
+    error = capsys.readouterr().err
+    assert "wandb cannot be started: api_key not configured" in error and "WANDB_MODE=offline" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_trained_on_is_not_called_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.jsonl"
+    file.write_text(json.dumps({"input_ids": [5, 6, 7, 8, 9]}) + "\n", encoding="utf-8")
+    folder = tmp_path / "run"
+    assert run(folder, "--dataset_name", str(file), "--max_steps", "1") == 0
+    assert "TRAINING tokens" in capsys.readouterr().out
+    adapter = folder / "checkpoints" / "step-00000001" / "adapter"
+    arguments = ["--adapter", str(adapter), "--use_quantization", "--dataset_name", str(file), "--max_length", "32", "--json"]
+    assert main(["evaluate", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["heldout"] is False
+
+
+def test_brackets_in_a_path_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "a[b]c", "--max_steps", "1", "--no_smoke_test") == 0
+    assert "a[b]c" in capsys.readouterr().out
+
+
+def test_out_of_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    import npt
+
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(npt, "load_base", exhausted)
+    assert run(tmp_path / "run") == 2
+    assert "lower --batch_size or --max_length" in capsys.readouterr().err
 
 
 def test_a_failing_smoke_test_ends_4_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

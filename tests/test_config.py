@@ -205,7 +205,8 @@ def test_the_original_form_can_be_written():
 
 def test_quantisation_is_a_switch_and_a_code():
     assert BaseConfig().quantization is None
-    assert BaseConfig(quant_type="fp4").quantization is None
+    with pytest.raises(ConfigError, match="--quant_type fp4 means nothing without --use_quantization"):
+        BaseConfig(quant_type="fp4")
     assert BaseConfig(use_quantization=True).quantization == "nf4"
     assert BaseConfig(use_quantization=True, quant_type="fp4").quantization == "fp4"
 

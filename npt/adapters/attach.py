@@ -86,17 +86,34 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def check_fit(config: NPTConfig, model_config: PreTrainedConfig) -> tuple[int, ...]:
+def check_fit(config: NPTConfig, model_config: PreTrainedConfig, max_length: int | None = None) -> tuple[int, ...]:
     """The layers that `config` means on a model of this configuration; needs no weights.
 
+    Args:
+        config: of the adapters.
+        model_config: of the base.
+        max_length: tokens of a sample, where known.
+
     Raises:
-        ConfigError: layers out of range, or a rank larger than the hidden size, from where on the code z = A a holds nothing
-            that a does not.
+        ConfigError: layers out of range, samples longer than the model has positions, or a rank larger than the hidden size,
+            from where on the code z = A a holds nothing that a does not.
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
     if config.rank > model_config.hidden_size:
         raise ConfigError(f"--adapter_rank is {config.rank}, larger than the model's hidden size {model_config.hidden_size}; lower it")
+    check_length(max_length or 0, model_config)
     return chosen
+
+
+def check_length(max_length: int, model_config: PreTrainedConfig) -> None:
+    """Refuse samples that are longer than the positions that the model was made for.
+
+    Raises:
+        ConfigError: both numbers.
+    """
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise ConfigError(f"--max_length is {max_length}, the model has {positions} positions; lower it")
 
 
 def format_layers(layers: tuple[int, ...]) -> str:

@@ -67,25 +67,27 @@ def save_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_name: str 
     return folder
 
 
-def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None) -> NPTConfig:
+def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True) -> NPTConfig:
     """Attach the adapters saved in `folder`. A refused folder leaves the model as it was.
 
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are overwritten.
         folder: as written by `save_adapter`.
         base_hash: `npt.base_hash(model)` where known already; computed otherwise. It has to be the recorded one.
+        check_base: False loads the adapter onto any base that it fits, for bases that are equal but for rounding: the same
+            checkpoint quantised on another kind of device, say.
 
     Raises:
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not fp32 or not finite, or
             the base differs.
     """
     folder = Path(folder)
-    config, record = _read_config(folder)
+    config, record = read_adapter_config(folder)
     trained_on = record.get("base_hash")
-    base_hash = base_hash if base_hash is not None else hash_of(model)
-    if base_hash != trained_on:
+    base_hash = base_hash if base_hash is not None or not check_base else hash_of(model)
+    if check_base and base_hash != trained_on:
         raise AdapterFileError(
-            f"{folder} was trained on base {str(trained_on)[:12]}, this base is {base_hash[:12]}; load the same model with the "
+            f"{folder} was trained on base {str(trained_on)[:12]}, this base is {str(base_hash)[:12]}; load the same model with the "
             "same quantisation"
         )
     fresh = not is_attached(model)
@@ -114,14 +116,19 @@ def _check_replaceable(folder: Path) -> None:
         return
     other = sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)) if folder.is_dir() else []
     try:
-        _read_config(folder)
+        read_adapter_config(folder)
     except AdapterFileError:
         other = other or [folder.name]
     if other:
         raise AdapterFileError(f"{folder} holds something other than an NPT adapter ({other[0]}); choose another folder")
 
 
-def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
+def read_adapter_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
+    """A saved adapter's configuration, and the record it stands in.
+
+    Raises:
+        AdapterFileError: there is none, or it cannot be read or used.
+    """
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise AdapterFileError(f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote")

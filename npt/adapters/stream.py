@@ -52,7 +52,7 @@ def open_stream(model: LlamaForCausalLM, batch: Batch) -> Stream:
         inputs_embeds=hidden,
         attention_mask=batch.attention_mask if batch.padded else None,
         past_key_values=None,
-        position_ids=batch.position_ids,
+        position_ids=None,  # given, they would be searched for packed sequences, which waits for the device
     )
     context = {
         "attention_mask": mask,

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import numbers
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.source import Record
+from npt.data.builtin import builtin_text
+from npt.data.source import BUILTIN, Record, open_source
 from npt.errors import DataError
 
 _HELDOUT_ONE_IN = 20
 _TEXTS_AT_ONCE = 32
 SHUFFLE_BLOCK = 1024
+_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -81,17 +84,27 @@ def _content(number: int, record: Any, column: str) -> tuple[str, str | list[int
         raise DataError(f"record {number} is a {type(record).__name__}, not a mapping like {{{column!r}: ...}}")
     name = str(record.get("id", number))
     if "input_ids" in record:
-        ids = record["input_ids"]
-        ids = ids.tolist() if hasattr(ids, "tolist") else ids  # an array or a tensor
-        if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise DataError(f"record {name} has input_ids that are no list of integers: {str(ids)[:60]}")
-        return name, list(ids)
+        ids = _integers(name, "input_ids", record["input_ids"])
+        if record.get("attention_mask") is None:
+            return name, ids
+        mask = _integers(name, "attention_mask", record["attention_mask"])
+        if len(mask) != len(ids):
+            raise DataError(f"record {name} has {len(ids)} input_ids but an attention_mask of {len(mask)}; the two belong together")
+        return name, [i for i, real in zip(ids, mask, strict=True) if real]  # padding that came with the data stays out
     text = record.get(column)
     if not isinstance(text, str):
         have = ", ".join(sorted(map(str, record))) or "nothing"
         what = "has no" if column not in record else f"has a {type(text).__name__} as"
         raise DataError(f"record {name} {what} {column!r} (it has: {have}); set --text_column")
     return name, text
+
+
+def _integers(name: str, field: str, values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    whole = isinstance(values, list | tuple) and all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values)
+    if not whole or any(abs(i) > _INT64_MAX for i in values):
+        raise DataError(f"record {name} has {field} that are no list of 64-bit integers: {str(values)[:60]}")
+    return [int(i) for i in values]
 
 
 class Samples:
@@ -153,9 +166,32 @@ class Samples:
         return (s for s in samples if not s.heldout) if self._hold_out else samples
 
 
-def held_out(records: Iterable[Record], tokenizer: Any, config: DataConfig, limit: int) -> list[Sample]:
-    """The first `limit` held-out samples of the records: those that `Samples` leaves out."""
-    return list(itertools.islice((s for s in cut(records, tokenizer, config) if s.heldout), limit))
+def held_out_samples(config: DataConfig, tokenizer: Any, count: int) -> tuple[list[Sample], bool]:
+    """`count` samples that training on `config`'s source never sees, spread over it.
+
+    Returns:
+        The samples, and whether they are held out. Of the built-in text they come from its own held-out files. A source that
+        is too small to hold any out gives its training samples, which the caller has to say.
+
+    Raises:
+        DataError: as `open_source`, or no sample at all.
+    """
+    if config.dataset_name == BUILTIN:
+        return spread(cut(builtin_text("heldout"), tokenizer, config), count), True
+    records = open_source(config)
+    samples = held_out(records, tokenizer, config, count)
+    return (samples, True) if samples else (list(itertools.islice(cut(records, tokenizer, config), count)), False)
+
+
+def held_out(records: Iterable[Record], tokenizer: Any, config: DataConfig, limit: int, vocab_size: int | None = None) -> list[Sample]:
+    """The first `limit` held-out samples of the records: those that `Samples` leaves out; with `vocab_size`, only `within` it."""
+    samples = (s for s in cut(records, tokenizer, config) if s.heldout)
+    return list(itertools.islice(samples if vocab_size is None else within(samples, vocab_size), limit))
+
+
+def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
+    """Samples whose ids all lie in [0, V). Training refuses the others one by one; an evaluation has to do without them."""
+    return (s for s in samples if min(s.input_ids) >= 0 and max(s.input_ids) < vocab_size)
 
 
 def spread(samples: Iterable[Sample], count: int) -> list[Sample]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.builtin import builtin_files
+from npt.data.builtin import SPLITS, builtin_files
 from npt.errors import DataError
 
 BUILTIN = "builtin"
@@ -23,13 +23,13 @@ def open_source(config: DataConfig) -> Iterable[Record]:
     Raises:
         DataError: unknown or unreadable, empty, or a line that is not what it should be.
     """
+    check_source(config)
     name = config.dataset_name
     source: Iterable[Record]
     if name == BUILTIN:
         source = _Reader(lambda: _builtin(config.dataset_split))
     elif _is_local(name):
         path = Path(name).expanduser()
-        _check_file(path)
         source = _Reader(lambda: _read_file(path))
     else:
         source = _hub(config)
@@ -42,14 +42,21 @@ def open_source(config: DataConfig) -> Iterable[Record]:
 
 
 def check_source(config: DataConfig) -> None:
-    """Refuse what needs no reading to be refused, a local file that is missing, empty or of an unknown kind, before a large
-    base is loaded.
+    """Refuse what needs no reading to be refused, before a large base is loaded: a local file that is missing, empty or of an
+    unknown kind, a split or configuration that the source does not have.
 
     Raises:
         DataError: as `open_source`.
     """
-    if _is_local(config.dataset_name):
+    local = _is_local(config.dataset_name)
+    if local:
         _check_file(Path(config.dataset_name).expanduser())
+    if (local or config.dataset_name == BUILTIN) and config.dataset_config is not None:
+        raise DataError(f"--dataset_config {config.dataset_config} is for hub data sets; {config.dataset_name} has none")
+    if config.dataset_name == BUILTIN and config.dataset_split not in SPLITS:
+        raise DataError(f"the built-in text has no split {config.dataset_split!r}; choose from {', '.join(SPLITS)}")
+    if local and config.dataset_split != "train":
+        raise DataError(f"--dataset_split {config.dataset_split} is for hub data sets; a local file is one split")
 
 
 def _is_local(name: str) -> bool:
@@ -85,9 +92,9 @@ def _read_file(path: Path) -> Iterator[Record]:
     """A .txt file is one document; a .jsonl file has one record a line, blank lines aside."""
     try:
         if path.suffix == ".txt":
-            yield {"text": path.read_text(encoding="utf-8"), "id": path.name}
+            yield {"text": path.read_text(encoding="utf-8-sig"), "id": path.name}
             return
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue

@@ -5,7 +5,7 @@ safetensors and JSON only, written as a whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,12 +15,18 @@ from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters
 from npt.data.batch import Batch
-from npt.distill.transaction import Refusal
+from npt.distill.transaction import Refusal, Trace
 from npt.files import new_folder, write_json
 
 
 def write_postmortem(
-    run: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, window: Sequence[Batch], refusals: Sequence[Refusal], step: int
+    run: Path,
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    window: Sequence[Batch],
+    refusals: Sequence[Refusal],
+    step: int,
+    history: Iterable[Trace] = (),
 ) -> Path:
     """Write `postmortem/step-XXXXXXXX` below the run folder.
 
@@ -31,6 +37,7 @@ def write_postmortem(
         window: the micro-batches of the window that ended the run.
         refusals: of that window.
         step: applied steps before it.
+        history: losses and gradient norms of the last micro-batches, with their samples.
 
     Returns:
         The bundle's folder: `state.safetensors` (adapters, moments, random state), `window.safetensors`, `postmortem.json`.
@@ -52,6 +59,11 @@ def write_postmortem(
         save_file(batches, temporary / "window.safetensors")
         write_json(
             temporary / "postmortem.json",
-            {"step": step, "refusals": [asdict(r) for r in refusals], "sample_ids": [list(b.sample_ids) for b in window]},
+            {
+                "step": step,
+                "refusals": [asdict(r) for r in refusals],
+                "sample_ids": [list(b.sample_ids) for b in window],
+                "history": [asdict(trace) for trace in history],
+            },
         )
     return folder

@@ -77,6 +77,11 @@ class RunFolder:
         folder = self.path / "checkpoints"
         return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)) if folder.is_dir() else []
 
+    def discard(self) -> None:
+        """Remove the folder: the run it was made for never started."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def close(self) -> None:
         self._metrics.close()
         self._events.close()

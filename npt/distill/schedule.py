@@ -5,6 +5,17 @@ from __future__ import annotations
 import math
 
 
+def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> list[float]:
+    """The learning rate of every step of a run; the last entry holds for all steps behind the table.
+
+    Args:
+        peak: the rate that warm-up reaches.
+        kind, warmup_steps, total_steps: as for `learning_rate_scale`.
+    """
+    length = total_steps if total_steps is not None else warmup_steps + 1
+    return [peak * learning_rate_scale(step, kind, warmup_steps, total_steps) for step in range(length)]
+
+
 def learning_rate_scale(step: int, kind: str, warmup_steps: int, total_steps: int | None) -> float:
     """The factor on the peak learning rate for the step after `step` applied ones.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class StopOnSignal:
-    """Within the context, SIGINT and SIGTERM set `number` instead of ending the process; a second one ends it as usual.
+    """Within the context, SIGINT, SIGTERM and SIGHUP (a lost terminal) set `number` instead of ending the process; a second
+    one ends it as usual.
 
     Outside the main thread, where Python allows no handlers, it does nothing.
     """
@@ -28,6 +31,8 @@ class StopOnSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         self._restore()
+        with contextlib.suppress(OSError):  # nobody may be reading any more
+            os.write(2, f"signal {number}: finishing the micro-batch and saving; once more ends at once\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

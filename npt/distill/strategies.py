@@ -124,7 +124,8 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> Mi
         teacher_hidden, targets = shared, {}
         for index in range(first, depth):
             teacher_hidden = _run(stream, layers, teacher_hidden, index, index + 1)
-            targets[index] = teacher_hidden
+            if isinstance(layers[index], NPTLayer):
+                targets[index] = teacher_hidden
     nmses: list[Tensor] = []
     regs: list[Tensor] = []
     hidden = shared

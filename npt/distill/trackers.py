@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.config import TrainConfig
+from npt.errors import ConfigError
 
 
 class Trackers:
@@ -22,7 +23,12 @@ class Trackers:
         self._accelerator = Accelerator(log_with=chosen, project_dir=str(folder))
         options = {"wandb": {"name": config.run_name or folder.name, "dir": str(folder)}} if config.use_wandb else {}
         plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in resolved.items()}
-        self._accelerator.init_trackers("npt", config=plain, init_kwargs=options)
+        try:
+            self._accelerator.init_trackers("npt", config=plain, init_kwargs=options)
+        except Exception as error:  # each tracker has classes of its own
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            remedy = "log in first (wandb login), set WANDB_MODE=offline, or leave the tracker out"
+            raise ConfigError(f"{' or '.join(chosen)} cannot be started: {reason[:200]}; {remedy}") from error
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Numbers at `step`; None and non-finite values are left out, which every tracker can draw."""

@@ -5,53 +5,82 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from npt.adapters.attach import adapter_parameters, attached_config, format_layers, npt_layers
-from npt.config import DataConfig, TrainConfig
-from npt.data.batch import Batch, batches, collate, find_fault, pad_id_of
+from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
+from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.console import make_console
+from npt.data.batch import Batch, batches, collate, pad_id_of
 from npt.data.builtin import builtin_text
-from npt.data.samples import Sample, Samples, cut, held_out, spread
+from npt.data.samples import Sample, Samples, cut, held_out, spread, within
 from npt.data.source import BUILTIN, Record, open_source
-from npt.distill.postmortem import write_postmortem
+from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
-from npt.distill.schedule import learning_rate_scale
+from npt.distill.schedule import rate_table
 from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.distill.trackers import Trackers
-from npt.distill.transaction import Transaction, WindowResult
-from npt.errors import ConfigError, DataError, NotSupportedError, TooManyRefusalsError
+from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.quant.load import base_hash
 from npt.quant.precision import audit_precision, policy_dtype
 
-ADAM_BETAS = (0.9, 0.999)
-
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to. `signal` is the number of the signal that ended it early, if one did."""
+    """What a run came to.
+
+    refused: micro-batches and windows. heldout: whether `fidelity` is of held-out text; False where there was too little of it.
+    signal: number of the signal that ended the run early, if one did.
+    """
 
     folder: Path
     steps: int
     tokens: int
     refused: int
+    micro_batches: int
+    refused_by_kind: dict[str, int]
     seconds: float
     fidelity: Fidelity | None
+    heldout: bool
     signal: int | None = None
+
+    @property
+    def refused_share(self) -> float:
+        """Refusals per micro-batch that was tried."""
+        return self.refused / max(1, self.micro_batches)
 
     @property
     def exit_status(self) -> int:
         return 0 if self.signal is None else 128 + self.signal
+
+
+def check_trainable(config: NPTConfig, data: DataConfig | None) -> None:
+    """Refuse combinations that cannot be trained, before a base is loaded.
+
+    Args:
+        config: of the adapters.
+        data: what is trained on, where the settings say it.
+
+    Raises:
+        NotSupportedError: the adapters keep the attention residual, so the student equals its teacher from the start.
+        DataError: the built-in text's held-out files, which every evaluation is on.
+    """
+    if config.residual == "keep":
+        raise NotSupportedError(
+            "--residual keep starts equal to its teacher, so there is nothing to distil until a teacher of higher precision is "
+            "supported; use --residual modulate"
+        )
+    if data is not None and data.dataset_name == BUILTIN and data.dataset_split != "train":
+        raise DataError(f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated on; train on 'train'")
 
 
 class Trainer:
@@ -91,14 +120,11 @@ class Trainer:
         self.config = config = config if config is not None else TrainConfig()
         self.data_config = data_config = data_config if data_config is not None else DataConfig()
         self.adapter_config = attached_config(model)
-        if self.adapter_config.residual == "keep":
-            raise NotSupportedError(
-                "--residual keep starts equal to its teacher, so there is nothing to distil until a teacher of higher precision is "
-                "supported; use --residual modulate"
-            )
+        check_trainable(self.adapter_config, data_config if data is None else None)
+        check_length(data_config.max_length, model.config)
         self.folder_path = Path(config.output_dir) if config.output_dir else default_folder()
         check_free(self.folder_path)
-        self.console = console if console is not None else Console()
+        self.console = console if console is not None else make_console()
         self.settings = settings or {}
         self.device = next(model.parameters()).device
         self.strategy = STRATEGIES[config.strategy]
@@ -111,24 +137,31 @@ class Trainer:
         self._epoch_0: Iterator[Sample] = iter(self.samples.epoch(0))
         self.total_steps = self._total_steps()
         self.stop = StopOnSignal()
+        self._trained = False
 
     def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
+        if isinstance(data, Mapping):
+            raise DataError(f"the data are a {type(data).__name__} with {', '.join(map(str, data))}; pass one of its entries")
         one_pass = iter(data) is data
+        if one_pass and data_config.streaming and config.num_epochs > 1:
+            raise ConfigError(f"--num_epochs is {config.num_epochs}, but a streamed generator can be read once only; pass a list")
         if one_pass and not data_config.streaming:
             data, one_pass = list(data), False
         self.heldout = True
+        vocab_size = self.model.config.vocab_size
         own_eval = eval_data is not None
         if own_eval:
-            self.eval_samples = spread(cut(eval_data or (), self.tokenizer, data_config), config.eval_samples)
+            own = within(cut(eval_data or (), self.tokenizer, data_config), vocab_size)
+            self.eval_samples = spread(own, config.eval_samples)
         elif one_pass:
             raise ConfigError("a streamed generator can be read once only; pass eval_data=... to have something to evaluate on")
         else:
-            self.eval_samples = held_out(data, self.tokenizer, data_config, config.eval_samples)
+            self.eval_samples = held_out(data, self.tokenizer, data_config, config.eval_samples, vocab_size)
         self.samples = Samples(data, self.tokenizer, data_config, seed=config.seed, hold_out=not own_eval and bool(self.eval_samples))
         if not self.eval_samples:
             self.heldout = False
-            self.eval_samples = list(itertools.islice(self.samples.epoch(0), config.eval_samples))
+            self.eval_samples = list(itertools.islice(within(self.samples.epoch(0), vocab_size), config.eval_samples))
 
     def _total_steps(self) -> int | None:
         """Optimizer steps of the run, as far as it can be known before it."""
@@ -149,161 +182,127 @@ class Trainer:
             TooManyRefusalsError: after the post-mortem was written.
             ConfigError: the run folder cannot be written.
         """
+        if self._trained:
+            raise ConfigError("this Trainer has trained already; make a new one, its data and output folder are used up")
+        self._trained = True
         say = self._say
         if self.config.smoke_test:
             say(smoke_test(self.model, self._first_batch(), self.strategy, self.config))
         say(self._evaluation_note())
         initial = self._evaluate()
+        self.base_hash = base_hash(self.model)
+        record = self._record()
         folder = RunFolder(self.folder_path)
         try:
-            return self._run(folder, initial)
+            folder.write("run.json", record)
+            try:
+                trackers = Trackers(self.config, folder.path, record["settings"])
+            except ConfigError:
+                folder.discard()
+                raise
+            try:
+                return self._run(folder, trackers, initial)
+            finally:
+                trackers.close()
         finally:
             folder.close()
 
-    def _run(self, folder: RunFolder, initial: Fidelity) -> TrainResult:
-        self.base_hash = base_hash(self.model)
-        record = self._record()
-        folder.write("run.json", record)
+    def _run(self, folder: RunFolder, trackers: Trackers, initial: Fidelity) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps)
         if self._schedule_kind() != self.config.scheduler_type:
             message = (
                 "the length of the stream is unknown, so the learning rate stays constant after warm-up; "
                 f"--max_steps gives it its {self.config.scheduler_type} end"
             )
-            self._say(f"warning: {message}")
-            folder.event("warning", message=message)
+            self._warn(folder, message)
+        if self.total_steps is not None and self.config.warmup_steps > self.total_steps:
+            steps = f"--warmup_steps is {self.config.warmup_steps}, but the run has {self.total_steps} steps"
+            self._warn(folder, f"{steps}: the learning rate will not reach --learning_rate")
         self._say(f"run folder {folder.path}")
-        trackers = Trackers(self.config, folder.path, record["settings"])
-        try:
-            with self.stop:
-                result = self._loop(folder, trackers)
-                if result.signal is not None:
-                    return result
-                return self._finish(folder, trackers, initial, result)
-        finally:
-            trackers.close()
+        with self.stop:
+            result = self._loop(folder, trackers)
+            if result.signal is not None:
+                return result
+            return self._finish(folder, trackers, initial, result)
 
     def _loop(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
-        config, parameters = self.config, adapter_parameters(self.model)
-        optimizer = torch.optim.AdamW(
-            parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
-        )
-        transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, config.max_grad_norm)
+        c = self.config
+        rates = rate_table(c.learning_rate, self._schedule_kind(), c.warmup_steps, self.total_steps)
         display = ProgressDisplay(self.total_steps, self.console)
-        started = logged_at = time.perf_counter()
-        step = tokens = tokens_at_log = refused = in_a_row = 0
-        last_save = -1
-        window: list[Batch] = []
-        self.model.eval()
+        loop = Loop(
+            self.model,
+            self.strategy,
+            c,
+            rates,
+            self.total_steps,
+            folder,
+            trackers,
+            display,
+            self.stop,
+            self._evaluate,
+            lambda step: self._save(folder, step),
+        )
+        started = time.perf_counter()
         try:
-            for window in self._windows():
-                for batch in window:
-                    if self.stop.number is None:
-                        self._micro_batch(transaction, batch)
-                if self.stop.number is not None:
-                    break
-                rate = config.learning_rate * learning_rate_scale(step, self._schedule_kind(), config.warmup_steps, self.total_steps)
-                result = transaction.commit(rate)
-                refused += len(result.refusals)
-                longest, in_a_row = _bad_in_a_row(in_a_row, len(window), result)
-                for refusal in result.refusals:
-                    folder.event("refusal", step=step + 1, rank=0, **asdict(refusal))
-                    display.say(f"refused at step {step + 1}, {refusal}")
-                if longest >= config.max_consecutive_bad:
-                    self._give_up(folder, window, result, optimizer, step, longest)
-                if not result.applied:
-                    continue
-                step += 1
-                tokens += result.tokens
-                metrics = None
-                if step % config.log_steps == 0 or step == 1 or step == self.total_steps:
-                    now = time.perf_counter()
-                    metrics = self._metrics(result, step, rate, tokens, refused)
-                    metrics["tokens_per_second"] = (tokens - tokens_at_log) / (now - logged_at)
-                    logged_at, tokens_at_log = now, tokens
-                    folder.metrics(metrics)
-                    trackers.log(metrics, step)
-                display.step(step, metrics, refused)
-                working_until = time.perf_counter()
-                if config.save_steps and step % config.save_steps == 0:
-                    self._save(folder, step)
-                    last_save = step
-                if config.eval_steps and step % config.eval_steps == 0 and step != self.total_steps:
-                    student = self._evaluate().student.as_dict()
-                    folder.event("evaluation", step=step, student=student)
-                    trackers.log({f"eval/{key}": value for key, value in student.items()}, step)
-                    display.say(f"step {step}: held-out perplexity ratio {student['perplexity_ratio']:.4f}, KL {student['kl']:.4f}")
-                logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
-                if step == config.max_steps:
-                    break
+            loop.run(self._windows())
+        except BaseException as error:
+            self._rescue(folder, loop, error)
+            raise
         finally:
             display.close()
         seconds = time.perf_counter() - started
         if self.stop.number is not None:
-            folder.event("signal", number=self.stop.number, step=step)
-        if step == 0 and self.stop.number is None:
+            folder.event("signal", number=self.stop.number, step=loop.steps)
+        elif loop.steps == 0:
             folder.event("stopped", step=0, reason="no step was applied")
-            raise DataError(f"the data ended without one applied step ({refused} refusals, see {folder.path / 'events.jsonl'})")
-        if last_save != step:
-            self._save(folder, step)
+            raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / 'events.jsonl'})")
+        if loop.last_save != loop.steps:
+            self._save(folder, loop.steps)
         if self.stop.number is not None:
-            self._say(f"stopped by signal {self.stop.number} at step {step}; the adapters are saved below {folder.path / 'checkpoints'}")
-        return TrainResult(folder.path, step, tokens, refused, seconds, None, self.stop.number)
+            self._say(
+                f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / 'checkpoints'}"
+            )
+        return TrainResult(
+            folder=folder.path,
+            steps=loop.steps,
+            tokens=loop.tokens,
+            refused=loop.refused,
+            micro_batches=loop.micro_batches,
+            refused_by_kind=dict(loop.refused_by_kind),
+            seconds=seconds,
+            fidelity=None,
+            heldout=self.heldout,
+            signal=self.stop.number,
+        )
 
-    def _micro_batch(self, transaction: Transaction[MicroBatch], batch: Batch) -> None:
-        fault = find_fault(batch, self.model.config.vocab_size)
-        if fault is not None:
-            transaction.refuse(fault, batch.sample_ids)
-            return
-        moved = batch.to(self.device)
+    def _rescue(self, folder: RunFolder, loop: Loop, error: BaseException) -> None:
+        """Whatever ended the loop, broken data or a full disk, does not take the steps before it along."""
+        if not isinstance(error, TooManyRefusalsError):  # the loop has said that one itself
+            folder.event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
+        if loop.steps and loop.last_save != loop.steps:
+            try:
+                self._save(folder, loop.steps)
+            except (NPTError, OSError) as second:
+                folder.event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
 
-        def fill() -> MicroBatch:
-            with torch.autocast(self.device.type, enabled=False):
-                return self.strategy(self.model, moved, self.config)
-
-        transaction.micro_batch(fill, batch.sample_ids)
-
-    def _metrics(self, result: WindowResult[MicroBatch], step: int, rate: float, tokens: int, refused: int) -> dict[str, Any]:
-        """One metrics line: means per valid token over the window's survivors."""
-        parts = result.survivors
-
-        def mean(name: str) -> float:
-            return sum(float(getattr(part, name)) for part in parts) / result.tokens
-
-        per_layer = torch.stack([part.layer_nmse for part in parts]).sum(dim=0) / result.tokens
-        metrics = {
-            "step": step,
-            "loss": mean("loss"),
-            "loss_nmse": mean("nmse"),
-            "loss_reg": mean("reg"),
-            "grad_norm": result.grad_norm,
-            "lr": rate,
-            "tokens": tokens,
-            "refused_total": refused,
-        }
-        if self.config.logit_kl_weight:
-            metrics["loss_kl"] = mean("kl")
-        for (index, _), value in zip(npt_layers(self.model), per_layer.tolist(), strict=True):
-            metrics[f"layers.{index}.nmse"] = value
-        return metrics
+    def _warn(self, folder: RunFolder, message: str) -> None:
+        self._say(f"warning: {message}")
+        folder.event("warning", message=message)
 
     def _finish(self, folder: RunFolder, trackers: Trackers, initial: Fidelity, result: TrainResult) -> TrainResult:
         fidelity = self._evaluate().after(initial)
         folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
-        folder.event("done", steps=result.steps, tokens=result.tokens, refused=result.refused, seconds=round(result.seconds, 3))
-        return replace(result, fidelity=fidelity, signal=self.stop.number)
-
-    def _give_up(
-        self, folder: RunFolder, window: list[Batch], result: WindowResult[MicroBatch], optimizer: Any, step: int, in_a_row: int
-    ) -> None:
-        where = write_postmortem(folder.path, self.model, optimizer, window, result.refusals, step)
-        folder.event("stopped", step=step, reason=f"{in_a_row} refusals in a row", postmortem=str(where.relative_to(folder.path)))
-        raise TooManyRefusalsError(
-            f"stopped at step {step}: {in_a_row} refusals in a row (--max_consecutive_bad {self.config.max_consecutive_bad}), the last: "
-            f"{result.refusals[-1]}; see {where}"
+        folder.event(
+            "done",
+            steps=result.steps,
+            tokens=result.tokens,
+            refused=result.refused,
+            refused_by_kind=result.refused_by_kind,
+            seconds=round(result.seconds, 3),
         )
+        return replace(result, fidelity=fidelity, signal=self.stop.number)
 
     def _save(self, folder: RunFolder, step: int) -> None:
         audit_precision(self.model, policy_dtype(self.model))
@@ -324,13 +323,13 @@ class Trainer:
             "heldout": self.heldout,
         }
 
-    def _windows(self) -> Iterator[list[Batch]]:
+    def _windows(self) -> Iterator[Window]:
         """Windows of K batches, on from one epoch into the next; the last window of all may be shorter."""
         c = self.config
         epochs = itertools.chain([self._epoch_0], (self.samples.epoch(number) for number in range(1, c.num_epochs)))
-        stream = (b for epoch in epochs for b in batches(epoch, c.batch_size, self.pad_id))
+        stream = ((number, b) for number, epoch in enumerate(epochs) for b in batches(epoch, c.batch_size, self.pad_id))
         while window := list(itertools.islice(stream, c.gradient_accumulation_steps)):
-            yield window
+            yield Window(window[0][0], [batch for _, batch in window])
 
     def _first_batch(self) -> Batch:
         """The batch that training starts with. Its samples are put back: a stream that can be read once loses none."""
@@ -341,7 +340,7 @@ class Trainer:
         return collate(samples, self.pad_id)
 
     def _evaluate(self) -> Fidelity:
-        return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=8)
+        return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size)
 
     def _evaluation_note(self) -> str:
         kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"
@@ -354,19 +353,3 @@ class Trainer:
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _bad_in_a_row(before: int, micro_batches: int, result: WindowResult[MicroBatch]) -> tuple[int, int]:
-    """The longest row of refusals that this window made or went on with, and the row that stands at its end.
-
-    A micro-batch that counted ends a row. In a window that was refused as a whole none counted.
-    """
-    if not result.applied:
-        row = before + len(result.refusals)
-        return row, row
-    bad = {refusal.micro_batch for refusal in result.refusals}
-    longest = row = before
-    for index in range(micro_batches):
-        row = row + 1 if index in bad else 0
-        longest = max(longest, row)
-    return longest, row

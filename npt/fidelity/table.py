@@ -18,9 +18,9 @@ _NAMES = {
 }
 
 
-def fidelity_tables(fidelity: Fidelity) -> list[RenderableType]:
-    """Two tables for a terminal: the models, and each converted layer's NMSE."""
-    models = Table(title=f"Fidelity to the teacher on {fidelity.teacher.tokens:,} held-out tokens (± standard error)", title_justify="left")
+def fidelity_tables(fidelity: Fidelity, text: str = "held-out") -> list[RenderableType]:
+    """Two tables for a terminal: the models, and each converted layer's NMSE. `text` says what was evaluated on."""
+    models = Table(title=f"Fidelity to the teacher on {fidelity.teacher.tokens:,} {text} tokens (± standard error)", title_justify="left")
     models.add_column("model")
     for heading in ("perplexity", "ratio", "KL, nats", "top-1", "acceptance"):
         models.add_column(heading, justify="right")
@@ -48,9 +48,9 @@ def fidelity_tables(fidelity: Fidelity) -> list[RenderableType]:
     return [models, layers]
 
 
-def print_fidelity(fidelity: Fidelity, console: Console | None = None) -> None:
+def print_fidelity(fidelity: Fidelity, console: Console | None = None, text: str = "held-out") -> None:
     console = console if console is not None else Console()
-    for table in fidelity_tables(fidelity):
+    for table in fidelity_tables(fidelity, text):
         console.print(table)
 
 

@@ -17,10 +17,6 @@ from torch import Tensor, nn  # noqa: E402
 from torch.autograd.function import once_differentiable  # noqa: E402
 
 
-def is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, bnb.nn.Linear4bit)
-
-
 def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
     """(name, module) of every 4-bit linear layer, in module order."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)]

@@ -95,6 +95,7 @@ def load_base(
         if not quantized_linears(model):
             raise ModelError(f"{name} is quantised, but not in bitsandbytes' 4 bit; load its unquantised original")
         enforce_fp32(model)
+    model.config._name_or_path = name  # what a saved adapter names as its base: not the folder of this installation
     model.requires_grad_(False)
     model.eval()
     audit_precision(model, torch.float16 if use_fp16 and not packed else torch.float32)

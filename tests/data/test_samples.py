@@ -168,6 +168,21 @@ class TestSpread:
         assert len(read) == 128
 
 
+class TestPaddingThatCameWithTheData:
+    def test_stays_out(self, tokenizer):
+        record = {"input_ids": [5, 6, 7, 2, 2], "attention_mask": [1, 1, 1, 0, 0]}
+        assert [s.input_ids for s in cut([record], tokenizer, config())] == [(5, 6, 7)]
+
+    def test_a_mask_of_another_length_is_refused(self, tokenizer):
+        with pytest.raises(DataError, match="record 0 has 3 input_ids but an attention_mask of 2"):
+            list(cut([{"input_ids": [5, 6, 7], "attention_mask": [1, 1]}], tokenizer, config()))
+
+    @pytest.mark.parametrize("ids", [[5, 2**70], [5, 1.5], "56", [[5]]])
+    def test_ids_that_are_no_64_bit_integers_are_refused(self, tokenizer, ids):
+        with pytest.raises(DataError, match="record 0 has input_ids that are no list of 64-bit integers"):
+            list(cut([{"input_ids": ids}], tokenizer, config()))
+
+
 class TestSequence:
     def test_every_epoch_holds_the_same_samples_in_another_order(self, tokenizer):
         samples = Samples(TEXTS, tokenizer, config(), seed=0)

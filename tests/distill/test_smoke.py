@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 import npt
 from npt.adapters.adapter import NPTAdapter
+from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.smoke import smoke_test
-from npt.distill.strategies import STRATEGIES
+from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import SmokeTestError
 
 # Anomaly detection prints where a NaN came from; here the NaN are planted.
@@ -142,3 +144,26 @@ def test_token_ids_outside_the_vocabulary_are_stopped_before_anything_runs(load_
     monkeypatch.setattr(model.model.embed_tokens, "forward", lambda *_: pytest.fail("the model ran"))
     with pytest.raises(SmokeTestError, match=str(bad)):
         run(model, batch_from_tensors(ids, torch.ones_like(ids)))
+
+
+def test_a_row_without_a_token_to_predict_is_named(load_model, batch) -> None:
+    labels = batch.labels.clone()
+    labels[1, 1:] = -100
+    with pytest.raises(SmokeTestError, match="sample 1 has no token to predict"):
+        run(attached(load_model), replace(batch, labels=labels))
+
+
+@strategies
+def test_a_gradient_that_does_not_belong_to_the_loss_is_stopped(load_model, batch, name) -> None:
+    model = attached(load_model)
+
+    def uphill(*arguments) -> MicroBatch:
+        sums = STRATEGIES[name](*arguments)
+        for parameter in adapter_parameters(model).values():
+            parameter.grad.neg_()
+        return sums
+
+    before = {key: p.detach().clone() for key, p in adapter_parameters(model).items()}
+    with pytest.raises(SmokeTestError, match="does not point downhill"):
+        smoke_test(model, batch, uphill, TrainConfig(strategy=name))
+    assert all(torch.equal(p, before[key]) and p.grad is None for key, p in adapter_parameters(model).items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -23,9 +24,10 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
-from npt.distill import trainer as trainer_module
+from npt.distill.loop import Window
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.trainer import Trainer
+from npt.distill.transaction import Transaction
 from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, SmokeTestError, TooManyRefusalsError
 
 MAX_LENGTH = 12
@@ -310,9 +312,9 @@ def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(bui
     seen: list[int] = []
     original = Trainer._windows
 
-    def counted(self: Trainer) -> Iterator[list[Batch]]:
+    def counted(self: Trainer) -> Iterator[Window]:
         for window in original(self):
-            seen.append(len(window))
+            seen.append(len(window.batches))
             yield window
 
     monkeypatch.setattr(Trainer, "_windows", counted)
@@ -323,7 +325,7 @@ def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(bui
 
 def test_epochs_see_the_same_samples_in_another_order(build) -> None:
     trainer = build(num_epochs=2)
-    ids = [name for window in trainer._windows() for batch in window for name in batch.sample_ids]
+    ids = [name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids]
     assert sorted(ids[:12]) == sorted(ids[12:]) == sorted(f"text-{i}@0" for i in range(12))
     assert ids[:12] != ids[12:]
 
@@ -344,7 +346,7 @@ def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with
     assert events(result.folder, "done")[0]["refused"] == 1
 
 
-def windows_of(seed: int, bad: str | None) -> list[list[Batch]]:
+def windows_of(seed: int, bad: str | None) -> list[Window]:
     """Four windows of two to three micro-batches; `bad` joins the second and third, and makes a window of its own."""
     source = random.Random(seed)
     broken = [] if bad is None else [collate([Sample("broken", (5, 999, 4) if bad == "ids" else (3, 7, 3))], 2)]
@@ -356,7 +358,7 @@ def windows_of(seed: int, bad: str | None) -> list[list[Batch]]:
     made = [[batch(), batch()] for _ in range(4)]
     made[1] = [*broken, *made[1]]
     made[2] = [made[2][0], *broken, made[2][1]]
-    return [*made[:3], *([broken] if broken else []), made[3]]
+    return [Window(0, batches) for batches in (*made[:3], *([broken] if broken else []), made[3])]
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
@@ -376,7 +378,7 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, 
         random_states.append(torch.get_rng_state())
     assert [result.refused for result in results] == [3, 0]
     assert results[0].steps == results[1].steps == 4 and results[0].tokens == results[1].tokens
-    metrics = [timeless(lines(result.folder, "metrics"), "refused_total") for result in results]
+    metrics = [timeless(lines(result.folder, "metrics"), "refused_total", "refused.data", "refused.loss") for result in results]
     assert metrics[0] == metrics[1]  # learning rates among them
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))
     assert torch.equal(*random_states)
@@ -418,7 +420,7 @@ def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> No
 def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(build, monkeypatch, windows, stops) -> None:
     """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows begin."""
     rows = {1: Sample("good", (5, 6, 7)), 0: Sample("broken", (5, 999))}
-    monkeypatch.setattr(Trainer, "_windows", lambda self: ([collate([rows[i]], 2) for i in window] for window in windows))
+    monkeypatch.setattr(Trainer, "_windows", lambda self: (Window(0, [collate([rows[i]], 2) for i in window]) for window in windows))
     trainer = build(smoke_test=False, max_consecutive_bad=3)
     if stops:
         with pytest.raises(TooManyRefusalsError, match="refusals in a row"):
@@ -436,11 +438,11 @@ def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monk
         def step(self, closure: Any = None) -> None:
             super().step(closure)
             self.calls += 1
-            if self.calls == 2:
+            if self.calls == 3:  # the first call makes the moments
                 self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
 
-    monkeypatch.setattr(trainer_module.torch.optim, "AdamW", Once)
-    result = build(texts(6)).train()
+    monkeypatch.setattr(torch.optim, "AdamW", Once)
+    result = build(texts(6), smoke_test=False).train()
     assert (result.steps, result.refused) == (2, 1)
     assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 2]
     assert events(result.folder, "refusal")[0]["kind"] == "update"
@@ -550,7 +552,7 @@ def test_a_list_and_a_stream_of_it_hold_out_the_same_samples_and_never_train_on_
     for data, streaming in ((texts(80), False), (Stream(80), True)):
         trainer = build(data, streaming=streaming, eval_data=None, folder=f"run-{streaming}")
         held_out = {sample.id for sample in trainer.eval_samples}
-        trained = {name for window in trainer._windows() for batch in window for name in batch.sample_ids}
+        trained = {name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids}
         assert trainer.heldout and held_out
         assert not held_out & trained
         assert held_out | trained == {f"text-{i}@0" for i in range(80)}
@@ -602,3 +604,45 @@ def test_a_run_stopped_by_a_signal_equals_the_run_that_ended_there(build, monkey
     stopped = build(texts(16), folder="stopped", scheduler_type="constant", max_steps=8, smoke_test=False)
     stopped.train()
     assert_same_weights(weights(stopped), weights(ended))
+
+
+def test_a_trainer_trains_once(build) -> None:
+    trainer = build(texts(6), max_steps=1)
+    trainer.train()
+    with pytest.raises(ConfigError, match="has trained already"):
+        trainer.train()
+
+
+def test_several_epochs_of_a_stream_that_can_be_read_once_are_refused(build) -> None:
+    with pytest.raises(ConfigError, match="--num_epochs is 2, but a streamed generator can be read once only"):
+        build((record for record in texts(6)), streaming=True, num_epochs=2)
+
+
+def test_a_mapping_of_splits_is_not_data(build) -> None:
+    with pytest.raises(DataError, match="dict with train, test; pass one of its entries"):
+        build({"train": texts(3), "test": texts(3)})
+
+
+def test_a_warm_up_that_outlasts_the_run_is_warned_of(build) -> None:
+    result = build(texts(6), warmup_steps=50).train()
+    assert "--warmup_steps is 50, but the run has 3 steps" in events(result.folder, "warning")[0]["message"]
+
+
+def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
+    """Flags read one window late, as on a GPU: same weights, metrics, checkpoints and order of events."""
+    results, trainers = [], []
+    for late in (False, True):
+        monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
+        broken = record("broken", [5, 999, 7])
+        data = [*texts(7), broken, *texts(4)]
+        trainer = build(data, folder=f"run-{late}", batch_size=1, smoke_test=False, save_steps=3, eval_steps=4, num_epochs=2)
+        results.append(trainer.train())
+        trainers.append(trainer)
+    assert_same_weights(weights(trainers[0]), weights(trainers[1]))
+    assert timeless(lines(results[0].folder, "metrics")) == timeless(lines(results[1].folder, "metrics"))
+    kinds = [[(e["event"], e.get("step")) for e in lines(r.folder, "events") if e["event"] != "refusal"] for r in results]
+    assert kinds[0] == kinds[1]
+    assert [r.refused for r in results] == [2, 2]
+    for step in ("step-00000003", "step-00000006"):
+        files = [r.folder / "checkpoints" / step / "adapter" / "adapter_model.safetensors" for r in results]
+        assert files[0].read_bytes() == files[1].read_bytes()

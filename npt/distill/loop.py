@@ -1,0 +1,246 @@
+"""The loop: windows of micro-batches through the transaction, and what is logged, saved and counted on the way."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.config import TrainConfig
+from npt.data.batch import Batch, find_fault
+from npt.distill.postmortem import write_postmortem
+from npt.distill.progress import ProgressDisplay
+from npt.distill.run_folder import RunFolder
+from npt.distill.signals import StopOnSignal
+from npt.distill.spikes import SpikeGuard
+from npt.distill.strategies import MicroBatch, Strategy
+from npt.distill.trackers import Trackers
+from npt.distill.transaction import Transaction, WindowResult
+from npt.errors import TooManyRefusalsError
+from npt.fidelity.evaluate import Fidelity
+
+ADAM_BETAS = (0.9, 0.999)
+
+SHARE_COUNTS_FROM = 50
+"""Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """K micro-batches, or fewer at the very end, and the epoch in which the first of them lies."""
+
+    epoch: int
+    batches: list[Batch]
+
+
+class Loop:
+    """One run of the training loop.
+
+    Args:
+        model: with adapters attached.
+        strategy: what a micro-batch does.
+        config: training settings.
+        rates: learning rate of each applied step (`rate_table`).
+        total_steps: of the run, None where unknown.
+        folder, trackers, display: where to report.
+        stop: set by a signal; looked at before every micro-batch.
+        evaluate: figures of the model as it is.
+        save: save the adapters as those of a step.
+    """
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        strategy: Strategy,
+        config: TrainConfig,
+        rates: list[float],
+        total_steps: int | None,
+        folder: RunFolder,
+        trackers: Trackers,
+        display: ProgressDisplay,
+        stop: StopOnSignal,
+        evaluate: Callable[[], Fidelity],
+        save: Callable[[int], None],
+    ):
+        self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
+        self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
+        self._evaluate, self._save = evaluate, save
+        self.device = next(model.parameters()).device
+        parameters = adapter_parameters(model)
+        self.optimizer = torch.optim.AdamW(
+            parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
+        )
+        self.transaction: Transaction[MicroBatch] = Transaction(
+            parameters,
+            self.optimizer,
+            config.max_grad_norm,
+            rates,
+            spikes=SpikeGuard(config.spike_sigmas) if config.skip_spikes else None,
+        )
+        self.steps = self.tokens = self.micro_batches = 0
+        self.last_save: int | None = None
+        self.refused_by_kind: Counter[str] = Counter()
+        self.refused_by_epoch: Counter[int] = Counter()
+        self._in_a_row = 0
+        self._open: dict[int, Window] = {}  # committed, result not known yet
+        self._epoch = 0
+        self._logged_at, self._logged_tokens = time.perf_counter(), 0
+
+    @property
+    def refused(self) -> int:
+        """Refused micro-batches and windows so far."""
+        return self.refused_by_kind.total()
+
+    def run(self, windows: Iterable[Window]) -> None:
+        """Train until the windows or `max_steps` are used up, or a signal came.
+
+        Raises:
+            TooManyRefusalsError: after the post-mortem was written.
+        """
+        self.model.eval()
+        self._logged_at = time.perf_counter()
+        for window in windows:
+            for batch in window.batches:
+                if self.stop.number is None:
+                    self._micro_batch(batch)
+            if self.stop.number is not None:
+                self.transaction.abandon()
+                break
+            self._open[self.transaction.committed] = window
+            self._account(self.transaction.commit())
+            # What depends on the state at an exact step must not see the window behind it. Where results come late this
+            # waits for them; a window that turns out refused has merely been waited for in vain.
+            if self._is_boundary(self.steps + self.transaction.in_flight):
+                self._account(self.transaction.flush())
+            if self.steps == self.config.max_steps:
+                break
+        self._account(self.transaction.flush())
+        self._close_epoch()
+
+    def _micro_batch(self, batch: Batch) -> None:
+        fault = find_fault(batch, self.model.config.vocab_size)
+        if fault is not None:
+            self.transaction.refuse(fault, batch.sample_ids)
+            return
+        moved = batch.to(self.device)
+
+        def fill() -> MicroBatch:
+            with torch.autocast(self.device.type, enabled=False):
+                return self.strategy(self.model, moved, self.config)
+
+        self.transaction.micro_batch(fill, batch.sample_ids)
+
+    def _is_boundary(self, step: int) -> bool:
+        c = self.config
+        return step == c.max_steps or any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
+
+    def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
+        for result in results:
+            window = self._open.pop(result.index)
+            if window.epoch != self._epoch:
+                self._close_epoch()
+                self._epoch = window.epoch
+            self.micro_batches += result.micro_batches
+            for refusal in result.refusals:
+                self.refused_by_kind[refusal.kind] += 1
+                self.refused_by_epoch[window.epoch] += 1
+                self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
+                self.display.say(f"refused at step {self.steps + 1}, {refusal}")
+            longest, self._in_a_row = bad_in_a_row(self._in_a_row, result)
+            self._check_budget(window, result, longest)
+            if result.applied:
+                self._after_step(result)
+
+    def _check_budget(self, window: Window, result: WindowResult[MicroBatch], longest: int) -> None:
+        c = self.config
+        if longest >= c.max_consecutive_bad:
+            self._give_up(window, result, f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})")
+        if self.micro_batches >= SHARE_COUNTS_FROM and self.refused > c.max_refused_share * self.micro_batches:
+            share = f"{self.refused} of {self.micro_batches} micro-batches refused"
+            self._give_up(window, result, f"{share} (--max_refused_share {c.max_refused_share:g})")
+
+    def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
+        self._close_epoch()
+        where = write_postmortem(
+            self.folder.path, self.model, self.optimizer, window.batches, result.refusals, self.steps, self.transaction.history
+        )
+        self.folder.event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
+        last = f", the last: {result.refusals[-1]}" if result.refusals else ""
+        raise TooManyRefusalsError(f"stopped at step {self.steps}: {reason}{last}; see {where}")
+
+    def _after_step(self, result: WindowResult[MicroBatch]) -> None:
+        c = self.config
+        self.steps += 1
+        self.tokens += result.tokens
+        metrics = None
+        if self.steps % c.log_steps == 0 or self.steps == 1 or self.steps == self.total_steps:
+            metrics = self._metrics(result)
+            self.folder.metrics(metrics)
+            self.trackers.log(metrics, self.steps)
+        self.display.step(self.steps, metrics, self.refused)
+        working_until = time.perf_counter()
+        if c.save_steps and self.steps % c.save_steps == 0:
+            self._save(self.steps)
+            self.last_save = self.steps
+        if c.eval_steps and self.steps % c.eval_steps == 0 and self.steps != self.total_steps:
+            student = self._evaluate().student.as_dict()
+            self.folder.event("evaluation", step=self.steps, student=student)
+            self.trackers.log({f"eval/{key}": value for key, value in student.items()}, self.steps)
+            self.display.say(f"step {self.steps}: held-out perplexity ratio {student['perplexity_ratio']:.4f}, KL {student['kl']:.4f}")
+        self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
+
+    def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
+        """One metrics line: means per valid token over the window's survivors."""
+        parts = result.survivors
+
+        def mean(name: str) -> float:
+            return sum(float(getattr(part, name)) for part in parts) / result.tokens
+
+        now = time.perf_counter()
+        metrics = {
+            "step": self.steps,
+            "loss": mean("loss"),
+            "loss_nmse": mean("nmse"),
+            "loss_reg": mean("reg"),
+            "grad_norm": result.grad_norm,
+            "lr": result.rate,
+            "tokens": self.tokens,
+            "tokens_per_second": (self.tokens - self._logged_tokens) / (now - self._logged_at),
+            "refused_total": self.refused,
+            **{f"refused.{kind}": count for kind, count in sorted(self.refused_by_kind.items())},
+        }
+        self._logged_at, self._logged_tokens = now, self.tokens
+        if self.config.logit_kl_weight:
+            metrics["loss_kl"] = mean("kl")
+        per_layer = torch.stack([part.layer_nmse for part in parts]).sum(dim=0) / result.tokens
+        for (index, _), value in zip(npt_layers(self.model), per_layer.tolist(), strict=True):
+            metrics[f"layers.{index}.nmse"] = value
+        return metrics
+
+    def _close_epoch(self) -> None:
+        """Report an epoch in which something was refused."""
+        count = self.refused_by_epoch.get(self._epoch, 0)
+        if count:
+            self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+
+
+def bad_in_a_row(before: int, result: WindowResult[Any]) -> tuple[int, int]:
+    """The longest row of refusals that this window made or went on with, and the row that stands at its end.
+
+    A micro-batch that counted ends a row. In a window that was refused as a whole none counted.
+    """
+    if not result.applied:
+        row = before + len(result.refusals)
+        return row, row
+    bad = {refusal.micro_batch for refusal in result.refusals}
+    longest = row = before
+    for index in range(result.micro_batches):
+        row = row + 1 if index in bad else 0
+        longest = max(longest, row)
+    return longest, row
