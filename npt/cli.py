@@ -86,7 +86,7 @@ def pretrain(given: dict[str, Any]) -> int:
     if base.share_embeddings:
         console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
     report = npt.attach(model, adapter, seed=training.seed)
-    console.print(str(report))
+    console.print(str(report), soft_wrap=True)
     trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
     result = trainer.train()
     if result.fidelity is not None:

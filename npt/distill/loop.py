@@ -21,14 +21,19 @@ from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distill.trackers import Trackers
-from npt.distill.transaction import Transaction, WindowResult
+from npt.distill.transaction import Refusal, Transaction, WindowResult
 from npt.errors import TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
+from npt.health.diagnose import diagnose
 
 ADAM_BETAS = (0.9, 0.999)
 
 SHARE_COUNTS_FROM = 50
 """Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
+
+
+DIAGNOSES = 5
+"""Refusals of a run that are looked into: what breaks more often than that breaks in the same place."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Loop:
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
         self._open: dict[int, Window] = {}  # committed, result not known yet
-        self._epoch = 0
+        self._epoch = self._diagnoses = 0
         self._logged_at, self._logged_tokens = time.perf_counter(), 0
 
     @property
@@ -152,10 +157,21 @@ class Loop:
                 self.refused_by_epoch[window.epoch] += 1
                 self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
+                self._diagnose(window, refusal)
             longest, self._in_a_row = bad_in_a_row(self._in_a_row, result)
             self._check_budget(window, result, longest)
             if result.applied:
                 self._after_step(result)
+
+    def _diagnose(self, window: Window, refusal: Refusal) -> None:
+        """Say which number is bad, for the first few refusals whose data were in order; it costs two forward passes."""
+        if refusal.micro_batch is None or refusal.kind == "data" or self._diagnoses == DIAGNOSES:
+            return
+        self._diagnoses += 1
+        finding = diagnose(self.model, window.batches[refusal.micro_batch])
+        message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
+        self.folder.event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
+        self.display.say(f"  diagnosis: {message}")
 
     def _check_budget(self, window: Window, result: WindowResult[MicroBatch], longest: int) -> None:
         c = self.config

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class ProgressDisplay:
@@ -23,13 +23,11 @@ class ProgressDisplay:
         self._started = time.perf_counter()
         self._bar: Progress | None = None
         if console.is_terminal:
+            # Narrow enough for 80 columns: a bar that does not fit loses its numbers first.
             self._bar = Progress(
-                TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(),
+                BarColumn(bar_width=12),
                 TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
                 TimeRemainingColumn(),
                 console=console,
             )
@@ -38,19 +36,17 @@ class ProgressDisplay:
 
     def step(self, step: int, metrics: dict[str, Any] | None, refused: int) -> None:
         """After an applied step; `metrics` on logged steps only."""
-        figures = None
-        if metrics is not None:
-            figures = (
-                f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e}  "
-                f"{metrics['tokens_per_second']:,.0f} tokens/s  refused {refused}"
-            )
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
-            if figures is not None:
-                self._bar.update(self._task, figures=figures)
-        elif figures is not None:
-            of = "" if self._total is None else f"/{self._total}"
-            self.console.print(f"step {step}{of}  {figures}{self._left(step)}", highlight=False, soft_wrap=True)
+        if metrics is None:
+            return
+        rate = f"{metrics['tokens_per_second']:,.0f} tokens/s  refused {refused}"
+        if self._bar is not None:
+            self._bar.update(self._task, figures=f"loss {metrics['loss']:.5f}  {rate}")
+            return
+        of = "" if self._total is None else f"/{self._total}"
+        figures = f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e}  {rate}"
+        self.console.print(f"step {step}{of}  {figures}{self._left(step)}", highlight=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
         """A line above the bar, or among the lines."""

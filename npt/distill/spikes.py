@@ -15,10 +15,16 @@ MINIMUM = 20
 # For a normal distribution this many median absolute deviations are one standard deviation; it makes k read as sigmas.
 MAD_TO_SIGMA = 1.4826
 
+# Values that repeat exactly have no spread; a hundredth in the logarithm, one per cent, keeps rounding from being a spike.
+SPREAD_FLOOR = 0.01
+
 
 class SpikeGuard:
-    """Limits of loss and gradient norm, median + k sigma of the last accepted steps, sigma estimated by the median absolute
-    deviation: neither a spike that was let through nor a NaN can drag such limits along.
+    """Limits of loss and gradient norm: median + k sigma of the logarithms of the last accepted steps, sigma estimated by the
+    median absolute deviation, so that neither a spike that was let through nor a NaN can drag the limits along.
+
+    Logarithms, because both are positive and spread over factors: the gradient norms of small windows have a heavy upper tail,
+    which on their own scale reads as spikes and on a logarithmic one does not.
 
     Args:
         k: how many robust standard deviations above the median a step may lie.
@@ -36,10 +42,10 @@ class SpikeGuard:
         return (loss > self.limits[0]) | (norm > self.limits[1])
 
     def accept(self, loss: float, norm: float) -> None:
-        """Take an applied step into the statistics; a non-finite value is left out."""
-        for values, value in ((self._losses, loss), (self._norms, norm)):
-            if math.isfinite(value):
-                values.append(value)
+        """Take an applied step into the statistics; a value without a finite logarithm is left out."""
+        for logarithms, value in ((self._losses, loss), (self._norms, norm)):
+            if math.isfinite(value) and value > 0:
+                logarithms.append(math.log(value))
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 
     def describe(self, loss: float, norm: float, limits: tuple[float, float]) -> str:
@@ -49,12 +55,12 @@ class SpikeGuard:
             for name, value, limit in (("loss", loss, limits[0]), ("gradient norm", norm, limits[1]))
             if value > limit
         ]
-        return f"{' and '.join(parts)} (median + {self.k:g} robust sigma of the accepted steps)"
+        return f"{' and '.join(parts)} (median + {self.k:g} robust sigma of the accepted steps' logarithms)"
 
-    def _limit(self, values: deque[float]) -> float:
-        if len(values) < MINIMUM:
+    def _limit(self, logarithms: deque[float]) -> float:
+        if len(logarithms) < MINIMUM:
             return math.inf
-        middle = median(values)
-        spread = MAD_TO_SIGMA * median(abs(value - middle) for value in values)
-        # Values that repeat exactly have no spread; one hundredth of the median keeps rounding from being a spike.
-        return middle + self.k * max(spread, 0.01 * abs(middle))
+        middle = median(logarithms)
+        spread = MAD_TO_SIGMA * median(abs(value - middle) for value in logarithms)
+        exponent = middle + self.k * max(spread, SPREAD_FLOOR)
+        return math.exp(exponent) if exponent < 700 else math.inf

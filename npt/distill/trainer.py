@@ -30,6 +30,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.distill.trackers import Trackers
 from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
+from npt.health.guards import base_fault, require, tensor_fault
 from npt.quant.load import base_hash
 from npt.quant.precision import audit_precision, policy_dtype
 
@@ -178,7 +179,8 @@ class Trainer:
         """Smoke test, evaluation, loop, evaluation.
 
         Raises:
-            SmokeTestError: before anything is written.
+            NumericalError: an adapter or the base holds a non-finite number; before anything is written, as is
+            SmokeTestError.
             TooManyRefusalsError: after the post-mortem was written.
             ConfigError: the run folder cannot be written.
         """
@@ -186,6 +188,8 @@ class Trainer:
             raise ConfigError("this Trainer has trained already; make a new one, its data and output folder are used up")
         self._trained = True
         say = self._say
+        require(tensor_fault(adapter_parameters(self.model)))
+        require(base_fault(self.model))
         if self.config.smoke_test:
             say(smoke_test(self.model, self._first_batch(), self.strategy, self.config))
         say(self._evaluation_note())

@@ -14,7 +14,8 @@ parameters and moments are verified, and put back where they are not finite.
 All of these decisions are device flags. On a CPU they are read at once. On a GPU reading one would make the host wait for the
 device, so there, with a fused AdamW (which obeys `found_inf` without a host branch), they are copied to pinned memory and
 read one window late; the learning rate follows the device's own count of applied steps. Both ways do the same arithmetic in
-the same order, and a test holds their results to bit equality.
+the same order, and tests hold their results to bit equality. Only the limits of the spike guard, which are made on the host
+from steps whose results are known, are one step older there.
 """
 
 from __future__ import annotations
@@ -315,7 +316,7 @@ class Transaction(Generic[S]):
         flags, losses, norms = values[:k], values[k : 2 * k], values[2 * k : 3 * k]
         scalars = dict(zip(_SCALARS, values[3 * k :], strict=True))
         for micro, good, loss, norm in zip(window.ran, flags, losses, norms, strict=True):
-            self.history.append(Trace(window.index, micro.index, micro.sample_ids, loss / micro.sums.tokens, norm))
+            self.history.append(Trace(window.index, micro.index, micro.sample_ids, loss / max(1, micro.sums.tokens), norm))
             if good:
                 result.survivors.append(micro.sums)
             else:
@@ -339,7 +340,7 @@ class Transaction(Generic[S]):
         return Refusal("gradient", self._first_bad(micro.norms), micro.index, micro.sample_ids)
 
     def _explain_window(self, window: _Window[S], scalars: dict[str, float]) -> Refusal | None:
-        if scalars["applied"]:
+        if scalars["applied"] or not scalars["tokens"]:  # survivors without a token are nothing to step on, and no fault
             return None
         if not scalars["finite_norm"]:
             assert window.norms is not None
@@ -363,10 +364,11 @@ class Transaction(Generic[S]):
         """(name, tensor) of every parameter and of every tensor that the optimizer keeps for it."""
         named: list[tuple[str, Tensor]] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            named.append((name, parameter.detach()))
+            # Moments first: a broken moment breaks its weight in the same step, and the first one found is the one named.
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     named.append((f"{key} of {name}", value))
+            named.append((name, parameter.detach()))
         return named
 
     def _verify(self, window: _Window[S]) -> Tensor:

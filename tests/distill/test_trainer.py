@@ -24,11 +24,12 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
+from npt.distill import trainer as trainer_module
 from npt.distill.loop import Window
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Transaction
-from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, SmokeTestError, TooManyRefusalsError
+from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, NumericalError, SmokeTestError, TooManyRefusalsError
 
 MAX_LENGTH = 12
 
@@ -370,7 +371,8 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, 
         trainer = build(
             folder=f"run-{present}", strategy=strategy, smoke_test=False, eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])]
         )
-        if bad == "nan":
+        if bad == "nan":  # a base that breaks behind the check of it
+            monkeypatch.setattr(trainer_module, "base_fault", lambda model: None)
             trainer.model.model.embed_tokens.weight.data[3] = math.nan
         torch.manual_seed(0)
         results.append(trainer.train())
@@ -646,3 +648,15 @@ def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
     for step in ("step-00000003", "step-00000006"):
         files = [r.folder / "checkpoints" / step / "adapter" / "adapter_model.safetensors" for r in results]
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("where", ["base", "adapter"])
+def test_a_number_that_is_not_finite_is_named_before_anything_is_written(build, where) -> None:
+    trainer = build()
+    if where == "base":
+        trainer.model.model.layers[2].mlp.up_proj.weight.quant_state.state2.absmax[0] = math.inf
+    else:
+        trainer.model.model.layers[3].npt.A.data[0, 1] = math.nan
+    with pytest.raises(NumericalError, match=r"layers\.2\.mlp\.up_proj" if where == "base" else r"layers\.3\.npt\.A\[0, 1\] is nan"):
+        trainer.train()
+    assert not trainer.folder_path.exists()

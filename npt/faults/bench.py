@@ -1,0 +1,251 @@
+"""The bench: a small student on the embedded 4-bit model, trained for a few windows in which faults can be planted.
+
+A `Run` drives strategies and transaction as the training loop does. Its outcome holds everything that a fault could leave a
+trace in; two outcomes are compared bit for bit.
+
+Shapes: K micro-batches of a window; B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from npt.adapters.attach import adapter_parameters, attach
+from npt.config import NPTConfig, TrainConfig
+from npt.data.batch import Batch, collate, find_fault
+from npt.data.samples import Sample
+from npt.distill.loop import ADAM_BETAS
+from npt.distill.schedule import rate_table
+from npt.distill.spikes import SpikeGuard
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.transaction import Refusal, Transaction, WindowResult
+from npt.quant.load import load_base
+
+PAD_ID = 2
+FIRST_ID = 3
+"""Smallest token id that samples are made of: below lie the start, end and padding tokens."""
+
+Place = tuple[int, int]
+"""A micro-batch: window, index in the window."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how.
+
+    late: the reading mode of the transaction's flags. layers, targets: of the student. size: K. padding: the side it is on.
+    rates: of the steps, where they are not to fall linearly from `learning_rate`.
+    """
+
+    late: bool = False
+    strategy: str = "local"
+    logit_kl_weight: float = 0.0
+    layers: str = "1,2"
+    targets: tuple[str, ...] = ("gate", "up", "down")
+    windows: int = 3
+    size: int = 4
+    rows: int = 2
+    length: int = 16
+    padding: str = "right"
+    spikes: bool = False
+    learning_rate: float = 1e-2
+    rates: tuple[float, ...] | None = None
+
+    @property
+    def train_config(self) -> TrainConfig:
+        return TrainConfig(
+            strategy=self.strategy,
+            logit_kl_weight=self.logit_kl_weight,
+            learning_rate=self.learning_rate,
+            weight_decay=0.01,
+            gradient_accumulation_steps=self.size,
+            skip_spikes=self.spikes,
+        )
+
+    def batch(self, place: Place) -> Batch:
+        """The micro-batch at a place: random tokens, the same whatever else a run sees; the last of several rows is padded."""
+        window, micro = place
+        generator = torch.Generator().manual_seed(10_007 * window + micro)
+        vocabulary = embedded().config.vocab_size
+        lengths = [self.length] * self.rows
+        if self.rows > 1:
+            lengths[-1] -= self.length // 4
+        samples = [
+            Sample(f"w{window}-m{micro}-r{row}", tuple(torch.randint(FIRST_ID, vocabulary, (n,), generator=generator).tolist()))
+            for row, n in enumerate(lengths)
+        ]
+        return collate(samples, pad_id=PAD_ID, side=self.padding)
+
+
+SMALL = Setting()
+"""Two converted layers, three windows of four micro-batches."""
+
+
+@functools.cache
+def embedded() -> LlamaForCausalLM:
+    """The embedded model in NF4, loaded once and never changed."""
+    return load_base("tiny", quantization="nf4", device="cpu")[0]
+
+
+class Student:
+    """A fresh student with its optimizer. `fill` is one micro-batch: gradients into `.grad`, sums returned."""
+
+    def __init__(self, setting: Setting):
+        torch.manual_seed(0)
+        self.setting, self.config = setting, setting.train_config
+        self.model = copy.deepcopy(embedded())
+        attach(self.model, NPTConfig(rank=4, layers=setting.layers, targets=setting.targets))
+        self.parameters = adapter_parameters(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=setting.learning_rate, betas=ADAM_BETAS, weight_decay=self.config.weight_decay, fused=True
+        )
+
+    def fill(self, batch: Batch) -> MicroBatch:
+        with torch.autocast("cpu", enabled=False):
+            return STRATEGIES[self.config.strategy](self.model, batch, self.config)
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, moments and step counts as bytes, so that equal means every bit: NaN equals itself, 0 is not -0."""
+        tensors: dict[str, Tensor] = {name: p.detach() for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            tensors |= {f"{key} of {name}": torch.as_tensor(value) for key, value in self.optimizer.state.get(p, {}).items()}
+        return {name: t.contiguous().reshape(-1).view(torch.uint8).clone() for name, t in tensors.items()}
+
+
+Fill = Callable[[], MicroBatch]
+Plant = Callable[[Student, Batch], AbstractContextManager[tuple[Batch, Fill | None]]]
+"""Plants a fault for one micro-batch: the batch to use instead, and what to fill gradients with instead, if anything."""
+
+
+@contextmanager
+def no_fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
+    yield batch, None
+
+
+@dataclass
+class Outcome:
+    """All that a run comes to. rng: the CPU's random state. rates: learning rates of the applied windows, in order."""
+
+    state: dict[str, Tensor]
+    rng: Tensor
+    results: list[WindowResult[MicroBatch]] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        return [r.rate for r in self.results if r.applied]
+
+    @property
+    def steps(self) -> int:
+        return self.results[-1].steps if self.results else 0
+
+    @property
+    def refusals(self) -> list[tuple[int, Refusal]]:
+        """(window, refusal) of everything that was refused."""
+        return [(r.index, refusal) for r in self.results for refusal in r.refusals]
+
+    def difference(self, other: Outcome) -> str | None:
+        """What differs from another outcome, by name; None where not one bit does."""
+        for what in ("rates", "steps"):
+            if getattr(self, what) != getattr(other, what):
+                return f"{what}: {getattr(self, what)} and {getattr(other, what)}"
+        if not torch.equal(self.rng, other.rng):
+            return "the random state"
+        return difference(self.state, other.state)
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor in which two states differ, if any does."""
+    if one.keys() != other.keys():
+        return f"the set of tensors: {', '.join(sorted(one.keys() ^ other.keys()))}"
+    return next((name for name, value in one.items() if not torch.equal(value, other[name])), None)
+
+
+class Run(Student):
+    """A student trained through the transaction, as `npt.distill.loop` does it."""
+
+    def __init__(self, setting: Setting):
+        super().__init__(setting)
+        self.transaction: Transaction[MicroBatch] = Transaction(
+            self.parameters,
+            self.optimizer,
+            self.config.max_grad_norm,
+            # Every step has a rate of its own, so a schedule that moved by one is seen.
+            setting.rates or rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows),
+            late=setting.late,
+            spikes=SpikeGuard(self.config.spike_sigmas) if setting.spikes else None,
+        )
+        self.results: list[WindowResult[MicroBatch]] = []
+
+    def micro_batch(self, batch: Batch, fill: Fill | None = None) -> None:
+        fault = find_fault(batch, self.model.config.vocab_size)
+        if fault is not None:
+            self.transaction.refuse(fault, batch.sample_ids)
+            return
+        self.transaction.micro_batch(fill if fill is not None else lambda: self.fill(batch), batch.sample_ids)
+
+    def window(self, number: int, plants: Mapping[Place, Plant], absent: frozenset[Place]) -> None:
+        for micro in range(self.setting.size):
+            place = (number, micro)
+            if place in absent:
+                continue
+            with plants.get(place, no_fault)(self, self.setting.batch(place)) as (batch, fill):
+                self.micro_batch(batch, fill)
+        self.results += self.transaction.commit()
+
+    def outcome(self) -> Outcome:
+        """Everything as it stands, once every window's result is known."""
+        self.results += self.transaction.flush()
+        return Outcome(self.state(), torch.get_rng_state(), list(self.results))
+
+
+Act = Callable[[Run], Any]
+
+
+def run(
+    setting: Setting,
+    *,
+    plants: Mapping[Place, Plant] | None = None,
+    absent: Iterable[Place] = (),
+    before: Mapping[int, Act] | None = None,
+    around: Callable[[Run], AbstractContextManager[Any]] | None = None,
+) -> tuple[Run, Outcome]:
+    """Train a fresh student.
+
+    Args:
+        setting: what and how.
+        plants: faults, by the micro-batch they are planted in.
+        absent: micro-batches that this run never sees.
+        before: what is done to the run in front of a window.
+        around: a context that the whole run is in.
+    """
+    made = Run(setting)
+    missing = frozenset(absent)
+    with around(made) if around is not None else nullcontext():
+        for number in range(setting.windows):
+            if before and number in before:
+                before[number](made)
+            made.window(number, plants or {}, missing)
+        return made, made.outcome()
+
+
+@functools.lru_cache(maxsize=64)
+def clean_run(setting: Setting, absent: frozenset[Place] = frozenset()) -> Outcome:
+    """The counterfactual: the run that never saw the micro-batches `absent`, and no fault in the others."""
+    return run(setting, absent=absent)[1]
+
+
+def whole_window(setting: Setting, number: int) -> frozenset[Place]:
+    return frozenset((number, micro) for micro in range(setting.size))
+
+
+def module_of(student: Student, name: str) -> nn.Module:
+    return student.model.get_submodule(name)

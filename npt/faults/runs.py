@@ -1,0 +1,310 @@
+"""Cases that need more than windows: whole runs with their folder, files, audits and trackers."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from npt.adapters.io import WEIGHTS_NAME, save_adapter
+from npt.config import DataConfig, TrainConfig
+from npt.distill.loop import Loop, Window
+from npt.distill.progress import ProgressDisplay
+from npt.distill.run_folder import RunFolder
+from npt.distill.schedule import rate_table
+from npt.distill.signals import StopOnSignal
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.trackers import Trackers
+from npt.distill.trainer import Trainer
+from npt.distill.transaction import Transaction
+from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
+from npt.faults.bench import SMALL, Setting, Student, difference, embedded, module_of
+from npt.faults.verdict import Verdict, verdict_of
+from npt.files import to_json
+from npt.health.guards import tensor_fault
+from npt.quant.precision import audit_precision, policy_dtype
+
+BAD_ID = 2048
+"""One more than the largest token id of the embedded model."""
+
+
+class NoTokenizer:
+    """Records of token ids need no tokenizer but for its special ids."""
+
+    bos_token_id, eos_token_id, pad_token_id = 0, 1, 2
+
+
+def saving_goes_wrong(student: Student, name: str) -> list[str]:
+    """Complaints, unless saving is refused for the tensor `name` and leaves nothing behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_adapter(student.model, Path(folder) / "adapter")
+        except AdapterFileError as error:
+            complaints = [] if name in str(error) else [f"saving was refused with: {error}"]
+        else:
+            complaints = ["the adapter was saved"]
+        return complaints + [f"saving left {path.name}" for path in Path(folder).iterdir()]
+
+
+def audit_message(model: Any) -> str | None:
+    """What the precision audit says, if anything."""
+    try:
+        audit_precision(model, policy_dtype(model))
+    except PrecisionError as error:
+        return str(error)
+    return None
+
+
+def dtype_flipped() -> tuple[str | None, str]:
+    """One 4-bit layer in fp16: the audit, which comes before every save, names it and no other."""
+    student = Student(SMALL)
+    name = "model.layers.3.self_attn.k_proj"
+    layer: Any = module_of(student, name)
+    layer.compute_dtype = torch.float16
+    return audit_message(student.model), f"{name} computes in float16 forward, float32 backward; load"
+
+
+def autocast(late: bool) -> Verdict:
+    """The loop switches a caller's autocast off around its micro-batches, and the audit does not let it pass unsaid."""
+    states = []
+    messages = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            states.append(_looped(late))
+            messages.append(audit_message(embedded()))
+    different = difference(*states)
+    complaints = [] if different is None else [f"autocast changed {different}"]
+    said = messages[1]
+    if messages[0] is not None or said is None or "autocast to bfloat16 is on for cpu" not in said:
+        complaints.append(f"the audit says {messages}")
+    return verdict_of("unharmed", complaints)
+
+
+def _looped(late: bool) -> dict[str, Tensor]:
+    """The state after three windows of the training loop itself."""
+    setting = SMALL
+    student = Student(setting)
+    with tempfile.TemporaryDirectory() as name, reading(late):
+        folder = RunFolder(Path(name) / "run")
+        loop = Loop(
+            student.model,
+            STRATEGIES[student.config.strategy],
+            student.config,
+            rate_table(setting.learning_rate, "constant", 0, None),
+            setting.windows,
+            folder,
+            Trackers(student.config, folder.path, {}),
+            ProgressDisplay(setting.windows, Console(file=io.StringIO())),
+            StopOnSignal(),
+            evaluate=_never,
+            save=lambda step: None,
+        )
+        loop.run(Window(0, [setting.batch((window, micro)) for micro in range(setting.size)]) for window in range(setting.windows))
+        folder.close()
+    student.optimizer = loop.optimizer
+    return student.state()
+
+
+def _never() -> Any:
+    raise AssertionError("nothing is to be evaluated")
+
+
+@contextmanager
+def reading(late: bool) -> Iterator[None]:
+    """Within the context the loop's transactions read their flags one window late, or at once."""
+    with mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)):
+        yield
+
+
+@contextmanager
+def trainer(late: bool, records: list[dict[str, Any]], **settings: Any) -> Iterator[Trainer]:
+    """A trainer of a fresh student on records of token ids, its run folder temporary."""
+    with tempfile.TemporaryDirectory() as folder, reading(late):
+        config = TrainConfig(**{"batch_size": 1, "log_steps": 1, "smoke_test": False, "output_dir": f"{folder}/run", **settings})
+        yield Trainer(
+            Student(Setting(layers="1", targets=("gate",))).model,
+            NoTokenizer(),
+            records,
+            config,
+            data_config=DataConfig(max_length=16),
+            eval_data=[{"input_ids": list(range(5, 15))}],
+            console=Console(file=io.StringIO()),
+        )
+
+
+def records(good: int, bad: int) -> list[dict[str, Any]]:
+    """Records of eight token ids, those called `bad-...` with one outside the vocabulary."""
+    made = [{"id": f"good-{i}", "input_ids": [3 + (7 * i + j) % 2000 for j in range(8)]} for i in range(good)]
+    return made + [{"id": f"bad-{i}", "input_ids": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i]} for i in range(bad)]
+
+
+def stopped(trainer: Trainer, reason: str, step: int | None, check: Callable[[Path], list[str]]) -> Verdict:
+    """Train; the run has to stop for `reason`, with exit status 3 and a complete bundle that `check` has no complaint about."""
+    run = trainer.folder_path
+    try:
+        trainer.train()
+    except TooManyRefusalsError as error:
+        complaints = [] if reason in str(error) and error.exit_status == 3 else [f"stopped with {error}"]
+    else:
+        return Verdict("went on", False, False, detail="the run was not stopped")
+    bundles = sorted((run / "postmortem").iterdir()) if (run / "postmortem").is_dir() else []
+    if len(bundles) != 1 or (step is not None and bundles[0].name != f"step-{step:08d}"):
+        return verdict_of("stopped", [*complaints, f"bundles: {[b.name for b in bundles]}"], located=False)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    stops = [event for event in events if event["event"] == "stopped"]
+    if len(stops) != 1 or reason not in stops[0]["reason"]:
+        complaints.append(f"the events tell of {stops}")
+    files = {path.name for path in bundles[0].iterdir()}
+    missing = {"state.safetensors", "window.safetensors", "postmortem.json"} - files
+    if missing:
+        return verdict_of("stopped", [*complaints, f"the bundle lacks {sorted(missing)}"], located=False)
+    state = load_file(bundles[0] / "state.safetensors")
+    for part in ("adapter.", "optimizer.", "rng.cpu"):
+        if not any(key.startswith(part) for key in state):
+            complaints.append(f"the bundle's state lacks {part}*")
+    for file in run.glob("checkpoints/*/adapter/*.safetensors"):
+        finding = tensor_fault(load_file(file))
+        if finding is not None:
+            complaints.append(f"{file.relative_to(run)} was saved: {finding}")
+    strangers = [e for e in events if e["event"] == "refusal" and not _planted(e)]
+    return verdict_of("stopped", complaints + check(bundles[0]), false_alarms=len(strangers))
+
+
+def _planted(event: dict[str, Any]) -> bool:
+    """A data refusal is of a bad record, whose bad id it names; any other is of the poisoned weight."""
+    if event["kind"] == "data":
+        return all(name.startswith("bad-") for name in event["sample_ids"]) and f"token id {BAD_ID}" in event["detail"]
+    return event["kind"] == "loss"
+
+
+def _said(bundle: Path) -> dict[str, Any]:
+    return json.loads((bundle / "postmortem.json").read_text(encoding="utf-8"))
+
+
+def bad_in_a_row(late: bool) -> Verdict:
+    """Nothing but bad records: the run ends after the third, without a step."""
+
+    def check(bundle: Path) -> list[str]:
+        said = _said(bundle)
+        good = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said["refusals"]] == [True]
+        return [] if good else [f"the bundle tells of {said['refusals']}"]
+
+    with trainer(late, records(0, 8), max_consecutive_bad=3) as made:
+        return stopped(made, "3 refusals in a row", 0, check)
+
+
+def poisoned_run(late: bool) -> Verdict:
+    """A weight turns NaN in front of the third micro-batch. The two steps before it stand, and nothing is saved behind it."""
+    name = "model.layers.1.npt.A"
+
+    def check(bundle: Path) -> list[str]:
+        state = load_file(bundle / "state.safetensors")
+        bad = [key for key, tensor in state.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
+        complaints = [] if bad == [f"adapter.{name}"] else [f"not finite in the bundle: {bad}"]
+        traces = _said(bundle)["history"]
+        if [trace["loss"] is None for trace in traces[:5]] != [False, False, True, True, True]:
+            complaints.append(f"the bundle's history is {traces}")
+        return complaints
+
+    with trainer(late, records(10, 0), max_consecutive_bad=3) as made:
+        strategy, calls = made.strategy, 0
+
+        def poisoning(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                with torch.no_grad():
+                    model.get_parameter(name)[1, 1] = math.nan
+            return strategy(model, batch, config)
+
+        made.strategy = poisoning
+        return stopped(made, "3 refusals in a row", 2, check)
+
+
+def over_budget(late: bool) -> Verdict:
+    """Half of the micro-batches bad, never many in a row: the share ends the run."""
+
+    def check(bundle: Path) -> list[str]:
+        return [] if _said(bundle)["history"] else ["the bundle has no history"]
+
+    with trainer(late, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4) as made:
+        return stopped(made, "--max_refused_share", None, check)
+
+
+def dtype_flipped_in_a_run(late: bool) -> Verdict:
+    """The audit in front of every checkpoint names the layer; of the steps it computed nothing is saved."""
+    name = "model.layers.0.mlp.up_proj"
+    with trainer(late, records(10, 0), save_steps=2) as made:
+        strategy, calls = made.strategy, 0
+
+        def flipping(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                model.get_submodule(name).compute_dtype = torch.float16
+            return strategy(model, batch, config)
+
+        made.strategy = flipping
+        try:
+            made.train()
+        except PrecisionError as error:
+            complaints = [] if f"{name} computes in float16" in str(error) else [f"stopped with: {error}"]
+        else:
+            complaints = ["the run went on"]
+        saved = sorted(path.name for path in (made.folder_path / "checkpoints").iterdir())
+    if saved != ["step-00000002"]:
+        complaints.append(f"saved: {saved}")
+    return verdict_of("stopped", complaints)
+
+
+def refused_save(late: bool) -> Verdict:
+    """An adapter that was saved well is still there, byte for byte, after a poisoned one was refused in its place."""
+    student = Student(SMALL)
+    name = "model.layers.2.npt.M.down"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "adapter"
+        save_adapter(student.model, path)
+        before = (path / WEIGHTS_NAME).read_bytes()
+        with torch.no_grad():
+            student.parameters[name][0, 3] = math.inf
+        try:
+            save_adapter(student.model, path)
+        except AdapterFileError as error:
+            complaints = [] if name in str(error) else [f"refused with: {error}"]
+        else:
+            complaints = ["it was saved"]
+        if (path / WEIGHTS_NAME).read_bytes() != before or len(list(Path(folder).iterdir())) != 1:
+            complaints.append("the good adapter was touched")
+    return verdict_of("refused", complaints)
+
+
+def tracker(late: bool) -> Verdict:
+    """A real TensorBoard writer is shown NaN, Inf and None beside a number: it draws the number."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    values = {"good": 1.5, "nan": math.nan, "inf": math.inf, "none": None}
+    with tempfile.TemporaryDirectory() as folder:
+        trackers = Trackers(TrainConfig(use_tensorboard=True), Path(folder), {})
+        trackers.log(values, 1)
+        trackers.close()
+        drawn: dict[str, list[float]] = {}
+        for file in Path(folder).rglob("events.out.tfevents*"):
+            events = EventAccumulator(str(file)).Reload()
+            drawn |= {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    complaints = [] if drawn == {"good": [1.5]} else [f"drawn: {drawn}"]
+    written = json.loads(to_json(values))
+    if written != {"good": 1.5, "nan": None, "inf": None, "none": None}:
+        complaints.append(f"written: {written}")
+    return verdict_of("unharmed", complaints)

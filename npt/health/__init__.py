@@ -1,0 +1,1 @@
+"""Watching the numbers of a model in training: what is found is said, nothing is steered."""

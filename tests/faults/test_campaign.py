@@ -1,0 +1,213 @@
+"""The fault campaign: every case passes, and a transaction that leaves traces, misses a fault or cries wolf does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import npt
+from npt.distill.transaction import Transaction
+from npt.faults import bench, campaign, loops
+from npt.faults.bench import SMALL, clean_run, difference, run
+from npt.faults.campaign import clean_steps, comparison, find, judged, print_comparison, print_scorecard, summary
+from npt.faults.cases import all_cases
+
+CASES = all_cases()
+SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
+
+
+def case(id: str):
+    found = find(CASES, id)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("chosen", CASES, ids=lambda c: c.id)
+def test_the_case_passes(chosen) -> None:
+    verdict = judged(chosen).verdict
+    assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (True, True, 0, "")
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_clean_steps_raise_no_alarm(count) -> None:
+    verdict = judged(clean_steps(count)).verdict
+    assert verdict.passed and verdict.false_alarms == 0
+
+
+# --- the campaign finds what is wrong --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_twins():
+    """Counterfactuals made while something is broken must not outlive the test."""
+    clean_run.cache_clear()
+    yield
+    clean_run.cache_clear()
+
+
+def test_a_fault_that_is_not_refused_is_missed(monkeypatch, fresh_twins) -> None:
+    monkeypatch.setattr(bench, "find_fault", lambda batch, vocabulary: None)
+    verdict = judged(case("data-label")).verdict
+    assert not verdict.passed and not verdict.located
+
+
+def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, fresh_twins) -> None:
+    refuse = Transaction.refuse
+
+    def careless(self, *arguments) -> None:
+        refuse(self, *arguments)
+        with torch.no_grad():
+            self.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+
+    monkeypatch.setattr(Transaction, "refuse", careless)
+    verdict = judged(case("data-label")).verdict
+    assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
+    assert "model.layers.1.npt.A" in verdict.detail
+
+
+def test_a_random_state_that_moved_is_harm(monkeypatch, fresh_twins) -> None:
+    refuse = Transaction.refuse
+
+    def careless(self, *arguments) -> None:
+        refuse(self, *arguments)
+        torch.rand(1)
+
+    monkeypatch.setattr(Transaction, "refuse", careless)
+    assert "random state" in judged(case("data-label")).verdict.detail
+
+
+def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, fresh_twins) -> None:
+    honest = bench.find_fault
+
+    def nervous(batch, vocabulary):
+        return "a feeling" if batch.sample_ids[:1] == ("w2-m0-r0",) else honest(batch, vocabulary)
+
+    monkeypatch.setattr(bench, "find_fault", nervous)
+    verdict = judged(case("data-label")).verdict
+    assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)  # one in each reading mode
+
+
+def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, fresh_twins) -> None:
+    explain = Transaction._first_bad
+    monkeypatch.setattr(Transaction, "_first_bad", lambda self, norms: explain(self, norms.flip(0)))
+    verdict = judged(case("gradient-nan")).verdict
+    assert (verdict.verdict, verdict.passed, verdict.located) == ("survived", False, False)
+
+
+def test_a_case_that_raises_has_failed_and_says_what() -> None:
+    def check(late: bool):
+        raise RuntimeError("boom")
+
+    line = judged(campaign.Case("x", "x", "x", check))
+    assert not line.verdict.passed and "RuntimeError: boom" in line.verdict.detail
+
+
+# --- the counterfactual is worth something ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_run_without_a_micro_batch_is_another_run(late) -> None:
+    setting = bench.Setting(late=late)
+    assert clean_run(setting).difference(clean_run(setting, frozenset({(1, 1)}))) is not None
+    assert run(setting)[1].difference(clean_run(setting)) is None
+    assert len(set(clean_run(setting).rates)) == setting.windows  # a schedule that moved by one step would be seen
+
+
+def test_both_reading_modes_are_the_same_run() -> None:
+    assert clean_run(bench.Setting(late=True)).difference(clean_run(bench.Setting(late=False))) is None
+
+
+def test_the_shared_base_is_never_changed() -> None:
+    before = npt.base_hash(bench.embedded())
+    for id in ("weight-absmax", "weight-packed", "data-padding-nan", "activation-fp16"):
+        judged(case(id))
+    assert npt.base_hash(bench.embedded()) == before
+
+
+# --- the plain loops -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", loops.LOOPS)
+def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> None:
+    setting = bench.Setting(windows=1)
+    student, aborted, zeros = loops.train(setting, loops.LOOPS[name], {})
+    assert not aborted and not zeros
+    ours, _ = run(setting)
+    start = bench.Student(setting).parameters
+    for key, parameter in student.parameters.items():
+        assert not torch.equal(parameter, start[key])
+        # Another order of summation in fp32; Adam's first step is 0.01 times nearly a sign, so errors of gradients that are
+        # nearly 0 are magnified, up to the step itself where the sign is rounding.
+        close = (parameter - ours.parameters[key]).abs() <= 1e-5
+        assert close.float().mean() > 0.999, key
+
+
+def test_plain_loops_become_what_is_known_of_them() -> None:
+    (row,) = comparison([case("gradient-nan")])
+    assert [row[k] for k in ("ours", *loops.LOOPS)] == ["survives", "poisoned", "poisoned", "poisoned, aborts"]
+    (row,) = comparison([case("gradient-huge")])
+    assert [row[k] for k in ("ours", *loops.LOOPS)] == ["survives", *["stepped on zeros"] * 3]
+    (row,) = comparison([case("loss-labels-mean")])
+    assert [row[k] for k in ("ours", *loops.LOOPS)] == ["survives", "trained on it", "stepped on zeros", "aborts"]
+
+
+def test_a_plain_loop_equals_itself() -> None:
+    one, other = (loops.train(SMALL, loops.clip_only, {})[0].state() for _ in range(2))
+    assert difference(one, other) is None
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def test_the_figures_have_their_keys_and_add_up() -> None:
+    lines = [judged(case("data-label")), judged(campaign.Case("bad", "[x]", "-", lambda late: campaign.Verdict("harmed", False, False, 3)))]
+    figures = summary(lines)
+    assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 2, 6)
+    assert {"id", "name", "verdict", "located", "passed"} <= figures["cases"][0].keys()
+    out = io.StringIO()
+    print_scorecard(Console(file=out, width=120, markup=False), lines)
+    assert "FAILED: harmed" in out.getvalue() and "passed 1 of 2, 6 false alarms" in out.getvalue()
+
+
+def test_the_comparison_is_printed_with_its_legend() -> None:
+    out = io.StringIO()
+    row = {"id": "a", "name": "a fault", "ours": "survives", "clip only": "poisoned"}
+    print_comparison(Console(file=out, width=120, markup=False), [row])
+    assert "a fault" in out.getvalue() and "poisoned: a weight or a moment is not finite" in out.getvalue()
+
+
+def script(monkeypatch, *arguments: str) -> int:
+    spec = importlib.util.spec_from_file_location("inject_fault", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", ["inject_fault.py", *arguments])
+    return module.main()
+
+
+def test_the_script_lists_every_case_with_its_truth(monkeypatch, capsys) -> None:
+    assert script(monkeypatch, "--list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["id"] for entry in listed] == [*(c.id for c in CASES), "clean-steps"]
+    assert all(entry["truth"] for entry in listed)
+
+
+def test_the_script_runs_one_case_and_tells_by_its_exit_status(monkeypatch, capsys) -> None:
+    assert script(monkeypatch, "--case", "data-label", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["passed"] == 1
+    monkeypatch.setattr(bench, "find_fault", lambda batch, vocabulary: None)
+    assert script(monkeypatch, "--case", "data-label") == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_the_script_refuses_an_unknown_case(monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script(monkeypatch, "--case", "nonsense")
+    assert stop.value.code == 2
+    assert "--list names them" in capsys.readouterr().err
