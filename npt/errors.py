@@ -39,12 +39,6 @@ class AdapterFileError(NPTError, ValueError):
     exit_status = 5
 
 
-class CheckpointError(NPTError, RuntimeError):
-    """A checkpoint that cannot be used."""
-
-    exit_status = 5
-
-
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
 

@@ -168,8 +168,11 @@ class Loop:
         if refusal.micro_batch is None or refusal.kind == "data" or self._diagnoses == DIAGNOSES:
             return
         self._diagnoses += 1
-        finding = diagnose(self.model, window.batches[refusal.micro_batch])
-        message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
+        try:
+            finding = diagnose(self.model, window.batches[refusal.micro_batch])
+            message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
+        except Exception as error:  # an observer must not end the run that it looks at
+            message = f"failed: {type(error).__name__}: {error}"
         self.folder.event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
         self.display.say(f"  diagnosis: {message}")
 

@@ -1,0 +1,107 @@
+"""What only a GPU shows: 4-bit on CUDA, flags read one window late through pinned memory, and no wait added by the guards."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.data.batch import Batch, collate
+from npt.data.samples import Sample
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.transaction import Transaction
+
+pytestmark = pytest.mark.gpu
+
+
+def student(device: str = "cuda"):
+    model, tokenizer = npt.load_base("tiny", quantization="nf4", device=device)
+    npt.attach(model, npt.NPTConfig(additive_scale=1.0), seed=0)
+    return model, tokenizer
+
+
+def micro_batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [tuple(torch.randint(3, 2048, (n,), generator=generator).tolist()) for n in (48, 33)]
+    return collate([Sample(f"{seed}-{row}", row_ids) for row, row_ids in enumerate(ids)], 2)
+
+
+def test_the_loss_on_a_gpu_is_that_on_a_cpu() -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        model, _ = student(device)
+        batch = micro_batch(0)
+        sums = STRATEGIES["local"](model, batch.to(torch.device(device)), npt.TrainConfig())
+        losses.append(float(sums.loss) / sums.tokens)
+    # The two quantise the same weights with different roundings, and their kernels sum in different orders.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], list]:
+    model, _ = student()
+    parameters = adapter_parameters(model)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, fused=True)
+    rates = [1e-2, 8e-3, 6e-3, 4e-3]
+    transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, 0.5, rates, late=late)
+    results = []
+    for window in range(4):
+        for index in range(2):
+            number = 2 * window + index
+
+            def fill(number: int = number) -> MicroBatch:
+                sums = STRATEGIES["local"](model, micro_batch(number).to(torch.device("cuda")), npt.TrainConfig())
+                if fault(number):
+                    next(iter(parameters.values())).grad.view(-1)[0] = float("nan")
+                return sums
+
+            transaction.micro_batch(fill, (str(number),))
+        results += transaction.commit()
+    return {name: p.detach().clone() for name, p in parameters.items()}, results + transaction.flush()
+
+
+def test_flags_read_late_leave_the_bits_of_flags_read_at_once() -> None:
+    weights, results = zip(*(run(late, lambda number: number in (2, 4, 5)) for late in (False, True)), strict=True)
+    assert [r.applied for r in results[1]] == [r.applied for r in results[0]] == [True, True, False, True]
+    assert [r.steps for r in results[1]] == [1, 2, 2, 3]
+    assert [r.rate for r in results[1]] == [r.rate for r in results[0]]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_clean_step_makes_the_host_wait_for_nothing() -> None:
+    model, _ = student()
+    parameters = adapter_parameters(model)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=True)
+    transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, 0.5, [1e-3])
+    assert transaction.late
+    batch = micro_batch(0).to(torch.device("cuda"))
+
+    def step() -> None:
+        transaction.micro_batch(lambda: STRATEGIES["local"](model, batch, npt.TrainConfig()))
+        transaction.commit()
+
+    step()
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+    waits = {e.key: e.count for e in profiler.key_averages() if e.key in ("cudaStreamSynchronize", "cudaDeviceSynchronize")}
+    # The record of the window before is waited for by its event, which has long arrived; nothing else is waited for.
+    assert waits == {}
+
+
+def test_a_run_on_a_gpu_ends_below_where_it_started(tmp_path: Path) -> None:
+    model, tokenizer = student()
+    config = npt.TrainConfig(max_steps=40, batch_size=8, learning_rate=1e-2, log_steps=1, eval_samples=8, output_dir=str(tmp_path / "run"))
+    result = npt.Trainer(model, tokenizer, None, config, console=Console(file=io.StringIO())).train()
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert result.steps == 40 and result.refused == 0
+    assert losses[-1] < 0.5 * losses[0]
