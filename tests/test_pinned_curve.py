@@ -34,6 +34,6 @@ def curve(strategy: str, folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("strategy", PINNED)
 def test_the_loss_curve_is_the_pinned_one(strategy: str, tmp_path: Path) -> None:
-    # Other processors sum in another order: single products differ by 1e-6, and eight steps of Adam, which
-    # divides by the size of the gradient, amplify that.
+    # Other processors sum in another order: single products differ by 1e-6, and eight steps of Adam, which divides by the
+    # size of the gradient, amplify that.
     assert curve(strategy, tmp_path / "run") == pytest.approx(PINNED[strategy], rel=5e-3)
