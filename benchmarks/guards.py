@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.data.batch import Batch, batches, find_fault, pad_id_of
+from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
+from npt.distill.loop import try_micro_batch
 from npt.distill.spikes import SpikeGuard
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.transaction import Transaction
@@ -77,11 +78,11 @@ class Bench:
 
         def step(window: list[Batch]) -> None:
             for batch in window:
-                fault = find_fault(batch, self.model.config.vocab_size) if check else None
-                if fault is not None:
-                    transaction.refuse(fault, batch.sample_ids)
-                    continue
-                transaction.micro_batch(partial(self.strategy, batch), batch.sample_ids)
+                fill = partial(self.strategy, batch)
+                if check:
+                    try_micro_batch(transaction, batch, self.model.config.vocab_size, fill)
+                else:
+                    transaction.micro_batch(fill, batch.sample_ids)
             transaction.commit()
 
         return step

@@ -112,8 +112,8 @@ def evaluate(given: dict[str, Any]) -> int:
     base, data = build(BaseConfig, given), build(DataConfig, given)
     import npt
     from npt.adapters.io import read_adapter_config
-    from npt.data.samples import held_out_samples
-    from npt.data.source import check_source
+    from npt.data.samples import evaluation_samples
+    from npt.data.source import check_source, open_source, own_heldout
     from npt.fidelity.table import print_fidelity
     from npt.files import to_json
 
@@ -122,7 +122,9 @@ def evaluate(given: dict[str, Any]) -> int:
     check_source(data)
     model, tokenizer = _load(base, console)
     npt.load_adapter(model, given["adapter"])
-    samples, heldout = held_out_samples(data, tokenizer, given["eval_samples"])
+    own = own_heldout(data)
+    records = own if own is not None else open_source(data)
+    samples, heldout = evaluation_samples(records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own)
     fidelity = npt.evaluate(model, tokenizer, samples, batch_size=given["batch_size"])
     if given["json"]:
         print(to_json({**fidelity.as_dict(), "heldout": heldout}, indent=2))

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.builtin import builtin_text
-from npt.data.source import BUILTIN, Record, open_source
+from npt.data.source import Record
 from npt.errors import DataError
 
 _HELDOUT_ONE_IN = 20
@@ -166,21 +165,33 @@ class Samples:
         return (s for s in samples if not s.heldout) if self._hold_out else samples
 
 
-def held_out_samples(config: DataConfig, tokenizer: Any, count: int) -> tuple[list[Sample], bool]:
-    """`count` samples that training on `config`'s source never sees, spread over it.
+def evaluation_samples(
+    records: Iterable[Record],
+    tokenizer: Any,
+    config: DataConfig,
+    count: int,
+    vocab_size: int,
+    own: Iterable[Record] | None = None,
+) -> tuple[list[Sample], bool]:
+    """`count` samples to evaluate on, and whether they are held out; the rule that training and evaluation share.
+
+    Args:
+        records: what is trained on; one sample in twenty of it is held out where it has no held-out records of its own.
+        tokenizer, config: as for `cut`.
+        count: samples at most.
+        vocab_size: V; samples with ids outside it are passed over.
+        own: held-out records of their own, which the samples are spread over.
 
     Returns:
-        The samples, and whether they are held out. Of the built-in text they come from its own held-out files. A source that
-        is too small to hold any out gives its training samples, which the caller has to say.
-
-    Raises:
-        DataError: as `open_source`, or no sample at all.
+        The samples. Where nothing is held out they are training samples, which the caller has to say.
     """
-    if config.dataset_name == BUILTIN:
-        return spread(cut(builtin_text("heldout"), tokenizer, config), count), True
-    records = open_source(config)
-    samples = held_out(records, tokenizer, config, count)
-    return (samples, True) if samples else (list(itertools.islice(cut(records, tokenizer, config), count)), False)
+    if own is not None:
+        samples = spread(within(cut(own, tokenizer, config), vocab_size), count)
+    else:
+        samples = held_out(records, tokenizer, config, count, vocab_size)
+    if samples:
+        return samples, True
+    return list(itertools.islice(within(cut(records, tokenizer, config), vocab_size), count)), False
 
 
 def held_out(records: Iterable[Record], tokenizer: Any, config: DataConfig, limit: int, vocab_size: int | None = None) -> list[Sample]:

@@ -41,6 +41,11 @@ def open_source(config: DataConfig) -> Iterable[Record]:
     return records
 
 
+def own_heldout(config: DataConfig) -> Iterable[Record] | None:
+    """The held-out records that a source has of its own: those of the built-in text; None of any other."""
+    return _Reader(lambda: _builtin("heldout")) if config.dataset_name == BUILTIN else None
+
+
 def check_source(config: DataConfig) -> None:
     """Refuse what needs no reading to be refused, before a large base is loaded: a local file that is missing, empty or of an
     unknown kind, a split or configuration that the source does not have.

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distill.trackers import Trackers
-from npt.distill.transaction import Refusal, Transaction, WindowResult
+from npt.distill.transaction import Refusal, S, Transaction, WindowResult
 from npt.errors import TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
@@ -76,7 +77,6 @@ class Loop:
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
         self._evaluate, self._save = evaluate, save
-        self.device = next(model.parameters()).device
         parameters = adapter_parameters(model)
         self.optimizer = torch.optim.AdamW(
             parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
@@ -122,24 +122,19 @@ class Loop:
             # What depends on the state at an exact step must not see the window behind it. Where results come late this
             # waits for them; a window that turns out refused has merely been waited for in vain.
             if self._is_boundary(self.steps + self.transaction.in_flight):
-                self._account(self.transaction.flush())
+                self.settle()
             if self.steps == self.config.max_steps:
                 break
-        self._account(self.transaction.flush())
+        self.settle()
         self._close_epoch()
 
+    def settle(self) -> None:
+        """Wait for the windows whose results are still on their way, and account for them."""
+        self._account(self.transaction.flush())
+
     def _micro_batch(self, batch: Batch) -> None:
-        fault = find_fault(batch, self.model.config.vocab_size)
-        if fault is not None:
-            self.transaction.refuse(fault, batch.sample_ids)
-            return
-        moved = batch.to(self.device)
-
-        def fill() -> MicroBatch:
-            with torch.autocast(self.device.type, enabled=False):
-                return self.strategy(self.model, moved, self.config)
-
-        self.transaction.micro_batch(fill, batch.sample_ids)
+        fill = partial(fill_gradients, self.strategy, self.model, batch, self.config)
+        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
@@ -186,6 +181,10 @@ class Loop:
 
     def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
         self._close_epoch()
+        # Where results come late the window behind this one has been stepped on already: the state is that of its step.
+        for behind in self.transaction.flush():
+            self.steps += behind.applied
+            self.tokens += behind.tokens if behind.applied else 0
         where = write_postmortem(
             self.folder.path, self.model, self.optimizer, window.batches, result.refusals, self.steps, self.transaction.history
         )
@@ -247,6 +246,29 @@ class Loop:
         count = self.refused_by_epoch.get(self._epoch, 0)
         if count:
             self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+
+
+def fill_gradients(strategy: Strategy, model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:
+    """The strategy on one batch, on the model's device and with autocast off, whatever a caller has on."""
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, enabled=False):
+        return strategy(model, batch.to(device), config)
+
+
+def try_micro_batch(transaction: Transaction[S], batch: Batch, vocab_size: int, fill: Callable[[], S]) -> None:
+    """Hand one batch to the transaction: refused where the host's check finds a fault, filled in otherwise.
+
+    Args:
+        transaction: with an open window.
+        batch: on the host.
+        vocab_size: V.
+        fill: computes the batch's gradients and sums.
+    """
+    fault = find_fault(batch, vocab_size)
+    if fault is not None:
+        transaction.refuse(fault, batch.sample_ids)
+    else:
+        transaction.micro_batch(fill, batch.sample_ids)
 
 
 def bad_in_a_row(before: int, result: WindowResult[Any]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -17,9 +18,8 @@ from npt.adapters.attach import adapter_parameters, attached_config, check_lengt
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console
 from npt.data.batch import Batch, batches, collate, pad_id_of
-from npt.data.builtin import builtin_text
-from npt.data.samples import Sample, Samples, cut, held_out, spread, within
-from npt.data.source import BUILTIN, Record, open_source
+from npt.data.samples import Sample, Samples, evaluation_samples
+from npt.data.source import BUILTIN, Record, open_source, own_heldout
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
@@ -132,8 +132,7 @@ class Trainer:
         self.pad_id = pad_id_of(tokenizer)
         if data is None:
             data = open_source(data_config)
-            if eval_data is None and data_config.dataset_name == BUILTIN:
-                eval_data = builtin_text("heldout")
+            eval_data = eval_data if eval_data is not None else own_heldout(data_config)
         self._prepare_data(data, eval_data)
         self._epoch_0: Iterator[Sample] = iter(self.samples.epoch(0))
         self.total_steps = self._total_steps()
@@ -149,20 +148,12 @@ class Trainer:
             raise ConfigError(f"--num_epochs is {config.num_epochs}, but a streamed generator can be read once only; pass a list")
         if one_pass and not data_config.streaming:
             data, one_pass = list(data), False
-        self.heldout = True
-        vocab_size = self.model.config.vocab_size
-        own_eval = eval_data is not None
-        if own_eval:
-            own = within(cut(eval_data or (), self.tokenizer, data_config), vocab_size)
-            self.eval_samples = spread(own, config.eval_samples)
-        elif one_pass:
+        if one_pass and eval_data is None:
             raise ConfigError("a streamed generator can be read once only; pass eval_data=... to have something to evaluate on")
-        else:
-            self.eval_samples = held_out(data, self.tokenizer, data_config, config.eval_samples, vocab_size)
-        self.samples = Samples(data, self.tokenizer, data_config, seed=config.seed, hold_out=not own_eval and bool(self.eval_samples))
-        if not self.eval_samples:
-            self.heldout = False
-            self.eval_samples = list(itertools.islice(within(self.samples.epoch(0), vocab_size), config.eval_samples))
+        self.eval_samples, self.heldout = evaluation_samples(
+            data, self.tokenizer, data_config, config.eval_samples, self.model.config.vocab_size, eval_data
+        )
+        self.samples = Samples(data, self.tokenizer, data_config, seed=config.seed, hold_out=eval_data is None and self.heldout)
 
     def _total_steps(self) -> int | None:
         """Optimizer steps of the run, as far as it can be known before it."""
@@ -179,8 +170,8 @@ class Trainer:
         """Smoke test, evaluation, loop, evaluation.
 
         Raises:
-            NumericalError: an adapter or the base holds a non-finite number; before anything is written, as is
-            SmokeTestError.
+            NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one batch shows that training
+                cannot work; before anything is written.
             TooManyRefusalsError: after the post-mortem was written.
             ConfigError: the run folder cannot be written.
         """
@@ -283,6 +274,8 @@ class Trainer:
         """Whatever ended the loop, broken data or a full disk, does not take the steps before it along."""
         if not isinstance(error, TooManyRefusalsError):  # the loop has said that one itself
             folder.event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
+        with contextlib.suppress(NPTError):
+            loop.settle()  # a checkpoint has to bear the step that its weights are of
         if loop.steps and loop.last_save != loop.steps:
             try:
                 self._save(folder, loop.steps)

@@ -21,9 +21,9 @@ from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, attach
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, collate, find_fault
+from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
-from npt.distill.loop import ADAM_BETAS
+from npt.distill.loop import ADAM_BETAS, fill_gradients, try_micro_batch
 from npt.distill.schedule import rate_table
 from npt.distill.spikes import SpikeGuard
 from npt.distill.strategies import STRATEGIES, MicroBatch
@@ -110,8 +110,7 @@ class Student:
         )
 
     def fill(self, batch: Batch) -> MicroBatch:
-        with torch.autocast("cpu", enabled=False):
-            return STRATEGIES[self.config.strategy](self.model, batch, self.config)
+        return fill_gradients(STRATEGIES[self.config.strategy], self.model, batch, self.config)
 
     def state(self) -> dict[str, Tensor]:
         """Weights, moments and step counts as bytes, so that equal means every bit: NaN equals itself, 0 is not -0."""
@@ -186,11 +185,8 @@ class Run(Student):
         self.results: list[WindowResult[MicroBatch]] = []
 
     def micro_batch(self, batch: Batch, fill: Fill | None = None) -> None:
-        fault = find_fault(batch, self.model.config.vocab_size)
-        if fault is not None:
-            self.transaction.refuse(fault, batch.sample_ids)
-            return
-        self.transaction.micro_batch(fill if fill is not None else lambda: self.fill(batch), batch.sample_ids)
+        fill = fill if fill is not None else functools.partial(self.fill, batch)
+        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
 
     def window(self, number: int, plants: Mapping[Place, Plant], absent: frozenset[Place]) -> None:
         for micro in range(self.setting.size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import math
 import tempfile
@@ -193,6 +194,18 @@ def _said(bundle: Path) -> dict[str, Any]:
     return json.loads((bundle / "postmortem.json").read_text(encoding="utf-8"))
 
 
+def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
+    """Let `act` change the model in front of the run's third micro-batch."""
+    strategy, calls = made.strategy, itertools.count(1)
+
+    def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
+        if next(calls) == 3:
+            act(model)
+        return strategy(model, batch, config)
+
+    made.strategy = acting
+
+
 def bad_in_a_row(late: bool) -> Verdict:
     """Nothing but bad records: the run ends after the third, without a step."""
 
@@ -219,17 +232,11 @@ def poisoned_run(late: bool) -> Verdict:
         return complaints
 
     with trainer(late, records(10, 0), max_consecutive_bad=3) as made:
-        strategy, calls = made.strategy, 0
 
-        def poisoning(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                with torch.no_grad():
-                    model.get_parameter(name)[1, 1] = math.nan
-            return strategy(model, batch, config)
+        def poison(model: Any) -> None:
+            model.get_parameter(name).data[1, 1] = math.nan
 
-        made.strategy = poisoning
+        _before_the_third(made, poison)
         return stopped(made, "3 refusals in a row", 2, check)
 
 
@@ -247,16 +254,11 @@ def dtype_flipped_in_a_run(late: bool) -> Verdict:
     """The audit in front of every checkpoint names the layer; of the steps it computed nothing is saved."""
     name = "model.layers.0.mlp.up_proj"
     with trainer(late, records(10, 0), save_steps=2) as made:
-        strategy, calls = made.strategy, 0
 
-        def flipping(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                model.get_submodule(name).compute_dtype = torch.float16
-            return strategy(model, batch, config)
+        def flip(model: Any) -> None:
+            model.get_submodule(name).compute_dtype = torch.float16
 
-        made.strategy = flipping
+        _before_the_third(made, flip)
         try:
             made.train()
         except PrecisionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,7 @@ def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: 
     items = iter(data)
     first = next(items, None)
     if first is not None:
-        rest = _chain(first, items)
+        rest: Iterable[Any] = itertools.chain([first], items)
         for sample in rest if isinstance(first, Sample) else cut(rest, tokenizer, config):
             if limit is not None and len(samples) == limit:
                 break
@@ -110,11 +111,6 @@ def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: 
     if not samples:
         raise DataError("no text of two tokens or more to evaluate on; check the data")
     return samples
-
-
-def _chain(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
-    yield first
-    yield from rest
 
 
 def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor]]) -> None:

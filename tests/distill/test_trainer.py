@@ -660,3 +660,22 @@ def test_a_number_that_is_not_finite_is_named_before_anything_is_written(build, 
     with pytest.raises(NumericalError, match=r"layers\.2\.mlp\.up_proj" if where == "base" else r"layers\.3\.npt\.A\[0, 1\] is nan"):
         trainer.train()
     assert not trainer.folder_path.exists()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(build, monkeypatch, late) -> None:
+    """Four good windows, then an error: what is saved are the weights of step 4, however late its result is known."""
+    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
+    rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
+
+    def breaking(self: Trainer) -> Iterator[Window]:
+        yield from (Window(0, [row]) for row in rows)
+        raise DataError("line 5 is broken")
+
+    monkeypatch.setattr(Trainer, "_windows", breaking)
+    trainer = build(smoke_test=False)
+    with pytest.raises(DataError, match="line 5 is broken"):
+        trainer.train()
+    assert events(trainer.folder_path, "save")[-1]["step"] == 4
+    saved = load_file(trainer.folder_path / "checkpoints" / "step-00000004" / "adapter" / "adapter_model.safetensors")
+    assert_same_weights({name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}, weights(trainer))

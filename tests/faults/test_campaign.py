@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 import npt
+from npt.distill import loop
 from npt.distill.transaction import Transaction
 from npt.faults import bench, campaign, loops
 from npt.faults.bench import SMALL, clean_run, difference, run
@@ -52,7 +53,7 @@ def fresh_twins():
 
 
 def test_a_fault_that_is_not_refused_is_missed(monkeypatch, fresh_twins) -> None:
-    monkeypatch.setattr(bench, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
     verdict = judged(case("data-label")).verdict
     assert not verdict.passed and not verdict.located
 
@@ -83,12 +84,12 @@ def test_a_random_state_that_moved_is_harm(monkeypatch, fresh_twins) -> None:
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, fresh_twins) -> None:
-    honest = bench.find_fault
+    honest = loop.find_fault
 
     def nervous(batch, vocabulary):
         return "a feeling" if batch.sample_ids[:1] == ("w2-m0-r0",) else honest(batch, vocabulary)
 
-    monkeypatch.setattr(bench, "find_fault", nervous)
+    monkeypatch.setattr(loop, "find_fault", nervous)
     verdict = judged(case("data-label")).verdict
     assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)  # one in each reading mode
 
@@ -201,7 +202,7 @@ def test_the_script_lists_every_case_with_its_truth(monkeypatch, capsys) -> None
 def test_the_script_runs_one_case_and_tells_by_its_exit_status(monkeypatch, capsys) -> None:
     assert script(monkeypatch, "--case", "data-label", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"] == 1
-    monkeypatch.setattr(bench, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
     assert script(monkeypatch, "--case", "data-label") == 1
     assert "FAILED" in capsys.readouterr().out
 
