@@ -1,0 +1,84 @@
+"""A record: the health of a model's tensors in one pass, as plain numbers that can be written, read and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Direction = Literal["forward", "gradient"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor at one checkpoint of the pass.
+
+    module: dotted name of the module that it belongs to, empty for the model itself. layer: index of the decoder layer, None
+    outside of them. stage: what it is there, such as `out`, `in`, `q_proj`, `m_gate`, `residual`. direction: the value that
+    went forward, or its gradient. Statistics are of the finite elements, None where there is none.
+
+    count: elements looked at. finite_share: in [0, 1]. saturation: share of multipliers within a hundredth of their bounds.
+    update_ratio: RMS of what was added to the residual stream over the RMS of the stream.
+    """
+
+    module: str
+    layer: int | None
+    stage: str
+    direction: Direction
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    finite_share: float
+    nan: int
+    pos_inf: int
+    neg_inf: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    rms: float | None
+    absmax: float | None
+    saturation: float | None = None
+    update_ratio: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The module and the stage in it: `model.layers.3.mlp.gate_proj out`."""
+        return f"{self.module} {self.stage}".strip()
+
+    @property
+    def finite(self) -> bool:
+        return self.nan == self.pos_inf == self.neg_inf == 0
+
+    @property
+    def norm(self) -> float | None:
+        """Euclidean norm of the finite elements."""
+        finite = self.count - self.nan - self.pos_inf - self.neg_inf
+        return None if self.rms is None else self.rms * finite**0.5
+
+
+@dataclass(frozen=True)
+class Record:
+    """All rows of one recorded step, in the order in which the pass reached them. micro_batch: index in the step's window."""
+
+    step: int
+    rows: tuple[Row, ...]
+    micro_batch: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "micro_batch": self.micro_batch, "rows": [asdict(row) for row in self.rows]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        """The record that `as_dict` gave, through JSON or not.
+
+        Raises:
+            ValueError: not of that form; the entry is named.
+        """
+        known = {f.name for f in fields(Row)}
+        rows = []
+        for number, row in enumerate(values["rows"]):
+            if set(row) != known:
+                raise ValueError(f"row {number} has {', '.join(sorted(set(row) ^ known))} missing or unknown")
+            rows.append(Row(**{**row, "shape": tuple(row["shape"])}))
+        return cls(step=values["step"], rows=tuple(rows), micro_batch=values["micro_batch"])

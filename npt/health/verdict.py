@@ -1,0 +1,89 @@
+"""What a trace comes to: the operation that first produced a bad number, where it stands, why, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Phase = Literal["forward", "recomputation", "backward", "data", "state"]
+"""When the number arose: in the forward pass, in its recomputation under checkpointing, in backward; or it was there before
+anything was computed, in the batch (data) or among parameters, buffers and quantisation statistics (state)."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor that went into the guilty operation.
+
+    name: of the parameter, buffer or batch entry where it is one, else of the operation's argument. absmax: of the finite
+    elements. value: the element that met the bad one of the output, where the shapes say which that is.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nan: int
+    inf: int
+    absmax: float
+    value: float | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.value is None else f", there {self.value:g}"
+        bad = f", {self.nan} NaN, {self.inf} Inf" if self.nan or self.inf else ""
+        return f"{self.name} {list(self.shape)} {self.dtype} up to {self.absmax:g} in size{bad}{at}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first fault of a run: who made the bad number, not who passed it on.
+
+    cause: a key of `npt.health.causes.CAUSES`. layer: index of the decoder layer, None outside of them. module: dotted name in
+    the model, empty for code outside any module. operation: its name in torch, such as `rsqrt`. source: file, line and text of
+    the Python line that ran it (in backward: that ran its forward). index: of the first bad element in `tensor`. row, token,
+    sample: of the batch, where the tensor's shape tells. reached: where the number was seen in the end.
+    """
+
+    cause: str
+    phase: Phase
+    layer: int | None
+    module: str
+    operation: str
+    source: str
+    tensor: str
+    index: tuple[int, ...]
+    value: float
+    reached: str
+    explanation: str
+    remedy: str
+    operands: tuple[Operand, ...] = ()
+    row: int | None = None
+    token: int | None = None
+    sample: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; non-finite numbers as text, since JSON has no word for them and here they are the message."""
+        return _spell(asdict(self))
+
+    def __str__(self) -> str:
+        where = self.module or "code outside of the model's modules"
+        token = "" if self.row is None or self.token is None else f", row {self.row}, token {self.token}"
+        sample = "" if self.sample is None else f" of sample {self.sample}"
+        lines = [
+            f"{self.cause}: {self.explanation}",
+            f"  {self.phase}: {self.operation} in {where}",
+            f"  first bad: {self.tensor}{list(self.index)} is {self.value:g}{token}{sample}; it reached {self.reached}",
+        ]
+        if self.source:
+            lines.append(f"  line: {self.source}")
+        lines += [f"  went in: {operand}" for operand in self.operands]
+        lines.append(f"  remedy: {self.remedy}")
+        return "\n".join(lines)
+
+
+def _spell(value: Any) -> Any:
+    if isinstance(value, float) and value - value != 0.0:
+        return "nan" if value != value else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {key: _spell(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell(item) for item in value]
+    return value
