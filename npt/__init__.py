@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from npt.distill.trainer import Trainer, TrainResult
     from npt.errors import NPTError
     from npt.fidelity.evaluate import Fidelity, evaluate
+    from npt.health.trace import trace
+    from npt.health.verdict import Verdict
     from npt.quant.load import base_hash, load_base
 
 _HOME = {
@@ -28,6 +30,7 @@ _HOME = {
     "TrainConfig": "npt.config",
     "TrainResult": "npt.distill.trainer",
     "Trainer": "npt.distill.trainer",
+    "Verdict": "npt.health.verdict",
     "adapter_mode": "npt.adapters.attach",
     "adapters_disabled": "npt.adapters.attach",
     "attach": "npt.adapters.attach",
@@ -37,6 +40,7 @@ _HOME = {
     "load_adapter": "npt.adapters.io",
     "load_base": "npt.quant.load",
     "save_adapter": "npt.adapters.io",
+    "trace": "npt.health.trace",
 }
 
 __all__ = [
@@ -48,6 +52,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "Trainer",
+    "Verdict",
     "__version__",
     "adapter_mode",
     "adapters_disabled",
@@ -58,6 +63,7 @@ __all__ = [
     "load_adapter",
     "load_base",
     "save_adapter",
+    "trace",
 ]
 
 

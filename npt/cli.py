@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -11,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config import STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console
 from npt.errors import ConfigError, NotSupportedError, NPTError
 from npt.flags import OneLineParser, add_settings, build, read_yaml
@@ -133,6 +134,46 @@ def evaluate(given: dict[str, Any]) -> int:
     return 0
 
 
+def trace(given: dict[str, Any]) -> int:
+    """Look for the operation that first makes a bad number, in the model's own pass or in an adapter's training step."""
+    base, data = build(BaseConfig, given), build(DataConfig, given)
+    training = TrainConfig(strategy=given["strategy"])
+    import itertools
+    from functools import partial
+
+    import npt
+    from npt.adapters.io import read_adapter_config
+    from npt.data.batch import batches, pad_id_of
+    from npt.data.samples import Samples
+    from npt.data.source import check_source, open_source
+    from npt.distill.loop import fill_gradients
+    from npt.distill.strategies import STRATEGIES as strategies
+    from npt.files import to_json
+
+    console = make_console(stderr=given["json"])
+    if given["adapter"] is not None:
+        read_adapter_config(Path(given["adapter"]))  # before the base is loaded
+    check_source(data)
+    model, tokenizer = _load(base, console)
+    if given["adapter"] is not None:
+        npt.load_adapter(model, given["adapter"])
+    samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False).epoch(0)
+    verdict, seen = None, 0
+    for batch in itertools.islice(batches(samples, given["batch_size"], pad_id_of(tokenizer)), given["batches"]):
+        run = None if given["adapter"] is None else partial(fill_gradients, strategies[training.strategy], model, batch, training)
+        verdict, seen = npt.trace(model, batch, run=run, limit=given["limit"]), seen + 1
+        if verdict is not None:
+            break
+    what = "the model's own pass" if given["adapter"] is None else f"a training step ({training.strategy})"
+    if given["json"]:
+        print(to_json({"fault": None if verdict is None else verdict.as_dict(), "batches": seen, "traced": what}, indent=2))
+    elif verdict is None:
+        console.print(f"no fault in {seen} batches of {what}")
+    else:
+        console.print(f"batch {seen - 1} of {what}:\n{verdict}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if verdict is None else 1
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
@@ -158,6 +199,19 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     measuring.add_argument("--batch_size", type=_positive, default=8, metavar="INT", help="samples at a time (default: 8)")
     measuring.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
     add_settings(measuring, BaseConfig, DataConfig, leave_out=("num_samples",))
+    tracing = verb(trace)
+    tracing.epilog = "Exit status: 0 no fault, 1 a fault was found, 2 wrong arguments or data, 5 adapter unusable."
+    tracing.add_argument(
+        "--adapter", metavar="FOLDER", help="a saved adapter, whose training step is traced (default: the base's own pass)"
+    )
+    tracing.add_argument("--strategy", choices=STRATEGIES, default="local", help="of the training step (default: local)")
+    tracing.add_argument("--batches", type=_positive, default=1, metavar="INT", help="batches to look at until a fault (default: 1)")
+    tracing.add_argument("--batch_size", type=_positive, default=4, metavar="INT", help="samples at a time (default: 4)")
+    tracing.add_argument(
+        "--limit", type=_limit, default=math.inf, metavar="FLOAT", help="numbers beyond this size are faults (default: inf)"
+    )
+    tracing.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    add_settings(tracing, BaseConfig, DataConfig, leave_out=("num_samples",))
     return parser
 
 
@@ -165,6 +219,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _limit(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 

@@ -33,6 +33,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 # What the levels alone would allow, and must not be: the modules (path prefixes below npt) that may import the unit.
 RESTRICTED: dict[str, tuple[str, ...]] = {
     "health": (
+        "__init__.py",
         "health/",
         "faults/",
         "faults/",

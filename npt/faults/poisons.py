@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from npt.faults.bench import PAD_ID, Act, Student, module_of
+from npt.faults.bench import PAD_ID, Student, module_of
+
+Poison = Callable[[Student], Any]
+"""Done to a student, and not undone."""
 
 
-def weight(name: str, index: tuple[int, ...], value: float) -> Act:
+def weight(name: str, index: tuple[int, ...], value: float) -> Poison:
     """An element of an adapter's tensor."""
 
     def act(student: Student) -> None:
@@ -19,7 +23,7 @@ def weight(name: str, index: tuple[int, ...], value: float) -> Act:
     return act
 
 
-def frozen(name: str, index: tuple[int, ...], value: float) -> Act:
+def frozen(name: str, index: tuple[int, ...], value: float) -> Poison:
     """An element of an unquantised tensor of the base."""
 
     def act(student: Student) -> None:
@@ -29,7 +33,7 @@ def frozen(name: str, index: tuple[int, ...], value: float) -> Act:
     return act
 
 
-def padding_embedding(value: float) -> Act:
+def padding_embedding(value: float) -> Poison:
     """The whole embedding of the padding token."""
 
     def act(student: Student) -> None:
@@ -39,7 +43,7 @@ def padding_embedding(value: float) -> Act:
     return act
 
 
-def flipped_bit(name: str, index: tuple[int, ...], bit: int) -> Act:
+def flipped_bit(name: str, index: tuple[int, ...], bit: int) -> Poison:
     """One bit of an fp32 weight; 30 is the highest of the exponent, and makes 0.001 a number of 1e35."""
 
     def act(student: Student) -> None:
@@ -48,7 +52,7 @@ def flipped_bit(name: str, index: tuple[int, ...], bit: int) -> Act:
     return act
 
 
-def statistic(what: str, index: tuple[int, ...], value: float) -> Act:
+def statistic(what: str, index: tuple[int, ...], value: float) -> Poison:
     """An element of a 4-bit weight's statistics, named `module: state2.absmax`."""
     module, path = what.split(": ")
 
@@ -62,12 +66,12 @@ def statistic(what: str, index: tuple[int, ...], value: float) -> Act:
     return act
 
 
-def moment(what: str, index: tuple[int, ...], value: float) -> Act:
+def moment(what: str, index: tuple[int, ...], value: float) -> Poison:
     """An element of the optimizer's state, named `exp_avg of tensor`."""
     return lambda student: _state(student, what).__setitem__(index, value)
 
 
-def one_bad_write(what: str, value: float) -> Act:
+def one_bad_write(what: str, value: float) -> Poison:
     """The optimizer's next step writes `value` into one element of a weight or of a moment, as a broken kernel would."""
 
     def act(student: Student) -> None:

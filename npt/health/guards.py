@@ -192,6 +192,12 @@ def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}: {statistic}", value
 
 
+def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the floating-point statistics of every 4-bit weight, named `module: absmax` and the like."""
+    for name, module in quantized_linears(model):
+        yield from _statistics(name, module)
+
+
 def _element(name: str, tensor: Tensor, limit: float, bad: Tensor | None = None, why: str = "") -> Finding:
     """The first bad element of `tensor`."""
     bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad

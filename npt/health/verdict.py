@@ -39,7 +39,8 @@ class Verdict:
     cause: a key of `npt.health.causes.CAUSES`. layer: index of the decoder layer, None outside of them. module: dotted name in
     the model, empty for code outside any module. operation: its name in torch, such as `rsqrt`. source: file, line and text of
     the Python line that ran it (in backward: that ran its forward). index: of the first bad element in `tensor`. row, token,
-    sample: of the batch, where the tensor's shape tells. reached: where the number was seen in the end.
+    sample: of the batch, where the tensor's shape tells. reached: where the number was seen in the end. grew: of an overflow,
+    where the numbers that went into it first became large.
     """
 
     cause: str
@@ -54,6 +55,7 @@ class Verdict:
     reached: str
     explanation: str
     remedy: str
+    grew: str = ""
     operands: tuple[Operand, ...] = ()
     row: int | None = None
     token: int | None = None
@@ -70,11 +72,13 @@ class Verdict:
         lines = [
             f"{self.cause}: {self.explanation}",
             f"  {self.phase}: {self.operation} in {where}",
-            f"  first bad: {self.tensor}{list(self.index)} is {self.value:g}{token}{sample}; it reached {self.reached}",
+            f"  first bad: {self.tensor} at {list(self.index)}: {self.value:g}{token}{sample}; it reached {self.reached}",
         ]
         if self.source:
             lines.append(f"  line: {self.source}")
         lines += [f"  went in: {operand}" for operand in self.operands]
+        if self.grew:
+            lines.append(f"  grew: {self.grew}")
         lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)
 

@@ -1,0 +1,54 @@
+#!/usr/bin/env python
+"""Which operation made the NaN? Traces one batch through a model, a checkpoint or the bundle of a run that gave up.
+
+    python debug/debug_nan.py --demo                         plant faults in the embedded model, one at a time, and find them
+    python debug/debug_nan.py --bundle RUN/postmortem/step-00000123
+    python debug/debug_nan.py --model_name FOLDER --use_quantization --adapter RUN/checkpoints/step-00000400/adapter
+
+The last two are short for `npt replay` and `npt trace`, and take their flags. The exit status of the demonstration is 0 when every
+fault was found exactly and the clean model gave no alarm, else 1.
+"""
+
+import argparse
+import sys
+
+import torch
+
+from npt.cli import main as npt
+from npt.console import make_console
+from npt.faults.traced import all_cases, false_alarms, find_fault, print_lines, summary
+from npt.files import to_json
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", action="store_true", help="plant faults and find them")
+    parser.add_argument("--case", metavar="ID", help="of the demonstration one fault only, with all that is said about it")
+    parser.add_argument("--bundle", metavar="FOLDER", help="a post-mortem bundle to replay and trace")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    given, others = parser.parse_known_args()
+    as_json = ["--json"] if given.json else []
+    if given.bundle is not None:
+        return npt(["replay", given.bundle, *others, *as_json], prog="debug_nan.py")
+    if not given.demo and given.case is None:
+        return npt(["trace", *others, *as_json], prog="debug_nan.py")
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    torch.set_num_threads(1)  # at these sizes the fastest
+    cases = [case for case in all_cases() if given.case in (None, case.id)]
+    if not cases:
+        parser.error(f"there is no case {given.case!r}; choose from {', '.join(case.id for case in all_cases())}")
+    lines = [find_fault(case) for case in cases]
+    alarms = false_alarms() if given.case is None else 0
+    figures = summary(lines, alarms)
+    if given.json:
+        print(to_json(figures, indent=2))
+    elif given.case is not None:
+        print(f"planted: {lines[0].case.name}\n  {lines[0].truth}\nfound:\n{lines[0].verdict or lines[0].error}")
+    else:
+        print_lines(make_console(), lines, alarms)
+    return 0 if figures["passed"] == figures["total"] and not alarms else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
