@@ -19,7 +19,8 @@ from npt.faults.bench import SMALL, Outcome, Plant, Run, Setting, Student, clean
 from npt.faults.patterns import Case, Expected, costs_its_window, costs_itself, costs_nothing, found, judge, stops_everything
 from npt.faults.plants import TENSOR
 from npt.faults.verdict import Check, Verdict
-from npt.health.guards import Finding, base_fault, logits_fault, mask_fault, moments_fault, tensor_fault
+from npt.health.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
+from npt.health.masks import mask_fault
 
 END_TO_END = Setting(strategy="end_to_end", logit_kl_weight=1.0)
 STUDENT_STREAM = Setting(strategy="end_to_end")

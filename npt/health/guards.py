@@ -158,30 +158,6 @@ def base_fault(model: nn.Module) -> Finding | None:
     return None
 
 
-def mask_fault(mask: Tensor, attention_mask: Tensor) -> Finding | None:
-    """A valid token that may attend to nothing, in any of the three forms that masks take.
-
-    Softmax over a row without a key gives NaN, zeros or, with finfo.min, an even mixture of everything that was masked:
-    finite, and wrong. The last two reach no loss as NaN, so the mask itself has to be looked at.
-
-    Args:
-        mask: [B, 1 or heads, T, keys]; bool (True: may attend) or additive (0: may attend; -Inf or finfo.min: may not).
-        attention_mask: [B, T] of ones and zeros; a padded query may be without keys.
-    """
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    bad = ~allowed.any(dim=-1) & attention_mask.bool()[:, None]
-    if not bool(bad.any()):
-        return None
-    batch, head, query = _first(bad)
-    row = mask[batch, head, query]
-    form = "False" if mask.dtype == torch.bool else f"{float(row.max()):g}"
-    message = (
-        f"attention mask {list(mask.shape)}: the valid token at [b={batch}, t={query}] may attend to nothing (its row is all {form}, "
-        f"{int(bad.any(dim=1).sum())} such tokens); let every valid token see itself"
-    )
-    return Finding("attention mask", (batch, query), float(row.max()), message)
-
-
 def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
     """The floating-point statistics of a 4-bit weight. Where they are quantised themselves, `absmax` is codes: no numbers."""
     for statistic in _STATISTICS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +15,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
 from npt.errors import NPTError, NumericalError
 from npt.health import guards
-from npt.health.guards import base_fault, logits_fault, mask_fault, moments_fault, require, target_fault, tensor_fault
+from npt.health.guards import base_fault, logits_fault, moments_fault, require, target_fault, tensor_fault
 
 NAN, INF = math.nan, math.inf
 BAD = pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -234,28 +233,6 @@ def test_a_look_changes_nothing(load_model) -> None:
     before = npt.base_hash(model)
     base_fault(model)
     assert npt.base_hash(model) == before
-
-
-# --- attention masks -------------------------------------------------------------------------------------------------
-
-FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "bool": lambda mask: mask,
-    "-inf": lambda mask: torch.where(mask, 0.0, -INF),
-    "finfo.min": lambda mask: torch.where(mask, 0.0, torch.finfo(torch.float32).min),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_valid_token_without_a_key_is_named_and_a_padded_one_is_normal(form) -> None:
-    valid = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    causal = torch.ones(4, 4, dtype=torch.bool).tril()
-    mask = (causal & valid[:, None, :].bool())[:, None]
-    assert not mask[1, 0, 0].any()
-    assert mask_fault(FORMS[form](mask), valid) is None
-    mask[1, :, 3] = False
-    finding = mask_fault(FORMS[form](mask), valid)
-    assert finding is not None and finding.index == (1, 3)
-    assert "[b=1, t=3] may attend to nothing" in finding.message
 
 
 # --- raising ---------------------------------------------------------------------------------------------------------
