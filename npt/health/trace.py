@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.health import causes
-from npt.health.guards import mask_fault, quantization_statistics, target_fault
+from npt.health.guards import quantization_statistics, target_fault
+from npt.health.masks import mask_fault
 from npt.health.operations import Badness, External, Ledger, Origin, judge, storage_key
 from npt.health.place import Place, Tokens, layer_of, module_names
 from npt.health.verdict import Operand, Phase, Verdict
