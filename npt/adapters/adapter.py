@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,11 +14,15 @@ from npt.config import NPTConfig
 Mode = Literal["student", "teacher", "floor"]
 """What the layer computes: the NPT form, the untouched base, or the NPT form without any modulation (attention dropped)."""
 
+Observer = Callable[[dict[str, Tensor | None]], None]
+"""Shown the named stages of one NPT layer's pass, None where the adapter's form has no such stage. It changes none of them."""
+
 
 class NPTAdapter(nn.Module):
     """Low-rank modulation of a layer's MLP products by its attention output.
 
-    Parameters, all fp32: `A` [R, D]; `B[target]` and `M[target]` [O, R], with O = F for gate and up, D for down.
+    Parameters, all fp32: `A` [R, D]; `B[target]` and `M[target]` [O, R], with O = F for gate and up, D for down. `observer`, where
+    one is set, is called once for each pass through the layer, behind its last operation.
 
     Args:
         config: form and size.
@@ -30,6 +35,7 @@ class NPTAdapter(nn.Module):
         super().__init__()
         self.config = config
         self.mode: Mode = "student"
+        self.observer: Observer | None = None
         widths = {"gate": ffn_size, "up": ffn_size, "down": hidden_size}
         # With the attention residual kept, the student has to equal its base at the start, so nothing may be added.
         std_b = 0.0 if config.residual == "keep" else config.init_std_b

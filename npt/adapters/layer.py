@@ -85,10 +85,53 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
     stream = student_stream(layer, hidden, attention)
     x = layer.post_attention_layernorm(stream)
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    if adapter.mode == "floor":
-        return stream + mlp.down_proj(mlp.act_fn(gate) * up), []
-    z = adapter.code(attention)
-    gate, gate_m, gate_s = adapter.apply_to("gate", gate, z)
-    up, up_m, up_s = adapter.apply_to("up", up, z)
-    down, down_m, down_s = adapter.apply_to("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
-    return stream + down, [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
+    z = None if adapter.mode == "floor" else adapter.code(attention)
+
+    def modulated(target: str, y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return (y, None, None) if z is None else adapter.apply_to(target, y, z)
+
+    gate, gate_m, gate_s = modulated("gate", gate)
+    up, up_m, up_s = modulated("up", up)
+    activation = mlp.act_fn(gate)
+    product = activation * up
+    down, down_m, down_s = modulated("down", mlp.down_proj(product))
+    terms: Terms = [] if z is None else [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
+    output = stream + down
+    if adapter.observer is not None:
+        adapter.observer(named_stages(hidden, attention, stream, z, terms, gate, up, activation, product, down, output))
+    return output, terms
+
+
+def named_stages(
+    hidden: Tensor,
+    attention: Tensor,
+    stream: Tensor,
+    z: Tensor | None,
+    terms: Terms,
+    gate: Tensor,
+    up: Tensor,
+    activation: Tensor,
+    product: Tensor,
+    mlp: Tensor,
+    output: Tensor,
+) -> dict[str, Tensor | None]:
+    """What an observer is shown of one pass, by name and in the order of the computation. gate, up, mlp: as modulated."""
+    (gate_m, gate_s), (up_m, up_s), (down_m, down_s) = terms or ((None, None),) * 3
+    return {
+        "h": hidden,
+        "a": attention,
+        "stream": None if stream is hidden else stream,
+        "z": z,
+        "m_gate": gate_m,
+        "s_gate": gate_s,
+        "gate": gate,
+        "m_up": up_m,
+        "s_up": up_s,
+        "up": up,
+        "activation": activation,
+        "product": product,
+        "m_down": down_m,
+        "s_down": down_s,
+        "mlp": mlp,
+        "o": output,
+    }

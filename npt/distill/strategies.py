@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, Terms, attention_output, student_output, student_stream
+from npt.adapters.layer import NPTLayer, Terms, attention_output, named_stages, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
 from npt.adapters.stream import Stream, open_stream
 from npt.config import TrainConfig
@@ -69,10 +69,16 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple
     z = adapter.code(attention)
     student_gate, gate_m, gate_s = adapter.apply_to("gate", gate[:n], z)
     student_up, up_m, up_s = adapter.apply_to("up", up[:n], z)
-    down, teacher_down = stacked_product(mlp.down_proj, mlp.act_fn(student_gate) * student_up, teacher_act)
+    activation = mlp.act_fn(student_gate)
+    product = activation * student_up
+    down, teacher_down = stacked_product(mlp.down_proj, product, teacher_act)
     student_down, down_m, down_s = adapter.apply_to("down", down, z)
     terms: Terms = [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
-    return teacher_stream + teacher_down, stream + student_down, terms
+    teacher, student = teacher_stream + teacher_down, stream + student_down
+    if adapter.observer is not None:
+        stages = named_stages(hidden, attention, stream, z, terms, student_gate, student_up, activation, product, student_down, student)
+        adapter.observer({**stages, "t": teacher})
+    return teacher, student, terms
 
 
 def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:
