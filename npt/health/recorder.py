@@ -362,18 +362,18 @@ def _site(name: str, module: nn.Module, named: Mapping[str, nn.Module]) -> _Site
         if isinstance(named.get(".".join(parts[:depth])), nn.ModuleList):
             layer = int(part)
             break
-    kind = type(module).__name__.lower()
+    kind: Any = type(module)
     return _Site(
         name=name,
         layer=layer,
         element=layer is not None and isinstance(named.get(name.rpartition(".")[0]), nn.ModuleList),
-        grows="norm" not in kind and "embedding" not in kind,
-        parameters=_parameters(type(module)),
+        grows=not any(word in kind.__name__.lower() for word in ("norm", "embedding")),
+        parameters=_parameters(kind),
     )
 
 
 @cache
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+def _parameters(kind: Any) -> tuple[str, ...]:
     """Names of the positional parameters of a module's forward, as far as it has any."""
     try:
         found = list(inspect.signature(kind.forward).parameters.values())[1:]
