@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections import Counter
@@ -185,7 +186,8 @@ class Loop:
 
     def _not_recorded(self, step: int, error: Exception) -> None:
         message = f"step {step} could not be recorded: {type(error).__name__}: {error}"
-        self.folder.event("trace", step=step, rank=0, file=None, message=message)
+        with contextlib.suppress(OSError):  # the disk that was too full for the record
+            self.folder.event("trace", step=step, rank=0, file=None, message=message)
         self.display.say(message)
 
     def _draw_records(self) -> None:
@@ -194,7 +196,8 @@ class Loop:
             pictures = self.recording.draw()
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"the records in {self.recording.folder} could not be drawn: {type(error).__name__}: {error}"
-            self.folder.event("pictures", files=[], message=message)
+            with contextlib.suppress(OSError):
+                self.folder.event("pictures", files=[], message=message)
         else:
             if not pictures:
                 return

@@ -108,6 +108,18 @@ class _Known:
         return tensor if tensor is not None and _version(tensor) == self.version else None
 
 
+class _Valid:
+    """The tokens that count, [B, T] bool, carried to each device once."""
+
+    def __init__(self, mask: Tensor):
+        self._on = {mask.device: mask}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self._on:
+            self._on[device] = next(iter(self._on.values())).to(device)
+        return self._on[device]
+
+
 class Recorder:
     """Records every forward and backward pass through `model` inside its block.
 
@@ -124,7 +136,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, *, gradients: bool = True, valid: Tensor | None = None, layers: Iterable[int] | None = None):
         self.model, self.gradients = model, gradients
-        self._given = None if valid is None else valid.detach().bool()
+        self._given = None if valid is None else _Valid(valid.detach().bool())
         self._layers = None if layers is None else frozenset(layers)
         self._undo: list[Callable[[], None]] = []
         self._tensor_hooks: list[RemovableHandle] = []
@@ -280,7 +292,8 @@ class Recorder:
         before = found.get(_MADE_OF.get(stage, ""))
         found[stage] = known = self._add(site, stage, tensor, None if before is None else before.entries[-1])
         if stage.startswith("m_"):
-            beyond = share_beyond(tensor, 1.0, SATURATED * adapter.config.mult_bound, self._valid)
+            valid = None if self._valid is None else self._valid.on(tensor.device)
+            beyond = share_beyond(tensor, 1.0, SATURATED * adapter.config.mult_bound, valid)
             self._entries[known.entries[-1]].saturation = self._keep(beyond)
         if stage in ("o", "t") and before is not None:
             self._add_update(known, tensor, before)
@@ -288,7 +301,7 @@ class Recorder:
     def _gradient(self, site: _Site, stage: str, gradient: Tensor) -> None:
         self._append(site, stage, "gradient", gradient, self._summarise(gradient, None), "@")
 
-    def _gradients(self, named: list[_Entry], gradient: Tensor, valid: Tensor | None) -> None:
+    def _gradients(self, named: list[_Entry], gradient: Tensor, valid: _Valid | None) -> None:
         summary = self._summarise(gradient, valid)
         for entry in named:
             self._append(entry.site, entry.stage, "gradient", gradient, summary, "@")
@@ -337,10 +350,10 @@ class Recorder:
                 self._updates[pair] = self._summarise(after.detach() - before.detach(), self._valid)
         self._entries[known.entries[-1]].update = self._updates[pair], before_known.summary
 
-    def _summarise(self, tensor: Tensor, valid: Tensor | None) -> int:
+    def _summarise(self, tensor: Tensor, valid: _Valid | None) -> int:
         if tensor.layout != torch.strided:
             raise TypeError(f"a tensor of layout {tensor.layout} cannot be summed up")
-        return self._keep(summarise(tensor, valid))
+        return self._keep(summarise(tensor, None if valid is None else valid.on(tensor.device)))
 
     def _keep(self, numbers: Tensor) -> int:
         self._summaries.append(numbers)
@@ -412,13 +425,13 @@ def _main_input(found: Mapping[str, Tensor]) -> str:
     return usual[0] if usual else next(iter(found), "")
 
 
-def _validity(found: Mapping[str, Tensor]) -> Tensor | None:
-    """[B, T] bool of the tokens that count, from the model's own arguments; None where all do, or nothing says."""
+def _validity(found: Mapping[str, Tensor]) -> _Valid | None:
+    """The tokens that count, from the model's own arguments; None where all do, or nothing says."""
     mask = found.get("attention_mask")
     if mask is None or mask.ndim != 2:
         return None
     valid = mask.detach().bool()
-    return None if valid.device.type == "cpu" and bool(valid.all()) else valid
+    return None if valid.device.type == "cpu" and bool(valid.all()) else _Valid(valid)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

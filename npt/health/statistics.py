@@ -93,10 +93,11 @@ def _on_host(values: Tensor) -> Tensor:
         return _vector(count, nan, up, down, _NONE)
     sizes = _sizes(kept)
     if sizes is None:
-        size = float(torch.maximum(kept.max(), -kept.min()))
+        low, high = (float(end) for end in torch.aminmax(kept))
+        size = max(abs(low), abs(high))
         scaled = _sizes(kept.to(torch.float64) / size)
         assert scaled is not None
-        sizes = tuple(value * size for value in scaled)
+        sizes = (low, high, *(value * size for value in scaled[2:]))
     return _vector(count, nan, up, down, sizes)
 
 
