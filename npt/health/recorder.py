@@ -52,6 +52,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from npt.adapters.adapter import NPTAdapter
@@ -301,10 +302,10 @@ class Recorder:
     def _gradient(self, site: _Site, stage: str, gradient: Tensor) -> None:
         self._append(site, stage, "gradient", gradient, self._summarise(gradient, None), "@")
 
-    def _gradients(self, named: list[_Entry], gradient: Tensor, valid: _Valid | None) -> None:
+    def _gradients(self, observed: list[_Entry], entries: list[int], gradient: Tensor, valid: _Valid | None) -> None:
         summary = self._summarise(gradient, valid)
-        for entry in named:
-            self._append(entry.site, entry.stage, "gradient", gradient, summary, "@")
+        for index in entries:
+            self._append(observed[index].site, observed[index].stage, "gradient", gradient, summary, "@")
 
     # --- rows
 
@@ -315,17 +316,16 @@ class Recorder:
             known = _Known(weakref.ref(tensor), _version(tensor), self._summarise(tensor, self._valid), [])
             self._known[_place(tensor)] = known
             if self.gradients and tensor.requires_grad:
-                self._watch(tensor, known.entries)
+                self._watch(site, stage, tensor, known.entries)
         known.entries.append(self._append(site, stage, "forward", tensor, known.summary, "#", source))
         return known
 
-    def _watch(self, tensor: Tensor, entries: list[int]) -> None:
+    def _watch(self, site: _Site, stage: str, tensor: Tensor, entries: list[int]) -> None:
         """Record the gradient of `tensor` under each name that it has by then."""
         valid, observed = self._valid, self._entries
 
         def look(gradient: Tensor) -> None:
-            first = observed[entries[0]]
-            self._quietly(first.site, f"gradient of {first.stage}", self._gradients, [observed[i] for i in entries], gradient, valid)
+            self._quietly(site, f"gradient of {stage}", self._gradients, observed, entries, gradient, valid)
 
         self._tensor_hooks.append(tensor.register_hook(look))
 
@@ -351,8 +351,8 @@ class Recorder:
         self._entries[known.entries[-1]].update = self._updates[pair], before_known.summary
 
     def _summarise(self, tensor: Tensor, valid: _Valid | None) -> int:
-        if tensor.layout != torch.strided:
-            raise TypeError(f"a tensor of layout {tensor.layout} cannot be summed up")
+        if tensor.layout != torch.strided or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+            raise TypeError(f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device} cannot be summed up")
         return self._keep(summarise(tensor, None if valid is None else valid.on(tensor.device)))
 
     def _keep(self, numbers: Tensor) -> int:
