@@ -92,46 +92,11 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
 
     gate, gate_m, gate_s = modulated("gate", gate)
     up, up_m, up_s = modulated("up", up)
+    adapter.show(h=hidden, a=attention, stream=stream, z=z, m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
     activation = mlp.act_fn(gate)
     product = activation * up
+    adapter.show(activation=activation, product=product)
     down, down_m, down_s = modulated("down", mlp.down_proj(product))
-    terms: Terms = [] if z is None else [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
     output = stream + down
-    if adapter.observer is not None:
-        adapter.observer(named_stages(hidden, attention, stream, z, terms, gate, up, activation, product, down, output))
-    return output, terms
-
-
-def named_stages(
-    hidden: Tensor,
-    attention: Tensor,
-    stream: Tensor,
-    z: Tensor | None,
-    terms: Terms,
-    gate: Tensor,
-    up: Tensor,
-    activation: Tensor,
-    product: Tensor,
-    mlp: Tensor,
-    output: Tensor,
-) -> dict[str, Tensor | None]:
-    """What an observer is shown of one pass, by name and in the order of the computation. gate, up, mlp: as modulated."""
-    (gate_m, gate_s), (up_m, up_s), (down_m, down_s) = terms or ((None, None),) * 3
-    return {
-        "h": hidden,
-        "a": attention,
-        "stream": None if stream is hidden else stream,
-        "z": z,
-        "m_gate": gate_m,
-        "s_gate": gate_s,
-        "gate": gate,
-        "m_up": up_m,
-        "s_up": up_s,
-        "up": up,
-        "activation": activation,
-        "product": product,
-        "m_down": down_m,
-        "s_down": down_s,
-        "mlp": mlp,
-        "o": output,
-    }
+    adapter.show(m_down=down_m, s_down=down_s, mlp=down, o=output)
+    return output, [] if z is None else [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]

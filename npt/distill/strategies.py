@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, Terms, attention_output, named_stages, student_output, student_stream
+from npt.adapters.layer import NPTLayer, Terms, attention_output, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
 from npt.adapters.stream import Stream, open_stream
 from npt.config import TrainConfig
@@ -69,15 +69,17 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple
     z = adapter.code(attention)
     student_gate, gate_m, gate_s = adapter.apply_to("gate", gate[:n], z)
     student_up, up_m, up_s = adapter.apply_to("up", up[:n], z)
+    adapter.show(
+        h=hidden, a=attention, stream=stream, z=z, m_gate=gate_m, s_gate=gate_s, gate=student_gate, m_up=up_m, s_up=up_s, up=student_up
+    )
     activation = mlp.act_fn(student_gate)
     product = activation * student_up
+    adapter.show(activation=activation, product=product)
     down, teacher_down = stacked_product(mlp.down_proj, product, teacher_act)
     student_down, down_m, down_s = adapter.apply_to("down", down, z)
     terms: Terms = [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
     teacher, student = teacher_stream + teacher_down, stream + student_down
-    if adapter.observer is not None:
-        stages = named_stages(hidden, attention, stream, z, terms, student_gate, student_up, activation, product, student_down, student)
-        adapter.observer({**stages, "t": teacher})
+    adapter.show(m_down=down_m, s_down=down_s, mlp=student_down, o=student, t=teacher)
     return teacher, student, terms
 
 

@@ -58,10 +58,10 @@ class RecorderCallback(TrainerCallback):
         if model is None or not state.is_world_process_zero or not self.recording.wants(step):
             return
         self._drop()
+        self._step = step
         self.recording.begin(step)
         try:
             self._recorder = Recorder(model, gradients=self._gradients, layers=self._layers).__enter__()
-            self._step = step
         except Exception as error:
             self._warn("record", error)
 

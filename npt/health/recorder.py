@@ -28,12 +28,13 @@ What becomes a row, by its `stage`:
     o             NPT layer         the residual sum behind the layer, with its update ratio
     t             NPT layer         the teacher's o, under the local strategy
 
-RMSNorms, q, k and v are modules and so have their `out`. A tensor that several modules name, such as the output of an MLP and of
-its last product, is reduced once and has a row under each name. Where a module is called again in the same pass its stages are
-numbered from there on: `out#2`. Such calls are the teacher's (first) and the student's (second) under the end_to_end strategy, and
-a recomputation under gradient checkpointing. Under the local strategy teacher and student go through gate_proj, up_proj and
-down_proj as one stack of rows, the student's first, so the rows of these modules are of both; a converted layer's own forward is
-not called. A gradient has the stage of its value, and `out@2` is the second backward through it.
+RMSNorms, q, k and v are modules and so have their `out`. Rows stand in the order in which the pass reached them. A tensor that
+several modules name, such as the output of an MLP and of its last product, is reduced once and has a row under each name. Where a
+module is called again in the same pass its stages are numbered from there on: `out#2`. Such calls are the teacher's (first) and the
+student's (second) under the end_to_end strategy, and a recomputation under gradient checkpointing. Under the local strategy teacher
+and student go through gate_proj, up_proj and down_proj as one stack of rows, the student's first, so the rows of these modules are
+of both; a converted layer's own forward is not called. A gradient has the stage of its value; `out@2` is the second backward
+through it.
 
 Padded positions are left out of every tensor that starts with the batch and time of the mask: of `valid`, else of the
 two-dimensional `attention_mask` that the model itself is called with.
@@ -149,6 +150,7 @@ class Recorder:
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._calls: Counter[tuple[str, str, Direction]] = Counter()
         self._sources: dict[str, tuple[int, _Known]] = {}  # of the modules that are being computed
+        self._shown: dict[str, dict[str, _Known]] = {}  # the stages of each NPT layer's pass so far
         self._updates: dict[tuple[int, int], int] = {}
         self._valid = self._given
         self.skipped: list[str] = []
@@ -204,7 +206,7 @@ class Recorder:
         for undo in reversed(self._undo):
             undo()
         self._tensor_hooks, self._undo = [], []
-        self._known, self._sources = {}, {}
+        self._known, self._sources, self._shown = {}, {}, {}
 
     def _observe(self, site: _Site, adapter: NPTAdapter) -> None:
         previous = adapter.observer
@@ -284,9 +286,11 @@ class Recorder:
                 self._add(site, f"out.{name}", tensor)
 
     def _stages(self, site: _Site, adapter: NPTAdapter, stages: dict[str, Tensor | None]) -> None:
-        found: dict[str, _Known] = {}
+        if "h" in stages:
+            self._shown[site.name] = {}
+        found = self._shown.setdefault(site.name, {})
         for stage, tensor in stages.items():
-            if tensor is not None:
+            if tensor is not None and not (stage == "stream" and tensor is stages["h"]):
                 self._quietly(site, stage, self._stage, site, adapter, stage, tensor, found)
 
     def _stage(self, site: _Site, adapter: NPTAdapter, stage: str, tensor: Tensor, found: dict[str, _Known]) -> None:

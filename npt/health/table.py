@@ -18,7 +18,7 @@ from npt.health.record import Record, Row
 _EXAMPLES = 3
 """Lines of what is merely largest."""
 
-_WIDTH = 17
+_WIDTH = 16
 """Characters of a name in the table of layers; of a longer one the end is shown."""
 
 
@@ -146,7 +146,7 @@ def _list(title: str, headings: tuple[str, ...], lines: Sequence[tuple[str, ...]
 
 
 def _table(title: str) -> Table:
-    return Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    return Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def _title(row: Row) -> str:

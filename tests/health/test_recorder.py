@@ -517,6 +517,20 @@ def test_floor_and_teacher_show_what_they_compute(load_model, batch) -> None:
     assert "model.layers.1 out" in rows(found["teacher"]) and "model.layers.1 out" in rows(found["floor"])
 
 
+@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
+@pytest.mark.parametrize(
+    ("parameter", "first"),
+    [("A", "z"), ("M.gate", "m_gate"), ("B.gate", "s_gate"), ("B.up", "s_up"), ("M.down", "m_down"), ("B.down", "s_down")],
+)
+def test_the_first_bad_row_is_of_the_stage_that_made_the_bad_number(load_model, batch, strategy, parameter, first) -> None:
+    model = student(load_model)
+    with torch.no_grad():
+        npt_layers(model)[1][1].npt.get_parameter(parameter)[0, 0] = NAN
+    with Recorder(model) as recorder:
+        STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
+    assert next(row for row in recorder.record().rows if not row.finite).name == f"model.layers.3.npt {first}"
+
+
 def test_saturated_multipliers_are_a_share(load_model, batch) -> None:
     model = student(load_model)
     adapter = npt_layers(model)[0][1].npt
@@ -611,12 +625,12 @@ def test_hooks_of_others_stay(stack) -> None:
 
 def test_an_observer_of_others_sees_the_same_and_stays(load_model, batch) -> None:
     model = student(load_model)
-    seen: list[list[str]] = []
+    seen: list[str] = []
     adapter = npt_layers(model)[0][1].npt
-    adapter.observer = mine = lambda found: seen.append(list(found))
+    adapter.observer = mine = lambda found: seen.extend(found)
     with Recorder(model), torch.no_grad():
         model(batch.input_ids)
-    assert adapter.observer is mine and len(seen) == 1 and seen[0][:3] == ["h", "a", "stream"]
+    assert adapter.observer is mine and [stage for stage in seen if stage != "stream"] == STAGES
 
 
 def test_recorders_nest_and_can_be_used_again(load_model, batch) -> None:
