@@ -148,9 +148,8 @@ def test_chosen_steps_are_files_events_lines_and_pictures(build, drawn, strategy
     assert f"recording steps 1,3-4 and every 6th step, of each the first micro-batch on rank 0 only, into {trace}" in lines
     for event in noted:
         assert event["message"] in lines
-        assert event["message"].startswith(
-            f"recorded step {event['step']} (micro-batch 0, rank 0) in {result.folder / event['file']}: all "
-        )
+        where = f"recorded step {event['step']} (micro-batch 0, rank 0) in {result.folder / event['file']}"
+        assert event["message"].startswith(f"{where}: all {event['rows']} tensors finite")
     assert drawn == [[1, 3, 4, 6]]
     assert events(result.folder, "pictures")[0]["files"] == ["trace/trace.html"]
     assert lines.index(f"pictures of the recorded steps: {trace / 'trace.html'}") > lines.index(noted[-1]["message"])
@@ -176,18 +175,14 @@ def test_of_a_window_only_the_first_micro_batch_is_watched(build, monkeypatch) -
     assert watched == [False, False, False, True, False, False]
 
 
-def test_where_the_first_micro_batch_cannot_be_computed_the_second_is_recorded(build) -> None:
-    data = [{"input_ids": [5, 6, 7, 8]} for _ in range(12)]
-    for sample in data[4:6]:
-        sample["input_ids"] = [5, 6, 999, 8]  # outside the vocabulary
-    trainer = build(data, trace_steps="1,2", gradient_accumulation_steps=2)
-    trainer.samples.shuffle = False
-    trainer.train()
-    found = records(trainer.folder_path)
-    refused = {e["step"]: e["micro_batch"] for e in events(trainer.folder_path, "refusal")}
-    assert found.keys() == {1, 2}
-    for step, record in found.items():
-        assert record.micro_batch == (1 if refused.get(step) == 0 else 0)
+def test_where_the_first_micro_batch_cannot_be_computed_the_second_is_recorded(build, monkeypatch) -> None:
+    numbers = iter(range(100))
+    monkeypatch.setattr(loop_module, "find_fault", lambda batch, vocabulary: "token id out of range" if next(numbers) == 2 else None)
+    trainer = build(trace_steps="1,2", gradient_accumulation_steps=2)
+    result = trainer.train()
+    assert result.refused == 1 and result.steps == 3
+    assert {step: record.micro_batch for step, record in records(result.folder).items()} == {1: 0, 2: 1}
+    assert [(event["step"], event["micro_batch"]) for event in events(result.folder, "trace")] == [(1, 0), (2, 1)]
 
 
 def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(build, monkeypatch) -> None:
