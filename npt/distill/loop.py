@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -26,6 +28,8 @@ from npt.distill.transaction import Refusal, S, Transaction, WindowResult
 from npt.errors import TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
+from npt.health.recorder import Recorder
+from npt.health.recording import Recording, describe
 
 ADAM_BETAS = (0.9, 0.999)
 
@@ -77,6 +81,7 @@ class Loop:
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
         self._evaluate, self._save = evaluate, save
+        self.recording = Recording(folder.path / "trace", config.trace_steps, config.trace_every)
         parameters = adapter_parameters(model)
         self.optimizer = torch.optim.AdamW(
             parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
@@ -95,6 +100,7 @@ class Loop:
         self._in_a_row = 0
         self._open: dict[int, Window] = {}  # committed, result not known yet
         self._epoch = self._diagnoses = 0
+        self._to_record: int | None = None  # the open window's step, until its first micro-batch is recorded
         self._logged_at, self._logged_tokens = time.perf_counter(), 0
 
     @property
@@ -109,11 +115,19 @@ class Loop:
             TooManyRefusalsError: after the post-mortem was written.
         """
         self.model.eval()
+        if self.recording.steps is not None or self.recording.every is not None:
+            self.display.say(str(self.recording))
         self._logged_at = time.perf_counter()
+        try:
+            self._run(windows)
+        finally:
+            self._draw_records()
+
+    def _run(self, windows: Iterable[Window]) -> None:
         for window in windows:
-            for batch in window.batches:
+            for index, batch in enumerate(window.batches):
                 if self.stop.number is None:
-                    self._micro_batch(batch)
+                    self._micro_batch(batch, index)
             if self.stop.number is not None:
                 self.transaction.abandon()
                 break
@@ -132,9 +146,64 @@ class Loop:
         """Wait for the windows whose results are still on their way, and account for them."""
         self._account(self.transaction.flush())
 
-    def _micro_batch(self, batch: Batch) -> None:
-        fill = partial(fill_gradients, self.strategy, self.model, batch, self.config)
+    def _micro_batch(self, batch: Batch, index: int) -> None:
+        fill: Callable[[], MicroBatch] = partial(fill_gradients, self.strategy, self.model, batch, self.config)
+        if index == 0:
+            step = self.steps + self.transaction.in_flight + 1  # what this window will be, if it is applied
+            self._to_record = step if self.recording.wants(step) and _rank() == 0 else None
+        if self._to_record is not None:
+            fill = partial(self._recorded, fill, batch, index, self._to_record)
         try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
+
+    def _recorded(self, fill: Callable[[], MicroBatch], batch: Batch, index: int, step: int) -> MicroBatch:
+        """`fill` under the recorder. What goes wrong with the recorder itself is said; it ends and changes nothing."""
+        self._to_record = None
+        self.recording.begin(step)
+        try:
+            recorder = Recorder(self.model, valid=batch.attention_mask.bool() if batch.padded else None)
+            recorder.__enter__()
+        except Exception as error:
+            self._not_recorded(step, error)
+            return fill()
+        try:
+            sums = fill()
+        finally:
+            recorder.__exit__()
+        working_until = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what was skipped stands in the event
+                record = recorder.record(step, index)
+            path = self.recording.keep(record)
+            line, file = describe(record, path), str(path.relative_to(self.folder.path))
+            rows, skipped = len(record.rows), recorder.skipped
+            self.folder.event("trace", step=step, micro_batch=index, rank=0, file=file, rows=rows, skipped=skipped, message=line)
+            self.display.say(line)
+        except Exception as error:
+            self._not_recorded(step, error)
+        self._logged_at += time.perf_counter() - working_until  # reading and writing a record is not training
+        return sums
+
+    def _not_recorded(self, step: int, error: Exception) -> None:
+        message = f"step {step} could not be recorded: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # the disk that was too full for the record
+            self.folder.event("trace", step=step, rank=0, file=None, message=message)
+        self.display.say(message)
+
+    def _draw_records(self) -> None:
+        """Pictures of what was recorded, however the run ended."""
+        try:
+            pictures = self.recording.draw()
+        except Exception as error:  # an observer must not end the run that it looks at
+            message = f"the records in {self.recording.folder} could not be drawn: {type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):
+                self.folder.event("pictures", files=[], message=message)
+        else:
+            if not pictures:
+                return
+            message = f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}"
+            self.folder.event("pictures", files=[str(path.relative_to(self.folder.path)) for path in pictures], message=message)
+        self.display.say(message)
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
@@ -246,6 +315,10 @@ class Loop:
         count = self.refused_by_epoch.get(self._epoch, 0)
         if count:
             self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
 
 def fill_gradients(strategy: Strategy, model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:

@@ -18,7 +18,8 @@ class Row:
     went forward, or its gradient. Statistics are of the finite elements, None where there is none.
 
     count: elements looked at. finite_share: in [0, 1]. saturation: share of multipliers within a hundredth of their bounds.
-    update_ratio: RMS of what was added to the residual stream over the RMS of the stream.
+    update_ratio: RMS of what was added to the residual stream over the RMS of the stream. source: index among the record's rows
+    of what this tensor was made from, where it may be compared with that in size.
     """
 
     module: str
@@ -40,6 +41,7 @@ class Row:
     absmax: float | None
     saturation: float | None = None
     update_ratio: float | None = None
+    source: int | None = None
 
     @property
     def name(self) -> str:
