@@ -213,8 +213,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{word} is not JSON")
 
     def whole(digits: str) -> int:
-        if len(digits) > 19:
-            raise ValueError(f"the number {digits[:19]}... is longer than any that is written")
+        if len(digits) > 20:
+            raise ValueError(f"the number {digits[:20]}... is longer than any that is written")
         return int(digits)
 
     try:

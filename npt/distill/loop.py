@@ -216,7 +216,7 @@ class Loop:
                 f"{said}; no post-mortem could be written below {self.folder.path}: {error}; free or choose a disk that can be written to"
             ) from error
         self.folder.try_event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
-        raise TooManyRefusalsError(f"{said}; see {where}, or run: npt replay {where}")
+        raise TooManyRefusalsError(f"{said}; look into it with: npt replay {where}")
 
     def _after_step(self, result: WindowResult[MicroBatch]) -> None:
         c = self.config
