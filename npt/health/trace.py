@@ -26,7 +26,7 @@ class _First(TorchDispatchMode):
             inputs = list(_floats((args, kwargs)))
             for tensor in _floats(out):
                 bad = ~torch.isfinite(tensor) | (tensor.abs() > self.limit)
-                if bool(bad.any()) and all(bool(torch.isfinite(i).all()) for i in inputs):
+                if inputs and bool(bad.any()) and all(bool(torch.isfinite(i).all()) for i in inputs):
                     index = tuple(int(i) for i in bad.nonzero()[0])
                     operands = tuple(
                         Operand(f"input {n}", str(i.dtype), tuple(i.shape), 0, 0, float(i.abs().max()) if i.numel() else 0.0)
