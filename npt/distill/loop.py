@@ -271,7 +271,7 @@ class Loop:
         """Report an epoch in which something was refused."""
         count = self.refused_by_epoch.get(self._epoch, 0)
         if count:
-            self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+            self.folder.try_event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
 
 
 def new_transaction(parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float]) -> Transaction[MicroBatch]:

@@ -118,6 +118,7 @@ class Replay:
             "accepted_failed": accepted[0],
             "accepted_total": accepted[1],
             "findings": dict(self.findings),
+            "recorded_findings": self.bundle.said["findings"],
             "base_changed": self.base_changed,
             "micro_batches": [{key: value for key, value in asdict(t).items() if key != "window"} for t in self.traces],
             "device": self.device,
@@ -138,10 +139,11 @@ class Replay:
             f"verdict: {self.classification}. {self._why()}",
             *(f"  {name}: {finding}" for name, finding in self.findings.items() if finding is not None),
         ]
+        record = self.bundle.said
         if self.base_changed:
-            lines.append(
-                f"  when the run stopped its base in memory was {self.bundle.said['base_hash_at_stop'][:12]}: it had changed there"
-            )
+            lines.append(f"  when the run stopped its base in memory was {record['base_hash_at_stop'][:12]}: it had changed there")
+        there = {name: finding for name, finding in record["findings"].items() if finding not in (None, self.findings[name])}
+        lines += [f"  {name}, when the run stopped: {finding}" for name, finding in there.items()]
         for index, verdict in self.verdicts:
             samples = ", ".join(self.bundle.window[index].sample_ids)
             fault = next((r.detail for r in self.found if r.micro_batch == index and r.kind == "data"), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,17 @@ def poisoned_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def trainer(tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+def trainer(tmp_path: Path) -> Callable[..., Trainer]:
     """`trainer(base, data, **config)`, its run folder below the test's own."""
-    return lambda base, data, **config: make_trainer(base, data, tokenizer, tmp_path / "run", **config)
+    return lambda base, data, **config: make_trainer(base, data, tmp_path / "run", **config)
+
+
+@pytest.fixture(scope="session")
+def _made_once(poisoned_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stop(make_trainer(poisoned_folder, [*good(15), BAD], tmp_path_factory.mktemp("made") / "run", gradient_accumulation_steps=2))
 
 
 @pytest.fixture
-def bundle(trainer: Callable[..., Trainer], poisoned_folder: Path) -> Path:
-    """Of a run in windows of two that met BAD after some steps."""
-    return stop(trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2))
+def bundle(_made_once: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle of a run in windows of two that met BAD after some steps."""
+    return shutil.copytree(_made_once, tmp_path / "postmortem" / _made_once.name)

@@ -19,6 +19,7 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Transaction
 from npt.errors import TooManyRefusalsError
+from npt.faults.runs import NoTokenizer
 
 RARE = 99
 """A token that only the record `bad` has."""
@@ -41,7 +42,7 @@ def with_row(folder: Path, to: Path, row: int, value: float) -> Path:
 
 
 def make_trainer(
-    base: Path, data: Iterable[Any], tokenizer: Any, run: Path, *, quantization: str | None = "nf4", use_fp16: bool = False, **config: Any
+    base: Path, data: Iterable[Any], run: Path, *, quantization: str | None = "nf4", use_fp16: bool = False, **config: Any
 ) -> Trainer:
     """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
     model, _ = npt.load_base(str(base), quantization=quantization, device="cpu", use_fp16=use_fp16)
@@ -49,7 +50,7 @@ def make_trainer(
     settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, **config}
     return Trainer(
         model,
-        tokenizer,
+        NoTokenizer(),
         data,
         TrainConfig(output_dir=str(run), **settings),
         data_config=DataConfig(max_length=12),

@@ -114,7 +114,7 @@ def test_a_base_that_changed_in_the_runs_memory_is_said(trainer, tiny_folder) ->
     found = replay(stop(acting(trainer(tiny_folder, good(12)), flip)))
     assert found.classification == "transient" and found.base_changed
     assert "up_proj" in found.bundle.said["findings"]["base"]
-    assert "it had changed there" in str(found)
+    assert "it had changed there" in str(found) and "base, when the run stopped: model.layers.1.mlp.up_proj" in str(found)
 
 
 def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None:
