@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,7 @@ class Loop:
         self._in_a_row = 0
         self._open: dict[int, Window] = {}  # committed, result not known yet
         self._accepted: Window | None = None  # the last one of which nothing was refused
+        self._refused: tuple[Window, WindowResult[MicroBatch]] | None = None  # the last other one, without its state
         self._epoch = self._diagnoses = 0
         self._logged_at, self._logged_tokens = time.perf_counter(), 0
 
@@ -150,6 +151,8 @@ class Loop:
                 self.folder.try_event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
                 self._diagnose(window, refusal)
+            if result.refusals:
+                self._refused = window, replace(result, before=None)
             longest, self._in_a_row = bad_in_a_row(self._in_a_row, result)
             self._check_budget(window, result, longest)
             if result.applied:
@@ -185,6 +188,8 @@ class Loop:
         for known in (result, *self.transaction.flush()):
             self.steps += known.applied
             self.tokens += known.tokens if known.applied else 0
+        if not result.refusals and self._refused is not None:
+            window, result = self._refused  # the share of refusals was exceeded at a window that had none
         situation = Situation(
             model=self.model,
             transaction=self.transaction,

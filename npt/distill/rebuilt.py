@@ -121,6 +121,7 @@ def rebuilt(bundle: Bundle, *, model_name: str | None = None, device: str | torc
 
     Raises:
         BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit it.
+        ConfigError: there is no such kind of device.
     """
     precision = torch.get_float32_matmul_precision()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -138,6 +139,10 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> Llama
     kind = bundle.device.split(":")[0]
     if device is None and kind == "cpu":
         device = "cpu"
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
     half = base.quantization is None and base.dtype == "float16"
     try:
         model, _ = load_base(name, quantization=quantization, device=device, use_fp16=half)

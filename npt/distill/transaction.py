@@ -15,7 +15,8 @@ All of these decisions are device flags. On a CPU they are read at once. On a GP
 device, so there, with a fused AdamW (which obeys `found_inf` without a host branch), they are copied to pinned memory and
 read one window late; the learning rate follows the device's own count of applied steps. Both ways do the same arithmetic in
 the same order, and tests hold their results to bit equality. Only the limits of the spike guard, which are made on the host
-from steps whose results are known, are one step older there.
+from steps whose results are known, are one step older there. And a step's snapshot, which a post-mortem needs if the window
+turns out bad, is kept until its result is known: one more copy of weights and moments.
 """
 
 from __future__ import annotations

@@ -23,10 +23,12 @@ from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
 from npt.distill import postmortem
 from npt.distill.bundle import read_bundle
-from npt.distill.loop import fill_gradients, new_transaction
+from npt.distill.loop import Window, fill_gradients, new_transaction
 from npt.distill.postmortem import BATCH_TENSORS, Situation, suspect, untouched, write_postmortem
+from npt.distill.replay import replay
 from npt.distill.run_folder import RunFolder
 from npt.distill.strategies import STRATEGIES
+from npt.distill.trainer import Trainer
 from npt.distill.transaction import Refusal, Trace, WindowResult
 from npt.errors import TooManyRefusalsError
 
@@ -149,6 +151,20 @@ def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> No
         value, state = kept[name]
         assert float(state["step"]) == read.step
         assert not torch.equal(value, parameter.detach())  # and these are the adapters from before that step
+
+
+def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_was_not(trainer, poisoned_folder, monkeypatch) -> None:
+    """A share counts from the fiftieth micro-batch on, and that one was accepted."""
+    bad, fine = (collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7))))
+    windows = [Window(0, [bad])] * 12 + [Window(0, [fine])] * 60
+    monkeypatch.setattr(Trainer, "_windows", lambda self: iter(windows))
+    folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100))
+    record = said(folder)
+    assert record["reason"].startswith("12 of 50 micro-batches refused")
+    assert record["sample_ids"] == [["bad"]] and record["refusals"][0]["kind"] == "loss"
+    assert record["step"] == record["counters"]["steps"] == 38
+    found = replay(folder)
+    assert found.reproduced and found.classification == "data"
 
 
 def test_a_poisoned_adapter_is_stored_and_named(student, tmp_path) -> None:

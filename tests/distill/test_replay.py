@@ -212,6 +212,14 @@ def test_another_base_is_refused_and_both_hashes_are_named(bundle, tiny_folder) 
     assert caught.value.exit_status == 5
 
 
+def test_a_base_on_another_kind_of_device_is_refused_with_the_kind(bundle, tiny_folder) -> None:
+    said = json.loads((bundle / "postmortem.json").read_text())
+    said["device"] = "cuda:0"
+    (bundle / "postmortem.json").write_text(json.dumps(said))
+    with pytest.raises(BundleError, match=r"--model_name, on cuda \(4-bit codes made on cpu differ\)"):
+        replay(bundle, model_name=str(tiny_folder), device="cpu")
+
+
 def test_a_base_that_has_moved_is_found_by_its_new_name(bundle, poisoned_folder, tmp_path) -> None:
     said = json.loads((bundle / "postmortem.json").read_text())
     said["base"]["name"] = str(tmp_path / "gone")
@@ -312,7 +320,12 @@ def test_one_micro_batch_that_cannot_be_computed_is_said_to_be_so(trainer, tiny_
 
 
 def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys) -> None:
-    for arguments, status in (([str(tmp_path / "none")], 5), ([str(bundle), "--micro_batch", "7"], 2)):
+    for arguments, status in (
+        ([str(tmp_path / "none")], 5),
+        ([str(bundle), "--micro_batch", "7"], 2),
+        ([str(bundle), "--device", "abacus"], 2),
+        ([str(bundle), "--model_name", str(tmp_path)], 5),
+    ):
         assert main(["replay", *arguments]) == status
         assert len(capsys.readouterr().err.splitlines()) == 1
     assert main(["replay", str(bundle)]) == 0
