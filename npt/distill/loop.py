@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
-from npt.distill.postmortem import write_postmortem
+from npt.distill.postmortem import Situation, write_postmortem
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder
 from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
+from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distill.trackers import Trackers
 from npt.distill.transaction import Refusal, S, Transaction, WindowResult
 from npt.errors import TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
-from npt.health.recorder import Recorder
-from npt.health.recording import Recording, describe
 
 ADAM_BETAS = (0.9, 0.999)
 
@@ -62,6 +60,7 @@ class Loop:
         stop: set by a signal; looked at before every micro-batch.
         evaluate: figures of the model as it is.
         save: save the adapters as those of a step.
+        record: what `run.json` holds, for a post-mortem.
     """
 
     def __init__(
@@ -77,30 +76,23 @@ class Loop:
         stop: StopOnSignal,
         evaluate: Callable[[], Fidelity],
         save: Callable[[int], None],
+        record: Mapping[str, Any],
     ):
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
-        self._evaluate, self._save = evaluate, save
-        self.recording = Recording(folder.path / "trace", config.trace_steps, config.trace_every)
-        parameters = adapter_parameters(model)
-        self.optimizer = torch.optim.AdamW(
-            parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
-        )
-        self.transaction: Transaction[MicroBatch] = Transaction(
-            parameters,
-            self.optimizer,
-            config.max_grad_norm,
-            rates,
-            spikes=SpikeGuard(config.spike_sigmas) if config.skip_spikes else None,
-        )
+        self._evaluate, self._save, self._record = evaluate, save, record
+        self.transaction = new_transaction(adapter_parameters(model), config, rates)
+        self.optimizer = self.transaction.optimizer
+        self.recording = StepRecording(folder, display, config)
         self.steps = self.tokens = self.micro_batches = 0
         self.last_save: int | None = None
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
         self._open: dict[int, Window] = {}  # committed, result not known yet
+        self._accepted: Window | None = None  # the last one of which nothing was refused
+        self._refused: tuple[Window, WindowResult[MicroBatch]] | None = None  # the last other one, without its state
         self._epoch = self._diagnoses = 0
-        self._to_record: int | None = None  # the open window's step, until its first micro-batch is recorded
         self._logged_at, self._logged_tokens = time.perf_counter(), 0
 
     @property
@@ -115,13 +107,12 @@ class Loop:
             TooManyRefusalsError: after the post-mortem was written.
         """
         self.model.eval()
-        if self.recording.steps is not None or self.recording.every is not None:
-            self.display.say(str(self.recording))
+        self.recording.announce()
         self._logged_at = time.perf_counter()
         try:
             self._run(windows)
         finally:
-            self._draw_records()
+            self.recording.draw()
 
     def _run(self, windows: Iterable[Window]) -> None:
         for window in windows:
@@ -147,63 +138,15 @@ class Loop:
         self._account(self.transaction.flush())
 
     def _micro_batch(self, batch: Batch, index: int) -> None:
-        fill: Callable[[], MicroBatch] = partial(fill_gradients, self.strategy, self.model, batch, self.config)
+        fill: Callable[[], MicroBatch] = partial(self._fill, batch)
         if index == 0:
-            step = self.steps + self.transaction.in_flight + 1  # what this window will be, if it is applied
-            self._to_record = step if self.recording.wants(step) and _rank() == 0 else None
-        if self._to_record is not None:
-            fill = partial(self._recorded, fill, batch, index, self._to_record)
+            self.recording.open(self.steps + self.transaction.in_flight + 1)  # what this window will be, if it is applied
+        fill = self.recording.around(fill, self.model, batch, index)
         try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
+        self._logged_at += self.recording.take_seconds()  # reading and writing a record is not training
 
-    def _recorded(self, fill: Callable[[], MicroBatch], batch: Batch, index: int, step: int) -> MicroBatch:
-        """`fill` under the recorder. What goes wrong with the recorder itself is said; it ends and changes nothing."""
-        self._to_record = None
-        self.recording.begin(step)
-        try:
-            recorder = Recorder(self.model, valid=batch.attention_mask.bool() if batch.padded else None)
-            recorder.__enter__()
-        except Exception as error:
-            self._not_recorded(step, error)
-            return fill()
-        try:
-            sums = fill()
-        finally:
-            recorder.__exit__()
-        working_until = time.perf_counter()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what was skipped stands in the event
-                record = recorder.record(step, index)
-            path = self.recording.keep(record)
-            line, file = describe(record, path), str(path.relative_to(self.folder.path))
-            rows, skipped = len(record.rows), recorder.skipped
-            self.folder.event("trace", step=step, micro_batch=index, rank=0, file=file, rows=rows, skipped=skipped, message=line)
-            self.display.say(line)
-        except Exception as error:
-            self._not_recorded(step, error)
-        self._logged_at += time.perf_counter() - working_until  # reading and writing a record is not training
-        return sums
-
-    def _not_recorded(self, step: int, error: Exception) -> None:
-        message = f"step {step} could not be recorded: {type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # the disk that was too full for the record
-            self.folder.event("trace", step=step, rank=0, file=None, message=message)
-        self.display.say(message)
-
-    def _draw_records(self) -> None:
-        """Pictures of what was recorded, however the run ended."""
-        try:
-            pictures = self.recording.draw()
-        except Exception as error:  # an observer must not end the run that it looks at
-            message = f"the records in {self.recording.folder} could not be drawn: {type(error).__name__}: {error}"
-            with contextlib.suppress(OSError):
-                self.folder.event("pictures", files=[], message=message)
-        else:
-            if not pictures:
-                return
-            message = f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}"
-            self.folder.event("pictures", files=[str(path.relative_to(self.folder.path)) for path in pictures], message=message)
-        self.display.say(message)
+    def _fill(self, batch: Batch) -> MicroBatch:
+        return fill_gradients(self.strategy, self.model, batch, self.config)
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
@@ -219,12 +162,15 @@ class Loop:
             for refusal in result.refusals:
                 self.refused_by_kind[refusal.kind] += 1
                 self.refused_by_epoch[window.epoch] += 1
-                self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
+                self.folder.try_event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
                 self._diagnose(window, refusal)
+            if result.refusals:
+                self._refused = window, replace(result, before=None)
             longest, self._in_a_row = bad_in_a_row(self._in_a_row, result)
             self._check_budget(window, result, longest)
             if result.applied:
+                self._accepted = self._accepted if result.refusals else window
                 self._after_step(result)
 
     def _diagnose(self, window: Window, refusal: Refusal) -> None:
@@ -237,7 +183,7 @@ class Loop:
             message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"failed: {type(error).__name__}: {error}"
-        self.folder.event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
+        self.folder.try_event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
         self.display.say(f"  diagnosis: {message}")
 
     def _check_budget(self, window: Window, result: WindowResult[MicroBatch], longest: int) -> None:
@@ -250,16 +196,46 @@ class Loop:
 
     def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
         self._close_epoch()
-        # Where results come late the window behind this one has been stepped on already: the state is that of its step.
-        for behind in self.transaction.flush():
-            self.steps += behind.applied
-            self.tokens += behind.tokens if behind.applied else 0
-        where = write_postmortem(
-            self.folder.path, self.model, self.optimizer, window.batches, result.refusals, self.steps, self.transaction.history
+        before = self.steps
+        # What is saved from here on bears the step that its weights are of: that of this window, if it was applied at all, or,
+        # where results come late, of the one behind it.
+        for known in (result, *self.transaction.flush()):
+            self.steps += known.applied
+            self.tokens += known.tokens if known.applied else 0
+        if not result.refusals and self._refused is not None:
+            window, result = self._refused  # the share of refusals was exceeded at a window that had none
+        situation = Situation(
+            model=self.model,
+            transaction=self.transaction,
+            fill=self._fill,
+            window=window.batches,
+            result=result,
+            accepted=() if self._accepted is None else self._accepted.batches,
+            reason=reason,
+            step=self.steps if result.before is None else before,
+            total_steps=self.total_steps,
+            config=self.config,
+            counters={
+                "steps": self.steps,
+                "tokens": self.tokens,
+                "micro_batches": self.micro_batches,
+                "refused": dict(self.refused_by_kind),
+                "epoch": window.epoch,
+                "in_a_row": self._in_a_row,
+            },
+            record=self._record,
         )
-        self.folder.event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
         last = f", the last: {result.refusals[-1]}" if result.refusals else ""
-        raise TooManyRefusalsError(f"stopped at step {self.steps}: {reason}{last}; see {where}")
+        said = f"stopped at step {self.steps}: {reason}{last}"
+        try:
+            where = write_postmortem(self.folder.path, situation)
+        except Exception as error:  # why the run stopped has to be said whatever becomes of the bundle
+            self.folder.try_event("stopped", step=self.steps, reason=reason, postmortem=None, error=str(error))
+            raise TooManyRefusalsError(
+                f"{said}; no post-mortem could be written below {self.folder.path}: {error}; free or choose a disk that can be written to"
+            ) from error
+        self.folder.try_event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
+        raise TooManyRefusalsError(f"{said}; look into it with: npt replay {where}")
 
     def _after_step(self, result: WindowResult[MicroBatch]) -> None:
         c = self.config
@@ -314,11 +290,22 @@ class Loop:
         """Report an epoch in which something was refused."""
         count = self.refused_by_epoch.get(self._epoch, 0)
         if count:
-            self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+            self.folder.try_event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+def new_transaction(parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float]) -> Transaction[MicroBatch]:
+    """The optimizer and the transaction of a run with these settings.
+
+    Args:
+        parameters: the trainable tensors by name.
+        config: training settings.
+        rates: learning rate of each applied step.
+    """
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
+    )
+    spikes = SpikeGuard(config.spike_sigmas) if config.skip_spikes else None
+    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes)
 
 
 def fill_gradients(strategy: Strategy, model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:
