@@ -72,15 +72,17 @@ def padding_uncounted(base: Base) -> tuple[bool, str]:
     alone = [filled(student, collate([sample], PAD_ID))[0] for sample in samples]
     tokens = sum(len(sample.input_ids) for sample in samples)
     expected = sum(float(sums.loss) for sums in alone) / tokens
-    said = []
-    good = True
-    for width in (None, 40):
+    losses: dict[int, float] = {}
+    counted = set()
+    for width in (16, 40):
         sums, _ = filled(student, collate(samples, PAD_ID, length=width))
-        found = float(sums.loss) / sums.tokens
-        # Other shapes take other kernels and other orders of summation.
-        good = good and sums.tokens == tokens and abs(found / expected - 1) <= 1e3 * rounding()
-        said.append(f"{found:.9g} padded to {16 if width is None else width}, {sums.tokens} tokens counted")
-    return good, f"loss per token {expected:.9g} without padding, {', '.join(said)} of {tokens}"
+        losses[width] = float(sums.loss) / sums.tokens
+        counted.add(sums.tokens)
+    # Other shapes take other kernels and other orders of summation.
+    good = counted == {tokens} and all(abs(loss / expected - 1) <= 1e3 * rounding() for loss in losses.values())
+    padded = ", ".join(f"{loss:.9g} padded to {width}" for width, loss in losses.items())
+    counts = " and ".join(map(str, sorted(counted)))
+    return good, f"loss per token {expected:.9g} one by one, {padded}; {counts} of {tokens} tokens counted"
 
 
 @check("the same batch gives the same bits", "runs that differ by themselves hide what a fault has changed")
@@ -110,7 +112,7 @@ def logged(base: Base) -> tuple[bool, str]:
     first = losses[1]
     # Other shapes take other kernels and other orders of summation.
     good = tokens == {sum(len(s.input_ids) for s in samples)} and all(abs(x / first - 1) <= 1e3 * rounding() for x in losses.values())
-    return good, "logged " + ", ".join(f"{loss:.9g} from {k} micro-batch{'es' * (k > 1)}" for k, loss in losses.items())
+    return good, "logged " + ", ".join(f"{loss:.9g} from {k}" for k, loss in losses.items()) + " micro-batches of the same samples"
 
 
 @check("samples without a valid token are refused", "a loss of 0 tokens divided by 0, and the NaN was stepped on")
@@ -139,13 +141,13 @@ def refused(base: Base) -> tuple[bool, str]:
     tensor = next(reversed(student_of(base).parameters))
     setting = setting_of(base)
     clean = run(setting, base, absent=[(1, 0)])[1]
-    planted: dict[str, Plant] = {
+    faults: dict[str, Plant] = {
         "loss": plants.extra_loss(lambda student, _: student.parameters[tensor].sum() * math.nan),
         "gradient NaN": plants.gradient_fault((0, 0), math.nan, tensor),
         "gradient Inf": plants.gradient_fault((0, 0), math.inf, tensor),
         "gradient 1e30": plants.gradient_fault((0, 0), 1e30, tensor),
     }
-    for name, plant in planted.items():
+    for name, plant in faults.items():
         outcome = run(setting, base, plants={(1, 0): plant})[1]
         kinds = [(window, refusal.kind, refusal.micro_batch) for window, refusal in outcome.refusals]
         if kinds != [(1, name.split()[0], 0)]:
@@ -153,10 +155,8 @@ def refused(base: Base) -> tuple[bool, str]:
         different = outcome.difference(clean)
         if different is not None:
             return False, f"{name}: {different} differs from the run that never saw it"
-    return (
-        True,
-        f"a NaN loss and gradients of NaN, Inf and 1e30: {len(clean.state)} tensors of weights and moments bit-equal to the run without",
-    )
+    detail = f"a NaN loss, gradients of NaN, Inf and 1e30: {len(clean.state)} tensors of weights and moments bit-equal to the run without"
+    return True, detail
 
 
 @check("averages are over the steps that counted", "a skipped batch left a NaN, or a 0, in the averages that were logged")

@@ -65,23 +65,24 @@ def verify(base: Base, checks: Sequence[Callable[[Base], Check]] = CHECKS, watch
         checks: default all of them.
         watch: told of each.
     """
-    quiet = replace(
-        base.config, log_steps=1, eval_steps=None, save_steps=None, use_wandb=False, use_tensorboard=False, skip_spikes=False,
-        max_consecutive_bad=100, max_refused_share=1.0,
-    )  # fmt: skip
-    chosen = replace(base, config=quiet)
+    config = base.config
+    # What checks plant must not end a run, and nothing of it is anybody else's to see.
+    quiet = replace(config, eval_steps=None, save_steps=None, skip_spikes=False, max_consecutive_bad=100, max_refused_share=1.0)
+    chosen = replace(base, config=replace(quiet, use_wandb=False, use_tensorboard=False))
     found = []
     device = next(base.model.parameters()).device
     in_training = [module for module in base.model.modules() if module.training]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        detach(base.model)
-        base.model.eval()
-        for check in checks:
-            found.append(check(chosen))
-            if watch is not None:
-                watch(found[-1])
-    for module in in_training:
-        module.training = True
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            detach(base.model)
+            base.model.eval()
+            for check in checks:
+                found.append(check(chosen))
+                if watch is not None:
+                    watch(found[-1])
+    finally:
+        for module in in_training:
+            module.training = True
     return found
 
 
@@ -101,8 +102,8 @@ def summary(checks: Sequence[Check]) -> dict[str, Any]:
 
 def print_checks(console: Console, checks: Sequence[Check], title: str) -> None:
     table = Table(title=title, title_justify="left", show_lines=True)
-    for heading, ratio in (("check", 2), ("figures", 3)):
-        table.add_column(heading, overflow="fold", ratio=ratio)
+    table.add_column("check", overflow="fold", max_width=32)
+    table.add_column("figures", overflow="fold")
     table.add_column("passed", no_wrap=True)
     for check in checks:
         table.add_row(check.name, check.detail, Text("yes", style="green") if check.passed else Text("NO", style="red"))
