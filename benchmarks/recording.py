@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,8 +27,8 @@ from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.strategies import STRATEGIES
-from npt.files import write_json
 from npt.health import Recorder
+from npt.health.recording import Recording
 
 
 class Bench:
@@ -37,9 +36,10 @@ class Bench:
 
     Args:
         strategy: of the steps.
+        folder: for records.
     """
 
-    def __init__(self, model_name: str, batch_size: int, length: int, strategy: str):
+    def __init__(self, model_name: str, batch_size: int, length: int, strategy: str, folder: str):
         self.model, tokenizer = npt.load_base(model_name, quantization="nf4")
         npt.attach(self.model, npt.NPTConfig())
         self.device = next(self.model.parameters()).device
@@ -49,6 +49,7 @@ class Bench:
         full = (s for s in samples.epoch(0) if len(s.input_ids) == length)
         stream = batches(full, batch_size, pad_id_of(tokenizer))
         self.batches = [next(stream).to(self.device) for _ in range(4)]
+        self.recording = Recording(folder)
         self.rows = 0
 
     def plain(self, batch: Batch) -> None:
@@ -56,11 +57,11 @@ class Bench:
             parameter.grad = None
         STRATEGIES[self.config.strategy](self.model, batch, self.config)
 
-    def recorded(self, batch: Batch, path: Path) -> None:
+    def recorded(self, batch: Batch) -> None:
         with Recorder(self.model) as recorder:
             self.plain(batch)
         record = recorder.record()
-        write_json(path, record.as_dict())
+        self.recording.keep(record)
         self.rows = len(record.rows)
 
     def time(self, step: Callable[[], None]) -> float:
@@ -93,15 +94,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    untouched, watched = (Bench(args.model_name, args.batch_size, args.max_length, args.strategy) for _ in range(2))
-
     ratios, after, plain_times = [], [], []
     with tempfile.TemporaryDirectory() as folder:
+        shape = args.model_name, args.batch_size, args.max_length, args.strategy
+        untouched, watched = (Bench(*shape, folder) for _ in range(2))
         for number in range(args.rounds + 1):
             batch = untouched.batches[number % len(untouched.batches)]
             steps = [
                 lambda batch=batch: untouched.plain(batch),
-                lambda batch=batch: watched.recorded(batch, Path(folder) / "record.json"),
+                lambda batch=batch: watched.recorded(batch),
                 lambda batch=batch: watched.plain(batch),
             ]
             times = [0.0] * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Direction = Literal["forward", "gradient"]
@@ -68,7 +68,7 @@ class Record:
     micro_batch: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "micro_batch": self.micro_batch, "rows": [asdict(row) for row in self.rows]}
+        return {"step": self.step, "micro_batch": self.micro_batch, "rows": [dict(vars(row)) for row in self.rows]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:

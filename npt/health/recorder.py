@@ -350,8 +350,7 @@ class Recorder:
             return
         pair = known.summary, before_known.summary
         if pair not in self._updates:
-            with torch.no_grad():
-                self._updates[pair] = self._summarise(after.detach() - before.detach(), self._valid)
+            self._updates[pair] = self._summarise(after.detach() - before.detach(), self._valid)
         self._entries[known.entries[-1]].update = self._updates[pair], before_known.summary
 
     def _summarise(self, tensor: Tensor, valid: _Valid | None) -> int:

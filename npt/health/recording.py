@@ -7,7 +7,7 @@ from pathlib import Path
 
 from npt.config import parse_steps
 from npt.errors import ConfigError
-from npt.files import write_json
+from npt.files import to_json, write_text
 from npt.health.ranking import worst
 from npt.health.record import Record
 
@@ -59,7 +59,7 @@ class Recording:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{record.step:08d}.json"
-        write_json(path, record.as_dict())
+        write_text(path, to_json(record.as_dict()) + "\n")
         self._files.append(path)
         return path
 

@@ -28,7 +28,6 @@ _BLOCK = 1 << 18
 _NONE = (math.nan,) * 5
 
 
-@torch.no_grad()
 def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     """The `FIELDS` of one tensor: [9] float64 on the tensor's device.
 
@@ -46,7 +45,6 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     return _by_selection(values.to(_wide(values)), mask)
 
 
-@torch.no_grad()
 def share_beyond(tensor: Tensor, centre: float, distance: float, valid: Tensor | None = None) -> Tensor:
     """The share of elements that lie further from `centre` than `distance`: [1] float64 on the tensor's device, 0 of none.
 
@@ -54,6 +52,10 @@ def share_beyond(tensor: Tensor, centre: float, distance: float, valid: Tensor |
         tensor, valid: as in `summarise`.
     """
     values, mask = _elements(tensor, valid)
+    if values.device.type == "cpu" and values.numel():
+        low, high = (float(end) for end in torch.aminmax(values))
+        if centre - low <= distance and high - centre <= distance:
+            return torch.zeros(1, dtype=torch.float64)
     beyond = (values - centre).abs() > distance
     if mask is None:
         return (beyond.sum(dtype=torch.float64) / max(1, values.numel())).reshape(1)
@@ -121,7 +123,8 @@ def _sizes(flat: Tensor) -> tuple[float, ...] | None:
 
 
 def _sum_of_squares(flat: Tensor) -> float:
-    return sum(float(torch.dot(block, block)) for block in flat.split(_BLOCK))
+    blocks = (flat,) if flat.numel() <= _BLOCK else flat.split(_BLOCK)
+    return sum(float(torch.dot(block, block)) for block in blocks)
 
 
 def _vector(count: int, nan: int, up: int, down: int, sizes: tuple[float, ...]) -> Tensor:
