@@ -8,7 +8,6 @@ micro-batch) means running that micro-batch again, which may fail in any way or 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -133,13 +132,8 @@ def first_fault(model: LlamaForCausalLM, batch: Batch, run: Callable[[], Any], *
         exploded: it, or its window, was refused. Where every number is finite the first one too large to be squared is looked
             for then, since a norm overflows before its elements do.
     """
-    with untouched(model):
-        verdict = trace(model, batch, run=run)
-        if verdict is None and exploded:
-            verdict = trace(model, batch, run=run, limit=EXPLOSION)
-            if verdict is not None and not math.isfinite(verdict.value):
-                return None  # a constant that is meant: nothing that is not finite came through, as the first trace says
-        return verdict
+    verdict = trace(model, batch, run=run)
+    return trace(model, batch, run=run, limit=EXPLOSION) if verdict is None and exploded else verdict
 
 
 @contextmanager
