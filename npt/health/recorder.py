@@ -126,7 +126,8 @@ class Recorder:
     """Records every forward and backward pass through `model` inside its block.
 
     Numerics, random state and the graph are as without it; `torch.no_grad`, `torch.inference_mode`, mixed precision and gradient
-    checkpointing are fine. A tensor that cannot be reduced (a sparse one, say) is skipped, with a warning from `record`. Recorders
+    checkpointing are fine. Only code that itself asks whether it is hooked may take another way: torch's `nn.TransformerEncoderLayer` then
+    leaves its fused inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a warning from `record`. Recorders
     nest, and one can be entered again: it then starts anew.
 
     Args:

@@ -16,7 +16,7 @@ def test_a_public_name_is_what_its_home_has(name) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'npt.health' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"module 'npt\.health' has no attribute 'nothing'"):
         _ = health.nothing
 
 
