@@ -295,6 +295,19 @@ def test_layers_can_be_chosen(stack) -> None:
     assert {"embedding out", "head out", "blocks.1 out"} <= set(rows(record))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": [0, 2]}, "Stack has no layer 2; leave it out of layers"),
+        ({"valid": torch.ones(3)}, r"valid has the shape \(3,\); it says of each token, \[B, T\], whether it counts"),
+    ],
+)
+def test_wrong_settings_are_refused_and_leave_no_hook(stack, settings, message) -> None:
+    with pytest.raises(ValueError, match=message), Recorder(stack, **settings):
+        pass
+    assert hooks(stack) == 0
+
+
 def test_a_parameter_without_gradient_has_no_row(stack) -> None:
     stack.head.weight.requires_grad_(False)
     with Recorder(stack) as recorder:
