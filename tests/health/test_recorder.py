@@ -200,6 +200,24 @@ def test_what_was_changed_in_place_is_another_tensor() -> None:
         assert found["0 out"].min < 0 and found["1 out"].min == 0 and found["out"].min == 0
 
 
+def test_a_tensor_outside_the_graph_does_not_stand_for_its_twin_inside() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outside, self.inside = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            doubled = 2 * x
+            twin = doubled.detach()
+            self.outside(twin)
+            return self.inside(doubled)
+
+    model = Twins()
+    with Recorder(model) as recorder:
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert "inside in" in rows(recorder.record(), "gradient")
+
+
 class Odd(nn.Module):
     """Hands on everything that a module may be called with and return."""
 
