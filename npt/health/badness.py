@@ -113,12 +113,13 @@ def count(tensor: Tensor) -> tuple[int, int]:
     return int(torch.isnan(parts).sum()), int(torch.isinf(parts).sum())
 
 
-def is_mask_value(value: float) -> bool:
-    """Whether a negative number is one that masks are written with: -Inf, the end of a dtype, or a power of ten."""
-    if value <= -1e37 or value in (_FP16_LOWEST, _FP16_LOWEST / 2):
-        return True
-    exponent = math.log10(-value) if value < 0 else 0.0
-    return round(exponent) >= 3 and abs(exponent - round(exponent)) < 2e-3  # bf16 rounds by up to 0.4%
+def looks_like_a_mask(tensor: Tensor) -> bool:
+    """Whether the lowest number is one that masks are written with: -Inf, the end of a dtype, or the only one beside 0."""
+    values = numbers(tensor)
+    if values is None:
+        return False
+    low, _ = extent(values)
+    return low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2) or bool(((values == low) | (values == 0)).all())
 
 
 def _reals(values: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npt.health.badness import Badness, element, extent, first_bad, is_mask_value, judge, numbers
+from npt.health.badness import Badness, element, extent, first_bad, judge, looks_like_a_mask, numbers
 from npt.health.memory import Memory, stretch_of
 from npt.health.place import Place, Stack, read_stack
 
@@ -41,6 +41,9 @@ _BLANK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_stride
 _REPLACING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"}
 # Outputs behind the first are bookkeeping, -Inf where a row has no key.
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+
+_ORIGINS_KEPT = 8
+"""Of a tensor that is bad for several reasons so many are kept, the oldest."""
 
 Sequence = tuple[bool, int]
 """Which forward operation a node of the graph belongs to: whether one that a thread of backward ran, and its number there."""
@@ -71,7 +74,8 @@ class Origin:
     outside, the operation that read it first. node: of the graph, in backward. sequence: of the forward operation whose backward
     this is. shape, dtype, index, value: of the bad result and its first bad element; of a tensor from outside that tensor's own.
     shown: shape and index in the whole tensor of whose part this is, or of a tensor from outside those at which it came
-    through. meant: a mask's -Inf, or a constant. hid: the forward operation whose backward this is gave a bad number too, and
+    through. meant: a mask's -Inf, or a constant. hard: more than what may be a mask. hid: the forward operation whose
+    backward this is gave a bad number too, and
     something hid it. inputs, constants: arguments as they went in, where the ledger was told to keep them. externals: those
     inputs that were there before the pass.
     """
@@ -91,6 +95,7 @@ class Origin:
     external: External | None = None
     pointwise: bool = False
     meant: bool = False
+    hard: bool = True
     hid: bool = False
     inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     constants: dict[str, float] = field(default_factory=dict)
@@ -103,8 +108,9 @@ class _Call:
 
     number: int
     name: str
-    func: Any
     node: Any
+    is_view: bool = False
+    pointwise: bool = False
     inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     read: list[tuple[str, Tensor]] = field(default_factory=list)
     written: list[Tensor] = field(default_factory=list)
@@ -144,6 +150,7 @@ class Ledger(TorchDispatchMode):
         watch: Sequence | None = None,
     ):
         super().__init__()
+        self.supports_higher_order_operators = True
         self.modules, self.limit = modules, limit
         self.count = 0
         self.first: Origin | None = None
@@ -159,10 +166,14 @@ class Ledger(TorchDispatchMode):
         for external in externals:
             self._externals.add(external.tensor, external)
         self._blank: dict[int, StorageWeakRef] = {}
+        self._scalars: dict[str, Origin] = {}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Where the badness of this tensor came from, if the pass saw it arise: no mask before a mask, the older before the younger."""
-        return min(self._origins.of(tensor), key=lambda origin: (origin.meant, origin.number), default=None)
+        """Where the badness of this tensor came from, if the pass saw it arise.
+
+        It may stem from several: what is certainly bad comes before what may be a mask, the older before the younger.
+        """
+        return min(self._origins.of(tensor), key=lambda origin: (origin.meant, not origin.hard, origin.number), default=None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -185,7 +196,9 @@ class Ledger(TorchDispatchMode):
             hid = any(judge(t, self.limit) != Badness.FINE for t in results)
             place = stack.place if call.node is None or stack.own or stack.recomputing else Place()
             self.watched = Watched(place, hid, self._sequence(call.node, stack))
-        if func.is_view and not call.written and call.name != "lift_fresh":
+        if call.name == "_local_scalar_dense" and (read := self.origin_of(call.read[0][1])) is not None:
+            self._scalars[repr(out)] = read
+        if call.is_view and not call.written and call.name != "lift_fresh":
             return out
         if call.name in _BLANK:
             for tensor in results:
@@ -207,42 +220,42 @@ class Ledger(TorchDispatchMode):
         """Give a bad result its origin: that of the input it has it from, else a new one."""
         masks = False
         mask: Origin | None = None
-        inherited: list[tuple[bool, int, Origin]] = []
+        inherited: list[Origin] = []
         for label, tensor in call.read:
             was = call.before.get(id(tensor))
             was = judge(tensor, self.limit) if was is None else was
             if was == Badness.FINE or (self._is_blank(tensor) and any(tensor is w for w in call.written)):
                 continue
-            known = self.origin_of(tensor)
-            if known is None and self._is_mask(tensor, was):
+            known = self._origins.of(tensor)
+            if not known and self._is_mask(tensor, was):
                 masks = True
                 continue
-            if known is None and tensor.ndim == 0 and not self._externals.of(tensor):
+            if not known and tensor.ndim == 0 and not self._externals.of(tensor):
                 continue  # a constant from before the pass, treated as those made in it
-            if known is None:
-                known = self._from_outside(call, label, tensor, result, badness)
             masks |= was == Badness.SOFT
-            if known.meant:
-                mask = mask or known
-            # A selection that leaves -Inf alone has left the worse of that input behind.
-            elif not (badness == Badness.SOFT and was == Badness.HARD and call.name in _WRITERS):
-                inherited.append((was != Badness.HARD, known.number, known))
+            for origin in known or [self._from_outside(call, label, tensor, was, result, badness)]:
+                if origin.meant:
+                    mask = mask or origin
+                # A selection that leaves -Inf alone has left the worse of that input behind.
+                elif badness == Badness.HARD or was == Badness.SOFT or not origin.hard or call.name not in _WRITERS:
+                    inherited.append(origin)
+        constant = result.ndim == 0 and call.name in _CONSTANTS
+        inherited += self._scalars_in(call, result if constant else None)
         if call.written:
             self._origins.forget(result)
         if inherited:
-            # An input that is bad through and through comes before one that may be a mask, the older before the younger.
-            self._origins.add(result, min(inherited, key=lambda item: item[:2])[2])
+            for origin in sorted(inherited, key=lambda origin: origin.number)[:_ORIGINS_KEPT]:
+                self._origins.add(result, origin)
             return
         if badness == Badness.HARD and call.written and self._is_blank(result) and call.name not in _REPLACING:
             return  # some of it may still be what stood in fresh memory
-        constant = result.ndim == 0 and call.name in _CONSTANTS
         mask_on = masks or call.name in _WRITERS or _made_of_masks(call) or self._masks_with(call)
         meant = constant or (badness == Badness.SOFT and mask_on)
         if meant and mask is not None:
             self._origins.add(result, mask)
             return
         origin = self._origin(call, result, position, first_bad(result, self.limit, soft=meant or not masks))
-        origin.meant = meant
+        origin.meant, origin.hard = meant, badness == Badness.HARD
         self._origins.add(result, origin)
         if not meant:
             self._note(origin)
@@ -267,7 +280,7 @@ class Ledger(TorchDispatchMode):
             index=index,
             value=element(result, index),
             shown=_in_base(result, index) if any(result is w for w in call.written) else (tuple(result.shape), index),
-            pointwise=torch.Tag.pointwise in call.func.tags,
+            pointwise=call.pointwise,
         )
         if kept:
             origin.inputs, origin.constants = call.kept, call.constants
@@ -276,7 +289,7 @@ class Ledger(TorchDispatchMode):
             self.kept = origin
         return origin
 
-    def _from_outside(self, call: _Call, label: str, tensor: Tensor, result: Tensor, badness: Badness) -> Origin:
+    def _from_outside(self, call: _Call, label: str, tensor: Tensor, was: Badness, result: Tensor, badness: Badness) -> Origin:
         """The origin of a tensor that no operation of this pass made bad; the note makes it the same for every reader."""
         shown = first_bad(result, self.limit, soft=badness == Badness.SOFT)
         origin = self._origin(call, result, 0, shown)
@@ -288,6 +301,7 @@ class Ledger(TorchDispatchMode):
         if call.name == "embedding" and ids is not None and len(shown) > 1:
             origin.index = (int(ids[shown[:-1]]), shown[-1])  # of a table with several bad rows the one that was read
         origin.shape, origin.dtype, origin.value = tuple(whole.shape), whole.dtype, element(whole, origin.index)
+        origin.hard = was == Badness.HARD
         self._origins.add(tensor, origin)
         self._note(origin)
         return origin
@@ -303,15 +317,18 @@ class Ledger(TorchDispatchMode):
 
     def _is_mask(self, tensor: Tensor, was: Badness) -> bool:
         """Whether negative numbers that were there before the pass are a mask. In what is trained they never are."""
-        values = numbers(tensor)
-        if was != Badness.SOFT or values is None or any(external.trained for external in self._externals.of(tensor)):
-            return False
-        return is_mask_value(extent(values)[0])
+        trained = any(external.trained for external in self._externals.of(tensor))
+        return was == Badness.SOFT and not trained and looks_like_a_mask(tensor)
 
     def _masks_with(self, call: _Call) -> bool:
         """Whether a number of the program itself is beyond the limit: (1 - mask) * -1e9."""
         scalars = [element(t, ()) for _, t in call.read if t.ndim == 0 and numbers(t) is not None and not self._externals.of(t)]
         return any(number < -self.limit or number == -math.inf for number in (*call.constants.values(), *scalars))
+
+    def _scalars_in(self, call: _Call, constant: Tensor | None) -> Iterator[Origin]:
+        """Origins of Python numbers that were read from bad tensors (`item`) and that this operation is given."""
+        given = [*call.constants.values(), *([] if constant is None else [element(constant, ())])] if self._scalars else []
+        yield from (self._scalars[repr(value)] for value in given if repr(value) in self._scalars)
 
     def _clock(self) -> tuple[bool, int]:
         """How many nodes the graph has got in this thread since the pass began. Backward on a GPU has threads of its own."""
@@ -344,8 +361,12 @@ def _key(tensor: Tensor) -> int:
 
 
 def _call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    node = torch._C._current_autograd_node()
+    if not isinstance(func, torch._ops.OpOverload):  # an operator of functions, such as flex_attention
+        inputs = [*_labelled("args", list(args)), *_labelled("kwargs", list(kwargs.values()))]
+        return _Call(number, func.name(), node, inputs=inputs, read=inputs)
     name = func._schema.name.split("::")[-1]
-    call = _Call(number, name, func, torch._C._current_autograd_node())
+    call = _Call(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
     declared = func._schema.arguments
     named = [(declared[i], value) for i, value in enumerate(args)]
     named += [(argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs]

@@ -14,12 +14,14 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
@@ -78,11 +80,11 @@ def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit:
     versions = _versions(model)
     with _untouched(model, batch):
         with masks:
-            sinks = _sinks(model, run())
+            sinks = _sinks(model, batch, run())
         bad = [sink.label for sink in sinks if sink.bad]
         unsure = any(sink.unsure for sink in sinks)
         del sinks
-    changed = next((name for name, version in _versions(model).items() if versions.get(name) != version), None)
+    changed = next((name for name, version in _versions(model).items() if versions.get(name, version) != version), None)
     if changed is not None:
         raise ConfigError(f"run wrote to {changed}: give trace a run that computes loss and gradients, and takes no optimizer step")
     if not bad and not unsure and math.isinf(limit):
@@ -155,9 +157,10 @@ class _Tracer:
 
     def _pass(self, **wanted: Any) -> tuple[Ledger, list[_Sink]]:
         with _untouched(self.model, self.batch):
-            with Ledger(self.modules, self.externals, **wanted) as ledger:
+            # A compiled module has operations of its own, and refuses to run under a ledger if it was compiled as one graph.
+            with torch.compiler.set_stance("force_eager"), Ledger(self.modules, self.externals, **wanted) as ledger:
                 result = self.run()
-                sinks = _sinks(self.model, result)
+                sinks = _sinks(self.model, self.batch, result)
             return ledger, sinks
 
     def _close_up(self, origin: Origin, limit: float) -> Origin | None:
@@ -382,7 +385,7 @@ def _ready(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _sinks(model: nn.Module, result: Any) -> list[_Sink]:
+def _sinks(model: nn.Module, batch: Any, result: Any) -> list[_Sink]:
     """What the pass came to. A scalar loss with a graph is differentiated first, if the pass has not done so."""
     loss = result.get("loss") if isinstance(result, Mapping) else result if isinstance(result, Tensor) else getattr(result, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -391,11 +394,19 @@ def _sinks(model: nn.Module, result: Any) -> list[_Sink]:
         sinks = [_Sink("loss", loss.detach())]
     else:
         sinks = [_Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in _tensors("", result)]
-    return sinks + [_Sink(f"gradient of {name}", p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    leaves = [*model.named_parameters(), *_named_inputs(batch)]
+    gradients = [(f"gradient of {name}", leaf.grad) for name, leaf in leaves if leaf.is_leaf and leaf.grad is not None]
+    sinks += [_Sink(label, tensor) for name, gradient in gradients for label, tensor in _tensors(name, gradient)]
+    if not sinks:
+        raise ConfigError(f"run gave a {type(result).__name__} and no gradients: it has to return a loss or outputs, or to run backward")
+    return sinks
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        for part in value.__tensor_flatten__()[0]:
+            yield from _tensors(f"{name}.{part}".lstrip("."), getattr(value, part))
+    elif isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -403,6 +414,14 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from _tensors(f"{name}[{i}]", item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from _tensors(f"{name}.{entry.name}".lstrip("."), getattr(value, entry.name))
+
+
+def _named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _tensors("", batch):
+        yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
 
 
 @contextmanager
@@ -416,6 +435,9 @@ def _untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     buffers = [
         (module._buffers, name, b, b.detach().clone()) for module in model.modules() for name, b in module._buffers.items() if b is not None
     ]
+    # An embedding with a largest norm writes to its weights in forward.
+    renormed = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None]
+    weights = [(weight, weight.detach().clone()) for weight in renormed]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     states = random.getstate(), numpy.random.get_state()
     torch.clear_autocast_cache()  # casts of the weights from before this pass would come out of nowhere in it
@@ -440,11 +462,15 @@ def _untouched(model: nn.Module, batch: Any) -> Iterator[None]:
                     held[name] = buffer
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+            for weight, before in weights:
+                weight.copy_(before)
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
-    """How often each parameter was written to."""
-    return {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+    """How often each parameter was written to, but for those that a pass writes to of its own."""
+    renormed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None}
+    named = [(name, p) for name, p in model.named_parameters() if not is_lazy(p) and id(p) not in renormed]
+    return {name: p._version for name, p in named if not p.is_inference()}
 
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
@@ -455,9 +481,8 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
         yield External(name, "state", statistic.detach(), trained=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield External(name, "state", buffer.detach())
-    for name, tensor in _tensors("", batch):
-        plain = isinstance(batch, Mapping)
-        yield External(name if plain else f"input {name}".strip(), "data", tensor.detach())
+    for name, tensor in _named_inputs(batch):
+        yield External(name, "data", tensor.detach())
 
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
