@@ -10,14 +10,14 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from npt.files import write_bytes, write_text
-from npt.health.grid import Grid, Layout, Mark, grid, layout, place, scale, span, spread, step_labels, value
+from npt.health.grid import Grid, Layout, Mark, grid, layout, maximum, place, scale, span, spread, step_labels, value
 from npt.health.page import page
 from npt.health.record import Direction, Record, Row
 
@@ -57,7 +57,9 @@ def write_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _drawable(records: Sequence[Record]) -> list[Record]:
-    found = sorted((r for r in records if r.rows), key=lambda r: (r.step, r.micro_batch))
+    """In order, and without token ids and positions: the size of a whole number is no activation's."""
+    drawn = [replace(r, rows=tuple(row for row in r.rows if maximum(row.dtype) is not None)) for r in records]
+    found = sorted((r for r in drawn if r.rows), key=lambda r: (r.step, r.micro_batch))
     if not found:
         raise ValueError(f"no tensor in any of {len(records)} records, so there is nothing to draw; record at least one step first")
     return found
@@ -316,9 +318,9 @@ class _Profile:
 def _profiles(records: Sequence[Record], blocks: Sequence[_Block]) -> list[_Profile]:
     found = []
     kinds: tuple[tuple[str, Direction, Callable[[Row], float | None], bool], ...] = (
-        ("largest element, share of the dtype's maximum", "forward", lambda row: value(row, "maximum_share"), True),
-        ("update over residual stream, RMS", "forward", lambda row: value(row, "update_ratio"), True),
-        ("largest saturation of a multiplier", "forward", lambda row: value(row, "saturation"), False),
+        ("largest size / dtype's maximum", "forward", lambda row: value(row, "maximum_share"), True),
+        ("update RMS / stream RMS", "forward", lambda row: value(row, "update_ratio"), True),
+        ("saturation of multipliers", "forward", lambda row: value(row, "saturation"), False),
         ("largest gradient norm", "gradient", lambda row: row.norm, True),
     )
     for title, direction, of, logarithmic in kinds:
