@@ -446,7 +446,7 @@ class TestPicture:
             pytest.param((row("", rms=None, count=0, shape=(0,)),), id="one empty tensor"),
             pytest.param((row("a", rms=None, nan=16), row("b", rms=math.nan), row("c", rms=math.inf)), id="no number at all"),
             pytest.param((row("a", rms=0.0), row("b", rms=0.0)), id="only zeros"),
-            pytest.param((row("a", dtype="int64", rms=3.0),), id="integers"),
+            pytest.param((row("a", dtype="int64", rms=3.0), row("b")), id="integers"),
             pytest.param((row("a", direction="gradient"),), id="gradients alone"),
             pytest.param((row("a", rms=1e-45), row("b", rms=3e38, absmax=math.inf)), id="the ends of fp32"),
             pytest.param(tuple(row(f"layers.{i}", i, stage=f"s{k}") for i in range(3) for k in range(400)), id="very many checkpoints"),
@@ -460,6 +460,13 @@ class TestPicture:
         assert 500 < width < 4000 and 200 < height < 5000
         assert json.loads(Reader(html.read_text(encoding="utf-8")).data)
         assert not recwarn.list
+
+    def test_token_ids_and_positions_have_no_place_in_a_picture(self, tmp_path) -> None:
+        ids, state = row("ids", dtype="int64", rms=1e3), row("state")
+        both, alone = (write_pictures([Record(1, rows)], tmp_path / str(len(rows))) for rows in ((ids, state), (state,)))
+        assert [path.read_bytes() for path in both] == [path.read_bytes() for path in alone]
+        with pytest.raises(ValueError, match="nothing to draw"):
+            write_pictures([Record(1, (ids,))], tmp_path)
 
     def test_names_at_the_margin_are_not_cut_off(self) -> None:
         rows = [row(f"model.layers.0.{'w' * 60}", 0, "w" * 60), row("w" * 60)]
