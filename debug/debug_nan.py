@@ -18,10 +18,13 @@ from npt.cli import main as npt
 from npt.console import make_console
 from npt.faults.traced import all_cases, false_alarms, find_fault, print_lines, summary
 from npt.files import to_json
+from npt.flags import OneLineParser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        prog="debug_nan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--demo", action="store_true", help="plant faults and find them")
     parser.add_argument("--case", metavar="ID", help="of the demonstration one fault only, with all that is said about it")
     parser.add_argument("--bundle", metavar="FOLDER", help="a post-mortem bundle to replay and trace")

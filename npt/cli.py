@@ -14,7 +14,7 @@ from typing import Any
 
 from npt.config import STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console
-from npt.errors import ConfigError, NotSupportedError, NPTError
+from npt.errors import ConfigError, DataError, NotSupportedError, NPTError
 from npt.flags import OneLineParser, add_settings, build, read_yaml
 from npt.version import __version__
 
@@ -136,8 +136,10 @@ def evaluate(given: dict[str, Any]) -> int:
 
 def trace(given: dict[str, Any]) -> int:
     """Look for the operation that first makes a bad number, in the model's own pass or in an adapter's training step."""
+    if given["strategy"] is not None and given["adapter"] is None:
+        raise ConfigError(f"--strategy {given['strategy']} is of an adapter's training step; give its --adapter, or drop --strategy")
     base, data = build(BaseConfig, given), build(DataConfig, given)
-    training = TrainConfig(strategy=given["strategy"])
+    training = TrainConfig(strategy=given["strategy"] or TrainConfig.strategy)
     import itertools
     from functools import partial
 
@@ -164,11 +166,13 @@ def trace(given: dict[str, Any]) -> int:
         verdict, seen = npt.trace(model, batch, run=run, limit=given["limit"]), seen + 1
         if verdict is not None:
             break
+    if not seen:
+        raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
     what = "the model's own pass" if given["adapter"] is None else f"a training step ({training.strategy})"
     if given["json"]:
         print(to_json({"fault": None if verdict is None else verdict.as_dict(), "batches": seen, "traced": what}, indent=2))
     elif verdict is None:
-        console.print(f"no fault in {seen} batches of {what}")
+        console.print(f"no fault in {seen} {'batch' if seen == 1 else 'batches'} of {what}")
     else:
         console.print(f"batch {seen - 1} of {what}:\n{verdict}", markup=False, highlight=False, soft_wrap=True)
     return 0 if verdict is None else 1
@@ -217,7 +221,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     tracing.add_argument(
         "--adapter", metavar="FOLDER", help="a saved adapter, whose training step is traced (default: the base's own pass)"
     )
-    tracing.add_argument("--strategy", choices=STRATEGIES, default="local", help="of the training step (default: local)")
+    tracing.add_argument("--strategy", choices=STRATEGIES, help="of the adapter's training step (default: local)")
     tracing.add_argument("--batches", type=_positive, default=1, metavar="INT", help="batches to look at until a fault (default: 1)")
     tracing.add_argument("--batch_size", type=_positive, default=4, metavar="INT", help="samples at a time (default: 4)")
     tracing.add_argument(
@@ -235,14 +239,20 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
 
 
 def _limit(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value

@@ -40,8 +40,8 @@ CAUSES: dict[str, str] = {
     "masked gradient": "torch.where hides a bad branch in forward only: make the argument safe in front of the where as well",
     "masked arithmetic": "-Inf as a mask was used in arithmetic: mask with torch.where or finfo.min, do not add or multiply -Inf",
     "exploding product": (
-        "activations have grown too large: lower --additive_scale or --learning_rate, raise --regularization_lambda, start with "
-        "--safe_mode, and watch the residual stream grow with --trace_steps"
+        "activations have grown too large: look at where they grew; lower the learning rate (--learning_rate) or the scale of what is "
+        "added (--additive_scale), raise --regularization_lambda, start with --safe_mode, watch the residual stream with --trace_steps"
     ),
     "exploding gradient": "gradients have grown too large: lower --learning_rate, raise --regularization_lambda, or start with --safe_mode",
     "written constant": "code wrote a non-finite constant here: look at the line, a hook or an assignment",
@@ -54,7 +54,7 @@ CAUSES: dict[str, str] = {
         "no torch operation of the pass made the number: look at tensors made before it (targets, a closure, a cache), at numpy code, at "
         "memory from torch.empty and at compiled extensions"
     ),
-    "unknown": "look at the operands",
+    "unknown": "no rule knows this one: look at the line and at what went in",
 }
 """Every cause, and its remedy."""
 
@@ -276,7 +276,11 @@ def _division(origin: Origin) -> Finding | None:
     # A norm is one number for many elements, a divisor of the dividend's own shape is not.
     norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
     quotient = f"{1.0 if above is None else above:g} / {below:g} is {origin.value:g}"
-    return Finding("vanishing norm" if norm else "division by zero", quotient)
+    return (
+        Finding("vanishing norm", f"a divisor that many numbers share is {below:g}: {quotient}")
+        if norm
+        else Finding("division by zero", quotient)
+    )
 
 
 def _exponential(origin: Origin) -> Finding | None:

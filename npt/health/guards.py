@@ -79,21 +79,25 @@ def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
     return Finding(name, index, float(values[index]), message)
 
 
-def target_fault(targets: Tensor, vocab_size: int, ignore_index: int = IGNORE_INDEX, name: str = "target") -> Finding | None:
+def target_fault(targets: Tensor, vocab_size: int, ignore_index: int | None = IGNORE_INDEX, name: str = "target") -> Finding | None:
     """A target id that is neither in [0, V) nor `ignore_index`. On a GPU such an id is an assertion that kills the process.
 
     Args:
         targets: [B, T] or any shape, integers.
         vocab_size: V.
+        ignore_index: an id that stands for nothing and is allowed; None where there is none.
     """
-    bad = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
+    bad = (targets < 0) | (targets >= vocab_size)
+    if ignore_index is not None:
+        bad &= targets != ignore_index
     if not bool(bad.any()):
         return None
     index = _first(bad)
     value = int(targets[index])
     where = ", ".join(f"{letter}={i}" for letter, i in zip(("b", "t"), index, strict=True)) if len(index) == 2 else _plain(index)
+    spared = "" if ignore_index is None else f" and not {ignore_index}"
     message = (
-        f"{name} id {value} at [{where}] is outside [0, {vocab_size}) and not {ignore_index} ({int(bad.sum())} such); "
+        f"{name} id {value} at [{where}] is outside [0, {vocab_size}){spared} ({int(bad.sum())} such); "
         "check that the data was tokenised with the model's own tokenizer"
     )
     return Finding(name, index, float(value), message)

@@ -77,7 +77,7 @@ class Memory(Generic[N]):
         if here is None:
             return
         notes = self._live(here.key)
-        if not any(known.note is note and known.stretch.covers(here) for known in notes):
+        if not any(known.note == note and known.stretch.covers(here) for known in notes):
             values = tensor.detach()._values() if tensor.layout == torch.sparse_coo else tensor
             self._notes[here.key] = [*notes, _Note(StorageWeakRef(values.untyped_storage()), here, note)]
 

@@ -66,7 +66,7 @@ class External:
         return self.name.split(": ")[0] if ": " in self.name else self.name.rpartition(".")[0]
 
 
-@dataclass
+@dataclass(eq=False)
 class Origin:
     """Where badness began: an operation, or a tensor that was bad before anything was computed.
 
@@ -161,7 +161,7 @@ class Ledger(TorchDispatchMode):
         self._keep, self._asked, self._watch = keep, asked, watch
         self._home = threading.get_ident()
         self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
-        self._origins: Memory[Origin] = Memory()
+        self._origins: Memory[tuple[int, Origin]] = Memory()
         self._externals: Memory[External] = Memory()
         for external in externals:
             self._externals.add(external.tensor, external)
@@ -171,9 +171,11 @@ class Ledger(TorchDispatchMode):
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Where the badness of this tensor came from, if the pass saw it arise.
 
-        It may stem from several: what is certainly bad comes before what may be a mask, the older before the younger.
+        It may stem from several: those that came in what was certainly bad (rank 0) go before those that came in what may have been
+        a mask (rank 1), the older before the younger.
         """
-        return min(self._origins.of(tensor), key=lambda origin: (origin.meant, not origin.hard, origin.number), default=None)
+        ranked = min(self._origins.of(tensor), key=lambda item: (item[1].meant, item[0], item[1].number), default=None)
+        return None if ranked is None else ranked[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -220,7 +222,7 @@ class Ledger(TorchDispatchMode):
         """Give a bad result its origin: that of the input it has it from, else a new one."""
         masks = False
         mask: Origin | None = None
-        inherited: list[Origin] = []
+        inherited: list[tuple[int, Origin]] = []
         for label, tensor in call.read:
             was = call.before.get(id(tensor))
             was = judge(tensor, self.limit) if was is None else was
@@ -233,30 +235,31 @@ class Ledger(TorchDispatchMode):
             if not known and tensor.ndim == 0 and not self._externals.of(tensor):
                 continue  # a constant from before the pass, treated as those made in it
             masks |= was == Badness.SOFT
-            for origin in known or [self._from_outside(call, label, tensor, was, result, badness)]:
+            for rank, origin in known or [(0, self._from_outside(call, label, tensor, was, result, badness))]:
                 if origin.meant:
                     mask = mask or origin
                 # A selection that leaves -Inf alone has left the worse of that input behind.
                 elif badness == Badness.HARD or was == Badness.SOFT or not origin.hard or call.name not in _WRITERS:
-                    inherited.append(origin)
+                    inherited.append((max(rank, int(was < badness)), origin))
         constant = result.ndim == 0 and call.name in _CONSTANTS
-        inherited += self._scalars_in(call, result if constant else None)
+        inherited += [(0, origin) for origin in self._scalars_in(call, result if constant else None)]
         if call.written:
             self._origins.forget(result)
         if inherited:
-            for origin in sorted(inherited, key=lambda origin: origin.number)[:_ORIGINS_KEPT]:
-                self._origins.add(result, origin)
+            best = min(rank for rank, _ in inherited)
+            for rank, origin in sorted(inherited, key=lambda item: (item[0], item[1].number))[:_ORIGINS_KEPT]:
+                self._origins.add(result, (rank - best, origin))
             return
         if badness == Badness.HARD and call.written and self._is_blank(result) and call.name not in _REPLACING:
             return  # some of it may still be what stood in fresh memory
         mask_on = masks or call.name in _WRITERS or _made_of_masks(call) or self._masks_with(call)
         meant = constant or (badness == Badness.SOFT and mask_on)
-        if meant and mask is not None:
-            self._origins.add(result, mask)
+        if meant and mask is not None and mask.shape:
+            self._origins.add(result, (0, mask))
             return
         origin = self._origin(call, result, position, first_bad(result, self.limit, soft=meant or not masks))
         origin.meant, origin.hard = meant, badness == Badness.HARD
-        self._origins.add(result, origin)
+        self._origins.add(result, (0, origin))
         if not meant:
             self._note(origin)
 
@@ -302,7 +305,7 @@ class Ledger(TorchDispatchMode):
             origin.index = (int(ids[shown[:-1]]), shown[-1])  # of a table with several bad rows the one that was read
         origin.shape, origin.dtype, origin.value = tuple(whole.shape), whole.dtype, element(whole, origin.index)
         origin.hard = was == Badness.HARD
-        self._origins.add(tensor, origin)
+        self._origins.add(tensor, (0, origin))
         self._note(origin)
         return origin
 

@@ -198,7 +198,7 @@ class _Tracer:
             cause = causes.explain(start).cause
             return replace(verdict, grew=grew, cause=cause, remedy=causes.CAUSES[cause])
         shape, index = start.shown
-        where = f"past {limit:g} first in {_operation(start)} in {start.place.module or OUTSIDE}"
+        where = f"first past {limit:g} in {_operation(start)} in {start.place.module or OUTSIDE}"
         at = f" at {list(index)} of {list(shape)}" if shape else ""
         source = f", {start.place.source}" if start.place.source else ""
         return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
@@ -494,10 +494,7 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
         ids = getattr(batch, name, None) if isinstance(batch, Batch) else batch.get(name) if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
-        ignore = IGNORE_INDEX if name == "labels" else -1 - vocabulary
-        finding = target_fault(ids, vocabulary, ignore, name="token" if name == "input_ids" else "label")
-        if name == "input_ids" and finding is None and bool((ids < 0).any()):
-            finding = target_fault(ids, vocabulary, vocabulary, name="token")
+        finding = target_fault(ids, vocabulary, IGNORE_INDEX if name == "labels" else None, name="label" if name == "labels" else "token")
         if finding is not None:
             row, token, sample = Tokens(batch).locate(tuple(ids.shape), finding.index)
             return Verdict(

@@ -35,7 +35,8 @@ class Operand:
             return f"{self.name} = {self.value:g}"
         at = "" if self.value is None else f", there {self.value:g}"
         bad = "".join(f", {count} {what}" for count, what in ((self.nan, "NaN"), (self.inf, "Inf")) if count)
-        return f"{self.name} {list(self.shape)} {self.dtype} up to {self.absmax:g} in size{bad}{at}"
+        size = "" if self.dtype == "bool" else f" up to {self.absmax:g} in size"
+        return f"{self.name} {list(self.shape)} {self.dtype}{size}{bad}{at}"
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,11 @@ class Verdict:
 
     def __str__(self) -> str:
         where = self.module or OUTSIDE
-        token = "" if self.row is None or self.token is None else f", row {self.row}, token {self.token}"
-        sample = "" if self.sample is None else f" of sample {self.sample}"
+        at = f" at {list(self.index)}" if self.index else ""
         lines = [
             f"{self.cause}: {self.explanation}",
-            f"  {self.phase}: {self.operation} in {where}",
-            f"  first bad: {self.tensor} at {list(self.index)}: {self.value:g}{token}{sample}; it reached {self.reached}",
+            f"  {self.phase}: {self.operation or 'no operation'} in {where}",
+            f"  first bad: {self.tensor}{at}: {self.value:g}{self._whose()}; it reached {self.reached}",
         ]
         if self.source:
             lines.append(f"  line: {self.source}")
@@ -87,6 +87,13 @@ class Verdict:
             lines.append(f"  grew: {self.grew}")
         lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)
+
+    def _whose(self) -> str:
+        """Row, token and sample, as far as they are known."""
+        row = "" if self.row is None else f"row {self.row}" if self.token is None else f"row {self.row}, token {self.token}"
+        sample = "" if self.sample is None else f" of sample {self.sample}"
+        # A weight is of no token: this is the first that it spoilt.
+        return f", {'first in ' if self.phase == 'state' else ''}{row}{sample}" if row else ""
 
 
 def _spell(value: Any) -> Any:
