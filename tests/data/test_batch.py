@@ -109,6 +109,14 @@ class TestScored:
         positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 2, 2]])
         assert target_index(labels, mask, positions, ahead=2).tolist() == [0, 5]
 
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding_is_no_target_and_predicts_nothing_whatever_its_label_and_position(self, side):
+        mask = torch.tensor([[1, 1, 1, 0, 0]] if side == "right" else [[0, 0, 1, 1, 1]])
+        labels, positions = torch.tensor([[4, 4, 4, 4, 4]]), torch.arange(5)[None]
+        first = 0 if side == "right" else 2
+        assert target_index(labels, mask, positions).tolist() == [first, first + 1]
+        assert target_index(labels, mask).tolist() == [first, first + 1]
+
 
 def test_moving_a_batch_keeps_what_it_holds(batch):
     moved = batch.to(torch.device("cpu"))
