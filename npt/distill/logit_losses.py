@@ -80,7 +80,8 @@ def through_head(
 ) -> SumAndCount:
     """A loss of the logits that `head` makes of states, in chunks of tokens whose logits are recomputed in backward.
 
-    [N, V] never exists as a whole: whatever N is, what is alive at a time is made of chunks of CHUNK values.
+    What is alive at a time is made of chunks of CHUNK values, whatever N is; so of many tokens [N, V] never exists, and from
+    thirteen chunks on all that is alive together is less than that.
 
     Args:
         head: lm_head.
