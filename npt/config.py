@@ -24,10 +24,14 @@ INITS = ("random", "calibrated")
 QUANT_TYPES = ("nf4", "fp4")
 MATMUL_PRECISIONS = ("highest", "high")
 STRATEGIES = ("local", "propagated", "end_to_end")
-LOSSES = ("nmse",)
+LOSSES = ("nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine")
+LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
+LAYER_WEIGHTS = ("uniform", "linear")
+TOKEN_WEIGHTINGS = ("none", "disagreement")
 SEED_MAX = 2**31 - 1
 MULT_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
 SCHEDULES = ("cosine", "linear", "constant")
+TEMPERATURES = (1e-3, 1e3)  # beyond them fp32 has overflowing logits, or divergences that are all rounding
 
 
 def setting(default: Any, help: str, *, choices: Sequence[str] | None = None, flag: str | None = None) -> Any:
@@ -196,7 +200,16 @@ class TrainConfig:
 
     strategy: str = setting("local", "how the student is driven", choices=STRATEGIES)
     loss: str = setting("nmse", "hidden-state loss per valid token", choices=LOSSES)
-    logit_kl_weight: float = setting(0.0, "end_to_end only: weight of KL(teacher, student) on the logits, nats per token")
+    smooth_l1_beta: float = setting(1.0, "of the loss smooth_l1: errors up to this count squared, larger ones linearly")
+    cosine_weight: float = setting(0.5, "of the loss cosine: share of 1 - cos, the rest being NMSE")
+    layer_weights: str = setting("uniform", "weight of each converted layer's loss: uniform, linear (grows with depth), or a list 1,2,4")
+    token_weighting: str = setting(
+        "none", "disagreement: tokens on which the student is further off weigh more, 1 on average, 1/2 at least", choices=TOKEN_WEIGHTINGS
+    )
+    logit_kl_weight: float = setting(0.0, "end_to_end only: weight of the loss on the logits, by default KL(teacher, student) in nats")
+    logit_loss: str = setting("kl", "loss on the logits, where logit_kl_weight is above 0", choices=LOGIT_LOSSES)
+    logit_temperature: float = setting(1.0, "temperature T of kl, reverse_kl and jsd, which are multiplied by T^2")
+    jsd_weight: float = setting(0.5, "of the logit loss jsd: the teacher's share of the mixture")
     batch_size: int = setting(4, "samples of a micro-batch")
     gradient_accumulation_steps: int = setting(1, "micro-batches K of a window, that is of one optimizer step")
     learning_rate: float = setting(5e-5, "peak learning rate")
@@ -231,6 +244,8 @@ class TrainConfig:
             object.__setattr__(self, "trace_steps", str(self.trace_steps))
         elif isinstance(self.trace_steps, list | tuple):
             object.__setattr__(self, "trace_steps", ",".join(str(step) for step in self.trace_steps))
+        if isinstance(self.layer_weights, list | tuple):
+            object.__setattr__(self, "layer_weights", ",".join(str(weight) for weight in self.layer_weights))
         _check_fields(self)
         _check_at_least(
             self,
@@ -255,7 +270,7 @@ class TrainConfig:
         )
         if not 0 <= self.max_refused_share <= 1:
             raise ConfigError(f"--max_refused_share is {self.max_refused_share}; it is a share, from 0 to 1")
-        for name in ("learning_rate", "max_grad_norm", "spike_sigmas"):
+        for name in ("learning_rate", "max_grad_norm", "spike_sigmas", "smooth_l1_beta"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"--{name} is {value}; it must be a positive number")
@@ -266,9 +281,42 @@ class TrainConfig:
                 f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {self.strategy}, which computes no logits; "
                 "use --strategy end_to_end"
             )
+        self._check_losses()
         if self.strategy == "propagated":
             raise NotSupportedError("--strategy propagated is not supported yet; use local or end_to_end")
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
         if self.resume is not None:
             raise NotSupportedError("--resume is not supported yet; leave it out")
+
+    def _check_losses(self) -> None:
+        if not 0 <= self.cosine_weight <= 1:
+            raise ConfigError(f"--cosine_weight is {self.cosine_weight}; it is a share, from 0 to 1")
+        if not 0 < self.jsd_weight < 1:
+            raise ConfigError(f"--jsd_weight is {self.jsd_weight}; it is a share between 0 and 1, both left out")
+        low, high = TEMPERATURES
+        if not low <= self.logit_temperature <= high:
+            raise ConfigError(f"--logit_temperature is {self.logit_temperature}; it must lie between {low} and {high}")
+        divergence = self.logit_kl_weight > 0 and self.logit_loss != "cross_entropy"
+        for name, default, used, needed in (
+            ("smooth_l1_beta", 1.0, self.loss == "smooth_l1", "--loss smooth_l1"),
+            ("cosine_weight", 0.5, self.loss == "cosine", "--loss cosine"),
+            ("logit_loss", "kl", self.logit_kl_weight > 0, "a --logit_kl_weight above 0"),
+            ("logit_temperature", 1.0, divergence, "a --logit_kl_weight above 0 and kl, reverse_kl or jsd as --logit_loss"),
+            ("jsd_weight", 0.5, divergence and self.logit_loss == "jsd", "--logit_loss jsd"),
+        ):
+            if getattr(self, name) != default and not used:
+                raise ConfigError(f"--{name} {getattr(self, name)} means nothing without {needed}; add it or drop the other")
+        if not all(weight > 0 and math.isfinite(weight) for weight in self.layer_weight_list or ()):
+            raise ConfigError(f"--layer_weights is {self.layer_weights}; weights are finite numbers above 0")
+
+    @property
+    def layer_weight_list(self) -> tuple[float, ...] | None:
+        """The weights where `layer_weights` is a list of them, one for each converted layer; None where it is a word."""
+        if self.layer_weights in LAYER_WEIGHTS:
+            return None
+        try:
+            return tuple(float(weight) for weight in self.layer_weights.split(","))
+        except ValueError:
+            words = ", ".join(LAYER_WEIGHTS)
+            raise ConfigError(f"--layer_weights is {self.layer_weights!r}; choose from {words}, or give numbers like 1,2,4") from None

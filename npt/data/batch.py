@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from npt.data.samples import Sample
 
 IGNORE_INDEX = -100
+
+_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels", "valid_index")
+_FOUND = ("scored_index", "document_lengths", "scored_lengths")
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Batch:
     input_ids, attention_mask, position_ids, labels: [B, T] int64; positions count valid tokens, so that padding on the left
         moves nothing; labels are the token ids, -100 at padding (the shift by one happens in the loss).
     valid_index: [N] int64, where in the flattened [B * T] the valid tokens stand. Made on the host, so that no device has
-        to be asked how many there are.
+        to be asked how many there are; what the properties find is likewise found on the host, and taken along by `to`.
     """
 
     input_ids: Tensor
@@ -36,15 +40,39 @@ class Batch:
         return len(self.valid_index)
 
     @property
+    def scored(self) -> int:
+        """Positions S whose next token is predicted and counts: see `scored_index`."""
+        return len(self.scored_index)
+
+    @property
     def padded(self) -> bool:
         return self.tokens != self.input_ids.numel()
 
+    @cached_property
+    def scored_index(self) -> Tensor:
+        """[S] int64, where in [B * T] the positions stand whose next token belongs to the same document and has a label."""
+        return target_index(self.labels, self.attention_mask, self.position_ids)
+
+    @cached_property
+    def document_lengths(self) -> Tensor:
+        """[C] int64, how many of the tokens at `valid_index` each document has."""
+        return self._per_document(self.valid_index)
+
+    @cached_property
+    def scored_lengths(self) -> Tensor:
+        """[C'] int64, how many of the positions at `scored_index` each document has that has any."""
+        return self._per_document(self.scored_index)
+
     def to(self, device: torch.device) -> Batch:
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("input_ids", "attention_mask", "position_ids", "labels", "valid_index")
-        }
-        return replace(self, **moved)
+        moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _FIELDS})
+        vars(moved).update({name: getattr(self, name).to(device, non_blocking=True) for name in _FOUND})
+        return moved
+
+    def _per_document(self, index: Tensor) -> Tensor:
+        starts = torch.ones_like(self.attention_mask, dtype=torch.bool)
+        starts[:, 1:] = ~_follows(self.attention_mask, self.position_ids, 1)
+        documents = starts.flatten().cumsum(dim=0)[index]
+        return torch.unique_consecutive(documents, return_counts=True)[1]
 
 
 def collate(samples: Sequence[Sample], pad_id: int, *, side: str = "right", length: int | None = None) -> Batch:
@@ -83,6 +111,34 @@ def batch_from_tensors(input_ids: Tensor, attention_mask: Tensor, sample_ids: tu
         valid_index=attention_mask.flatten().nonzero().squeeze(-1),
         sample_ids=sample_ids if sample_ids is not None else tuple(str(i) for i in range(len(input_ids))),
     )
+
+
+def target_index(
+    labels: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, *, ahead: int = 1, ignore_index: int = IGNORE_INDEX
+) -> Tensor:
+    """Positions that have a target `ahead` tokens on: both tokens valid and of one document, and the target's label counts.
+
+    Args:
+        labels: [B, T], not shifted.
+        attention_mask: [B, T] of ones and zeros.
+        position_ids: [B, T], counting through each document; default through each row's valid tokens.
+        ahead: how far the target lies ahead, 1 for the next token.
+        ignore_index: label of what is no target.
+
+    Returns:
+        [S] int64, positions in [B * T] in ascending order; the target of position i stands at i + `ahead`.
+    """
+    positions = attention_mask.cumsum(dim=-1) if position_ids is None else position_ids
+    counts = _follows(attention_mask, positions, ahead) & (labels[:, ahead:] != ignore_index)
+    row, column = counts.nonzero(as_tuple=True)
+    return row * labels.shape[1] + column
+
+
+def _follows(attention_mask: Tensor, position_ids: Tensor, ahead: int) -> Tensor:
+    """[B, T - ahead] bool: the token `ahead` on belongs to the same document, with nothing but valid tokens between."""
+    valid = attention_mask.bool()
+    kept = max(0, valid.shape[1] - ahead)
+    return valid[:, :kept] & valid[:, ahead:] & (position_ids[:, ahead:] == position_ids[:, :kept] + ahead)
 
 
 def batches(samples: Iterable[Sample], batch_size: int, pad_id: int) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -259,7 +260,7 @@ class Loop:
         self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
 
     def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
-        """One metrics line: means per valid token over the window's survivors."""
+        """One metrics line: means over the window's survivors, per valid token, of the loss on the logits per predicted token."""
         parts = result.survivors
 
         def mean(name: str) -> float:
@@ -280,7 +281,8 @@ class Loop:
         }
         self._logged_at, self._logged_tokens = now, self.tokens
         if self.config.logit_kl_weight:
-            metrics["loss_kl"] = mean("kl")
+            scored = sum(part.scored for part in parts)  # a mean over what was predicted; the loss divides by all valid tokens
+            metrics[f"loss_{self.config.logit_loss}"] = sum(float(part.logit) for part in parts) / scored if scored else math.nan
         per_layer = torch.stack([part.layer_nmse for part in parts]).sum(dim=0) / result.tokens
         for (index, _), value in zip(npt_layers(self.model), per_layer.tolist(), strict=True):
             metrics[f"layers.{index}.nmse"] = value

@@ -20,7 +20,9 @@ from npt.adapters.modulation import modulation_energy
 from npt.adapters.stream import Stream, open_stream
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.losses import kl_sum
+from npt.distill.logit_losses import row_loss, through_head
+from npt.distill.losses import hidden_loss
+from npt.distill.weights import disagreement_weights, layer_weights
 from npt.fidelity.divergence import nmse_per_token
 from npt.quant.linear import stacked_product
 
@@ -29,16 +31,18 @@ from npt.quant.linear import stacked_product
 class MicroBatch:
     """Sums over the valid tokens of one micro-batch; device tensors without graph, read by nobody before the window ends.
 
-    loss: scalar, what was differentiated. nmse: scalar, mean over converted layers. reg: scalar, unweighted, likewise.
-    kl: scalar, zero where no logits were computed. layer_nmse: [number of converted layers]. tokens: their count N.
+    loss: scalar, what was differentiated. nmse: scalar, mean over converted layers, whatever the loss is. reg: scalar, unweighted,
+    likewise. logit: scalar, the loss on the logits over the `scored` positions S, unweighted; zero where there is none.
+    layer_nmse: [number of converted layers]. tokens: their count N.
     """
 
     loss: Tensor
     nmse: Tensor
     reg: Tensor
-    kl: Tensor
+    logit: Tensor
     layer_nmse: Tensor
     tokens: int
+    scored: int
 
 
 Strategy = Callable[[LlamaForCausalLM, Batch, TrainConfig], MicroBatch]
@@ -92,6 +96,7 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBa
     """
     converted = npt_layers(model)
     last = converted[-1][0]
+    weights = iter(layer_weights(config, len(converted)))
     losses: list[Tensor] = []
     nmses: list[Tensor] = []
     regs: list[Tensor] = []
@@ -104,23 +109,25 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBa
                 continue
             attention = stream.rows(attention_output(layer, hidden, **stream.context))
             with torch.enable_grad():
-                teacher, student, terms = stacked_outputs(layer, stream.rows(hidden), attention)
-                nmse = nmse_per_token(student, teacher).sum()
-                reg = _energy_sum(terms, nmse)
-                loss = (nmse + config.regularization_lambda * reg) / len(converted)
+                h = stream.rows(hidden)
+                teacher, student, terms = stacked_outputs(layer, h, attention)
+                distance, nmse = _layer_loss(config, batch, student, teacher, h)
+                reg = _energy_sum(terms, distance)
+                loss = (next(weights) * distance + config.regularization_lambda * reg) / len(converted)
                 loss.backward()
             losses.append(loss.detach())
-            nmses.append(nmse.detach())
+            nmses.append(nmse)
             regs.append(reg.detach())
             hidden = stream.scatter(teacher)
     return _micro_batch(losses, nmses, regs, None, batch)
 
 
 def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:
-    """The student runs on its own stream, gradients flow through all of it; NMSE per converted layer, optional logit KL.
+    """The student runs on its own stream, gradients flow through all of it; a loss per converted layer, optionally on the logits.
 
-    Up to the first converted layer teacher and student are the same and run once. Without the KL nothing is computed after
-    the last converted layer.
+    Up to the first converted layer teacher and student are the same and run once. Without a loss on the logits nothing is
+    computed after the last converted layer. That loss is summed over the S scored positions and divided, as the rest is, by the
+    valid tokens.
     """
     converted = npt_layers(model)
     first, last = converted[0][0], converted[-1][0]
@@ -129,11 +136,15 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> Mi
     with torch.no_grad(), adapters_disabled(model):
         stream = open_stream(model, batch)
         shared = _run(stream, layers, stream.hidden, 0, first)
-        teacher_hidden, targets = shared, {}
+        teacher_hidden, inputs, targets = shared, {}, {}
         for index in range(first, depth):
+            if isinstance(layers[index], NPTLayer) and config.loss == "nmse_update":
+                inputs[index] = teacher_hidden
             teacher_hidden = _run(stream, layers, teacher_hidden, index, index + 1)
             if isinstance(layers[index], NPTLayer):
                 targets[index] = teacher_hidden
+    weights = layer_weights(config, len(converted))
+    distances: list[Tensor] = []
     nmses: list[Tensor] = []
     regs: list[Tensor] = []
     hidden = shared
@@ -145,19 +156,38 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> Mi
                 continue
             attention = attention_output(layer, hidden, **stream.context)
             student, terms = student_output(layer, stream.rows(hidden), stream.rows(attention))
-            nmse = nmse_per_token(student, stream.rows(targets.pop(index))).sum()
+            h = stream.rows(inputs.pop(index)) if inputs else None
+            distance, nmse = _layer_loss(config, batch, student, stream.rows(targets.pop(index)), h)
+            distances.append(distance)
             nmses.append(nmse)
-            regs.append(_energy_sum(terms, nmse))
+            regs.append(_energy_sum(terms, distance))
             hidden = stream.scatter(student)
-        kl = None
+        parts = [w * d + config.regularization_lambda * r for w, d, r in zip(weights, distances, regs, strict=True)]
+        loss = torch.stack(parts).sum() / len(converted)
+        logit = None
         if config.logit_kl_weight:
-            norm = model.model.norm
-            kl = kl_sum(norm(stream.rows(hidden)), norm(stream.rows(teacher_hidden)), model.lm_head, model.config.vocab_size)
-        loss = torch.stack([n + config.regularization_lambda * r for n, r in zip(nmses, regs, strict=True)]).sum() / len(converted)
-        if kl is not None:
-            loss = loss + config.logit_kl_weight * kl
+            logit = _logit_loss(config, model, batch, hidden, teacher_hidden)
+            loss = loss + config.logit_kl_weight * logit
         loss.backward()
-    return _micro_batch([loss.detach()], [n.detach() for n in nmses], [r.detach() for r in regs], kl, batch)
+    return _micro_batch([loss.detach()], nmses, [r.detach() for r in regs], logit, batch)
+
+
+def _layer_loss(config: TrainConfig, batch: Batch, student: Tensor, teacher: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The hidden-state loss of one layer's rows [N, D], summed, and their summed NMSE without graph."""
+    weights = disagreement_weights(student, teacher, batch.document_lengths) if config.token_weighting == "disagreement" else None
+    loss, _ = hidden_loss(config, student, teacher, hidden, weights)
+    if config.loss == "nmse" and weights is None:
+        return loss, loss.detach()
+    return loss, nmse_per_token(student.detach(), teacher).sum()
+
+
+def _logit_loss(config: TrainConfig, model: LlamaForCausalLM, batch: Batch, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """The loss on the logits, summed over the scored positions, from the last layer's [B, T, D] states."""
+    index = batch.scored_index
+    student, teacher = (model.model.norm(states.flatten(0, 1).index_select(0, index)) for states in (hidden, teacher_hidden))
+    weights = disagreement_weights(student, teacher, batch.scored_lengths) if config.token_weighting == "disagreement" else None
+    other = batch.labels.flatten().index_select(0, index + 1) if config.logit_loss == "cross_entropy" else teacher
+    return through_head(model.lm_head, row_loss(config), student, other, model.config.vocab_size, weights)[0]
 
 
 def _run(stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop: int) -> Tensor:
@@ -171,16 +201,17 @@ def _energy_sum(terms: Terms, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if energy is None else energy.sum()
 
 
-def _micro_batch(losses: list[Tensor], nmses: list[Tensor], regs: list[Tensor], kl: Tensor | None, batch: Batch) -> MicroBatch:
+def _micro_batch(losses: list[Tensor], nmses: list[Tensor], regs: list[Tensor], logit: Tensor | None, batch: Batch) -> MicroBatch:
     home = losses[-1].device  # the layers of a model spread over several devices report from each of them
     layer_nmse = torch.stack([n.to(home) for n in nmses])
     return MicroBatch(
         loss=torch.stack([part.to(home) for part in losses]).sum(),
         nmse=layer_nmse.mean(),
         reg=torch.stack([r.to(home) for r in regs]).mean(),
-        kl=torch.zeros_like(layer_nmse[0]) if kl is None else kl.detach().to(home),
+        logit=torch.zeros_like(layer_nmse[0]) if logit is None else logit.detach().to(home),
         layer_nmse=layer_nmse,
         tokens=batch.tokens,
+        scored=0 if logit is None else batch.scored,
     )
 
 

@@ -29,6 +29,7 @@ from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES
 from npt.distill.trackers import Trackers
+from npt.distill.weights import layer_weights
 from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.health.guards import base_fault, require, tensor_fault
@@ -124,6 +125,7 @@ class Trainer:
         self.adapter_config = attached_config(model)
         check_trainable(self.adapter_config, data_config if data is None else None)
         check_length(data_config.max_length, model.config)
+        layer_weights(config, len(npt_layers(model)))  # a list has one for each
         self.folder_path = Path(config.output_dir) if config.output_dir else default_folder()
         check_free(self.folder_path)
         self.console = console if console is not None else make_console()

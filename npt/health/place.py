@@ -177,11 +177,14 @@ class Tokens:
     def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
         self.shape: tuple[int, int] | None = None
         self.rows: list[int] = []
+        self.scored: list[int] = []
         self.samples: tuple[str, ...] = ()
         self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
         if isinstance(batch, Batch):
             self.shape = (batch.input_ids.shape[0], batch.input_ids.shape[1]) if batch.input_ids.ndim == 2 else None
             self.rows, self.samples = batch.valid_index.tolist(), batch.sample_ids
+            if batch.input_ids.shape == batch.labels.shape == batch.attention_mask.shape == batch.position_ids.shape:
+                self.scored = batch.scored_index.tolist()
         elif isinstance(batch, Mapping):
             for name, states in (("input_ids", 2), ("inputs_embeds", 3)):
                 value = batch.get(name)
@@ -193,8 +196,8 @@ class Tokens:
         """(row, token, sample) of the element at `index` of a tensor of `shape`; None what the shape does not tell for certain.
 
         Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened [B * T, ...] and, of a batch
-        that gathers them, the valid tokens' rows [N, ...] or teacher's and student's rows stacked [2N, ...]. Of [B, ...] the
-        row is known.
+        that gathers them, the valid tokens' rows [N, ...], teacher's and student's rows stacked [2N, ...], or the rows [S, ...] of
+        the positions whose next token is predicted. Of [B, ...] the row is known.
         """
         if self.shape is None or not index or shape in self.others:
             return None, None, None
@@ -218,6 +221,9 @@ class Tokens:
             yield index[0] // (shape[0] // b), index[1]
         if n and shape[0] in (n, 2 * n):
             row, token = divmod(self.rows[index[0] % n], t)
+            yield row, token
+        if self.scored and shape[0] == len(self.scored):
+            row, token = divmod(self.scored[index[0]], t)
             yield row, token
         if shape[0] == b * t:
             row, token = divmod(index[0], t)

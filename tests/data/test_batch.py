@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data.batch import Batch, batch_from_tensors, batches, collate, find_fault, pad_id_of
+from npt.data.batch import Batch, batch_from_tensors, batches, collate, find_fault, pad_id_of, target_index
 from npt.data.samples import Sample
 
 ROWS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4)
@@ -66,10 +66,64 @@ def test_a_batch_of_tensors_names_its_rows_by_number_unless_told():
     assert not batch_from_tensors(ids[:1], mask[:1]).padded
 
 
+class TestScored:
+    """Positions whose next token is predicted."""
+
+    @settings(deadline=None, max_examples=60)
+    @given(rows=ROWS, side=st.sampled_from(["left", "right"]), extra=st.integers(0, 3))
+    def test_every_token_but_a_rows_first_is_predicted_from_the_one_before_it(self, rows, side, extra):
+        batch = collate(make(*rows), 2, side=side, length=max(map(len, rows)) + extra)
+        assert batch.scored == len(batch.scored_index) == sum(len(row) - 1 for row in rows)
+        flat = batch.labels.flatten()
+        assert flat[batch.scored_index + 1].tolist() == [token for row in rows for token in row[1:]]
+        assert batch.input_ids.flatten()[batch.scored_index].tolist() == [token for row in rows for token in row[:-1]]
+        assert batch.document_lengths.tolist() == [len(row) for row in rows]
+        assert batch.scored_lengths.tolist() == [len(row) - 1 for row in rows if len(row) > 1]
+
+    def test_a_prompt_predicts_its_completion_and_is_not_predicted(self):
+        batch = collate(make((5, 6, 7, 8), (9, 4)), 2)
+        labels = torch.tensor([[-100, -100, 7, 8], [-100, 4, -100, -100]])
+        masked = replace(batch, labels=labels)
+        assert batch.scored_index.tolist() == [0, 1, 2, 4]
+        assert masked.scored_index.tolist() == [1, 2, 4]  # made anew for the changed batch
+        assert masked.scored_lengths.tolist() == [2, 1] and masked.document_lengths.tolist() == [4, 2]
+        assert replace(batch, labels=torch.full_like(labels, -100)).scored == 0
+
+    def test_documents_that_share_a_row_predict_nothing_of_one_another(self):
+        batch = collate(make((5, 6, 7, 8, 9), (4, 3)), 2)
+        packed = replace(batch, position_ids=torch.tensor([[0, 1, 2, 0, 1], [0, 1, 1, 1, 1]]))
+        assert packed.scored_index.tolist() == [0, 1, 3, 5]
+        assert packed.document_lengths.tolist() == [3, 2, 2] and packed.scored_lengths.tolist() == [2, 1, 1]
+
+    def test_targets_further_ahead_stay_in_their_row_and_document(self):
+        labels = torch.tensor([[1, 2, 3, -100, 5], [6, 7, 8, -100, -100]])
+        mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+        assert [target_index(labels, mask, ahead=ahead).tolist() for ahead in range(1, 7)] == [
+            [0, 1, 3, 5, 6],
+            [0, 2, 5],
+            [1],
+            [0],
+            [],
+            [],
+        ]
+        positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 2, 2]])
+        assert target_index(labels, mask, positions, ahead=2).tolist() == [0, 5]
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padding_is_no_target_and_predicts_nothing_whatever_its_label_and_position(self, side):
+        mask = torch.tensor([[1, 1, 1, 0, 0]] if side == "right" else [[0, 0, 1, 1, 1]])
+        labels, positions = torch.tensor([[4, 4, 4, 4, 4]]), torch.arange(5)[None]
+        first = 0 if side == "right" else 2
+        assert target_index(labels, mask, positions).tolist() == [first, first + 1]
+        assert target_index(labels, mask).tolist() == [first, first + 1]
+
+
 def test_moving_a_batch_keeps_what_it_holds(batch):
     moved = batch.to(torch.device("cpu"))
     assert moved.sample_ids == batch.sample_ids
-    for name in ("input_ids", "attention_mask", "position_ids", "labels", "valid_index"):
+    found = ("scored_index", "document_lengths", "scored_lengths")
+    assert set(found) <= vars(moved).keys()  # found on the host, so that no device is asked
+    for name in ("input_ids", "attention_mask", "position_ids", "labels", "valid_index", *found):
         assert torch.equal(getattr(moved, name), getattr(batch, name))
     # the meta device shows that every tensor moves
     assert {t.device.type for t in vars(batch.to(torch.device("meta"))).values() if isinstance(t, torch.Tensor)} == {"meta"}

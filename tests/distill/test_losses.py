@@ -1,65 +1,266 @@
-"""The chunked logit KL against the plain one."""
+"""Hidden-state losses against their formulas token by token, their gradients, and what they must and must not notice."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import hypothesis.strategies as st
 import pytest
 import torch
-from torch import Tensor, nn
+from hypothesis import given, settings
+from torch import Tensor
 
-from npt.distill import losses
-from npt.distill.losses import kl_sum
+from npt.config import LOSSES, TrainConfig
+from npt.distill.losses import SumAndCount, cosine, direction, hidden_loss, mse, nmse, smooth_l1
 
-D, V = 6, 20
+N, D = 5, 7
+BETA, WEIGHT = 0.3, 0.25
 
-
-@pytest.fixture
-def head() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(D, V, bias=False).requires_grad_(False)
-
-
-def states(n: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(n, D, generator=generator).requires_grad_(), torch.randn(n, D, generator=generator).requires_grad_()
-
-
-def plain(student: Tensor, teacher: Tensor, head: nn.Linear) -> Tensor:
-    log_q = torch.log_softmax(student.double() @ head.weight.double().T, -1)
-    log_p = torch.log_softmax(teacher.double() @ head.weight.double().T, -1)
-    return nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
+FUNCTIONS: dict[str, Callable[..., SumAndCount]] = {
+    "nmse": lambda o, t, h, **k: nmse(o, t, **k),
+    "nmse_update": nmse,
+    "direction": lambda o, t, h, **k: direction(o, t, **k),
+    "mse": lambda o, t, h, **k: mse(o, t, **k),
+    "smooth_l1": lambda o, t, h, **k: smooth_l1(o, t, BETA, **k),
+    "cosine": lambda o, t, h, **k: cosine(o, t, WEIGHT, **k),
+}
+every = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-@pytest.mark.parametrize("chunk", [1, V, 3 * V, 7 * V, 1000 * V])
-def test_value_and_gradient_are_those_of_the_plain_kl_whatever_the_chunk(head, monkeypatch, chunk) -> None:
-    monkeypatch.setattr(losses, "LOGIT_CHUNK", chunk)
-    student, teacher = states(10)
-    total = kl_sum(student, teacher, head, V)
-    expected = plain(student, teacher, head)
-    (gradient,) = torch.autograd.grad(total, student)
-    (expected_gradient,) = torch.autograd.grad(expected, student)
-    # The default fp32 tolerances: log_softmax and a sum over 20 words, nothing ill-conditioned.
-    torch.testing.assert_close(total, expected.float())
-    torch.testing.assert_close(gradient, expected_gradient)
+def states(seed: int = 0, rows: int = N, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """o, t and h."""
+    generator = torch.Generator().manual_seed(seed)
+    o, t, h = (scale * torch.randn(rows, D, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    return o.requires_grad_(), t, h
 
 
-def test_no_more_logits_than_a_chunk_exist_at_once(head, monkeypatch) -> None:
-    monkeypatch.setattr(losses, "LOGIT_CHUNK", 3 * V)
-    rows: list[int] = []
-    head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
-    student, teacher = states(10)
-    kl_sum(student, teacher, head, V).backward()
-    assert max(rows) == 3
-    assert sum(rows) == 2 * 2 * 10  # student and teacher, in forward and again in backward
+def reference(name: str, o: list[float], t: list[float], h: list[float]) -> float:
+    """One token's loss, channel by channel."""
+    error = [a - b for a, b in zip(o, t, strict=True)]
+    squared = sum(e * e for e in error)
+    length = [math.sqrt(sum(x * x for x in v)) for v in (o, t)]
+    cos = sum(a * b for a, b in zip(o, t, strict=True)) / (length[0] * length[1])
+    return {
+        "nmse": squared / length[1] ** 2,
+        "nmse_update": squared / sum((b - c) ** 2 for b, c in zip(t, h, strict=True)),
+        "direction": 2 * (1 - cos) / D,
+        "mse": squared / D,
+        "smooth_l1": sum(e * e / (2 * BETA) if abs(e) < BETA else abs(e) - BETA / 2 for e in error) / D,
+        "cosine": (1 - WEIGHT) * squared / length[1] ** 2 + WEIGHT * (1 - cos),
+    }[name]
 
 
-def test_the_teacher_gets_no_gradient(head) -> None:
-    student, teacher = states(4)
-    kl_sum(student, teacher, head, V).backward()
-    assert teacher.grad is None
-    assert student.grad.any()
+def summed(name: str, o: Tensor, t: Tensor, h: Tensor) -> float:
+    return sum(reference(name, *rows) for rows in zip(o.tolist(), t.tolist(), h.tolist(), strict=True))
 
 
-def test_equal_states_have_no_divergence_and_no_tokens_have_none(head) -> None:
-    student = states(5)[0].detach()
-    assert float(kl_sum(student, student.clone(), head, V)) == 0.0
-    assert float(kl_sum(torch.zeros(0, D), torch.zeros(0, D), head, V)) == 0.0
+def value(of: SumAndCount) -> float:
+    return of[0].item()
+
+
+def gradient_of(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    return torch.autograd.grad(FUNCTIONS[name](o, t, h)[0], o)[0]
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_the_formulas_in_fp32_whatever_the_input(name, scale, dtype) -> None:
+    o, t, h = states(scale=scale, dtype=dtype)
+    total, count = FUNCTIONS[name](o, t, h)
+    assert (total.dtype, total.shape, count) == (torch.float32, (), N)
+    # fp32 sums of 35 terms; squares of 300 and more overflow fp16, so a computation in the input's dtype would show.
+    assert total.item() == pytest.approx(summed(name, o, t, h), rel=1e-5)
+    assert torch.isfinite(gradient_of(name, o, t, h)).all()
+
+
+@every
+def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name) -> None:
+    o, t, h = states(dtype=torch.float64)
+    total, _ = FUNCTIONS[name](o, t, h)
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(summed(name, o, t, h), rel=1e-12)
+    assert torch.autograd.gradcheck(lambda o: FUNCTIONS[name](o, t, h)[0], o)
+
+
+def analytic(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    """Gradients written by hand."""
+    if name == "nmse":
+        return 2 * (o - t) / t.square().sum(-1, keepdim=True)
+    if name == "nmse_update":
+        return 2 * (o - t) / (t - h).square().sum(-1, keepdim=True)
+    if name == "mse":
+        return 2 * (o - t) / D
+    if name == "smooth_l1":
+        return ((o - t) / BETA).clamp(-1, 1) / D
+    length = o.norm(dim=-1, keepdim=True)
+    u, v = o / length, t / t.norm(dim=-1, keepdim=True)
+    away = ((u * v).sum(-1, keepdim=True) * u - v) / length  # of 1 - cos: the part of v that is across u
+    return 2 * away / D if name == "direction" else (1 - WEIGHT) * analytic("nmse", o, t, h) + WEIGHT * away
+
+
+@every
+def test_gradients_are_the_ones_written_by_hand(name) -> None:
+    o, t, h = states(seed=3)
+    expected = analytic(name, o.detach().double(), t.double(), h.double())
+    torch.testing.assert_close(gradient_of(name, o, t, h), expected.float())  # the fp32 defaults: nothing cancels for random states
+
+
+@every
+def test_the_setting_names_the_function(name) -> None:
+    assert set(LOSSES) == set(FUNCTIONS)
+    own = {"smooth_l1": {"smooth_l1_beta": BETA}, "cosine": {"cosine_weight": WEIGHT}}.get(name, {})
+    o, t, h = states()
+    weights = torch.linspace(0.5, 2, N)
+    assert torch.equal(hidden_loss(TrainConfig(loss=name, **own), o, t, h, weights)[0], FUNCTIONS[name](o, t, h, weights=weights)[0])
+
+
+# --- what counts ------------------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_tokens_give_zero_a_count_of_zero_and_a_gradient_of_zeros(name, dtype) -> None:
+    o, t, h = states(rows=0, dtype=dtype)
+    total, count = FUNCTIONS[name](o, t, h)
+    assert (total.item(), count) == (0.0, 0)
+    total.backward()
+    assert o.grad.shape == (0, D)
+
+
+@every
+@given(seed=st.integers(0, 10**6), data=st.data())
+@settings(deadline=None, max_examples=20, derandomize=True)
+def test_order_and_split_of_the_tokens_change_nothing_and_a_changed_token_does(name, seed, data) -> None:
+    rows = data.draw(st.integers(2, 9))
+    o, t, h = states(seed, rows)
+    whole, gradient = FUNCTIONS[name](o, t, h), gradient_of(name, o, t, h)
+    order = torch.tensor(data.draw(st.permutations(range(rows))))
+    at = data.draw(st.integers(0, rows))
+    parts = [FUNCTIONS[name](o[index], t[index], h[index]) for index in (order[:at], order[at:])]
+    assert sum(count for _, count in parts) == whole[1]
+    total = parts[0][0] + parts[1][0]
+    torch.testing.assert_close(total, whole[0], rtol=1e-6, atol=0)  # an fp32 sum of at most 9 positive terms in another order
+    torch.testing.assert_close(torch.autograd.grad(total, o)[0], gradient, rtol=1e-6, atol=0)  # vector and single kernels round differently
+    changed = o.detach().clone().requires_grad_()
+    row = data.draw(st.integers(0, rows - 1))
+    with torch.no_grad():
+        changed[row] += torch.randn(D, generator=torch.Generator().manual_seed(seed + 1))
+    assert not torch.equal(FUNCTIONS[name](changed, t, h)[0], whole[0])
+    moved = (gradient_of(name, changed, t, h) != gradient).any(dim=-1)
+    assert not moved[torch.arange(rows) != row].any()  # of its own row alone; smooth L1's may stay, at its bound
+
+
+@every
+def test_a_weight_multiplies_its_token_alone(name) -> None:
+    o, t, h = states()
+    weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])  # powers of two: nothing is rounded
+    total, count = FUNCTIONS[name](o, t, h, weights=weights)
+    assert count == N  # tokens, not their weight
+    assert torch.equal(torch.autograd.grad(total, o)[0], weights[:, None] * gradient_of(name, o, t, h))
+    singles = [w * value(FUNCTIONS[name](o[i : i + 1], t[i : i + 1], h[i : i + 1])) for i, w in enumerate(weights.tolist())]
+    assert total.item() == pytest.approx(sum(singles), rel=1e-6)  # fp32 sums
+
+
+@every
+def test_the_teacher_gets_no_gradient(name) -> None:
+    o, t, h = states()
+    t.requires_grad_()
+    h.requires_grad_()
+    FUNCTIONS[name](o, t, h)[0].backward()
+    assert t.grad is None and h.grad is None and o.grad.any()
+
+
+# --- the edges --------------------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("zero", ["student", "teacher", "both", "update"])
+def test_states_of_zeros_have_finite_losses_and_gradients(name, zero) -> None:
+    o, t, h = states()
+    o, t = (torch.zeros_like(x) if zero in (who, "both") else x.detach() for who, x in (("student", o), ("teacher", t)))
+    h = t.clone() if zero == "update" else h
+    o.requires_grad_()
+    assert torch.isfinite(FUNCTIONS[name](o, t, h)[0])
+    assert torch.isfinite(gradient_of(name, o, t, h)).all()
+
+
+@every
+def test_equal_states_have_no_loss_and_no_gradient(name) -> None:
+    _, t, h = states()
+    o = t.clone().requires_grad_()
+    assert value(FUNCTIONS[name](o, t, h)) == 0.0
+    assert not gradient_of(name, o, t, h).any()
+
+
+@every
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_a_bad_number_shows_in_the_loss_and_in_no_other_tokens_gradient(name, bad, who) -> None:
+    o, t, h = states()
+    with torch.no_grad():
+        (o if who == "student" else t)[2, 3] = bad
+    assert not torch.isfinite(FUNCTIONS[name](o, t, h)[0])
+    others = [0, 1, 3, 4]
+    clean, t_clean, h_clean = states()
+    assert torch.equal(gradient_of(name, o, t, h)[others], gradient_of(name, clean, t_clean, h_clean)[others])
+
+
+@every
+def test_states_whose_square_overflows_are_never_reported_as_agreement(name) -> None:
+    """Sizes of 1e20 are finite, their squares are not."""
+    _, t, h = states()
+    total = value(FUNCTIONS[name](-1e20 * t, 1e20 * t, h))
+    assert not math.isfinite(total) or total > 1
+
+
+def test_direction_is_blind_to_length_and_the_others_are_not() -> None:
+    _, t, h = states(seed=4)
+    o = (t + 0.3 * h).requires_grad_()
+    twice = (2 * o).detach().requires_grad_()
+    # Scaled by a power of two, nothing is rounded differently.
+    assert torch.equal(direction(twice, t)[0], direction(o, t)[0])
+    assert torch.equal(2 * gradient_of("direction", twice, t, h), gradient_of("direction", o, t, h))
+    for name in set(FUNCTIONS) - {"direction"}:
+        assert value(FUNCTIONS[name](twice, t, h)) > 1.5 * value(FUNCTIONS[name](o, t, h)), name
+    # A student twice as long as its teacher, perfect by `direction`, is as far off as one that says nothing.
+    assert value(direction(2 * t, t)) == 0.0
+    assert value(nmse(2 * t, t)) == pytest.approx(N)
+
+
+def test_the_direction_gradient_never_changes_the_length() -> None:
+    o, t, h = states(seed=5, dtype=torch.float64)
+    across = (gradient_of("direction", o, t, h) * o).sum(-1)
+    torch.testing.assert_close(across, torch.zeros(N, dtype=torch.float64))
+
+
+def test_the_update_form_asks_the_same_of_a_layer_that_adds_little() -> None:
+    generator = torch.Generator().manual_seed(6)
+    h, update, error = (torch.randn(N, D, generator=generator, dtype=torch.float64) for _ in range(3))
+    for size in (1.0, 1e-3):
+        t = h + size * update
+        o = t + 0.1 * size * error
+        share = value(nmse(o, t, h))
+        assert share == pytest.approx(float((0.01 * error.square().sum(-1) / update.square().sum(-1)).sum()), rel=1e-9)
+        assert (value(nmse(o, t)) < 1e-4 * share) == (size == 1e-3)
+
+
+def test_smooth_l1_pulls_no_harder_at_an_outlier_and_is_mse_below_beta() -> None:
+    o, t, h = states(seed=7)
+    with torch.no_grad():
+        o[1, 2] = 1e4
+    assert float(gradient_of("smooth_l1", o, t, h).abs().max()) == pytest.approx(1 / D)
+    near = (t + 1e-3 * h).requires_grad_()
+    # e^2 / (2 beta) with beta = 1/2; both see the same e and differ in an fp32 sum.
+    assert value(smooth_l1(near, t, 0.5)) == pytest.approx(value(mse(near, t)), rel=1e-6)
+
+
+def test_cosine_mixes_nmse_and_angle() -> None:
+    o, t, _ = states(seed=8)
+    assert torch.equal(cosine(o, t, 0.0)[0], nmse(o, t)[0])
+    assert value(cosine(o, t, 1.0)) == pytest.approx(value(direction(o, t)) * D / 2, rel=1e-6)
+    assert value(cosine(torch.zeros_like(t), t, WEIGHT)) == pytest.approx(N * (1 - WEIGHT / 2), rel=1e-6)

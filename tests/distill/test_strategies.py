@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors, collate
 from npt.data.samples import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 
@@ -39,8 +39,37 @@ def form_id(config: NPTConfig) -> str:
     return f"{config.modulation}-{'+'.join(config.targets)}-{config.layers}-{config.residual}"
 
 
-def config_for(name: str, kl: float = 0.0) -> TrainConfig:
-    return TrainConfig(strategy=name, regularization_lambda=0.3, logit_kl_weight=kl if name == "end_to_end" else 0.0)
+# Every loss and weight once, beside the default.
+HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
+    "nmse_update": {"loss": "nmse_update"},
+    "direction": {"loss": "direction"},
+    "mse": {"loss": "mse"},
+    "smooth_l1": {"loss": "smooth_l1", "smooth_l1_beta": 0.5},
+    "cosine": {"loss": "cosine", "cosine_weight": 0.25},
+    "linear": {"layer_weights": "linear"},
+    "listed": {"layer_weights": "3,1", "loss": "mse"},
+    "disagreement": {"token_weighting": "disagreement"},
+    "disagreement direction": {"token_weighting": "disagreement", "loss": "direction"},
+}
+LOGIT_LOSSES: dict[str, dict[str, Any]] = {
+    "kl": {"logit_temperature": 2.0},
+    "reverse_kl": {"logit_loss": "reverse_kl", "logit_temperature": 0.5},
+    "jsd": {"logit_loss": "jsd", "jsd_weight": 0.25, "logit_temperature": 2.0},
+    "cross_entropy": {"logit_loss": "cross_entropy"},
+    "weighted kl": {"token_weighting": "disagreement"},
+    "weighted cross_entropy": {"logit_loss": "cross_entropy", "token_weighting": "disagreement"},
+}
+VARIANTS = [("local", own) for own in HIDDEN_LOSSES.values()] + [
+    ("end_to_end", own) for own in (*HIDDEN_LOSSES.values(), *({"logit_kl_weight": 0.7, **own} for own in LOGIT_LOSSES.values()))
+]
+
+
+def variant_id(value: Any) -> str:
+    return value if isinstance(value, str) else ",".join(map(str, value.values()))
+
+
+def config_for(name: str, kl: float = 0.0, **own: Any) -> TrainConfig:
+    return TrainConfig(strategy=name, regularization_lambda=0.3, **{"logit_kl_weight": kl if name == "end_to_end" else 0.0, **own})
 
 
 def move_adapters(model: nn.Module) -> None:
@@ -69,15 +98,15 @@ def assert_near(actual: Tensor, expected: Tensor, what: str, tolerance: float = 
 def assert_same_result(
     one: tuple[MicroBatch, dict[str, Tensor]], other: tuple[MicroBatch, dict[str, Tensor]], tolerance: float = ROUNDING
 ) -> None:
-    assert one[0].tokens == other[0].tokens
-    for name in ("loss", "nmse", "reg", "kl", "layer_nmse"):
+    assert (one[0].tokens, one[0].scored) == (other[0].tokens, other[0].scored)
+    for name in ("loss", "nmse", "reg", "logit", "layer_nmse"):
         assert_near(getattr(one[0], name), getattr(other[0], name), name, tolerance)
     for name, gradient in one[1].items():
         assert_near(gradient, other[1][name], name, tolerance)
 
 
 def assert_identical(one: tuple[MicroBatch, dict[str, Tensor]], other: tuple[MicroBatch, dict[str, Tensor]]) -> None:
-    for name in ("loss", "nmse", "reg", "kl", "layer_nmse"):
+    for name in ("loss", "nmse", "reg", "logit", "layer_nmse"):
         assert torch.equal(getattr(one[0], name), getattr(other[0], name)), name
     for name, gradient in one[1].items():
         assert torch.isfinite(gradient).all(), name
@@ -153,12 +182,59 @@ def converted_output(layer: nn.Module, h: Tensor, a: Tensor) -> Tensor:
     return stream + m * layer.mlp.down_proj(nn.functional.silu(product["gate"]) * product["up"]) + s
 
 
-def nmse_sum(o: Tensor, t: Tensor, batch: Batch) -> Tensor:
+def token_loss(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
+    """The hidden-state loss of one token, [D] each, from its formula."""
+    nmse = (o - t).pow(2).sum() / t.pow(2).sum()
+    cos = (o @ t) / (o.norm() * t.norm())
+    if config.loss == "nmse_update":
+        return (o - t).pow(2).sum() / (t - h).pow(2).sum()
+    if config.loss == "direction":
+        return 2 * (1 - cos) / len(o)
+    if config.loss == "mse":
+        return (o - t).pow(2).mean()
+    if config.loss == "smooth_l1":
+        return nn.functional.smooth_l1_loss(o, t, beta=config.smooth_l1_beta)
+    if config.loss == "cosine":
+        return (1 - config.cosine_weight) * nmse + config.cosine_weight * (1 - cos)
+    return nmse
+
+
+def token_weights(config: TrainConfig, o: Tensor, t: Tensor, where: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Of the tokens at these places of [B, T, D] states."""
+    if config.token_weighting == "none":
+        return dict.fromkeys(where, 1.0)
+    off = {place: min(1.0, float((o[place] - t[place]).detach().pow(2).sum() / t[place].pow(2).sum())) for place in where}
+    rows = {row: [off[place] for place in where if place[0] == row] for row, _ in where}
+    return {(row, column): 0.5 + 0.5 * off[row, column] * len(rows[row]) / sum(rows[row]) for row, column in where}
+
+
+def hidden_sum(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor, batch: Batch) -> Tensor:
     """Token by token, over the valid ones."""
-    total = o.new_zeros(())
-    for row, column in batch.attention_mask.nonzero().tolist():
-        total = total + (o[row, column] - t[row, column]).pow(2).sum() / t[row, column].pow(2).sum()
-    return total
+    where = [(row, column) for row, column in batch.attention_mask.nonzero().tolist()]
+    weights = token_weights(config, o, t, where)
+    return torch.stack([weights[place] * token_loss(config, o[place], t[place], h[place]) for place in where]).sum()
+
+
+def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tuple[Tensor, int]:
+    """Token by token, over the positions whose next token is valid, from probabilities in fp64; and their number."""
+    where = [
+        (row, column) for row, column in batch.attention_mask.nonzero().tolist() if 1 in batch.attention_mask[row, column + 1 : column + 2]
+    ]
+    weights = token_weights(config, learnt.hidden_states[-1], taught.hidden_states[-1], where)
+    temperature = config.logit_temperature
+    parts = []
+    for place in where:
+        q, p = (torch.softmax(out.logits[place].double() / temperature, -1) for out in (learnt, taught))
+        m = config.jsd_weight * p + (1 - config.jsd_weight) * q
+        forward, backward, p_m, q_m = ((a * (a / b).log()).sum() for a, b in ((p, q), (q, p), (p, m), (q, m)))
+        value = {
+            "kl": temperature**2 * forward,
+            "reverse_kl": temperature**2 * backward,
+            "jsd": temperature**2 * (config.jsd_weight * p_m + (1 - config.jsd_weight) * q_m),
+            "cross_entropy": -q[batch.input_ids[place[0], place[1] + 1]].log(),
+        }[config.logit_loss]
+        parts.append(weights[place] * value)
+    return torch.stack(parts).sum().float(), len(where)
 
 
 def energy_sum(layer: nn.Module, a: Tensor, batch: Batch) -> Tensor:
@@ -177,22 +253,25 @@ def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConf
         assert torch.equal(taught.hidden_states[index + 1], teacher.out[index])
         assert torch.equal(learnt.hidden_states[index + 1], student.out[index])
     layers = dict(npt_layers(model))
+    plain = TrainConfig()
     if config.strategy == "local":
         states = {i: (converted_output(layer, teacher.h[i], teacher.a[i]), teacher.a[i]) for i, layer in layers.items()}
     else:
         states = {i: (student.out[i], student.a[i]) for i in layers}
-    nmses = torch.stack([nmse_sum(o, teacher.out[i], batch) for i, (o, _) in states.items()])
+    # h is the teacher's input: what a layer does to it is the teacher's t - h, whatever the student's stream is.
+    rows = [(o, teacher.out[i], teacher.h[i], batch) for i, (o, _) in states.items()]
+    losses, nmses = (torch.stack([hidden_sum(which, *row) for row in rows]) for which in (config, plain))
     regs = torch.stack([energy_sum(layers[i], a, batch) for i, (_, a) in states.items()])
-    loss = nmses.mean() + config.regularization_lambda * regs.mean()
-    kl = torch.zeros(())
+    weights = torch.tensor({"uniform": [1.0] * len(rows), "linear": [2 / 3, 4 / 3], "3,1": [1.5, 0.5]}[config.layer_weights])
+    loss = (weights * losses).mean() + config.regularization_lambda * regs.mean()
+    logit, scored = torch.zeros(()), 0
     if config.logit_kl_weight:
-        valid = batch.attention_mask.bool()
-        log_p, log_q = (torch.log_softmax(out.logits[valid], -1) for out in (taught, learnt))
-        kl = nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
-        loss = loss + config.logit_kl_weight * kl
+        logit, scored = logit_sum(config, taught, learnt, batch)
+        loss = loss + config.logit_kl_weight * logit
     parameters = adapter_parameters(model)
     gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
-    sums = MicroBatch(loss.detach(), nmses.mean().detach(), regs.mean().detach(), kl.detach(), nmses.detach(), batch.tokens)
+    figures = (part.detach() for part in (loss, nmses.mean(), regs.mean(), logit, nmses))
+    sums = MicroBatch(*figures, batch.tokens, scored)
     return sums, gradients
 
 
@@ -206,6 +285,17 @@ def test_losses_and_gradients_equal_the_plain_reference(load_model, batch, quant
     config = config_for(name, kl)
     result = run(model, batch, config)
     assert float(result[0].nmse) > 1e-3  # a comparison of two zeros would show nothing
+    assert_same_result(result, reference(base, model, batch, config))
+
+
+@pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
+def test_every_loss_and_weight_equals_the_plain_reference(load_model, batch, name, own) -> None:
+    base, model = load_model(), load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    move_adapters(model)
+    config = config_for(name, **own)
+    result = run(model, batch, config)
+    assert float(result[0].loss) > 1e-3 and (float(result[0].logit) > 1e-3) == bool(config.logit_kl_weight)
     assert_same_result(result, reference(base, model, batch, config))
 
 
@@ -305,7 +395,7 @@ def test_gradients_are_added_to_what_is_there(student, batch, name) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_carry_no_graph_and_the_same_batch_gives_the_same_bits(student, batch, name) -> None:
     first, second = (run(student, batch, config_for(name)) for _ in range(2))
-    assert all(not getattr(first[0], key).requires_grad for key in ("loss", "nmse", "reg", "kl", "layer_nmse"))
+    assert all(not getattr(first[0], key).requires_grad for key in ("loss", "nmse", "reg", "logit", "layer_nmse"))
     assert_identical(second, first)
 
 
@@ -313,11 +403,12 @@ def test_sums_carry_no_graph_and_the_same_batch_gives_the_same_bits(student, bat
 def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(student, batch, name) -> None:
     config = config_for(name, 0.5)
     sums, _ = run(student, batch, config)
-    expected = sums.nmse + config.regularization_lambda * sums.reg + config.logit_kl_weight * sums.kl
+    expected = sums.nmse + config.regularization_lambda * sums.reg + config.logit_kl_weight * sums.logit
     torch.testing.assert_close(sums.loss, expected)
     torch.testing.assert_close(sums.nmse, sums.layer_nmse.mean())
     assert float(sums.reg) > 0
-    assert (float(sums.kl) > 0) == (name == "end_to_end")
+    assert (float(sums.logit) > 0) == (name == "end_to_end")
+    assert sums.scored == (batch.tokens - len(batch.input_ids) if name == "end_to_end" else 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -381,7 +472,88 @@ def test_only_the_layers_up_to_the_last_converted_one_run(load_model, batch, nam
 def test_a_row_of_one_valid_token_is_enough(student) -> None:
     ids = torch.tensor([[5, 6, 7], [9, PAD, PAD]])
     lonely = batch_from_tensors(ids, (ids != PAD).long())
-    for name in NAMES:
-        sums, gradients = run(student, lonely, config_for(name))
+    for name, own in [("local", {}), ("end_to_end", {}), *VARIANTS]:
+        sums, gradients = run(student, lonely, config_for(name, **own))
         assert sums.tokens == 4 and torch.isfinite(sums.loss)
         assert all(torch.isfinite(g).all() for g in gradients.values())
+
+
+# --- every loss and weight -------------------------------------------------------------------------------------------
+
+every = pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
+
+
+@every
+@given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), data=st.data())
+@settings(deadline=None, max_examples=4, derandomize=True)
+def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_does(student, name, own, lengths, data) -> None:
+    some = samples(4, lengths)
+    config = config_for(name, **own)
+    expected = run(student, collate(some, PAD), config)
+    order = data.draw(st.permutations(range(len(some))))
+    at = data.draw(st.integers(0, len(order)))
+    results = []
+    for part in (order[:at], order[at:]):
+        if part:
+            longest = max(lengths[i] for i in part)
+            side, width = data.draw(st.sampled_from(["left", "right"])), longest + data.draw(st.integers(0, 4))
+            results.append(run(student, collate([some[i] for i in part], PAD, side=side, length=width), config))
+    assert sum(sums.tokens for sums, _ in results) == expected[0].tokens
+    assert sum(sums.scored for sums, _ in results) == expected[0].scored
+    for key in ("loss", "nmse", "reg", "layer_nmse"):
+        assert_near(sum(getattr(sums, key) for sums, _ in results), getattr(expected[0], key), key)
+    for key, gradient in expected[1].items():
+        assert_near(sum(gradients[key] for _, gradients in results), gradient, key)
+    row = data.draw(st.integers(0, len(some) - 1))
+    place = data.draw(st.integers(0, lengths[row] - 1))
+    ids = list(some[row].input_ids)
+    ids[place] = 3 + (ids[place] - 2) % 125
+    changed = [Sample("changed", tuple(ids)) if i == row else sample for i, sample in enumerate(some)]
+    other = run(student, collate(changed, PAD), config)
+    assert not torch.equal(other[0].loss, expected[0].loss)
+    assert any(not torch.equal(gradient, expected[1][key]) for key, gradient in other[1].items())
+
+
+@every
+@pytest.mark.parametrize("garbage", [float("inf"), float("nan")])
+def test_garbage_at_padding_changes_no_bit_of_any_loss(student, name, own, garbage) -> None:
+    batch = collate(samples(2, [9, 4, 6]), PAD, side="left", length=11)
+    config = config_for(name, **own)
+    clean = run(student, batch, config)
+    with pad_row(student, garbage):
+        assert_identical(run(student, batch, config), clean)
+
+
+def test_labels_that_do_not_count_leave_the_loss_on_the_logits_and_nothing_else(student, batch) -> None:
+    """A prompt: hidden states of all its tokens count, predictions of its tokens do not."""
+    labels = batch.labels.clone()
+    labels[:, :4] = IGNORE_INDEX
+    masked = replace(batch, labels=labels)
+    for own in LOGIT_LOSSES.values():
+        config = config_for("end_to_end", 0.7, **own)
+        whole, part = run(student, batch, config)[0], run(student, masked, config)[0]
+        assert (part.tokens, part.scored) == (whole.tokens, whole.scored - 9)
+        assert torch.equal(part.layer_nmse, whole.layer_nmse) and 0 < float(part.logit) < float(whole.logit)
+    assert_identical(run(student, masked, config_for("local")), run(student, batch, config_for("local")))
+
+
+def test_no_label_that_counts_means_no_loss_on_the_logits(student, batch) -> None:
+    unlabelled = replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+    for own in LOGIT_LOSSES.values():
+        weighting = {key: value for key, value in own.items() if key == "token_weighting"}
+        without = run(student, batch, config_for("end_to_end", **weighting))
+        assert_same_result(run(student, unlabelled, config_for("end_to_end", 0.7, **own)), without)
+
+
+def test_a_bad_number_at_a_position_that_predicts_nothing_is_still_seen(student, batch) -> None:
+    """The last token of a row is no longer scored; its hidden state counts as any other's."""
+    last = int(batch.input_ids[0, -1])
+    assert int((batch.input_ids == last).sum()) == 1
+    weight = student.model.embed_tokens.weight
+    before = weight.data[last].clone()
+    weight.data[last] = float("nan")
+    try:
+        for name in NAMES:
+            assert not torch.isfinite(run(student, batch, config_for(name, 0.5))[0].loss)
+    finally:
+        weight.data[last] = before

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
 from npt.distill import trainer as trainer_module
@@ -145,8 +146,8 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         assert promised | {"layers.1.nmse", "layers.3.nmse"} <= line.keys()
         assert ("loss_kl" in line) == bool(kl)
         assert line["loss_nmse"] == pytest.approx((line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5)  # fp32 sums
-        expected = line["loss_nmse"] + 0.1 * line["loss_reg"] + 0.5 * line.get("loss_kl", 0.0)
-        assert line["loss"] == pytest.approx(expected, rel=1e-5)  # fp32 sums
+        if not kl:
+            assert line["loss"] == pytest.approx(line["loss_nmse"] + 0.1 * line["loss_reg"], rel=1e-5)  # fp32 sums
         assert line["tokens_per_second"] > 0
     assert checkpoints(folder) == ["step-00000004", "step-00000006"]
     assert {p.name for p in (folder / "checkpoints" / "step-00000006" / "adapter").iterdir()} == {
@@ -284,6 +285,62 @@ def test_the_loss_of_the_first_step_is_the_strategys_sum_over_its_tokens(build) 
     (line,) = lines(trainer.train().folder, "metrics")
     assert line["loss"] == pytest.approx(float(sums.loss) / sums.tokens, rel=1e-6)  # one fp32 division
     assert line["tokens"] == sums.tokens
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"loss": "nmse_update", "layer_weights": "linear"},
+        {"loss": "direction"},
+        {"loss": "smooth_l1", "token_weighting": "disagreement"},
+        {"loss": "cosine", "strategy": "end_to_end", "layer_weights": "1,3"},
+        *[{"loss": "mse", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss} for loss in LOGIT_LOSSES],
+    ],
+    ids=lambda config: ",".join(map(str, config.values())),
+)
+def test_every_loss_trains_and_is_logged_beside_its_figures(build, config) -> None:
+    trainer = build(texts(8), num_epochs=6, batch_size=4, **config)
+    metrics = lines(trainer.train().folder, "metrics")
+    assert sum(line["loss"] for line in metrics[-2:]) < 0.95 * sum(line["loss"] for line in metrics[:2])
+    for line in metrics:
+        # NMSE whatever the loss is.
+        assert line["loss_nmse"] == pytest.approx((line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5)  # fp32 sums
+        logit = {key for key in line if key.startswith("loss_")} - {"loss_nmse", "loss_reg"}
+        assert logit == ({f"loss_{config['logit_loss']}"} if "logit_loss" in config else set())
+
+
+def test_the_loss_on_the_logits_is_logged_as_a_mean_per_predicted_token(build) -> None:
+    """Every token but a text's first is predicted; the loss itself divides by all valid tokens."""
+    data = texts(8)
+    shapes = [{"batch_size": 8}, {"batch_size": 4, "gradient_accumulation_steps": 2}, {"batch_size": 1, "gradient_accumulation_steps": 8}]
+    found = []
+    for i, shape in enumerate(shapes):
+        trainer = build(data, folder=f"run-{i}", strategy="end_to_end", logit_kl_weight=0.5, **shape)
+        (line,) = lines(trainer.train().folder, "metrics")
+        predicted = line["tokens"] - len(data)
+        expected = line["loss_nmse"] + 0.5 * line["loss_kl"] * predicted / line["tokens"]
+        assert line["loss"] == pytest.approx(expected, rel=1e-5)  # fp32 sums
+        found.append(line)
+    for line in found[1:]:
+        for key in ("loss", "loss_kl", "grad_norm"):
+            assert line[key] == pytest.approx(found[0][key], rel=1e-4), key  # fp32 sums in another order
+
+
+def test_a_window_that_predicts_nothing_has_no_mean_of_it(build, monkeypatch) -> None:
+    original = STRATEGIES["end_to_end"]
+
+    def unlabelled(model: nn.Module, batch: Batch, config: TrainConfig) -> MicroBatch:
+        return original(model, replace(batch, labels=torch.full_like(batch.labels, -100)), config)
+
+    monkeypatch.setitem(STRATEGIES, "end_to_end", unlabelled)
+    result = build(texts(4), strategy="end_to_end", logit_kl_weight=0.5).train()
+    for line in lines(result.folder, "metrics"):
+        assert line["loss_kl"] is None and line["loss"] == pytest.approx(line["loss_nmse"])
+
+
+def test_weights_for_other_layers_are_refused_before_anything_is_done(build) -> None:
+    with pytest.raises(ConfigError, match=r"--layer_weights has 3 weights .* 2 layers are converted"):
+        build(layer_weights="1,2,3")
 
 
 def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> None:

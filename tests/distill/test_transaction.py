@@ -494,29 +494,53 @@ def one_step(
     return parameters, optimizer_made, transaction.commit()[0]
 
 
-@pytest.mark.parametrize("name", ["local", "end_to_end"])
+LOSSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"loss": "nmse_update", "layer_weights": "linear"},
+    {"loss": "direction", "token_weighting": "disagreement"},
+    {"loss": "mse"},
+    {"loss": "smooth_l1", "smooth_l1_beta": 0.1},
+    {"loss": "cosine", "layer_weights": "3,1"},
+    {"strategy": "end_to_end"},
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "token_weighting": "disagreement"},
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "reverse_kl", "logit_temperature": 0.5},
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "jsd", "logit_temperature": 2.0},
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "cross_entropy"},
+)
+
+
+@pytest.mark.parametrize("settings", LOSSES, ids=lambda s: ",".join(map(str, s.values())) or "default")
 @pytest.mark.parametrize("equal", [True, False])
-def test_one_micro_batch_of_eight_equals_four_of_two(load_model, name, equal) -> None:
+def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_loss(load_model, settings, equal) -> None:
     some = eight_samples(equal)
-    config = TrainConfig(strategy=name, regularization_lambda=0.1)
+    config = TrainConfig(regularization_lambda=0.1, **settings)
     start = {name: p.detach().clone() for name, p in adapter_parameters(student(load_model)).items()}
     steps, results = [], []
-    for groups in ([some], [some[i : i + 2] for i in range(0, 8, 2)]):
+    for rows in (8, 4, 1):
+        groups = [some[i : i + rows] for i in range(0, 8, rows)]
         parameters, _, result = one_step(student(load_model), config, groups, lambda p: torch.optim.SGD(p, lr=1.0))
+        assert result.applied and result.micro_batches == 8 // rows
         steps.append({key: start[key] - p.detach() for key, p in parameters.items()})
         results.append(result)
-    assert results[0].tokens == results[1].tokens == sum(len(s.input_ids) for s in some)
-    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)  # the same fp32 sums in another order
-    for key, step in steps[0].items():
-        assert step.any(), key
-        # The same, and the steps are differences of weights of size 0.1, known to 2^-24 of that.
-        assert float((step - steps[1][key]).abs().max()) <= 1e-5 * float(step.abs().max()) + 1e-7, key
+    for result, step in zip(results[1:], steps[1:], strict=True):
+        assert result.tokens == results[0].tokens == sum(len(s.input_ids) for s in some)
+        assert sum(sums.scored for sums in result.survivors) == sum(sums.scored for sums in results[0].survivors)
+        # The same fp32 sums in another order.
+        assert result.loss == pytest.approx(results[0].loss, rel=1e-5)
+        assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
+        for key, expected in steps[0].items():
+            assert expected.any(), key
+            # The same, and the steps are differences of weights of size 0.1, known to 2^-24 of that.
+            assert float((expected - step[key]).abs().max()) <= 1e-5 * float(expected.abs().max()) + 1e-7, key
 
 
-@pytest.mark.parametrize("name", ["local", "end_to_end"])
+@pytest.mark.parametrize(
+    "settings", [LOSSES[0], LOSSES[2], LOSSES[6], LOSSES[7]], ids=lambda s: ",".join(map(str, s.values())) or "default"
+)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(load_model, name, poison) -> None:
-    config = TrainConfig(strategy=name)
+def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(load_model, settings, poison) -> None:
+    """Token weights are made of their own documents, so they remember nothing of it either."""
+    config = TrainConfig(**settings)
     clean = [s for s in eight_samples(equal=False) if 3 not in s.input_ids]
     broken = Sample("broken", (3, 5, 4))
     states = []

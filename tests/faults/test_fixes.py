@@ -21,7 +21,7 @@ from npt.adapters import adapter, modulation, stream
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import is_attached
 from npt.config import BaseConfig, NPTConfig, TrainConfig
-from npt.distill import loop, strategies
+from npt.distill import loop, losses, strategies
 from npt.distill.loop import Loop
 from npt.distill.strategies import STRATEGIES
 from npt.distill.transaction import Transaction, _MicroBatch, _norms
@@ -136,10 +136,14 @@ def unscaled(patch: pytest.MonkeyPatch, base: Base) -> None:
 def nmse(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Sabotage:
     """Of the errors and energies, [N] each."""
 
-    def careless(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def careless(output: torch.Tensor, target: torch.Tensor, hidden: None = None) -> torch.Tensor:
         return form((output - target).square().sum(dim=-1), target.square().sum(dim=-1))
 
-    return lambda patch, base: patch.setattr(strategies, "nmse_per_token", careless)
+    def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
+        for module in (strategies, losses):  # the figure, and the loss
+            patch.setattr(module, "nmse_per_token", careless)
+
+    return sabotage
 
 
 def transaction_with(**changes: Any) -> Sabotage:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from npt.fidelity.divergence import kl_per_token, nmse_per_token
+from npt.fidelity.divergence import kl_of_logs, kl_per_token, nmse_per_token
 
 N, D, V = 5, 7, 11
 
@@ -26,11 +28,28 @@ def kl_reference(student: Tensor, teacher: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-CASES = {"nmse": (nmse_per_token, nmse_reference, D), "kl": (kl_per_token, kl_reference, V)}
-both = pytest.mark.parametrize("name", CASES)
+HIDDEN = normal(N, D, seed=2)
 
 
-@both
+def update(o: Tensor, t: Tensor) -> Tensor:
+    """The update form of the NMSE, with an h that belongs to neither."""
+    return nmse_per_token(o, t, HIDDEN[: len(t)])
+
+
+def update_reference(o: Tensor, t: Tensor) -> Tensor:
+    rows = zip(o.double(), t.double(), HIDDEN.double()[: len(t)], strict=True)
+    return torch.stack([((a - b) ** 2).sum() / ((b - c) ** 2).sum() for a, b, c in rows])
+
+
+CASES = {
+    "nmse": (nmse_per_token, nmse_reference, D),
+    "update": (update, update_reference, D),
+    "kl": (kl_per_token, kl_reference, V),
+}
+every = pytest.mark.parametrize("name", CASES)
+
+
+@every
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 5.0])
 def test_values_equal_fp64(name, scale) -> None:
     function, reference, width = CASES[name]
@@ -41,7 +60,7 @@ def test_values_equal_fp64(name, scale) -> None:
     torch.testing.assert_close(value, reference(student, teacher).float(), rtol=1e-5, atol=1e-6)
 
 
-@both
+@every
 def test_gradients_equal_finite_differences(name) -> None:
     function, reference, width = CASES[name]
     student, teacher = normal(N, width).requires_grad_(), normal(N, width, seed=1)
@@ -56,7 +75,7 @@ def test_gradients_equal_finite_differences(name) -> None:
             assert float(gradient[row, column]) == pytest.approx(float(slope), rel=1e-4, abs=1e-6)  # the fp32 gradient's rounding
 
 
-@both
+@every
 def test_the_teacher_gets_no_gradient(name) -> None:
     function, _, width = CASES[name]
     student, teacher = normal(N, width).requires_grad_(), normal(N, width, seed=1).requires_grad_()
@@ -64,7 +83,16 @@ def test_the_teacher_gets_no_gradient(name) -> None:
     assert teacher.grad is None and student.grad.any()
 
 
-@both
+@every
+def test_fp64_stays_fp64(name) -> None:
+    function, reference, width = CASES[name]
+    student, teacher = normal(N, width).double(), normal(N, width, seed=1).double()
+    value = function(student, teacher)
+    assert value.dtype == torch.float64
+    torch.testing.assert_close(value, reference(student, teacher), rtol=1e-12, atol=0)
+
+
+@every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bit_input_is_computed_in_fp32(name, dtype) -> None:
     function, reference, width = CASES[name]
@@ -75,7 +103,7 @@ def test_sixteen_bit_input_is_computed_in_fp32(name, dtype) -> None:
     torch.testing.assert_close(value, reference(student, teacher).float(), rtol=1e-5, atol=1e-4)  # logits of 1e3 in fp32
 
 
-@both
+@every
 @given(seed=st.integers(0, 10**6), scale=st.floats(1e-3, 30.0))
 @settings(deadline=None, max_examples=40, derandomize=True)
 def test_never_negative_and_zero_for_equality(name, seed, scale) -> None:
@@ -126,13 +154,42 @@ def test_kl_of_certain_and_opposite_distributions_is_finite() -> None:
     assert float(kl_per_token(q, p)) == pytest.approx(400.0)
 
 
+def test_what_is_impossible_adds_nothing_and_what_only_the_second_excludes_is_infinite() -> None:
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.25, 0.25]])
+    q = torch.tensor([[0.25, 0.75, 0.0], [0.5, 0.25, 0.25], [0.5, 0.5, 0.0]])
+    found = kl_of_logs(p.log(), q.log()).tolist()
+    expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), 0.5 * math.log(2), math.inf]
+    assert found == pytest.approx(expected, rel=1e-6)  # fp32
+
+
+def test_nothing_impossible_makes_a_nan_gradient_on_either_side() -> None:
+    for excluded in ((0,), (1,), (0, 1)):
+        logits = [normal(2, V, seed=5), normal(2, V, seed=6)]
+        for side in excluded:
+            logits[side][0, 3] = -math.inf
+        for side in (0, 1):
+            leaves = [x.clone().requires_grad_(i == side) for i, x in enumerate(logits)]
+            value = kl_of_logs(*(torch.log_softmax(x, -1) for x in leaves))
+            finite = torch.isfinite(value)
+            assert finite.tolist() == [excluded != (1,), True] and not value.isnan().any()
+            gradient = torch.autograd.grad(value[finite].sum(), leaves[side])[0]
+            assert torch.isfinite(gradient[finite]).all()
+
+
+def test_a_nan_among_the_logits_is_not_taken_for_something_impossible() -> None:
+    for side in (0, 1):
+        logits = [normal(2, V, seed=5), normal(2, V, seed=6)]
+        logits[side][0, 3] = math.nan
+        assert kl_per_token(*logits).isnan().tolist() == [True, False]
+
+
 def test_kl_goes_from_teacher_to_student() -> None:
     p, q = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()
     expected = 0.9 * torch.log(torch.tensor(1.8)) + 0.1 * torch.log(torch.tensor(0.2))
     torch.testing.assert_close(kl_per_token(q, p), expected.reshape(1))
 
 
-@both
+@every
 def test_no_tokens_give_no_values(name) -> None:
     function, _, width = CASES[name]
     assert function(torch.zeros(0, width), torch.zeros(0, width)).shape == (0,)

@@ -1,0 +1,129 @@
+"""Losses of next-token distributions, from logits or from the states that lm_head makes them of.
+
+With p the teacher's and q the student's distribution, softmax(logits / T), per token in nats:
+
+    forward KL       T^2 sum p (log p - log q)        q has to cover all that p does
+    reverse KL       T^2 sum q (log q - log p)        q may leave parts of p out, and must not invent any
+    JSD              T^2 (w sum p (log p - log m) + (1 - w) sum q (log q - log m)),   m = w p + (1 - w) q
+                     at most -w log w - (1 - w) log(1 - w), that is log 2 at w = 1/2, where it is symmetric, times T^2
+                     (Agarwal et al., "On-policy distillation of language models", 2024, eq. 1)
+    cross-entropy    -log q(target), at T = 1; the teacher has no part in it
+
+The factor T^2 (Hinton et al., "Distilling the knowledge in a neural network", 2015) keeps the gradient's size as T changes; without
+it that falls with 1 / T^2. So a value at T other than 1 is not in nats any more.
+
+All are pure, return (sum, count), compute from log-softmax in fp32 (in fp64 where the logits are) and pass no gradient to the
+teacher. A logit of -inf, as on padded vocabulary entries, is a probability of 0; where one side alone has it a KL is infinite and
+the micro-batch is refused. Where a value is finite its gradient is finite, at any temperature. No rows give (0, 0) with a gradient
+of zeros.
+
+Shapes: N tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from npt.config import TrainConfig
+from npt.distill.losses import SumAndCount, weighted_sum
+from npt.fidelity.divergence import at_least_fp32, kl_of_logs
+
+CHUNK = 1 << 24
+"""Logits of a chunk: 64 MiB in fp32. In its backward some seven such tensors are alive at once, of the JSD thirteen."""
+
+RowLoss = Callable[[Tensor, Tensor, Tensor | None], SumAndCount]
+"""(student's logits [N, V], teacher's logits [N, V] or targets [N], token weights [N] or None) -> (sum, count)."""
+
+
+def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None) -> SumAndCount:
+    """T^2 KL(teacher || student) from logits, [N, V] twice; `weights` [N] are the tokens'."""
+    log_q, log_p = _log_probabilities(student, teacher, temperature)
+    return weighted_sum(temperature**2 * kl_of_logs(log_p, log_q), weights)
+
+
+def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None) -> SumAndCount:
+    """T^2 KL(student || teacher) from logits, [N, V] twice; `weights` [N] are the tokens'."""
+    log_q, log_p = _log_probabilities(student, teacher, temperature)
+    return weighted_sum(temperature**2 * kl_of_logs(log_q, log_p), weights)
+
+
+def jsd(student: Tensor, teacher: Tensor, temperature: float = 1.0, weight: float = 0.5, *, weights: Tensor | None = None) -> SumAndCount:
+    """T^2 (w KL(teacher || m) + (1 - w) KL(student || m)), m = w p + (1 - w) q, from logits, [N, V] twice.
+
+    Finite whatever either side holds to be impossible. The mixture is made of probabilities, because `logaddexp` of two -inf has
+    a NaN gradient.
+
+    Args:
+        weight: w, between 0 and 1, both left out: there the divergence is 0 for all pairs.
+        weights: [N], of the tokens.
+    """
+    log_q, log_p = _log_probabilities(student, teacher, temperature)
+    mixture = weight * log_p.exp() + (1.0 - weight) * log_q.exp()
+    log_m = torch.where(mixture == 0, 1.0, mixture).log()
+    per_token = weight * kl_of_logs(log_p, log_m) + (1.0 - weight) * kl_of_logs(log_q, log_m)
+    return weighted_sum(temperature**2 * per_token, weights)
+
+
+def token_cross_entropy(logits: Tensor, targets: Tensor, *, weights: Tensor | None = None) -> SumAndCount:
+    """-log q(target) from logits [N, V] and the tokens [N] that they are to predict, all of which count."""
+    return weighted_sum(F.cross_entropy(at_least_fp32(logits), targets, reduction="none"), weights)
+
+
+def through_head(
+    head: nn.Module, loss: RowLoss, student: Tensor, teacher: Tensor, vocab_size: int, weights: Tensor | None = None
+) -> SumAndCount:
+    """A loss of the logits that `head` makes of states, in chunks of tokens whose logits are recomputed in backward.
+
+    What is alive at a time is made of chunks of CHUNK values, whatever N is; so of many tokens [N, V] never exists, and from
+    thirteen chunks on all that is alive together is less than that.
+
+    Args:
+        head: lm_head.
+        loss: of a chunk's logits.
+        student: [N, D], the student's last hidden state (after the final norm).
+        teacher: [N, D], the teacher's; or targets, [N] int64, which no head is applied to. No gradient reaches it.
+        vocab_size: V, which sets the chunk length.
+        weights: [N], of the tokens.
+    """
+    of_states = teacher.is_floating_point()
+
+    def chunk_sum(student: Tensor, teacher: Tensor, weights: Tensor | None) -> Tensor:
+        return loss(head(student), head(teacher) if of_states else teacher, weights)[0]
+
+    rows = max(1, CHUNK // vocab_size)
+    chunks = zip(
+        student.split(rows),
+        teacher.detach().split(rows),
+        itertools.repeat(None) if weights is None else weights.split(rows),
+        strict=False,  # `repeat` has no end
+    )
+    sums = [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(sums).sum(), len(student)
+
+
+def row_loss(config: TrainConfig) -> RowLoss:
+    """The loss that `config.logit_loss` names, with its temperature and weight."""
+    name, temperature = config.logit_loss, config.logit_temperature
+    if name == "reverse_kl":
+        return lambda student, teacher, weights: reverse_kl(student, teacher, temperature, weights=weights)
+    if name == "jsd":
+        return lambda student, teacher, weights: jsd(student, teacher, temperature, config.jsd_weight, weights=weights)
+    if name == "cross_entropy":
+        return lambda student, targets, weights: token_cross_entropy(student, targets, weights=weights)
+    assert name == "kl"
+    return lambda student, teacher, weights: forward_kl(student, teacher, temperature, weights=weights)
+
+
+def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log q and log p."""
+    log_q, log_p = (
+        torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+        for logits in (at_least_fp32(student), at_least_fp32(teacher.detach()))
+    )
+    return log_q, log_p

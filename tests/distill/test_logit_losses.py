@@ -1,0 +1,402 @@
+"""Losses on logits against their formulas in fp64, at their limits, and in chunks through the head."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from npt.config import LOGIT_LOSSES, TrainConfig
+from npt.distill import logit_losses
+from npt.distill.logit_losses import forward_kl, jsd, reverse_kl, row_loss, through_head, token_cross_entropy
+from npt.distill.losses import SumAndCount
+
+N, D, V = 5, 6, 11
+W = 0.3
+
+DIVERGENCES: dict[str, Callable[..., SumAndCount]] = {
+    "kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "jsd 0.3": lambda s, t, temperature=1.0, **k: jsd(s, t, temperature, W, **k),
+}
+every = pytest.mark.parametrize("name", DIVERGENCES)
+
+# A divergence is what logarithms of size 1 and more leave over; in fp32 it is known to some units of 2^-24 of them.
+LEFT_OVER = 1e-6
+
+
+def logits(seed: int = 0, rows: int = N, scale: float = 2.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    s, t = (scale * torch.randn(rows, V, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return s.requires_grad_(), t
+
+
+def reference(name: str, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """From probabilities in fp64, the plain way."""
+    q, p = (torch.softmax(x.double() / temperature, -1) for x in (student, teacher))
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum()
+
+    weight = W if name == "jsd 0.3" else 0.5
+    m = weight * p + (1 - weight) * q
+    value = {"kl": kl(p, q), "reverse_kl": kl(q, p)}.get(name, weight * kl(p, m) + (1 - weight) * kl(q, m))
+    return temperature**2 * value
+
+
+def value(of: SumAndCount) -> float:
+    return of[0].item()
+
+
+def gradient_of(name: str, s: Tensor, t: Tensor, temperature: float = 1.0) -> Tensor:
+    return torch.autograd.grad(DIVERGENCES[name](s, t, temperature)[0], s)[0]
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_the_formulas_in_fp32_whatever_the_input(name, temperature, dtype) -> None:
+    s, t = logits(dtype=dtype)
+    total, count = DIVERGENCES[name](s, t, temperature)
+    assert (total.dtype, total.shape, count) == (torch.float32, (), N)
+    expected = reference(name, s.detach(), t, temperature).item()
+    assert total.item() == pytest.approx(expected, rel=1e-5, abs=LEFT_OVER * temperature**2)
+    assert torch.isfinite(gradient_of(name, s, t, temperature)).all()
+
+
+@every
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name, temperature) -> None:
+    s, t = logits(dtype=torch.float64)
+    total, _ = DIVERGENCES[name](s, t, temperature)
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(reference(name, s.detach(), t, temperature).item(), rel=1e-12)
+    assert torch.autograd.gradcheck(lambda s: DIVERGENCES[name](s, t, temperature)[0], s)
+
+
+def test_the_forward_kls_gradient_is_t_times_q_minus_p() -> None:
+    s, t = logits(dtype=torch.float64)
+    for temperature in (0.5, 1.0, 4.0):
+        q, p = (torch.softmax(x.detach() / temperature, -1) for x in (s, t))
+        torch.testing.assert_close(gradient_of("kl", s, t, temperature), temperature * (q - p))
+
+
+def test_a_kl_goes_from_its_first_distribution_to_its_second() -> None:
+    p, q = torch.tensor([[0.9, 0.1]]), torch.tensor([[0.5, 0.5]])
+    forward = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
+    backward = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    assert value(forward_kl(q.log(), p.log())) == pytest.approx(forward, rel=1e-6)
+    assert value(reverse_kl(q.log(), p.log())) == pytest.approx(backward, rel=1e-6)
+    # By hand for w = 0.3: m = (0.62, 0.38).
+    mixed = 0.3 * (0.9 * math.log(0.9 / 0.62) + 0.1 * math.log(0.1 / 0.38)) + 0.7 * 0.5 * (math.log(0.5 / 0.62) + math.log(0.5 / 0.38))
+    assert value(jsd(q.log(), p.log(), weight=0.3)) == pytest.approx(mixed, rel=1e-5)
+
+
+@every
+def test_a_weight_multiplies_its_token_alone_and_the_teacher_gets_no_gradient(name) -> None:
+    s, t = logits()
+    t.requires_grad_()
+    weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])  # powers of two: nothing is rounded
+    total, count = DIVERGENCES[name](s, t, weights=weights)
+    total.backward()
+    assert count == N and t.grad is None
+    torch.testing.assert_close(s.grad, weights[:, None] * gradient_of(name, s, t))
+
+
+@every
+def test_no_tokens_give_zero_a_count_of_zero_and_a_gradient_of_zeros(name) -> None:
+    s, t = logits(rows=0)
+    total, count = DIVERGENCES[name](s, t)
+    assert (total.item(), count) == (0.0, 0)
+    total.backward()
+    assert s.grad.shape == (0, V)
+
+
+# --- what a divergence is --------------------------------------------------------------------------------------------
+
+
+@every
+@given(seed=st.integers(0, 10**6), scale=st.floats(1e-3, 30.0), shift=st.floats(-50, 50))
+@settings(deadline=None, max_examples=30, derandomize=True)
+def test_never_negative_zero_at_equality_and_blind_to_a_shift(name, seed, scale, shift) -> None:
+    s, t = logits(seed, scale=scale)
+    found = value(DIVERGENCES[name](s, t))
+    assert found >= -N * LEFT_OVER
+    same = t.clone().requires_grad_()
+    assert abs(value(DIVERGENCES[name](same, t))) <= N * LEFT_OVER
+    assert float(gradient_of(name, same, t).abs().max()) <= LEFT_OVER
+    # Logits of 50 and more in fp32: known to 4e-6 each.
+    assert value(DIVERGENCES[name](s + shift, t - shift)) == pytest.approx(found, rel=1e-4, abs=1e-4)
+
+
+@given(seed=st.integers(0, 10**6), scale=st.floats(1e-3, 1e4), weight=st.floats(0.01, 0.99))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_the_jsd_is_bounded_and_symmetric_at_one_half(seed, scale, weight) -> None:
+    s, t = logits(seed, scale=scale)
+    most = -weight * math.log(weight) - (1 - weight) * math.log(1 - weight)
+    assert value(jsd(s, t, weight=weight)) <= N * (most + LEFT_OVER)
+    assert value(jsd(s, t)) <= N * (math.log(2) + LEFT_OVER)
+    assert value(jsd(s, t)) == pytest.approx(value(jsd(t, s)), abs=N * LEFT_OVER)
+    assert value(jsd(s, t, weight=weight)) == pytest.approx(value(jsd(t, s, weight=1 - weight)), abs=N * LEFT_OVER)
+
+
+def test_the_jsd_reaches_log_2_where_nothing_is_shared_and_its_ends_are_the_kls() -> None:
+    apart = torch.tensor([[100.0, 0.0]])
+    assert value(jsd(apart, apart.flip(-1))) == pytest.approx(math.log(2), rel=1e-6)
+    s, t = logits(dtype=torch.float64)
+    near = 1e-7  # linear in w: the error is of order w, and fp64 leaves 1e-16 / w
+    assert value(jsd(s, t, weight=near)) / near == pytest.approx(value(forward_kl(s, t)), rel=1e-4)
+    assert value(jsd(s, t, weight=1 - near)) / near == pytest.approx(value(reverse_kl(s, t)), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+def test_at_high_temperature_only_the_differences_of_logits_count(name) -> None:
+    """T^2 KL tends to half the variance, over the vocabulary, of the difference of logits; the JSD to a quarter of that."""
+    s, t = logits(dtype=torch.float64)
+    limit = 0.5 * (s - t).var(dim=-1, unbiased=False).sum().item() * (0.25 if name == "jsd" else 1.0)
+    assert value(DIVERGENCES[name](s, t, 1e4)) == pytest.approx(limit, rel=1e-3)  # next term: of order 1 / T
+
+
+def test_at_low_temperature_a_kl_counts_how_far_the_first_choice_is_from_being_one() -> None:
+    s = torch.tensor([[1.0, 3.0, 0.0], [0.0, 2.0, 1.0]])
+    t = torch.tensor([[4.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
+    # The teacher's choice has 2 less than the student's own in row 0 and is the student's own in row 1.
+    assert value(forward_kl(s, t, 0.01)) / 0.01 == pytest.approx(2.0, rel=1e-4)
+    assert value(reverse_kl(s, t, 0.01)) / 0.01 == pytest.approx(3.0, rel=1e-4)  # 4 - 1, the other way round
+    assert value(jsd(s, t, 0.01)) / 0.01**2 == pytest.approx(math.log(2), rel=1e-4)  # one row apart, one alike
+
+
+# --- where others make NaN -------------------------------------------------------------------------------------------
+
+
+def plain_reverse_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """As one would write it: zeros left out of the value by `where`, and not out of the gradient, which is 0 * Inf."""
+    q = torch.softmax(student / temperature, -1)
+    return torch.where(q > 0, q * (q.log() - torch.log_softmax(teacher / temperature, -1)), 0.0).sum()
+
+
+def extreme(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits of +-1e4, where the two sides agree and where they do not."""
+    s, t = logits(seed=2)
+    s, t = 1e4 * s.detach().sign(), 1e4 * t.sign()
+    return s.to(dtype).requires_grad_(), t.to(dtype)
+
+
+@every
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_logits_and_low_temperatures_give_finite_values_and_gradients(name, temperature, dtype) -> None:
+    s, t = extreme(dtype)
+    assert math.isfinite(value(DIVERGENCES[name](s, t, temperature)))
+    gradient = gradient_of(name, s, t, temperature)
+    assert torch.isfinite(gradient).all() and gradient.any()
+
+
+def test_the_plain_reverse_kl_has_a_finite_value_and_nan_gradients_there() -> None:
+    s, t = logits(scale=10.0)
+    plain = plain_reverse_kl(s, t, 0.05)
+    assert torch.isfinite(plain) and torch.autograd.grad(plain, s)[0].isnan().any()
+    assert value(reverse_kl(s, t, 0.05)) == pytest.approx(0.05**2 * plain.item(), rel=1e-5)
+    torch.testing.assert_close(gradient_of("reverse_kl", s, t, 0.05), gradient_of("reverse_kl", s.double(), t.double(), 0.05).float())
+
+
+@every
+@given(
+    seed=st.integers(0, 10**6),
+    power=st.floats(-3, 4),
+    temperature=st.floats(0.01, 100),
+    masked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, V - 1)), max_size=8),
+)
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_where_the_value_is_finite_the_gradient_is(name, seed, power, temperature, masked) -> None:
+    s, t = logits(seed, scale=10.0**power)
+    with torch.no_grad():
+        for side, column in masked:  # of the student, the teacher, or both
+            for which, tensor in ((0, s), (1, t)):
+                if side in (which, 2):
+                    tensor[:, column] = -math.inf
+    found = DIVERGENCES[name](s, t, temperature)[0]
+    assert not found.isnan()
+    if torch.isfinite(found):
+        assert torch.isfinite(torch.autograd.grad(found, s)[0]).all()
+
+
+@every
+def test_vocabulary_that_both_sides_mask_is_as_if_it_were_not_there(name) -> None:
+    s, t = logits()
+    wide_s, wide_t = (torch.cat([x.detach(), torch.full((N, 3), -math.inf)], -1) for x in (s, t))
+    wide_s.requires_grad_()
+    assert value(DIVERGENCES[name](wide_s, wide_t)) == pytest.approx(value(DIVERGENCES[name](s, t)), rel=1e-6)  # fp32 sums
+    gradient = gradient_of(name, wide_s, wide_t)
+    assert not gradient[:, V:].any()
+    torch.testing.assert_close(gradient[:, :V], gradient_of(name, s, t))
+
+
+def test_what_one_side_alone_masks_makes_its_kl_infinite_and_no_jsd() -> None:
+    s, t = logits()
+    shut = s.detach().clone()
+    shut[:, 4] = -math.inf
+    assert value(forward_kl(shut, t)) == math.inf and math.isfinite(value(reverse_kl(shut, t)))
+    assert value(reverse_kl(t, shut)) == math.inf and math.isfinite(value(forward_kl(t, shut)))
+    assert math.isfinite(value(jsd(shut, t))) and math.isfinite(value(jsd(t, shut)))
+
+
+@every
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_a_nan_among_the_logits_is_never_masked_away(name, who) -> None:
+    s, t = logits()
+    with torch.no_grad():
+        (s if who == "student" else t)[3, 7] = math.nan
+    assert math.isnan(value(DIVERGENCES[name](s, t)))
+    assert not gradient_of(name, s, t)[:3].isnan().any()
+
+
+# --- cross-entropy ---------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_of_rows_is_minus_the_log_of_the_targets_probability() -> None:
+    s, _ = logits()
+    targets = torch.tensor([3, 0, V - 1, 5, 5])
+    total, count = token_cross_entropy(s, targets)
+    expected = -sum(torch.softmax(s.detach().double()[i], -1)[target].log().item() for i, target in enumerate(targets))
+    assert (total.item(), count) == (pytest.approx(expected, rel=1e-6), N)
+    wide = s.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: token_cross_entropy(s, targets)[0], wide)
+
+
+# --- through the head ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(D, V, bias=False).requires_grad_(False)
+
+
+def config_for(name: str) -> TrainConfig:
+    own = {"jsd": {"jsd_weight": W}}.get(name, {})
+    temperature = 1.0 if name == "cross_entropy" else 2.0
+    return TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, logit_loss=name, logit_temperature=temperature, **own)
+
+
+def plain(name: str, s: Tensor, other: Tensor, weights: Tensor) -> Tensor:
+    """The loss that `config_for(name)` asks for, of whole logits."""
+    if name == "cross_entropy":
+        return token_cross_entropy(s, other, weights=weights)[0]
+    return DIVERGENCES["jsd 0.3" if name == "jsd" else name](s, other, 2.0, weights=weights)[0]
+
+
+def head_states(name: str, rows: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+    """Student's state, teacher's state or targets, token weights."""
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = (torch.randn(rows, D, generator=generator) for _ in range(2))
+    targets = torch.randint(0, V, (rows,), generator=generator)
+    return student.requires_grad_(), targets if name == "cross_entropy" else teacher, torch.rand(rows, generator=generator) + 0.5
+
+
+through = pytest.mark.parametrize("name", LOGIT_LOSSES)
+
+
+@through
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk", [1, V, 3 * V, 7 * V, 1000 * V])
+def test_value_and_gradient_are_those_of_whole_logits_whatever_the_chunk(head, monkeypatch, name, chunk, weighted) -> None:
+    monkeypatch.setattr(logit_losses, "CHUNK", chunk)
+    student, other, weights = head_states(name)
+    total, count = through_head(head, row_loss(config_for(name)), student, other, V, weights if weighted else None)
+    expected = plain(name, head(student), other if name == "cross_entropy" else head(other), weights if weighted else torch.ones(10))
+    assert count == 10
+    # The default fp32 tolerances: log_softmax and a sum over 11 words, nothing ill-conditioned.
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(torch.autograd.grad(total, student)[0], torch.autograd.grad(expected, student)[0])
+
+
+@through
+def test_no_more_logits_than_a_chunk_exist_at_once(head, monkeypatch, name) -> None:
+    monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
+    rows: list[int] = []
+    head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
+    student, other, _ = head_states(name)
+    through_head(head, row_loss(config_for(name)), student, other, V)[0].backward()
+    assert max(rows) == 3
+    assert sum(rows) == (1 if name == "cross_entropy" else 2) * 2 * 10  # student, teacher; in forward and again in backward
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that operations made and that are still there, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+@through
+def test_logits_of_all_tokens_never_exist_even_once(monkeypatch, name) -> None:
+    rows, vocabulary = 256, 512
+    torch.manual_seed(0)
+    head = nn.Linear(D, vocabulary, bias=False).requires_grad_(False)
+    student, other, _ = head_states(name, rows)
+
+    def peak(chunk: int) -> float:
+        """In units of [N, V] in fp32."""
+        monkeypatch.setattr(logit_losses, "CHUNK", chunk)
+        with Alive() as alive:
+            through_head(head, row_loss(config_for(name)), student, other, vocabulary)[0].backward()
+        student.grad = None
+        return alive.peak / (4 * rows * vocabulary)
+
+    assert peak(8 * vocabulary) < 0.6  # of 32 chunks; at most sixteen tensors of a chunk's size, and the [N, D] states
+    assert peak(rows * vocabulary) > 2  # the meter sees what it is to see
+
+
+@through
+def test_the_teacher_gets_no_gradient_through_the_head(head, name) -> None:
+    student, other, _ = head_states(name)
+    if other.is_floating_point():
+        other.requires_grad_()
+    through_head(head, row_loss(config_for(name)), student, other, V)[0].backward()
+    assert other.grad is None and student.grad.any()
+
+
+@through
+def test_no_states_give_zero_a_count_of_zero_and_a_gradient_of_zeros(head, name) -> None:
+    student, other, weights = head_states(name, rows=0)
+    for given_weights in (None, weights):
+        total, count = through_head(head, row_loss(config_for(name)), student, other, V, given_weights)
+        assert (total.item(), count) == (0.0, 0)
+        assert torch.autograd.grad(total, student)[0].shape == (0, D)
+
+
+def test_equal_states_have_no_divergence(head) -> None:
+    student = head_states("kl")[0].detach()
+    assert value(through_head(head, row_loss(config_for("kl")), student, student.clone(), V)) == 0.0
