@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
 from npt.data.batch import Batch
 
@@ -53,6 +53,7 @@ def open_stream(model: LlamaForCausalLM, batch: Batch) -> Stream:
         attention_mask=batch.attention_mask if batch.padded else None,
         past_key_values=None,
         position_ids=None,  # given, they would be searched for packed sequences, which waits for the device
+        and_mask_function=None if batch.documents is None else packed_sequence_mask_function(batch.documents),
     )
     context = {
         "attention_mask": mask,

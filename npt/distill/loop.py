@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
+from npt.data.loader import Position
 from npt.distill.postmortem import write_postmortem
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder
@@ -39,10 +40,11 @@ DIAGNOSES = 5
 
 @dataclass(frozen=True)
 class Window:
-    """K micro-batches, or fewer at the very end, and the epoch in which the first of them lies."""
+    """K micro-batches, or fewer at the very end, the epoch in which the first of them lies, and where the data stand behind it."""
 
     epoch: int
     batches: list[Batch]
+    position: Position = field(default_factory=Position)
 
 
 class Loop:

@@ -15,11 +15,12 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
-from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.config import REPLAY_RATIO, DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console
-from npt.data.batch import Batch, batches, collate, pad_id_of
-from npt.data.samples import Sample, Samples, evaluation_samples
-from npt.data.source import BUILTIN, Record, open_source, own_heldout
+from npt.data.batch import Batch, pad_id_of
+from npt.data.loader import Ahead, Loaded, Loader
+from npt.data.samples import Samples, evaluation_samples
+from npt.data.source import BUILTIN, Record, open_source, own_heldout, replay_source
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
@@ -95,6 +96,7 @@ class Trainer:
         data: records ({"text"} or {"input_ids"}): a list, a `datasets` object, a generator; None for what `data_config` names.
         config: training settings.
         data_config: how `data` is cut to samples.
+        replay_data: records that are mixed in against forgetting, `replay_ratio` of all samples; default what `data_config` names.
         eval_data: held-out records. Default: the built-in text's own held-out files where `data` is None and names it, else
             one sample in twenty of `data`, which training then leaves out.
         settings: further settings to put on record in `run.json`.
@@ -114,6 +116,7 @@ class Trainer:
         *,
         data_config: DataConfig | None = None,
         eval_data: Iterable[Record] | None = None,
+        replay_data: Iterable[Record] | None = None,
         settings: dict[str, Any] | None = None,
         console: Console | None = None,
     ):
@@ -134,7 +137,8 @@ class Trainer:
             data = open_source(data_config)
             eval_data = eval_data if eval_data is not None else own_heldout(data_config)
         self._prepare_data(data, eval_data)
-        self._epoch_0: Iterator[Sample] = iter(self.samples.epoch(0))
+        self.loader = self._make_loader(replay_data)
+        self._coming: Iterator[Loaded] = self.loader.batches()
         self.total_steps = self._total_steps()
         self.stop = StopOnSignal()
         self._trained = False
@@ -155,14 +159,32 @@ class Trainer:
         )
         self.samples = Samples(data, self.tokenizer, data_config, seed=config.seed, hold_out=eval_data is None and self.heldout)
 
+    def _make_loader(self, replay_data: Iterable[Record] | None) -> Loader:
+        config, data_config = self.config, self.data_config
+        if replay_data is None and data_config.replay_dataset is not None:
+            replay_data = open_source(replay_source(data_config))
+        replay = None
+        if replay_data is not None:
+            replay_config = replace(data_config, num_samples=None)
+            replay = Samples(replay_data, self.tokenizer, replay_config, seed=config.seed + 1)
+        share = data_config.replay_share or (REPLAY_RATIO if replay is not None else 0.0)
+        return Loader(
+            self.samples,
+            config.batch_size,
+            self.pad_id,
+            side=data_config.padding_side,
+            epochs=config.num_epochs,
+            replay=replay,
+            replay_share=share,
+            seed=config.seed,
+        )
+
     def _total_steps(self) -> int | None:
         """Optimizer steps of the run, as far as it can be known before it."""
         c = self.config
-        needed = None if c.max_steps is None else c.max_steps * c.gradient_accumulation_steps * c.batch_size
-        size = self.samples.count(needed)
-        if size is None or size == needed:
+        micro_batches = self.loader.count(None if c.max_steps is None else c.max_steps * c.gradient_accumulation_steps)
+        if micro_batches is None:
             return c.max_steps
-        micro_batches = c.num_epochs * math.ceil(size / c.batch_size)
         steps = math.ceil(micro_batches / c.gradient_accumulation_steps)
         return steps if c.max_steps is None else min(steps, c.max_steps)
 
@@ -291,6 +313,7 @@ class Trainer:
         folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
+        self._report_data(folder)
         folder.event(
             "done",
             steps=result.steps,
@@ -300,6 +323,17 @@ class Trainer:
             seconds=round(result.seconds, 3),
         )
         return replace(result, fidelity=fidelity, signal=self.stop.number)
+
+    def _report_data(self, folder: RunFolder) -> None:
+        """What became of the records; what was cut or left out is said."""
+        counts = self.samples.counts
+        folder.event("data", **counts.as_dict())
+        lost = [
+            f"{number} {what} cut" for what, number in (("prompts", counts.cut_prompts), ("completions", counts.cut_completions)) if number
+        ]
+        lost += [f"{number} records skipped ({reason})" for reason, number in sorted(counts.skipped.items())]
+        if lost:
+            self._warn(folder, f"of {counts.records} records read: {', '.join(lost)}")
 
     def _save(self, folder: RunFolder, step: int) -> None:
         audit_precision(self.model, policy_dtype(self.model))
@@ -322,19 +356,21 @@ class Trainer:
 
     def _windows(self) -> Iterator[Window]:
         """Windows of K batches, on from one epoch into the next; the last window of all may be shorter."""
-        c = self.config
-        epochs = itertools.chain([self._epoch_0], (self.samples.epoch(number) for number in range(1, c.num_epochs)))
-        stream = ((number, b) for number, epoch in enumerate(epochs) for b in batches(epoch, c.batch_size, self.pad_id))
-        while window := list(itertools.islice(stream, c.gradient_accumulation_steps)):
-            yield Window(window[0][0], [batch for _, batch in window])
+        ahead = Ahead(self._coming, stop=lambda: self.stop.number is not None)
+        try:
+            stream = iter(ahead)
+            while window := list(itertools.islice(stream, self.config.gradient_accumulation_steps)):
+                yield Window(window[0].epoch, [loaded.batch for loaded in window], window[-1].position)
+        finally:
+            ahead.close()
 
     def _first_batch(self) -> Batch:
-        """The batch that training starts with. Its samples are put back: a stream that can be read once loses none."""
-        samples = list(itertools.islice(self._epoch_0, self.config.batch_size))
-        if not samples:
+        """The batch that training starts with. It is put back: a stream that can be read once loses none."""
+        first = next(self._coming, None)
+        if first is None:
             raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
-        self._epoch_0 = itertools.chain(samples, self._epoch_0)
-        return collate(samples, self.pad_id)
+        self._coming = itertools.chain([first], self._coming)
+        return first.batch
 
     def _evaluate(self) -> Fidelity:
         return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size)

@@ -17,7 +17,8 @@ from npt.adapters.layer import NPTLayer, attention_output, student_output
 from npt.adapters.stream import open_stream
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault, pad_id_of
-from npt.data.samples import Sample, cut
+from npt.data.sample import Sample
+from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
 from npt.fidelity.divergence import nmse_per_token
