@@ -157,28 +157,26 @@ class DataConfig:
     prompt_column: str | None = setting(None, "field that holds the prompt, a text or a list of messages")
     completion_column: str | None = setting(None, "field that holds the completion; of a list of messages it is the last one")
     streaming: bool = setting(False, "read as it comes, keeping nothing")
-    num_samples: int | None = setting(None, "use at most this many samples of max_length tokens")
+    num_samples: int | None = setting(None, "use at most this many samples of max_length tokens, counted before packing")
     max_length: int = setting(256, "tokens of a sample")
     packing: bool = setting(False, "put short documents side by side into rows of max_length, attention kept inside each")
     padding_side: str = setting("right", "where rows are filled up", choices=PADDING_SIDES)
     replay_dataset: str | None = setting(None, "second data set, mixed in against forgetting")
-    replay_ratio: float | None = setting(None, f"share of samples from the replay data set (default: {REPLAY_RATIO} when one is given)")
+    replay_ratio: float | None = setting(None, f"share of samples from the replay data set ({REPLAY_RATIO} where one is given)")
 
     def __post_init__(self) -> None:
         _check_fields(self)
         _check_at_least(self, {"max_length": 2, "num_samples": 1})
         if self.completion_column is not None and self.prompt_column is None:
             raise ConfigError(f"--completion_column is {self.completion_column!r} without --prompt_column; name both")
-        if self.replay_ratio is not None and self.replay_dataset is None:
-            raise ConfigError(f"--replay_ratio is {self.replay_ratio} without --replay_dataset; name the data set")
+        if self.prompt_column is not None and self.prompt_column == self.completion_column:
+            raise ConfigError(f"--prompt_column and --completion_column are both {self.prompt_column!r}; they are two fields")
         if self.replay_ratio is not None and not 0 < self.replay_ratio < 1:
             raise ConfigError(f"--replay_ratio is {self.replay_ratio}; it is a share, between 0 and 1")
 
     @property
     def replay_share(self) -> float:
-        """Share of the samples that are replayed: 0 without a replay data set."""
-        if self.replay_dataset is None:
-            return 0.0
+        """Share of the samples that are replayed, where there is something to replay."""
         return REPLAY_RATIO if self.replay_ratio is None else self.replay_ratio
 
 

@@ -68,7 +68,7 @@ def collate(samples: Sequence[Sample], pad_id: int, *, side: str = "right", leng
     ids = torch.full((len(samples), width), pad_id, dtype=torch.int64)
     mask = torch.zeros((len(samples), width), dtype=torch.int64)
     labels, documents = torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids)
-    packed = any(s.lengths is not None for s in samples)
+    packed = any(len(s.lengths or ()) > 1 for s in samples)
     for row, sample in enumerate(samples):
         n = len(sample.input_ids)
         columns = slice(0, n) if side == "right" else slice(width - n, width)

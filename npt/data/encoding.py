@@ -1,7 +1,8 @@
 """From records to token ids: texts, prompts with their completions, conversations, and ids that came as ids.
 
 Aligned teacher forcing: ids are prompt, completion and end token; labels are the ids of completion and end, -100 on the prompt, so
-the last token of the prompt predicts the first of the completion.
+the last token of the prompt predicts the first of the completion. The two are tokenised apart: no token reaches across the border,
+and a prompt has the ids that it has where something is generated behind it.
 """
 
 from __future__ import annotations
@@ -13,18 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npt.config import DataConfig
+from npt.data.local import PIECE, first_line
 from npt.data.source import Record
 from npt.errors import DataError
 
 _INT64_MAX = 2**63 - 1
+_PROBE = "a"  # a text that no tokenizer drops
+
 PROMPT, COMPLETION = "prompt", "completion"
 """Columns that are taken as prompt and completion where nothing else is asked for and there is no text."""
+
+_NO_ANSWER = ("user", "system")  # a conversation that ends with one of them has none
 
 
 @dataclass
 class Counts:
-    """What became of the records that were read. skipped: records that gave no sample, by reason. cut_prompts, cut_completions:
-    samples that lost tokens of either to `max_length`.
+    """What became of the records that were read, every pass over them counted anew.
+
+    skipped: records, or windows of given token ids, that gave no sample, by reason. cut_prompts, cut_completions: samples that
+    lost tokens of either to `max_length`.
     """
 
     records: int = 0
@@ -36,6 +44,12 @@ class Counts:
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "skipped": dict(self.skipped)}
+
+    def lost(self) -> str:
+        """What was cut or left out, in words; empty where nothing was."""
+        cut = {"prompts": self.cut_prompts, "completions": self.cut_completions}
+        parts = [f"{number:,} {what} cut to --max_length" for what, number in cut.items() if number]
+        return ", ".join(parts + [f"{number:,} skipped ({reason})" for reason, number in sorted(self.skipped.items())])
 
 
 @dataclass(frozen=True)
@@ -54,68 +68,71 @@ def encode(chunk: Sequence[tuple[int, Record]], tokenizer: Any, config: DataConf
     Raises:
         DataError: a record with nothing to train on in it, by its id or position.
     """
-    parts = [_content(number, record, config) for number, record in chunk]
-    texts = [part.text for part in parts if part.text is not None]
-    completions = [part.completion for part in parts if part.completion is not None]
-    encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else ())
-    continued = iter(tokenizer(completions, verbose=False, add_special_tokens=False)["input_ids"] if completions else ())
+    parts = [_content(number, record, tokenizer, config) for number, record in chunk]
+    texts = [text for part in parts for text in part.texts]
+    tokens = iter(tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"] if texts else ())
+    opening = _opening(tokenizer) if texts else []
     end = tokenizer.eos_token_id
     for part in parts:
         counts.records += 1
-        if part.messages is not None:
-            yield from _conversation(part, tokenizer, counts)
-        elif part.text is None:
-            assert part.ids is not None
+        if part.ids is not None:
             yield Encoded(part.name, part.ids, labels=part.labels)
-        elif part.completion is None:
-            ids = list(next(encoded))
-            if not part.text:
-                counts.skipped["empty text"] += 1
-                continue
-            yield Encoded(part.name, ids if end is None or part.continues or ids[-1:] == [end] else [*ids, end])
+            continue
+        *prompt, target = (list(next(tokens)) for _ in part.texts)
+        if not target or (prompt and not part.texts[-1].strip()):  # a text of spaces is one, a completion of them is none
+            counts.skipped["empty completion" if prompt else "empty text"] += 1
+            continue
+        start = opening if part.opened else []
+        close = [end] if part.closed and end is not None and target[-1] != end else []
+        if prompt:
+            yield Encoded(part.name, start + prompt[0] + target + close, prompt=len(start) + len(prompt[0]))
         else:
-            prompt, answer = list(next(encoded)), list(next(continued))
-            if end is not None and prompt[-1:] == [end]:
-                prompt.pop()  # of a tokenizer that closes what it is given: the prompt goes on
-            if not answer:
-                counts.skipped["empty completion"] += 1
-                continue
-            answer = answer if end is None or answer[-1:] == [end] else [*answer, end]
-            yield Encoded(part.name, prompt + answer, prompt=len(prompt))
+            yield Encoded(part.name, start + target + close)
+
+
+def _opening(tokenizer: Any) -> list[int]:
+    """The start tokens that the tokenizer puts in front of a text."""
+    (whole,), (bare,) = (tokenizer([_PROBE], verbose=False, add_special_tokens=special)["input_ids"] for special in (True, False))
+    starts = (i for i in range(len(whole)) if list(whole[i : i + len(bare)]) == list(bare))
+    return list(whole[: next(starts, 0)])
 
 
 @dataclass(frozen=True)
 class _Content:
+    """What a record holds: texts (one, or a prompt and its completion), or ids with labels or without.
+
+    opened, closed: whether a start and an end token are to be put around the texts.
+    """
+
     name: str
-    text: str | None = None
-    completion: str | None = None
+    texts: tuple[str, ...] = ()
     ids: list[int] | None = None
     labels: list[int] | None = None
-    messages: tuple[list[Any], list[Any]] | None = None  # prompt and answer
-    continues: bool = False
+    opened: bool = True
+    closed: bool = True
 
 
-def _content(number: int, record: Any, config: DataConfig) -> _Content:
-    """What a record holds: token ids, prompt and completion, or text."""
+def _content(number: int, record: Any, tokenizer: Any, config: DataConfig) -> _Content:
     if not isinstance(record, Mapping):
         raise DataError(f"record {number} is a {type(record).__name__}, not a mapping like {{{config.text_column!r}: ...}}")
-    name = str(record.get("id", number))
+    given = record.get("id")
+    name = str(number if given is None else given)
     if "input_ids" in record:
         return _given_ids(name, record)
-    asked = config.prompt_column is not None
-    if asked or (config.text_column not in record and PROMPT in record and COMPLETION in record):
-        return _prompted(name, record, config.prompt_column or PROMPT, config.completion_column or (None if asked else COMPLETION))
-    text = _string(name, record, config.text_column, "--text_column")
-    return _Content(name, text=text, continues=bool(record.get("continues", False)))
+    if config.prompt_column is not None:
+        return _prompted(name, record, tokenizer, config.prompt_column, config.completion_column)
+    if config.text_column not in record and PROMPT in record and COMPLETION in record:
+        return _prompted(name, record, tokenizer, PROMPT, COMPLETION)
+    first, last = record.get(PIECE, (True, True))
+    return _Content(name, (_string(name, record, config.text_column, "--text_column"),), opened=first, closed=last)
 
 
 def _given_ids(name: str, record: Record) -> _Content:
     ids = _integers(name, "input_ids", record["input_ids"])
     labels = None if record.get("labels") is None else _integers(name, "labels", record["labels"])
     mask = None if record.get("attention_mask") is None else _integers(name, "attention_mask", record["attention_mask"])
-    for field_name, values in (("attention_mask", mask), ("labels", labels)):
+    for what, values in (("an attention_mask", mask), ("labels", labels)):
         if values is not None and len(values) != len(ids):
-            what = "an attention_mask" if field_name == "attention_mask" else field_name
             raise DataError(f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two belong together")
     if mask is not None:  # padding that came with the data stays out
         keep = [i for i, real in enumerate(mask) if real]
@@ -123,54 +140,47 @@ def _given_ids(name: str, record: Record) -> _Content:
     return _Content(name, ids=ids, labels=labels)
 
 
-def _prompted(name: str, record: Record, prompt_column: str, completion_column: str | None) -> _Content:
-    prompt = record.get(prompt_column)
-    if isinstance(prompt, list):
-        answer = record.get(completion_column) if completion_column is not None else None
-        if completion_column is None:
-            prompt, answer = prompt[:-1], prompt[-1:]
-        elif isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        for column, messages in ((prompt_column, prompt), (completion_column or prompt_column, answer)):
-            whole = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages)
-            if not whole:
-                raise DataError(f'record {name}: {column!r} is no list of messages like {{"role": "user", "content": ...}}')
-        assert isinstance(answer, list)
-        return _Content(name, messages=(prompt, answer))
+def _prompted(name: str, record: Record, tokenizer: Any, prompt_column: str, completion_column: str | None) -> _Content:
+    if isinstance(record.get(prompt_column), list):
+        return _conversation(name, tokenizer, *_messages(name, record, prompt_column, completion_column))
+    prompt = _string(name, record, prompt_column, "--prompt_column")
     if completion_column is None:
         raise DataError(f"record {name}: {prompt_column!r} is no list of messages; name the answer's field with --completion_column")
-    return _Content(
-        name,
-        text=_string(name, record, prompt_column, "--prompt_column"),
-        completion=_string(name, record, completion_column, "--completion_column"),
-    )
+    return _Content(name, (prompt, _string(name, record, completion_column, "--completion_column")))
 
 
-def _conversation(part: _Content, tokenizer: Any, counts: Counts) -> Iterator[Encoded]:
-    """A conversation through the tokenizer's chat template; its last message is the completion."""
-    assert part.messages is not None
-    prompt, answer = part.messages
+def _messages(name: str, record: Record, prompt_column: str, completion_column: str | None) -> tuple[list[Any], list[Any]]:
+    """The messages of a conversation's prompt, and those of its answer: of one list the last."""
+    prompt = record[prompt_column]
+    answer = prompt[-1:] if completion_column is None else record.get(completion_column)
+    prompt = prompt[:-1] if completion_column is None else prompt
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    for column, messages in ((prompt_column, prompt), (completion_column or prompt_column, answer)):
+        whole = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages)
+        if not whole:
+            raise DataError(f'record {name}: {column!r} is no list of messages like {{"role": "user", "content": ...}}')
+    assert isinstance(answer, list)
+    return prompt, answer
+
+
+def _conversation(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -> _Content:
+    """A conversation as the tokenizer's chat template writes it, start and end tokens included."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(f"record {part.name} is a conversation, but the tokenizer has no chat template; use prompt and completion texts")
-    if not answer or not str(answer[-1]["content"]).strip():
-        counts.skipped["empty completion"] += 1
-        return
-
-    def template(messages: list[Any], opening: bool) -> list[int]:
-        made = tokenizer.apply_chat_template(messages, add_generation_prompt=opening, tokenize=True, return_dict=True)
-        return list(made["input_ids"])
-
+        raise DataError(f"record {name} is a conversation, but the tokenizer has no chat template; use prompt and completion texts")
+    if not answer or answer[-1]["role"] in _NO_ANSWER or not str(answer[-1]["content"] or "").strip():
+        return _Content(name, ("", ""))
     try:
-        start, whole = template(prompt, True), template([*prompt, *answer], False)
+        start = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template([*prompt, *answer], add_generation_prompt=False, tokenize=False)
     except Exception as error:  # templates raise what their authors wrote into them
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"record {part.name}: the chat template refuses it: {reason[:200]}") from error
-    if whole[: len(start)] != start:
+        raise DataError(f"record {name}: the chat template refuses it: {first_line(error)[:200]}; mend the record") from error
+    if not whole.startswith(start):
         raise DataError(
-            f"record {part.name}: the chat template writes the prompt differently with an answer behind it, so the answer's tokens cannot "
-            "be told; use prompt and completion texts"
+            f"record {name}: the chat template writes the prompt differently with an answer behind it, so the answer's tokens cannot be "
+            "told; use prompt and completion texts"
         )
-    yield Encoded(part.name, whole, prompt=len(start))
+    return _Content(name, (_whole(name, "prompt", start), _whole(name, "answer", whole[len(start) :])), opened=False, closed=False)
 
 
 def _string(name: str, record: Record, column: str, flag: str) -> str:
@@ -179,6 +189,15 @@ def _string(name: str, record: Record, column: str, flag: str) -> str:
         have = ", ".join(sorted(map(str, record))) or "nothing"
         what = "has no" if column not in record else f"has a {type(text).__name__} as"
         raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flag}")
+    return _whole(name, repr(column), text)
+
+
+def _whole(name: str, what: str, text: str) -> str:
+    """The text, which JSON allows to hold half a character, that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"record {name}: {what} is broken at character {error.start} ({error.reason}); mend it there") from error
     return text
 
 

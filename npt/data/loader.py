@@ -6,6 +6,7 @@ the one behind it; so what a thread has prepared ahead is never part of what a c
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from npt.errors import DataError
 AHEAD = 8
 """Batches prepared before they are asked for."""
 
+PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 T = TypeVar("T")
@@ -83,10 +85,9 @@ class Loader:
         self._share, self._seed = replay_share if replay is not None else 0.0, seed
 
     def count(self, limit: int | None = None) -> int | None:
-        """Batches of all epochs, counted no further than `limit`; None where only reading on would tell, or beyond it."""
-        wanted = None if limit is None else limit * self._batch_size
-        size = self.samples.count(wanted)
-        if size is None or (wanted is not None and size >= wanted):
+        """Batches of all epochs, counted no further than `limit`; None where only reading on would tell."""
+        size = self.samples.count(None if limit is None else limit * self._batch_size)
+        if size is None:
             return None
         total = drawn = 0
         for _ in range(self._epochs):
@@ -94,11 +95,18 @@ class Loader:
             if not self._share:
                 drawn += size
             for _ in range(size if self._share else 0):
-                while uniform(self._seed, drawn) < self._share:
-                    drawn += 1
-                drawn += 1
-            total += -(-(drawn - first) // self._batch_size)
+                drawn += self._replays_from(drawn) + 1
+            total += math.ceil((drawn - first) / self._batch_size)
+            if limit is not None and total >= limit:
+                return limit
         return total
+
+    def _replays_from(self, slot: int) -> int:
+        """How many slots from this one on are replayed samples, up to the next that is not."""
+        count = 0
+        while uniform(self._seed, slot + count) < self._share:
+            count += 1
+        return count
 
     def batches(self, start: Position = Position()) -> Iterator[Loaded]:
         """The batches from `start` on, made as they are asked for."""
@@ -126,7 +134,7 @@ class Loader:
             if epoch != position.epoch:
                 position = replace(position, epoch=epoch, place=Place())
             for sample, place in self.samples.walk(epoch, position.place):
-                while self._share and uniform(self._seed, position.drawn) < self._share:
+                for _ in range(self._replays_from(position.drawn)):
                     other, replay_epoch, replay_place = next(replayed)
                     position = replace(position, replay_epoch=replay_epoch, replay_place=replay_place, drawn=position.drawn + 1)
                     yield other, position
@@ -176,9 +184,9 @@ class Ahead(Generic[T]):
                 raise value
 
     def close(self) -> None:
-        """Stop the thread; what it has prepared is dropped."""
+        """Stop the thread; what it has prepared is dropped. It is waited for, but not for ever: what it reads may hang."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(PATIENCE_SECONDS)
 
     def _work(self) -> None:
         try:

@@ -1,15 +1,16 @@
 """A seeded order of n things that is computed, not stored: position i alone says which comes i-th.
 
-A balanced Feistel network over the next even power of two is a bijection, and walking its cycles until a value below n comes
-out makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). So a run that is taken up
-at position i needs nothing but i, and an order of a billion records takes no memory.
+A balanced Feistel network over the next power of four is a bijection, and walking its cycles until a value below n comes out
+makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). So a run that is taken up at
+position i needs nothing but i, and an order of a billion records takes no memory. What comes out is part of every saved position:
+it must never change.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-_ROUNDS = 4
+_ROUNDS = 8  # with four, of ten things one came first measurably more often than others
 
 
 class Permutation:
@@ -24,7 +25,7 @@ class Permutation:
         self.n = n
         self._half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
         self._mask = (1 << self._half) - 1
-        digest = hashlib.sha256(key.encode()).digest()
+        digest = hashlib.sha512(key.encode()).digest()
         self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS)]
 
     def __len__(self) -> int:
@@ -47,7 +48,7 @@ class Permutation:
 
 def uniform(key: int, counter: int) -> float:
     """A number in [0, 1) that depends on both arguments alone: the draw of one slot among many."""
-    return _mixed(_mixed(key) ^ counter) / 2**64
+    return (_mixed(_mixed(key) ^ counter) >> 11) / 2**53
 
 
 def _mixed(value: int) -> int:

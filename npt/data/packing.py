@@ -16,12 +16,13 @@ def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
     """Put samples together to rows of at most `max_length` tokens: best fit, longest first.
 
     Args:
-        samples: none longer than `max_length`.
+        samples: none empty, none longer than `max_length`.
         max_length: of a row.
 
     Returns:
         Every sample once, in rows whose order and content depend on the samples alone.
     """
+    assert all(0 < len(s.input_ids) <= max_length for s in samples)
     rows: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for sample in sorted(samples, key=lambda s: -len(s.input_ids)):

@@ -3,6 +3,9 @@
 The tokenizer's end token closes each text. A text longer than `max_length` becomes several samples and loses nothing, unless
 a single token is left over: a sample of one token has nothing to predict or to attend to, and is dropped. A prompt with its
 completion is one sample always: what does not fit is cut from the prompt's front, then from the completion's end, and counted.
+
+Which sample stands where in an epoch depends on data, settings, seed and epoch alone, and is part of every saved position: it must
+never change.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ def _cut_numbered(
 
 
 def _fit(record: Encoded, max_length: int, counts: Counts) -> Iterator[Sample]:
+    """What becomes of a record; text is cut into windows that lie side by side."""
     if record.prompt is not None:
         yield from _fit_completion(record, record.prompt, max_length, counts)
         return
@@ -106,9 +110,9 @@ class Place(NamedTuple):
 class Samples:
     """The training samples of a run: epoch after epoch, in an order that the seed fixes.
 
-    A sequence of records is visited in an order drawn once; a stream as it comes. Either way the samples of an epoch are
-    shuffled within blocks of SHUFFLE_BLOCK or a few more, anew every epoch, and tokenised when they are needed: a run reads no
-    more than it uses and keeps no more than a block. A generator that is spent cannot serve a second epoch.
+    A sequence of records is visited in an order drawn once; a stream as it comes. Either way the samples of an epoch are shuffled
+    (and packed) within blocks of SHUFFLE_BLOCK or a few more, anew every epoch, and tokenised when they are needed: a run reads no
+    more than a block beyond what it uses, and keeps no more than a block. A generator that is spent cannot serve a second epoch.
 
     Args:
         records: the data.
@@ -142,12 +146,17 @@ class Samples:
         return total
 
     def _sizes(self) -> Iterator[int]:
-        """Samples of an epoch, counted in small steps where that can be done."""
-        if self._config.packing or self._config.num_samples is not None:
+        """Samples of an epoch, in as small steps as they can be told in."""
+        if self._config.packing:
             yield from (len(block) for _, block in self._blocks(0, Place(), Counts()))
             return
+        left = self._config.num_samples
         for _, samples in _cut_numbered(self._numbered(0), self._tokenizer, self._config, Counts()):
-            yield sum(not (self._hold_out and s.heldout) for s in samples)
+            size = sum(not (self._hold_out and s.heldout) for s in samples)
+            yield size if left is None else min(size, left)
+            left = None if left is None else max(0, left - size)
+            if left == 0:
+                return
 
     def epoch(self, number: int) -> Iterator[Sample]:
         """The samples of epoch `number` (from 0)."""
@@ -167,7 +176,8 @@ class Samples:
         while more and (config.num_samples is None or before < config.num_samples):
             first = record
             samples: list[Sample] = []
-            while len(samples) < SHUFFLE_BLOCK:
+            wanted = SHUFFLE_BLOCK if config.num_samples is None else min(SHUFFLE_BLOCK, config.num_samples - before)
+            while len(samples) < wanted:
                 read, cut_samples = next(chunks, (0, []))
                 record += read
                 samples += [s for s in cut_samples if not (self._hold_out and s.heldout)]
@@ -179,9 +189,9 @@ class Samples:
             before += len(samples)
             if config.packing:
                 samples = pack(samples, config.max_length)
-            random.Random(f"{self._seed}/{number}/{first}").shuffle(samples)
             if samples:
-                yield place, samples
+                order = Permutation(len(samples), f"{self._seed}/{number}/{first}")
+                yield place, [samples[order[i]] for i in range(len(order))]
 
     def _numbered(self, start: int) -> Iterator[tuple[int, Record]]:
         """Records from position `start` of the epoch on, with their number in the data."""
@@ -231,8 +241,11 @@ def held_out(records: Iterable[Record], tokenizer: Any, config: DataConfig, limi
 
 
 def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
-    """Samples whose ids all lie in [0, V). Training refuses the others one by one; an evaluation has to do without them."""
-    return (s for s in samples if min(s.input_ids) >= 0 and max(s.input_ids) < vocab_size)
+    """Samples whose ids and targets all lie in [0, V). Training refuses the others one by one; an evaluation does without them."""
+    for sample in samples:
+        ids = (*sample.input_ids, *(label for label in sample.labels or () if label != IGNORE_INDEX))
+        if min(ids) >= 0 and max(ids) < vocab_size:
+            yield sample
 
 
 def spread(samples: Iterable[Sample], count: int) -> list[Sample]:

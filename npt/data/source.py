@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.builtin import SPLITS, builtin_files
-from npt.data.local import SUFFIXES, local_files, read_sequence, read_stream
+from npt.data.local import SUFFIXES, first_line, local_files, read_sequence, read_stream
 from npt.errors import DataError
 
 BUILTIN = "builtin"
@@ -48,9 +49,24 @@ def replay_source(config: DataConfig) -> DataConfig:
         dataset_name=config.replay_dataset,
         dataset_config=None,
         dataset_split="train" if local else config.dataset_split,
+        num_samples=None,
         replay_dataset=None,
         replay_ratio=None,
     )
+
+
+def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
+    """The settings for a second source, which may be of another form: without prompt and completion columns where its first record
+    has none of that name.
+
+    Args:
+        config: the settings of the first source.
+        records: of the second; iterable more than once.
+    """
+    first = next(iter(records), None)
+    if config.prompt_column is None or not isinstance(first, Mapping) or config.prompt_column in first:
+        return config
+    return replace(config, prompt_column=None, completion_column=None)
 
 
 def own_heldout(config: DataConfig) -> Iterable[Record] | None:
@@ -80,8 +96,9 @@ def check_source(config: DataConfig) -> None:
 
 def is_local(name: str) -> bool:
     """Whether a data set's name means files on this machine: a path, a folder, a glob, or anything with a file's ending."""
-    path = Path(name).expanduser()
-    return name != BUILTIN and (path.suffix in SUFFIXES or path.is_absolute() or path.exists() or any(c in name for c in "*?["))
+    path = os.path.expanduser(name)
+    ending = Path(path).suffix in SUFFIXES
+    return name != BUILTIN and (ending or os.path.isabs(path) or os.path.exists(path) or any(c in name for c in "*?["))
 
 
 class _Reader:
@@ -94,6 +111,25 @@ class _Reader:
         return self._start()
 
 
+class _HubStream:
+    """A stream of the hub, whose failures on the way (the network) are said in one line as well."""
+
+    def __init__(self, records: Any, name: str):
+        self._records, self._name = records, name
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            yield from self._records
+        except Exception as error:
+            raise DataError(
+                f"the data set {self._name!r} broke off: {first_line(error)[:300]}; check the network, or download it and pass the files"
+            ) from error
+
+    def skip(self, count: int) -> _HubStream:
+        """The records behind the first `count`, which are not handed out."""
+        return _HubStream(self._records.skip(count), self._name)
+
+
 def _builtin(split: str) -> Iterator[Record]:
     for path, text in builtin_files(split):
         yield {"text": text, "id": path}
@@ -103,10 +139,10 @@ def _hub(config: DataConfig) -> Iterable[Record]:
     import datasets
 
     try:
-        return datasets.load_dataset(config.dataset_name, config.dataset_config, split=config.dataset_split, streaming=config.streaming)
+        records = datasets.load_dataset(config.dataset_name, config.dataset_config, split=config.dataset_split, streaming=config.streaming)
     except Exception as error:  # the hub client raises dozens of classes, down to the HTTP library's own
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise DataError(
-            f"cannot load the data set {config.dataset_name!r} (split {config.dataset_split!r}): {reason[:300]}; check the name and "
-            f"the network, or pass a local file ({', '.join(SUFFIXES)})"
+            f"cannot load the data set {config.dataset_name!r} (split {config.dataset_split!r}): {first_line(error)[:300]}; check the "
+            f"name and the network, or pass a local file ({', '.join(SUFFIXES)})"
         ) from error
+    return _HubStream(records, config.dataset_name) if config.streaming else records

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
-from npt.config import REPLAY_RATIO, DataConfig, NPTConfig, TrainConfig
+from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console
 from npt.data.batch import Batch, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader
 from npt.data.samples import Samples, evaluation_samples
-from npt.data.source import BUILTIN, Record, open_source, own_heldout, replay_source
+from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
@@ -85,6 +85,20 @@ def check_trainable(config: NPTConfig, data: DataConfig | None) -> None:
         raise DataError(f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated on; train on 'train'")
 
 
+def check_replay(data: DataConfig, given: bool = False) -> None:
+    """Refuse a share of nothing.
+
+    Args:
+        data: what is trained on.
+        given: whether there are records to replay that `data` does not name.
+
+    Raises:
+        ConfigError: a ratio without a data set to replay.
+    """
+    if data.replay_ratio is not None and data.replay_dataset is None and not given:
+        raise ConfigError(f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set")
+
+
 class Trainer:
     """Distil the attached adapters of `model` from the model itself.
 
@@ -93,10 +107,12 @@ class Trainer:
     Args:
         model: from `npt.load_base`, with `npt.attach` done.
         tokenizer: of the base model.
-        data: records ({"text"} or {"input_ids"}): a list, a `datasets` object, a generator; None for what `data_config` names.
+        data: records ({"text"}, {"prompt", "completion"} or {"input_ids"}): a list, a `datasets` object, a generator; None for what
+            `data_config` names.
         config: training settings.
         data_config: how `data` is cut to samples.
-        replay_data: records that are mixed in against forgetting, `replay_ratio` of all samples; default what `data_config` names.
+        replay_data: records that are mixed in against forgetting, `replay_ratio` of all samples, over and over. They may be of
+            another form than `data`. Default: what `data_config` names, if anything.
         eval_data: held-out records. Default: the built-in text's own held-out files where `data` is None and names it, else
             one sample in twenty of `data`, which training then leaves out.
         settings: further settings to put on record in `run.json`.
@@ -125,6 +141,7 @@ class Trainer:
         self.data_config = data_config = data_config if data_config is not None else DataConfig()
         self.adapter_config = attached_config(model)
         check_trainable(self.adapter_config, data_config if data is None else None)
+        check_replay(data_config, replay_data is not None)
         check_length(data_config.max_length, model.config)
         self.folder_path = Path(config.output_dir) if config.output_dir else default_folder()
         check_free(self.folder_path)
@@ -165,9 +182,13 @@ class Trainer:
             replay_data = open_source(replay_source(data_config))
         replay = None
         if replay_data is not None:
-            replay_config = replace(data_config, num_samples=None)
-            replay = Samples(replay_data, self.tokenizer, replay_config, seed=config.seed + 1)
-        share = data_config.replay_share or (REPLAY_RATIO if replay is not None else 0.0)
+            if iter(replay_data) is replay_data:  # a generator, which could not be gone round
+                replay_data = list(replay_data)
+            replay_config = fitting_columns(replace(data_config, num_samples=None), replay_data)
+            try:
+                replay = Samples(replay_data, self.tokenizer, replay_config, seed=config.seed + 1)
+            except DataError as error:
+                raise DataError(f"replay data: {error}") from error
         return Loader(
             self.samples,
             config.batch_size,
@@ -175,7 +196,7 @@ class Trainer:
             side=data_config.padding_side,
             epochs=config.num_epochs,
             replay=replay,
-            replay_share=share,
+            replay_share=data_config.replay_share,
             seed=config.seed,
         )
 
@@ -261,7 +282,8 @@ class Trainer:
         )
         started = time.perf_counter()
         try:
-            loop.run(self._windows())
+            with contextlib.closing(self._windows()) as windows:
+                loop.run(windows)
         except BaseException as error:
             self._rescue(folder, loop, error)
             raise
@@ -275,6 +297,7 @@ class Trainer:
             raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / 'events.jsonl'})")
         if loop.last_save != loop.steps:
             self._save(folder, loop.steps)
+        self._report_data(folder)
         if self.stop.number is not None:
             self._say(
                 f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / 'checkpoints'}"
@@ -313,7 +336,6 @@ class Trainer:
         folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
-        self._report_data(folder)
         folder.event(
             "done",
             steps=result.steps,
@@ -326,14 +348,12 @@ class Trainer:
 
     def _report_data(self, folder: RunFolder) -> None:
         """What became of the records; what was cut or left out is said."""
-        counts = self.samples.counts
-        folder.event("data", **counts.as_dict())
-        lost = [
-            f"{number} {what} cut" for what, number in (("prompts", counts.cut_prompts), ("completions", counts.cut_completions)) if number
-        ]
-        lost += [f"{number} records skipped ({reason})" for reason, number in sorted(counts.skipped.items())]
-        if lost:
-            self._warn(folder, f"of {counts.records} records read: {', '.join(lost)}")
+        sources = {"data": self.samples} | ({"replay data": self.loader.replay} if self.loader.replay is not None else {})
+        for name, samples in sources.items():
+            folder.event("data", source=name, **samples.counts.as_dict())
+            lost = samples.counts.lost()
+            if lost:
+                self._warn(folder, f"{name}: of {samples.counts.records:,} records read, {lost}")
 
     def _save(self, folder: RunFolder, step: int) -> None:
         audit_precision(self.model, policy_dtype(self.model))
@@ -354,15 +374,13 @@ class Trainer:
             "heldout": self.heldout,
         }
 
-    def _windows(self) -> Iterator[Window]:
-        """Windows of K batches, on from one epoch into the next; the last window of all may be shorter."""
-        ahead = Ahead(self._coming, stop=lambda: self.stop.number is not None)
-        try:
+    def _windows(self) -> Generator[Window]:
+        """Windows of K batches, on from one epoch into the next; the last window of all may be shorter. Closing it ends the thread
+        that prepares them."""
+        with contextlib.closing(Ahead(self._coming, stop=lambda: self.stop.number is not None)) as ahead:
             stream = iter(ahead)
             while window := list(itertools.islice(stream, self.config.gradient_accumulation_steps)):
                 yield Window(window[0].epoch, [loaded.batch for loaded in window], window[-1].position)
-        finally:
-            ahead.close()
 
     def _first_batch(self) -> Batch:
         """The batch that training starts with. It is put back: a stream that can be read once loses none."""

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
+from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.health import causes
 from npt.health.guards import quantization_statistics, target_fault
@@ -262,7 +264,11 @@ def _default_run(model: nn.Module, batch: Any) -> Run:
     """The model on the batch, with labels where it is a causal language model."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, Batch):
-        batch = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids", "labels")}
+        batch = batch.to(device)
+        inputs = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")}
+        if batch.documents is not None and isinstance(model, LlamaForCausalLM):
+            inputs = model_inputs(model, batch)
+        batch = {**inputs, "labels": batch.labels}
     if isinstance(batch, Mapping):
         arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         if "labels" not in arguments and "input_ids" in arguments and hasattr(model, "get_output_embeddings"):
