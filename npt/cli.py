@@ -73,7 +73,7 @@ def pretrain(given: dict[str, Any]) -> int:
     from npt.adapters.attach import check_fit
     from npt.data.source import check_source
     from npt.distill.run_folder import check_free
-    from npt.distill.trainer import check_trainable
+    from npt.distill.trainer import check_replay, check_trainable
     from npt.fidelity.table import print_fidelity
     from npt.quant.load import read_config
 
@@ -83,6 +83,7 @@ def pretrain(given: dict[str, Any]) -> int:
     check_fit(adapter, read_config(base.model_name), data.max_length)
     check_source(data)
     check_trainable(adapter, data)
+    check_replay(data)
     model, tokenizer = _load(base, console)
     if base.share_embeddings:
         console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
@@ -160,8 +161,9 @@ def trace(given: dict[str, Any]) -> int:
     if given["adapter"] is not None:
         npt.load_adapter(model, given["adapter"])
     samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False).epoch(0)
+    made = batches(samples, given["batch_size"], pad_id_of(tokenizer), data.padding_side)
     verdict, seen = None, 0
-    for batch in itertools.islice(batches(samples, given["batch_size"], pad_id_of(tokenizer)), given["batches"]):
+    for batch in itertools.islice(made, given["batches"]):
         run = None if given["adapter"] is None else partial(fill_gradients, strategies[training.strategy], model, batch, training)
         verdict, seen = npt.trace(model, batch, run=run, limit=given["limit"]), seen + 1
         if verdict is not None:

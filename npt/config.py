@@ -30,6 +30,8 @@ LAYER_WEIGHTS = ("uniform", "linear")
 TOKEN_WEIGHTINGS = ("none", "disagreement")
 SEED_MAX = 2**31 - 1
 MULT_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
+PADDING_SIDES = ("right", "left")
+REPLAY_RATIO = 0.2
 SCHEDULES = ("cosine", "linear", "constant")
 TEMPERATURES = (1e-3, 1e3)  # beyond them fp32 has overflowing logits, or divergences that are all rounding
 
@@ -173,25 +175,34 @@ class BaseConfig:
 class DataConfig:
     """Which text, and how it is cut into samples."""
 
-    dataset_name: str = setting("builtin", "'builtin', a .txt or .jsonl file, or a hub dataset's name")
+    dataset_name: str = setting("builtin", "'builtin', a file, folder or glob (.txt .jsonl .json .csv .parquet), or a hub dataset's name")
     dataset_config: str | None = setting(None, "configuration of a hub dataset")
     dataset_split: str = setting("train", "split to train on")
     text_column: str = setting("text", "field that holds the text")
-    prompt_column: str | None = setting(None, "field that holds the prompt")
-    completion_column: str | None = setting(None, "field that holds the completion")
+    prompt_column: str | None = setting(None, "field that holds the prompt, a text or a list of messages")
+    completion_column: str | None = setting(None, "field that holds the completion; of a list of messages it is the last one")
     streaming: bool = setting(False, "read as it comes, keeping nothing")
-    num_samples: int | None = setting(None, "use at most this many samples of max_length tokens")
+    num_samples: int | None = setting(None, "use at most this many samples of max_length tokens, counted before packing")
     max_length: int = setting(256, "tokens of a sample")
-    packing: bool = setting(False, "pack several documents into a sample")
-    replay_dataset: str | None = setting(None, "second data set, against forgetting")
-    replay_ratio: float | None = setting(None, "share of samples from the replay data set")
+    packing: bool = setting(False, "put short documents side by side into rows of max_length, attention kept inside each")
+    padding_side: str = setting("right", "where rows are filled up", choices=PADDING_SIDES)
+    replay_dataset: str | None = setting(None, "second data set, mixed in against forgetting")
+    replay_ratio: float | None = setting(None, f"share of samples from the replay data set ({REPLAY_RATIO} where one is given)")
 
     def __post_init__(self) -> None:
         _check_fields(self)
         _check_at_least(self, {"max_length": 2, "num_samples": 1})
-        for name in ("prompt_column", "completion_column", "packing", "replay_dataset", "replay_ratio"):
-            if getattr(self, name) not in (None, False):
-                raise NotSupportedError(f"--{name} is not supported yet; leave it out")
+        if self.completion_column is not None and self.prompt_column is None:
+            raise ConfigError(f"--completion_column is {self.completion_column!r} without --prompt_column; name both")
+        if self.prompt_column is not None and self.prompt_column == self.completion_column:
+            raise ConfigError(f"--prompt_column and --completion_column are both {self.prompt_column!r}; they are two fields")
+        if self.replay_ratio is not None and not 0 < self.replay_ratio < 1:
+            raise ConfigError(f"--replay_ratio is {self.replay_ratio}; it is a share, between 0 and 1")
+
+    @property
+    def replay_share(self) -> float:
+        """Share of the samples that are replayed, where there is something to replay."""
+        return REPLAY_RATIO if self.replay_ratio is None else self.replay_ratio
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,9 +70,10 @@ class FakeTokenizer:
 
     bos_token_id, eos_token_id, pad_token_id = 0, 1, 2
 
-    def __call__(self, texts: str | list[str], **_: Any) -> dict[str, list]:
+    def __call__(self, texts: str | list[str], add_special_tokens: bool = True, **_: Any) -> dict[str, list]:
         def encode(text: str) -> list[int]:
-            return [self.bos_token_id, *(3 + ord(c) % (VOCAB - 3) for c in text)]
+            start = [self.bos_token_id] if add_special_tokens else []
+            return [*start, *(3 + ord(c) % (VOCAB - 3) for c in text)]
 
         return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(t) for t in texts]}
 

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
 from npt.data.batch import Batch
+from npt.errors import ModelError
+
+PACKABLE = ("sdpa", "eager", "flex_attention")
+"""Attention implementations that take a mask which keeps packed documents apart; flash kernels take none."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,8 @@ def open_stream(model: LlamaForCausalLM, batch: Batch) -> Stream:
     """The stream in front of layer 0: embeddings, rotary positions and the causal mask, as the model's forward makes them."""
     decoder = model.model
     hidden = decoder.embed_tokens(batch.input_ids)
-    mask = create_causal_mask(
-        config=decoder.config,
-        inputs_embeds=hidden,
-        attention_mask=batch.attention_mask if batch.padded else None,
-        past_key_values=None,
-        position_ids=None,  # given, they would be searched for packed sequences, which waits for the device
-    )
     context = {
-        "attention_mask": mask,
+        "attention_mask": causal_mask(model, batch, hidden),
         "position_ids": batch.position_ids,
         "position_embeddings": decoder.rotary_emb(hidden, position_ids=batch.position_ids),
         "past_key_values": None,
@@ -63,3 +60,44 @@ def open_stream(model: LlamaForCausalLM, batch: Batch) -> Stream:
     }
     stream = Stream(hidden, context, batch)
     return Stream(stream.clean(hidden), context, batch)
+
+
+def causal_mask(model: LlamaForCausalLM, batch: Batch, hidden: Tensor) -> Any:
+    """The mask that the model's attention takes: causal, closed to padding, and open within a document only where rows are packed.
+
+    Args:
+        model, batch: on one device.
+        hidden: [B, T, D], whose dtype an additive mask takes.
+
+    Returns:
+        What the attention implementation asks for: a tensor [B, 1, T, T], or None where causal is all there is to it.
+
+    Raises:
+        ModelError: an implementation that would attend across packed documents.
+    """
+    config = model.model.config
+    packed = batch.documents is not None
+    if packed and config._attn_implementation not in PACKABLE:
+        raise ModelError(
+            f"packed documents would attend to one another under attn_implementation {config._attn_implementation}; load the base with "
+            f"{', '.join(PACKABLE)}, or drop --packing"
+        )
+    return create_causal_mask(
+        config=config,
+        inputs_embeds=hidden,
+        attention_mask=batch.attention_mask if batch.padded else None,
+        past_key_values=None,
+        position_ids=None,  # given, they would be searched for packed sequences, which waits for the device
+        and_mask_function=packed_sequence_mask_function(batch.documents) if packed else None,
+    )
+
+
+def model_inputs(model: LlamaForCausalLM, batch: Batch) -> dict[str, Any]:
+    """A batch as arguments of the model's own forward.
+
+    Of packed rows its forward cannot tell the documents once there is a padding mask, so these get their mask made.
+    """
+    mask = batch.attention_mask
+    if batch.documents is not None:
+        mask = causal_mask(model, batch, model.model.embed_tokens(batch.input_ids))
+    return {"input_ids": batch.input_ids, "attention_mask": mask, "position_ids": batch.position_ids}

@@ -9,11 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from npt.data.samples import Sample
+from npt.data.sample import IGNORE_INDEX, Sample
 
-IGNORE_INDEX = -100
-
-_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels", "valid_index")
+_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels", "valid_index", "documents")
 _FOUND = ("scored_index", "document_lengths", "scored_lengths")
 
 
@@ -22,7 +20,9 @@ class Batch:
     """One micro-batch. Losses never see padding: they read the rows at `valid_index` and nothing else.
 
     input_ids, attention_mask, position_ids, labels: [B, T] int64; positions count valid tokens, so that padding on the left
-        moves nothing; labels are the token ids, -100 at padding (the shift by one happens in the loss).
+        moves nothing, and restart with every packed document; labels are the token ids, -100 at padding, on prompts and at
+        what starts a packed document (the shift by one happens in the loss).
+    documents: [B, T] int64, the number of each token's document in its row, where any row has several; attention stays inside.
     valid_index: [N] int64, where in the flattened [B * T] the valid tokens stand. Made on the host, so that no device has
         to be asked how many there are; what the properties find is likewise found on the host, and taken along by `to`.
     """
@@ -33,6 +33,7 @@ class Batch:
     labels: Tensor
     valid_index: Tensor
     sample_ids: tuple[str, ...]
+    documents: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -64,7 +65,9 @@ class Batch:
         return self._per_document(self.scored_index)
 
     def to(self, device: torch.device) -> Batch:
-        moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _FIELDS})
+        moved = replace(
+            self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _FIELDS if getattr(self, name) is not None}
+        )
         vars(moved).update({name: getattr(self, name).to(device, non_blocking=True) for name in _FOUND})
         return moved
 
@@ -93,12 +96,28 @@ def collate(samples: Sequence[Sample], pad_id: int, *, side: str = "right", leng
         )
     ids = torch.full((len(samples), width), pad_id, dtype=torch.int64)
     mask = torch.zeros((len(samples), width), dtype=torch.int64)
+    labels, documents = torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids)
+    packed = any(len(s.lengths or ()) > 1 for s in samples)
     for row, sample in enumerate(samples):
         n = len(sample.input_ids)
         columns = slice(0, n) if side == "right" else slice(width - n, width)
         ids[row, columns] = torch.tensor(sample.input_ids, dtype=torch.int64)
         mask[row, columns] = 1
-    return batch_from_tensors(ids, mask, tuple(s.id for s in samples))
+        labels[row, columns] = ids[row, columns] if sample.labels is None else torch.tensor(sample.labels, dtype=torch.int64)
+        if sample.lengths is not None:
+            documents[row, columns] = torch.arange(len(sample.lengths)).repeat_interleave(torch.tensor(sample.lengths))
+    batch = batch_from_tensors(ids, mask, tuple(s.id for s in samples))
+    if not packed:
+        return replace(batch, labels=labels)
+    return replace(batch, labels=labels, documents=documents, position_ids=_restarting(batch.position_ids, documents))
+
+
+def _restarting(positions: Tensor, documents: Tensor) -> Tensor:
+    """Positions that count from 0 in every document, out of those that count through the row: both [B, T]."""
+    starts = torch.zeros_like(positions)
+    fresh = documents[:, 1:] != documents[:, :-1]
+    starts[:, 1:] = torch.where(fresh, positions[:, 1:], 0)
+    return positions - starts.cummax(dim=-1).values
 
 
 def batch_from_tensors(input_ids: Tensor, attention_mask: Tensor, sample_ids: tuple[str, ...] | None = None) -> Batch:
@@ -141,16 +160,16 @@ def _follows(attention_mask: Tensor, position_ids: Tensor, ahead: int) -> Tensor
     return valid[:, :kept] & valid[:, ahead:] & (position_ids[:, ahead:] == position_ids[:, :kept] + ahead)
 
 
-def batches(samples: Iterable[Sample], batch_size: int, pad_id: int) -> Iterator[Batch]:
-    """Batches of `batch_size` in order; the last one may be smaller."""
+def batches(samples: Iterable[Sample], batch_size: int, pad_id: int, side: str = "right") -> Iterator[Batch]:
+    """Batches of `batch_size` in order, padded on one side; the last one may be smaller."""
     group: list[Sample] = []
     for sample in samples:
         group.append(sample)
         if len(group) == batch_size:
-            yield collate(group, pad_id)
+            yield collate(group, pad_id, side=side)
             group = []
     if group:
-        yield collate(group, pad_id)
+        yield collate(group, pad_id, side=side)
 
 
 def pad_id_of(tokenizer: object) -> int:

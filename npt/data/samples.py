@@ -1,123 +1,123 @@
 """From records to samples: tokens of at most `max_length`, in a seeded order, with some held out.
 
 The tokenizer's end token closes each text. A text longer than `max_length` becomes several samples and loses nothing, unless
-a single token is left over: a sample of one token has nothing to predict or to attend to, and is dropped.
+a single token is left over: a sample of one token has nothing to predict or to attend to, and is dropped. A prompt with its
+completion is one sample always: what does not fit is cut from the prompt's front, then from the completion's end, and counted.
+
+Which sample stands where in an epoch depends on data, settings, seed and epoch alone, and is part of every saved position: it must
+never change.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import numbers
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from npt.config import DataConfig
+from npt.data.encoding import Counts, Encoded, encode
+from npt.data.order import Permutation
+from npt.data.packing import pack
+from npt.data.sample import IGNORE_INDEX, Sample
 from npt.data.source import Record
 from npt.errors import DataError
 
-_HELDOUT_ONE_IN = 20
-_TEXTS_AT_ONCE = 32
+_RECORDS_AT_ONCE = 32
 SHUFFLE_BLOCK = 1024
-_INT64_MAX = 2**63 - 1
+"""Samples, at least, among which an epoch's order is shuffled."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One row of a batch. `id` names its origin: the record, and the token it starts at."""
-
-    id: str
-    input_ids: tuple[int, ...]
-
-    @property
-    def heldout(self) -> bool:
-        """One sample in twenty, by a hash of its tokens: the same on every machine, and for every copy of a sample."""
-        digest = hashlib.sha256(",".join(map(str, self.input_ids)).encode()).digest()
-        return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
-
-
-def cut(records: Iterable[Record], tokenizer: Any, config: DataConfig) -> Iterator[Sample]:
+def cut(records: Iterable[Record], tokenizer: Any, config: DataConfig, counts: Counts | None = None) -> Iterator[Sample]:
     """Tokenise records and cut them to samples, in order and lazily.
 
     Args:
-        records: {text_column: str} or {"input_ids": [int, ...]} each; an "id" entry names the record in reports.
+        records: {text_column: str}, {"prompt": ..., "completion": ...} or {"input_ids": [int, ...]} each; an "id" entry names
+            the record in reports.
         tokenizer: of the base model.
-        config: `text_column` and `max_length`.
+        config: columns and `max_length`.
+        counts: told what becomes of each record.
 
     Raises:
-        DataError: a record without text or token ids, named by its id or its position.
+        DataError: a record with nothing of this in it, named by its id or its position.
     """
-    return _cut_numbered(enumerate(records), tokenizer, config)
+    counts = counts if counts is not None else Counts()
+    for _, samples in _cut_numbered(enumerate(records), tokenizer, config, counts):
+        yield from samples
 
 
-def _cut_numbered(numbered: Iterable[tuple[int, Record]], tokenizer: Any, config: DataConfig) -> Iterator[Sample]:
-    """`cut` for records that come with their position in the data, whatever order they come in."""
+def _cut_numbered(
+    numbered: Iterable[tuple[int, Record]], tokenizer: Any, config: DataConfig, counts: Counts
+) -> Iterator[tuple[int, list[Sample]]]:
+    """Chunks of records, which come with their position in the data: how many they were, and their samples."""
     numbered = iter(numbered)
-    while chunk := list(itertools.islice(numbered, _TEXTS_AT_ONCE)):
-        for name, ids in _tokenise(chunk, tokenizer, config.text_column):
-            for start in range(0, len(ids), config.max_length):
-                window = ids[start : start + config.max_length]
-                if len(window) > 1:
-                    yield Sample(f"{name}@{start}", tuple(window))
+    while chunk := list(itertools.islice(numbered, _RECORDS_AT_ONCE)):
+        samples = []
+        for encoded in encode(chunk, tokenizer, config, counts):
+            for sample in _fit(encoded, config.max_length, counts):
+                counts.samples += 1
+                counts.tokens += len(sample.input_ids)
+                samples.append(sample)
+        yield len(chunk), samples
 
 
-def _tokenise(chunk: list[tuple[int, Record]], tokenizer: Any, column: str) -> Iterator[tuple[str, list[int]]]:
-    checked = [_content(number, record, column) for number, record in chunk]
-    texts = [content for _, content in checked if isinstance(content, str)]
-    encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else ())
-    end = tokenizer.eos_token_id
-    for name, content in checked:
-        if not isinstance(content, str):
-            yield name, content
+def _fit(record: Encoded, max_length: int, counts: Counts) -> Iterator[Sample]:
+    """What becomes of a record; text is cut into windows that lie side by side."""
+    if record.prompt is not None:
+        yield from _fit_completion(record, record.prompt, max_length, counts)
+        return
+    pieces = 0
+    for start in range(0, len(record.ids), max_length):
+        window = slice(start, start + max_length)
+        labels = None if record.labels is None else tuple(record.labels[window])
+        if len(record.ids[window]) < 2:
             continue
-        ids = list(next(encoded))
-        if content:
-            yield name, ids if end is None or ids[-1:] == [end] else [*ids, end]
+        pieces += 1
+        if labels is not None and all(label == IGNORE_INDEX for label in labels[1:]):
+            counts.skipped["no target"] += 1
+            continue
+        yield Sample(f"{record.name}@{start}", tuple(record.ids[window]), labels)
+    if not pieces:
+        counts.skipped["fewer than two tokens"] += 1
 
 
-def _content(number: int, record: Any, column: str) -> tuple[str, str | list[int]]:
-    """A record's name and its text or token ids."""
-    if not isinstance(record, Mapping):
-        raise DataError(f"record {number} is a {type(record).__name__}, not a mapping like {{{column!r}: ...}}")
-    name = str(record.get("id", number))
-    if "input_ids" in record:
-        ids = _integers(name, "input_ids", record["input_ids"])
-        if record.get("attention_mask") is None:
-            return name, ids
-        mask = _integers(name, "attention_mask", record["attention_mask"])
-        if len(mask) != len(ids):
-            raise DataError(f"record {name} has {len(ids)} input_ids but an attention_mask of {len(mask)}; the two belong together")
-        return name, [i for i, real in zip(ids, mask, strict=True) if real]  # padding that came with the data stays out
-    text = record.get(column)
-    if not isinstance(text, str):
-        have = ", ".join(sorted(map(str, record))) or "nothing"
-        what = "has no" if column not in record else f"has a {type(text).__name__} as"
-        raise DataError(f"record {name} {what} {column!r} (it has: {have}); set --text_column")
-    return name, text
+def _fit_completion(record: Encoded, prompt: int, max_length: int, counts: Counts) -> Iterator[Sample]:
+    """The completion whole if it fits behind one token of prompt, and as much of the prompt's end as there is room for."""
+    answer = record.ids[prompt:]
+    room = max_length - min(prompt, 1)  # the first token of a row is predicted by nothing
+    if len(answer) > room:
+        answer = answer[:room]
+        counts.cut_completions += 1
+    kept = min(prompt, max_length - len(answer))
+    if kept < prompt:
+        counts.cut_prompts += 1
+    ids = record.ids[prompt - kept : prompt] + answer
+    if len(ids) < 2:
+        counts.skipped["no target"] += 1
+        return
+    yield Sample(f"{record.name}@{prompt - kept}", tuple(ids), (*[IGNORE_INDEX] * kept, *answer))
 
 
-def _integers(name: str, field: str, values: Any) -> list[int]:
-    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
-    whole = isinstance(values, list | tuple) and all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values)
-    if not whole or any(abs(i) > _INT64_MAX for i in values):
-        raise DataError(f"record {name} has {field} that are no list of 64-bit integers: {str(values)[:60]}")
-    return [int(i) for i in values]
+class Place(NamedTuple):
+    """Where in an epoch a run stands: in front of sample `taken` of the block that begins at record `record`, with `before`
+    samples in the blocks in front of it. Three numbers find it again, whatever was read, skipped or shuffled."""
+
+    record: int = 0
+    before: int = 0
+    taken: int = 0
 
 
 class Samples:
     """The training samples of a run: epoch after epoch, in an order that the seed fixes.
 
-    A sequence of records is visited in an order shuffled once; its samples are cut when they are first needed, kept, and
-    shuffled anew every epoch within blocks of `SHUFFLE_BLOCK`. So a run reads no more than it uses, and how long it is
-    going to be changes nothing about the samples it starts with. Anything else (a generator, a stream) is read as it
-    comes, and kept nowhere; a generator that is spent cannot serve a second epoch.
+    A sequence of records is visited in an order drawn once; a stream as it comes. Either way the samples of an epoch are shuffled
+    (and packed) within blocks of SHUFFLE_BLOCK or a few more, anew every epoch, and tokenised when they are needed: a run reads no
+    more than a block beyond what it uses, and keeps no more than a block. A generator that is spent cannot serve a second epoch.
 
     Args:
         records: the data.
         tokenizer: of the base model.
-        config: how to cut, and `num_samples`.
+        config: how to cut, `num_samples` (counted before packing) and `packing`.
         seed: of both shuffles.
         hold_out: leave out the held-out samples (False where the evaluation has its own data).
 
@@ -128,41 +128,81 @@ class Samples:
     def __init__(self, records: Iterable[Record], tokenizer: Any, config: DataConfig, *, seed: int, hold_out: bool = True):
         self._records, self._tokenizer, self._config, self._seed = records, tokenizer, config, seed
         self._hold_out = hold_out
+        self.counts = Counts()
         # A list, or a `datasets` object; a stream of either kind has no length.
         self.sized = hasattr(records, "__len__") and hasattr(records, "__getitem__")
-        self._kept: list[Sample] = []
-        self._coming: Iterator[Sample] = iter(())
-        if self.sized:
-            sequence: Any = records
-            order = list(range(len(sequence)))
-            random.Random(f"{seed}/documents").shuffle(order)
-            self._coming = itertools.islice(self._cut((i, sequence[i]) for i in order), config.num_samples)
-            if not self.count(1):
-                raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
+        if self.sized and not self.count(1):
+            raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
 
     def count(self, limit: int | None = None) -> int | None:
-        """Samples of an epoch, counted no further than `limit`; None where only reading on would tell."""
+        """Samples of an epoch, counted no further than `limit`; None where only reading on would tell. Reads and cuts them."""
         if not self.sized:
             return None
-        self._kept.extend(itertools.islice(self._coming, None if limit is None else max(0, limit - len(self._kept))))
-        return len(self._kept) if limit is None else min(limit, len(self._kept))
+        total = 0
+        for size in self._sizes():
+            total += size
+            if limit is not None and total >= limit:
+                return limit
+        return total
+
+    def _sizes(self) -> Iterator[int]:
+        """Samples of an epoch, in as small steps as they can be told in."""
+        if self._config.packing:
+            yield from (len(block) for _, block in self._blocks(0, Place(), Counts()))
+            return
+        left = self._config.num_samples
+        for _, samples in _cut_numbered(self._numbered(0), self._tokenizer, self._config, Counts()):
+            size = sum(not (self._hold_out and s.heldout) for s in samples)
+            yield size if left is None else min(size, left)
+            left = None if left is None else max(0, left - size)
+            if left == 0:
+                return
 
     def epoch(self, number: int) -> Iterator[Sample]:
         """The samples of epoch `number` (from 0)."""
-        if not self.sized:
-            yield from itertools.islice(self._cut(enumerate(self._records)), self._config.num_samples)
-            return
-        for block in itertools.count():
-            self.count((block + 1) * SHUFFLE_BLOCK)
-            samples = self._kept[block * SHUFFLE_BLOCK : (block + 1) * SHUFFLE_BLOCK]
-            if not samples:
-                return
-            random.Random(f"{self._seed}/{number}/{block}").shuffle(samples)
-            yield from samples
+        return (sample for sample, _ in self.walk(number))
 
-    def _cut(self, numbered: Iterable[tuple[int, Record]]) -> Iterator[Sample]:
-        samples = _cut_numbered(numbered, self._tokenizer, self._config)
-        return (s for s in samples if not s.heldout) if self._hold_out else samples
+    def walk(self, number: int, start: Place = Place()) -> Iterator[tuple[Sample, Place]]:  # noqa: B008 - a constant
+        """The samples of an epoch from a place on, each with the place behind it."""
+        for place, block in self._blocks(number, start, self.counts):
+            for taken in range(start.taken if place.record == start.record else 0, len(block)):
+                yield block[taken], place._replace(taken=taken + 1)
+
+    def _blocks(self, number: int, start: Place, counts: Counts) -> Iterator[tuple[Place, list[Sample]]]:
+        """Blocks of an epoch from the one that `start` lies in; each depends on its place, the epoch and the seed alone."""
+        config = self._config
+        chunks = _cut_numbered(self._numbered(start.record), self._tokenizer, config, counts)
+        record, before, more = start.record, start.before, True
+        while more and (config.num_samples is None or before < config.num_samples):
+            first = record
+            samples: list[Sample] = []
+            wanted = SHUFFLE_BLOCK if config.num_samples is None else min(SHUFFLE_BLOCK, config.num_samples - before)
+            while len(samples) < wanted:
+                read, cut_samples = next(chunks, (0, []))
+                record += read
+                samples += [s for s in cut_samples if not (self._hold_out and s.heldout)]
+                if not read:
+                    more = False
+                    break
+            place = Place(first, before)
+            samples = samples if config.num_samples is None else samples[: config.num_samples - before]
+            before += len(samples)
+            if config.packing:
+                samples = pack(samples, config.max_length)
+            if samples:
+                order = Permutation(len(samples), f"{self._seed}/{number}/{first}")
+                yield place, [samples[order[i]] for i in range(len(order))]
+
+    def _numbered(self, start: int) -> Iterator[tuple[int, Record]]:
+        """Records from position `start` of the epoch on, with their number in the data."""
+        if self.sized:
+            records: Any = self._records
+            order = Permutation(len(records), f"{self._seed}/documents")
+            return ((order[i], records[order[i]]) for i in range(start, len(order)))
+        stream: Any = self._records
+        if start and hasattr(stream, "skip"):  # a hub stream passes over records without handing them out
+            return enumerate(stream.skip(start), start)
+        return itertools.islice(enumerate(stream), start, None)
 
 
 def evaluation_samples(
@@ -201,8 +241,11 @@ def held_out(records: Iterable[Record], tokenizer: Any, config: DataConfig, limi
 
 
 def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
-    """Samples whose ids all lie in [0, V). Training refuses the others one by one; an evaluation has to do without them."""
-    return (s for s in samples if min(s.input_ids) >= 0 and max(s.input_ids) < vocab_size)
+    """Samples whose ids and targets all lie in [0, V). Training refuses the others one by one; an evaluation does without them."""
+    for sample in samples:
+        ids = (*sample.input_ids, *(label for label in sample.labels or () if label != IGNORE_INDEX))
+        if min(ids) >= 0 and max(ids) < vocab_size:
+            yield sample
 
 
 def spread(samples: Iterable[Sample], count: int) -> list[Sample]:

@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from npt.config import DataConfig
 from npt.data.builtin import SPLITS, builtin_files
+from npt.data.local import SUFFIXES, first_line, local_files, read_sequence, read_stream
 from npt.errors import DataError
 
 BUILTIN = "builtin"
-LOCAL_SUFFIXES = (".txt", ".jsonl")
 
 Record = Mapping[str, Any]
 
 
 def open_source(config: DataConfig) -> Iterable[Record]:
-    """The records of `--dataset_name`: a list, or with `--streaming` something that is read anew at every pass.
+    """The records of `--dataset_name`: a sequence, or with `--streaming` something that is read anew at every pass.
 
     Raises:
         DataError: unknown or unreadable, empty, or a line that is not what it should be.
     """
     check_source(config)
     name = config.dataset_name
-    source: Iterable[Record]
     if name == BUILTIN:
-        source = _Reader(lambda: _builtin(config.dataset_split))
-    elif _is_local(name):
-        path = Path(name).expanduser()
-        source = _Reader(lambda: _read_file(path))
-    else:
-        source = _hub(config)
-    if config.streaming:
-        return source
-    records = list(source) if isinstance(source, _Reader) else source
-    if isinstance(records, list) and not records:
-        raise DataError(f"{name} holds no records; check --dataset_name")
-    return records
+        text = _Reader(lambda: _builtin(config.dataset_split))
+        return text if config.streaming else list(text)
+    if is_local(name):
+        files = local_files(name)
+        if config.streaming:
+            return _Reader(lambda: read_stream(files))
+        records = read_sequence(files)
+        if len(records) == 0:
+            raise DataError(f"{name} holds no records; check --dataset_name")
+        return records
+    return _hub(config)
+
+
+def replay_source(config: DataConfig) -> DataConfig:
+    """The settings of `--replay_dataset`, read as the first data set is."""
+    assert config.replay_dataset is not None
+    local = config.replay_dataset == BUILTIN or is_local(config.replay_dataset)
+    return replace(
+        config,
+        dataset_name=config.replay_dataset,
+        dataset_config=None,
+        dataset_split="train" if local else config.dataset_split,
+        num_samples=None,
+        replay_dataset=None,
+        replay_ratio=None,
+    )
+
+
+def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
+    """The settings for a second source, which may be of another form: without prompt and completion columns where its first record
+    has none of that name.
+
+    Args:
+        config: the settings of the first source.
+        records: of the second; iterable more than once.
+    """
+    first = next(iter(records), None)
+    if config.prompt_column is None or not isinstance(first, Mapping) or config.prompt_column in first:
+        return config
+    return replace(config, prompt_column=None, completion_column=None)
 
 
 def own_heldout(config: DataConfig) -> Iterable[Record] | None:
@@ -53,30 +81,53 @@ def check_source(config: DataConfig) -> None:
     Raises:
         DataError: as `open_source`.
     """
-    local = _is_local(config.dataset_name)
+    local = is_local(config.dataset_name)
     if local:
-        _check_file(Path(config.dataset_name).expanduser())
+        local_files(config.dataset_name)
     if (local or config.dataset_name == BUILTIN) and config.dataset_config is not None:
         raise DataError(f"--dataset_config {config.dataset_config} is for hub data sets; {config.dataset_name} has none")
     if config.dataset_name == BUILTIN and config.dataset_split not in SPLITS:
         raise DataError(f"the built-in text has no split {config.dataset_split!r}; choose from {', '.join(SPLITS)}")
     if local and config.dataset_split != "train":
         raise DataError(f"--dataset_split {config.dataset_split} is for hub data sets; a local file is one split")
+    if config.replay_dataset is not None:
+        check_source(replay_source(config))
 
 
-def _is_local(name: str) -> bool:
-    path = Path(name).expanduser()
-    return name != BUILTIN and (path.suffix in LOCAL_SUFFIXES or path.is_absolute() or path.exists())
+def is_local(name: str) -> bool:
+    """Whether a data set's name means files on this machine: a path, a folder, a glob, or anything with a file's ending."""
+    path = os.path.expanduser(name)
+    ending = Path(path).suffix in SUFFIXES
+    return name != BUILTIN and (ending or os.path.isabs(path) or os.path.exists(path) or any(c in name for c in "*?["))
 
 
 class _Reader:
     """Iterable more than once: each pass opens the source again."""
 
-    def __init__(self, start: Any):
+    def __init__(self, start: Callable[[], Iterator[Record]]):
         self._start = start
 
     def __iter__(self) -> Iterator[Record]:
         return self._start()
+
+
+class _HubStream:
+    """A stream of the hub, whose failures on the way (the network) are said in one line as well."""
+
+    def __init__(self, records: Any, name: str):
+        self._records, self._name = records, name
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            yield from self._records
+        except Exception as error:
+            raise DataError(
+                f"the data set {self._name!r} broke off: {first_line(error)[:300]}; check the network, or download it and pass the files"
+            ) from error
+
+    def skip(self, count: int) -> _HubStream:
+        """The records behind the first `count`, which are not handed out."""
+        return _HubStream(self._records.skip(count), self._name)
 
 
 def _builtin(split: str) -> Iterator[Record]:
@@ -84,46 +135,14 @@ def _builtin(split: str) -> Iterator[Record]:
         yield {"text": text, "id": path}
 
 
-def _check_file(path: Path) -> None:
-    if not path.exists():
-        raise DataError(f"there is no file {path}; check --dataset_name ('builtin' is the text that needs no file)")
-    if path.suffix not in LOCAL_SUFFIXES or not path.is_file():
-        raise DataError(f"{path} is not a {' or '.join(LOCAL_SUFFIXES)} file; other local formats are not supported yet")
-    if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; there is nothing to train on")
-
-
-def _read_file(path: Path) -> Iterator[Record]:
-    """A .txt file is one document; a .jsonl file has one record a line, blank lines aside."""
-    try:
-        if path.suffix == ".txt":
-            yield {"text": path.read_text(encoding="utf-8-sig"), "id": path.name}
-            return
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise DataError(f"{path}, line {number}: not JSON ({error}); each line has to be one JSON object") from error
-                if not isinstance(record, dict):
-                    raise DataError(f'{path}, line {number}: a {type(record).__name__}, not an object like {{"text": ...}}')
-                yield {"id": f"{path.name}:{number}", **record}
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {error.start}: {error.reason}); convert it first") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-
-
 def _hub(config: DataConfig) -> Iterable[Record]:
     import datasets
 
     try:
-        return datasets.load_dataset(config.dataset_name, config.dataset_config, split=config.dataset_split, streaming=config.streaming)
+        records = datasets.load_dataset(config.dataset_name, config.dataset_config, split=config.dataset_split, streaming=config.streaming)
     except Exception as error:  # the hub client raises dozens of classes, down to the HTTP library's own
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise DataError(
-            f"cannot load the data set {config.dataset_name!r} (split {config.dataset_split!r}): {reason[:300]}; check the name and "
-            "the network, or pass a local .txt or .jsonl file"
+            f"cannot load the data set {config.dataset_name!r} (split {config.dataset_split!r}): {first_line(error)[:300]}; check the "
+            f"name and the network, or pass a local file ({', '.join(SUFFIXES)})"
         ) from error
+    return _HubStream(records, config.dataset_name) if config.streaming else records

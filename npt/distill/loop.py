@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
+from npt.data.loader import Position
 from npt.distill.postmortem import Situation, write_postmortem
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder
@@ -42,10 +43,11 @@ DIAGNOSES = 5
 
 @dataclass(frozen=True)
 class Window:
-    """K micro-batches, or fewer at the very end, and the epoch in which the first of them lies."""
+    """K micro-batches, or fewer at the very end, the epoch in which the first of them lies, and where the data stand behind it."""
 
     epoch: int
     batches: list[Batch]
+    position: Position = field(default_factory=Position)
 
 
 class Loop:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console
-from npt.data.batch import Batch, batches, collate, pad_id_of
-from npt.data.samples import Sample, Samples, evaluation_samples
-from npt.data.source import BUILTIN, Record, open_source, own_heldout
+from npt.data.batch import Batch, pad_id_of
+from npt.data.loader import Ahead, Loaded, Loader
+from npt.data.samples import Samples, evaluation_samples
+from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
@@ -86,6 +87,20 @@ def check_trainable(config: NPTConfig, data: DataConfig | None) -> None:
         raise DataError(f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated on; train on 'train'")
 
 
+def check_replay(data: DataConfig, given: bool = False) -> None:
+    """Refuse a share of nothing.
+
+    Args:
+        data: what is trained on.
+        given: whether there are records to replay that `data` does not name.
+
+    Raises:
+        ConfigError: a ratio without a data set to replay.
+    """
+    if data.replay_ratio is not None and data.replay_dataset is None and not given:
+        raise ConfigError(f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set")
+
+
 class Trainer:
     """Distil the attached adapters of `model` from the model itself.
 
@@ -94,9 +109,12 @@ class Trainer:
     Args:
         model: from `npt.load_base`, with `npt.attach` done.
         tokenizer: of the base model.
-        data: records ({"text"} or {"input_ids"}): a list, a `datasets` object, a generator; None for what `data_config` names.
+        data: records ({"text"}, {"prompt", "completion"} or {"input_ids"}): a list, a `datasets` object, a generator; None for what
+            `data_config` names.
         config: training settings.
         data_config: how `data` is cut to samples.
+        replay_data: records that are mixed in against forgetting, `replay_ratio` of all samples, over and over. They may be of
+            another form than `data`. Default: what `data_config` names, if anything.
         eval_data: held-out records. Default: the built-in text's own held-out files where `data` is None and names it, else
             one sample in twenty of `data`, which training then leaves out.
         settings: further settings to put on record in `run.json`.
@@ -116,6 +134,7 @@ class Trainer:
         *,
         data_config: DataConfig | None = None,
         eval_data: Iterable[Record] | None = None,
+        replay_data: Iterable[Record] | None = None,
         settings: dict[str, Any] | None = None,
         console: Console | None = None,
     ):
@@ -124,6 +143,7 @@ class Trainer:
         self.data_config = data_config = data_config if data_config is not None else DataConfig()
         self.adapter_config = attached_config(model)
         check_trainable(self.adapter_config, data_config if data is None else None)
+        check_replay(data_config, replay_data is not None)
         check_length(data_config.max_length, model.config)
         layer_weights(config, len(npt_layers(model)))  # a list has one for each
         self.folder_path = Path(config.output_dir) if config.output_dir else default_folder()
@@ -137,7 +157,8 @@ class Trainer:
             data = open_source(data_config)
             eval_data = eval_data if eval_data is not None else own_heldout(data_config)
         self._prepare_data(data, eval_data)
-        self._epoch_0: Iterator[Sample] = iter(self.samples.epoch(0))
+        self.loader = self._make_loader(replay_data)
+        self._coming: Iterator[Loaded] = self.loader.batches()
         self.total_steps = self._total_steps()
         self.stop = StopOnSignal()
         self._trained = False
@@ -158,14 +179,36 @@ class Trainer:
         )
         self.samples = Samples(data, self.tokenizer, data_config, seed=config.seed, hold_out=eval_data is None and self.heldout)
 
+    def _make_loader(self, replay_data: Iterable[Record] | None) -> Loader:
+        config, data_config = self.config, self.data_config
+        if replay_data is None and data_config.replay_dataset is not None:
+            replay_data = open_source(replay_source(data_config))
+        replay = None
+        if replay_data is not None:
+            if iter(replay_data) is replay_data:  # a generator, which could not be gone round
+                replay_data = list(replay_data)
+            replay_config = fitting_columns(replace(data_config, num_samples=None), replay_data)
+            try:
+                replay = Samples(replay_data, self.tokenizer, replay_config, seed=config.seed + 1)
+            except DataError as error:
+                raise DataError(f"replay data: {error}") from error
+        return Loader(
+            self.samples,
+            config.batch_size,
+            self.pad_id,
+            side=data_config.padding_side,
+            epochs=config.num_epochs,
+            replay=replay,
+            replay_share=data_config.replay_share,
+            seed=config.seed,
+        )
+
     def _total_steps(self) -> int | None:
         """Optimizer steps of the run, as far as it can be known before it."""
         c = self.config
-        needed = None if c.max_steps is None else c.max_steps * c.gradient_accumulation_steps * c.batch_size
-        size = self.samples.count(needed)
-        if size is None or size == needed:
+        micro_batches = self.loader.count(None if c.max_steps is None else c.max_steps * c.gradient_accumulation_steps)
+        if micro_batches is None:
             return c.max_steps
-        micro_batches = c.num_epochs * math.ceil(size / c.batch_size)
         steps = math.ceil(micro_batches / c.gradient_accumulation_steps)
         return steps if c.max_steps is None else min(steps, c.max_steps)
 
@@ -247,7 +290,8 @@ class Trainer:
         )
         started = time.perf_counter()
         try:
-            loop.run(self._windows())
+            with contextlib.closing(self._windows()) as windows:
+                loop.run(windows)
         except BaseException as error:
             self._rescue(folder, loop, error)
             raise
@@ -261,6 +305,7 @@ class Trainer:
             raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / 'events.jsonl'})")
         if loop.last_save != loop.steps:
             self._save(folder, loop.steps)
+        self._report_data(folder)
         if self.stop.number is not None:
             self._say(
                 f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / 'checkpoints'}"
@@ -309,6 +354,15 @@ class Trainer:
         )
         return replace(result, fidelity=fidelity, signal=self.stop.number)
 
+    def _report_data(self, folder: RunFolder) -> None:
+        """What became of the records; what was cut or left out is said."""
+        sources = {"data": self.samples} | ({"replay data": self.loader.replay} if self.loader.replay is not None else {})
+        for name, samples in sources.items():
+            folder.event("data", source=name, **samples.counts.as_dict())
+            lost = samples.counts.lost()
+            if lost:
+                self._warn(folder, f"{name}: of {samples.counts.records:,} records read, {lost}")
+
     def _save(self, folder: RunFolder, step: int) -> None:
         audit_precision(self.model, policy_dtype(self.model))
         path = folder.save_checkpoint(self.model, step, self.base_hash, self.config.save_total_limit)
@@ -328,21 +382,21 @@ class Trainer:
             "heldout": self.heldout,
         }
 
-    def _windows(self) -> Iterator[Window]:
-        """Windows of K batches, on from one epoch into the next; the last window of all may be shorter."""
-        c = self.config
-        epochs = itertools.chain([self._epoch_0], (self.samples.epoch(number) for number in range(1, c.num_epochs)))
-        stream = ((number, b) for number, epoch in enumerate(epochs) for b in batches(epoch, c.batch_size, self.pad_id))
-        while window := list(itertools.islice(stream, c.gradient_accumulation_steps)):
-            yield Window(window[0][0], [batch for _, batch in window])
+    def _windows(self) -> Generator[Window]:
+        """Windows of K batches, on from one epoch into the next; the last window of all may be shorter. Closing it ends the thread
+        that prepares them."""
+        with contextlib.closing(Ahead(self._coming, stop=lambda: self.stop.number is not None)) as ahead:
+            stream = iter(ahead)
+            while window := list(itertools.islice(stream, self.config.gradient_accumulation_steps)):
+                yield Window(window[0].epoch, [loaded.batch for loaded in window], window[-1].position)
 
     def _first_batch(self) -> Batch:
-        """The batch that training starts with. Its samples are put back: a stream that can be read once loses none."""
-        samples = list(itertools.islice(self._epoch_0, self.config.batch_size))
-        if not samples:
+        """The batch that training starts with. It is put back: a stream that can be read once loses none."""
+        first = next(self._coming, None)
+        if first is None:
             raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
-        self._epoch_0 = itertools.chain(samples, self._epoch_0)
-        return collate(samples, self.pad_id)
+        self._coming = itertools.chain([first], self._coming)
+        return first.batch
 
     def _evaluate(self) -> Fidelity:
         return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size)

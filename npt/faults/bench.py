@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import adapter_parameters, attach, detach
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
-from npt.data.samples import Sample
+from npt.data.sample import Sample
 from npt.distill.loop import ADAM_BETAS, fill_gradients, try_micro_batch
 from npt.distill.schedule import rate_table
 from npt.distill.spikes import SpikeGuard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from transformers import LlamaForCausalLM
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config, decoder_layers
 from npt.adapters.layer import NPTLayer, attention_output, student_output
-from npt.adapters.stream import open_stream
+from npt.adapters.stream import model_inputs, open_stream
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault, pad_id_of
-from npt.data.samples import Sample, cut
+from npt.data.sample import Sample
+from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
 from npt.fidelity.divergence import nmse_per_token
@@ -54,6 +55,8 @@ def evaluate(
     *,
     max_length: int = 256,
     text_column: str = "text",
+    prompt_column: str | None = None,
+    completion_column: str | None = None,
     batch_size: int = 8,
     max_samples: int | None = None,
 ) -> Fidelity:
@@ -62,9 +65,10 @@ def evaluate(
     Args:
         model: with adapters attached; left as it was.
         tokenizer: of the base model.
-        data: records, or samples already cut.
+        data: records, or samples already cut. Of prompts with completions only the completions' tokens are predicted; the layers'
+            NMSE is over all tokens.
         max_length: tokens of a sample, when `data` are records.
-        text_column: field that holds a record's text.
+        text_column, prompt_column, completion_column: fields that hold a record's text, or its prompt and completion.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
 
@@ -73,7 +77,8 @@ def evaluate(
         ModelError: no adapters are attached.
     """
     attached_config(model)
-    samples = _samples(data, tokenizer, DataConfig(max_length=max_length, text_column=text_column), max_samples)
+    config = DataConfig(max_length=max_length, text_column=text_column, prompt_column=prompt_column, completion_column=completion_column)
+    samples = _samples(data, tokenizer, config, max_samples)
     device = next(model.parameters()).device
     sums: dict[Mode, list[Tensor]] = {"teacher": [], "floor": [], "student": []}
     layer_sums: dict[int, dict[Mode, Tensor]] = {}
@@ -93,6 +98,8 @@ def evaluate(
     finally:
         for module in in_training:
             module.training = True
+    if not sum(map(len, sums["teacher"])):
+        raise DataError("no token to predict in the evaluation data; check labels and prompts")
     per_model = {mode: figures(torch.cat(parts)) for mode, parts in sums.items()}
     layers = {index: {f"nmse_{mode}": float(total) / tokens for mode, total in by_mode.items()} for index, by_mode in layer_sums.items()}
     return Fidelity(per_model["teacher"], per_model["floor"], per_model["student"], None, layers)
@@ -120,16 +127,12 @@ def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor
     rows = predicted.nonzero()[:, 0]
     # Padding is filled with a real token of its row: a broken embedding of the pad token is nobody's business here.
     first = batch.attention_mask.argmax(dim=-1, keepdim=True)
-    input_ids = torch.where(batch.attention_mask.bool(), batch.input_ids, batch.input_ids.gather(1, first))
+    filled = torch.where(batch.attention_mask.bool(), batch.input_ids, batch.input_ids.gather(1, first))
+    inputs = model_inputs(model, replace(batch, input_ids=filled))
     hidden: dict[Mode, Tensor] = {}
     for mode in sums:
         with adapter_mode(model, mode):
-            states = model.model(
-                input_ids=input_ids,
-                attention_mask=batch.attention_mask,
-                position_ids=batch.position_ids,
-                use_cache=False,
-            ).last_hidden_state
+            states = model.model(**inputs, use_cache=False).last_hidden_state
         hidden[mode] = states[:, :-1][predicted]
     for mode, parts in sums.items():
         per_token = compare_tokens(hidden[mode], hidden["teacher"], targets[predicted], model.lm_head, model.config.vocab_size)

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.stream import model_inputs
 from npt.data.batch import Batch
 from npt.health.guards import Finding, base_fault, logits_fault, target_fault, tensor_fault
 
@@ -29,9 +30,7 @@ def diagnose(model: LlamaForCausalLM, batch: Batch) -> Finding | None:
     batch = batch.to(next(model.parameters()).device)
     for mode in ("teacher", "student"):
         with torch.no_grad(), adapter_mode(model, mode), torch.autocast(batch.input_ids.device.type, enabled=False):
-            logits = model(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False
-            ).logits
+            logits = model(**model_inputs(model, batch), use_cache=False).logits
         # Padding is nobody's business: what stands there is replaced before it is looked at.
         logits = torch.where(batch.attention_mask.unsqueeze(-1).bool(), logits, 0.0)
         finding = logits_fault(logits, f"{mode} logits")

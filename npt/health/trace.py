@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import LlamaForCausalLM
 
+from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.health import causes
@@ -352,7 +354,10 @@ def _means_the_opposite(mask: Tensor, valid: Tensor) -> bool:
 def _default_run(model: nn.Module, batch: Any) -> Run:
     """The model on the batch, with labels where it is a language model."""
     if isinstance(batch, Batch):
-        batch = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids", "labels")}
+        inputs = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")}
+        if batch.documents is not None and isinstance(model, LlamaForCausalLM):
+            inputs = model_inputs(model, batch)
+        batch = {**inputs, "labels": batch.labels}
     if isinstance(batch, Mapping):
         arguments = dict(batch)
         if "labels" not in arguments and isinstance(arguments.get("input_ids"), Tensor) and _is_language_model(model):

@@ -222,6 +222,7 @@ class TestSequence:
                 return super().__call__(texts)
 
         samples = Samples(TEXTS * 10, CountingTokenizer(), config(num_samples=num_samples), seed=0)
+        seen.clear()
         assert samples.count(asked) == counted
         assert len(seen) <= 32  # one call of the tokenizer
 

@@ -1,0 +1,209 @@
+"""From records to token ids: texts, prompts with their completions, conversations, and ids that came as ids.
+
+Aligned teacher forcing: ids are prompt, completion and end token; labels are the ids of completion and end, -100 on the prompt, so
+the last token of the prompt predicts the first of the completion. The two are tokenised apart: no token reaches across the border,
+and a prompt has the ids that it has where something is generated behind it.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from npt.config import DataConfig
+from npt.data.local import PIECE, first_line
+from npt.data.source import Record
+from npt.errors import DataError
+
+_INT64_MAX = 2**63 - 1
+_PROBE = "a"  # a text that no tokenizer drops
+
+PROMPT, COMPLETION = "prompt", "completion"
+"""Columns that are taken as prompt and completion where nothing else is asked for and there is no text."""
+
+_NO_ANSWER = ("user", "system")  # a conversation that ends with one of them has none
+
+
+@dataclass
+class Counts:
+    """What became of the records that were read, every pass over them counted anew.
+
+    skipped: records, or windows of given token ids, that gave no sample, by reason. cut_prompts, cut_completions: samples that
+    lost tokens of either to `max_length`.
+    """
+
+    records: int = 0
+    samples: int = 0
+    tokens: int = 0
+    cut_prompts: int = 0
+    cut_completions: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "skipped": dict(self.skipped)}
+
+    def lost(self) -> str:
+        """What was cut or left out, in words; empty where nothing was."""
+        cut = {"prompts": self.cut_prompts, "completions": self.cut_completions}
+        parts = [f"{number:,} {what} cut to --max_length" for what, number in cut.items() if number]
+        return ", ".join(parts + [f"{number:,} skipped ({reason})" for reason, number in sorted(self.skipped.items())])
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A record's tokens. prompt: leading tokens that are no targets; None for text, all of which is."""
+
+    name: str
+    ids: list[int]
+    prompt: int | None = None
+    labels: list[int] | None = None
+
+
+def encode(chunk: Sequence[tuple[int, Record]], tokenizer: Any, config: DataConfig, counts: Counts) -> Iterator[Encoded]:
+    """Tokenise records that come with their position in the data; empty ones are counted and left out.
+
+    Raises:
+        DataError: a record with nothing to train on in it, by its id or position.
+    """
+    parts = [_content(number, record, tokenizer, config) for number, record in chunk]
+    texts = [text for part in parts for text in part.texts]
+    tokens = iter(tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"] if texts else ())
+    opening = _opening(tokenizer) if texts else []
+    end = tokenizer.eos_token_id
+    for part in parts:
+        counts.records += 1
+        if part.ids is not None:
+            yield Encoded(part.name, part.ids, labels=part.labels)
+            continue
+        *prompt, target = (list(next(tokens)) for _ in part.texts)
+        if not target or (prompt and not part.texts[-1].strip()):  # a text of spaces is one, a completion of them is none
+            counts.skipped["empty completion" if prompt else "empty text"] += 1
+            continue
+        start = opening if part.opened else []
+        close = [end] if part.closed and end is not None and target[-1] != end else []
+        if prompt:
+            yield Encoded(part.name, start + prompt[0] + target + close, prompt=len(start) + len(prompt[0]))
+        else:
+            yield Encoded(part.name, start + target + close)
+
+
+def _opening(tokenizer: Any) -> list[int]:
+    """The start tokens that the tokenizer puts in front of a text."""
+    (whole,), (bare,) = (tokenizer([_PROBE], verbose=False, add_special_tokens=special)["input_ids"] for special in (True, False))
+    starts = (i for i in range(len(whole)) if list(whole[i : i + len(bare)]) == list(bare))
+    return list(whole[: next(starts, 0)])
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a record holds: texts (one, or a prompt and its completion), or ids with labels or without.
+
+    opened, closed: whether a start and an end token are to be put around the texts.
+    """
+
+    name: str
+    texts: tuple[str, ...] = ()
+    ids: list[int] | None = None
+    labels: list[int] | None = None
+    opened: bool = True
+    closed: bool = True
+
+
+def _content(number: int, record: Any, tokenizer: Any, config: DataConfig) -> _Content:
+    if not isinstance(record, Mapping):
+        raise DataError(f"record {number} is a {type(record).__name__}, not a mapping like {{{config.text_column!r}: ...}}")
+    given = record.get("id")
+    name = str(number if given is None else given)
+    if "input_ids" in record:
+        return _given_ids(name, record)
+    if config.prompt_column is not None:
+        return _prompted(name, record, tokenizer, config.prompt_column, config.completion_column)
+    if config.text_column not in record and PROMPT in record and COMPLETION in record:
+        return _prompted(name, record, tokenizer, PROMPT, COMPLETION)
+    first, last = record.get(PIECE, (True, True))
+    return _Content(name, (_string(name, record, config.text_column, "--text_column"),), opened=first, closed=last)
+
+
+def _given_ids(name: str, record: Record) -> _Content:
+    ids = _integers(name, "input_ids", record["input_ids"])
+    labels = None if record.get("labels") is None else _integers(name, "labels", record["labels"])
+    mask = None if record.get("attention_mask") is None else _integers(name, "attention_mask", record["attention_mask"])
+    for what, values in (("an attention_mask", mask), ("labels", labels)):
+        if values is not None and len(values) != len(ids):
+            raise DataError(f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two belong together")
+    if mask is not None:  # padding that came with the data stays out
+        keep = [i for i, real in enumerate(mask) if real]
+        ids, labels = [ids[i] for i in keep], None if labels is None else [labels[i] for i in keep]
+    return _Content(name, ids=ids, labels=labels)
+
+
+def _prompted(name: str, record: Record, tokenizer: Any, prompt_column: str, completion_column: str | None) -> _Content:
+    if isinstance(record.get(prompt_column), list):
+        return _conversation(name, tokenizer, *_messages(name, record, prompt_column, completion_column))
+    prompt = _string(name, record, prompt_column, "--prompt_column")
+    if completion_column is None:
+        raise DataError(f"record {name}: {prompt_column!r} is no list of messages; name the answer's field with --completion_column")
+    return _Content(name, (prompt, _string(name, record, completion_column, "--completion_column")))
+
+
+def _messages(name: str, record: Record, prompt_column: str, completion_column: str | None) -> tuple[list[Any], list[Any]]:
+    """The messages of a conversation's prompt, and those of its answer: of one list the last."""
+    prompt = record[prompt_column]
+    answer = prompt[-1:] if completion_column is None else record.get(completion_column)
+    prompt = prompt[:-1] if completion_column is None else prompt
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    for column, messages in ((prompt_column, prompt), (completion_column or prompt_column, answer)):
+        whole = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages)
+        if not whole:
+            raise DataError(f'record {name}: {column!r} is no list of messages like {{"role": "user", "content": ...}}')
+    assert isinstance(answer, list)
+    return prompt, answer
+
+
+def _conversation(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -> _Content:
+    """A conversation as the tokenizer's chat template writes it, start and end tokens included."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(f"record {name} is a conversation, but the tokenizer has no chat template; use prompt and completion texts")
+    if not answer or answer[-1]["role"] in _NO_ANSWER or not str(answer[-1]["content"] or "").strip():
+        return _Content(name, ("", ""))
+    try:
+        start = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template([*prompt, *answer], add_generation_prompt=False, tokenize=False)
+    except Exception as error:  # templates raise what their authors wrote into them
+        raise DataError(f"record {name}: the chat template refuses it: {first_line(error)[:200]}; mend the record") from error
+    if not whole.startswith(start):
+        raise DataError(
+            f"record {name}: the chat template writes the prompt differently with an answer behind it, so the answer's tokens cannot be "
+            "told; use prompt and completion texts"
+        )
+    return _Content(name, (_whole(name, "prompt", start), _whole(name, "answer", whole[len(start) :])), opened=False, closed=False)
+
+
+def _string(name: str, record: Record, column: str, flag: str) -> str:
+    text = record.get(column)
+    if not isinstance(text, str):
+        have = ", ".join(sorted(map(str, record))) or "nothing"
+        what = "has no" if column not in record else f"has a {type(text).__name__} as"
+        raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flag}")
+    return _whole(name, repr(column), text)
+
+
+def _whole(name: str, what: str, text: str) -> str:
+    """The text, which JSON allows to hold half a character, that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"record {name}: {what} is broken at character {error.start} ({error.reason}); mend it there") from error
+    return text
+
+
+def _integers(name: str, field_name: str, values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    whole = isinstance(values, list | tuple) and all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values)
+    if not whole or any(abs(i) > _INT64_MAX for i in values):
+        raise DataError(f"record {name} has {field_name} that are no list of 64-bit integers: {str(values)[:60]}")
+    return [int(i) for i in values]

@@ -1,0 +1,48 @@
+"""Packing: short documents side by side in one row, so that little of a batch is padding.
+
+Attention stays inside a document and positions restart with each (`Batch.documents`), so a token's state is what it would be in a
+row of its own; only where it stands differs. The first token of a packed document has nothing before it, and is no target.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from npt.data.sample import IGNORE_INDEX, Sample
+
+
+def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
+    """Put samples together to rows of at most `max_length` tokens: best fit, longest first.
+
+    Args:
+        samples: none empty, none longer than `max_length`.
+        max_length: of a row.
+
+    Returns:
+        Every sample once, in rows whose order and content depend on the samples alone.
+    """
+    assert all(0 < len(s.input_ids) <= max_length for s in samples)
+    rows: list[list[Sample]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for sample in sorted(samples, key=lambda s: -len(s.input_ids)):
+        size = len(sample.input_ids)
+        found = bisect.bisect_left(room, (size, 0))
+        if found == len(room):
+            rows.append([sample])
+            bisect.insort(room, (max_length - size, len(rows) - 1))
+        else:
+            free, row = room.pop(found)
+            rows[row].append(sample)
+            bisect.insort(room, (free - size, row))
+    return [_joined(row) for row in rows]
+
+
+def _joined(row: Sequence[Sample]) -> Sample:
+    labels = [label for s in row for label in (IGNORE_INDEX, *(s.labels if s.labels is not None else s.input_ids)[1:])]
+    return Sample(
+        id="+".join(s.id for s in row),
+        input_ids=tuple(i for s in row for i in s.input_ids),
+        labels=tuple(labels),
+        lengths=tuple(len(s.input_ids) for s in row),
+    )

@@ -1,0 +1,415 @@
+"""Local files: every format, whole and streamed, what is broken in them, and what they cost."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npt.data import local
+from npt.data.local import PIECE, Joined, JsonLines, local_files, read_sequence, read_stream
+from npt.errors import DataError
+
+UNICODE = 'Käse, "quotes", \\ and \u2028 and \x85 and \U0001f40d'
+TEXTS = ["one", UNICODE, "three\nlines\n\nof it", "NA", "17", " spaces "]
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    """The texts in the format that the path's ending names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [{"text": text} for text in texts]
+    if path.suffix == ".txt":
+        path.write_text("".join(texts), encoding="utf-8", newline="")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8", newline="")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8", newline="")
+    elif path.suffix == ".csv":
+        with path.open("w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerows([["text", "n"], *([text, str(i)] for i, text in enumerate(texts))])
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+    return path
+
+
+def both(*paths: Path) -> list[Any]:
+    """The records of the files, read in order and streamed, which have to be the same."""
+    records = read_sequence(paths)
+    listed = [dict(records[i]) for i in range(len(records))]
+    assert [dict(record) for record in read_stream(paths)] == listed
+    return listed
+
+
+def texts_of(records: list[Any]) -> list[str]:
+    return [record["text"] for record in records]
+
+
+def both_refuse(path: Path) -> str:
+    """The one line that both ways of reading refuse a file with."""
+    messages = []
+    for read in (
+        lambda: [records[i] for records in (read_sequence([path]),) for i in range(len(records))],
+        lambda: list(read_stream([path])),
+    ):
+        with pytest.raises(DataError) as refusal:
+            read()
+        messages.append(str(refusal.value))
+    assert messages[0] == messages[1]
+    assert "\n" not in messages[0]
+    assert messages[0].startswith(str(path))
+    return messages[0].removeprefix(str(path))
+
+
+class TestFormats:
+    @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+    def test_records_come_out_as_they_went_in(self, tmp_path, suffix):
+        assert texts_of(both(write(tmp_path / f"data{suffix}", TEXTS))) == TEXTS
+
+    @settings(deadline=None, max_examples=40)
+    @given(texts=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20), min_size=1, max_size=8))
+    @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+    def test_any_text_comes_out_as_it_went_in(self, tmp_path_factory, suffix, texts):
+        assert texts_of(both(write(tmp_path_factory.mktemp("data") / f"data{suffix}", texts))) == texts
+
+    def test_a_text_file_is_one_document_with_its_line_ends_made_plain(self, tmp_path):
+        (tmp_path / "book.txt").write_bytes("\ufeffZeile é\r\n\r\nmore".encode())
+        assert both(tmp_path / "book.txt") == [{"text": "Zeile é\n\nmore", "id": "book.txt"}]
+
+    def test_records_are_named_by_file_and_line_unless_they_name_themselves(self, tmp_path):
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"text": "a"}\n\n{"text": "b", "id": "mine"}\n  \n{"text": "c"}')
+        assert [record["id"] for record in both(path)] == ["data.jsonl:1", "mine", "data.jsonl:5"]
+        path = tmp_path / "data.csv"
+        path.write_text('text,n\n"two\nlines",1\n\nlast,2\n')
+        assert [record["id"] for record in both(path)] == ["data.csv:2", "data.csv:5"]
+        assert [record["id"] for record in both(write(tmp_path / "data.json", ["a", "b"]))] == ["data.json:0", "data.json:1"]
+
+    def test_csv_fields_are_text_whatever_they_look_like(self, tmp_path):
+        path = tmp_path / "data.csv"
+        path.write_text("text,n\nNA,1\n,2\n007,3\nnan,x\nshort\n")
+        records = both(path)
+        assert texts_of(records) == ["NA", "", "007", "nan", "short"]
+        assert [record.get("n") for record in records] == ["1", "2", "3", "x", None]
+
+    def test_a_folder_is_read_in_the_order_of_its_names_whatever_the_formats(self, tmp_path):
+        for name in ("b.csv", "a.jsonl", "sub/d.json", "c.txt", "e.parquet"):
+            write(tmp_path / name, [name])
+        (tmp_path / "README.md").write_text("not data")
+        write(tmp_path / ".git" / "hidden.json", ["hidden"])
+        write(tmp_path / ".hidden.txt", ["hidden"])
+        files = local_files(str(tmp_path))
+        assert texts_of(both(*files)) == ["a.jsonl", "b.csv", "c.txt", "e.parquet", "sub/d.json"]
+
+    def test_a_glob_is_read_in_the_order_of_its_names(self, tmp_path, monkeypatch):
+        for name in ("b/2.jsonl", "a/1.jsonl", "a/1.csv"):
+            write(tmp_path / name, [name])
+        assert texts_of(both(*local_files(str(tmp_path / "*" / "*.jsonl")))) == ["a/1.jsonl", "b/2.jsonl"]
+        assert len(local_files(str(tmp_path / "**" / "*"))) == 3
+        monkeypatch.chdir(tmp_path)
+        assert texts_of(both(*local_files("?/1.*"))) == ["a/1.csv", "a/1.jsonl"]
+
+    @pytest.mark.parametrize("suffix", local.SUFFIXES)
+    def test_a_name_with_brackets_is_a_name(self, tmp_path, suffix):
+        path = write(tmp_path / f"data[1]{suffix}", ["text"])
+        assert local_files(str(path)) == [path]
+        assert texts_of(both(path)) == ["text"]
+
+    def test_a_home_folder_is_found(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        path = write(tmp_path / "data.jsonl", ["text"])
+        assert local_files("~/data.jsonl") == [path]
+
+
+class TestLines:
+    @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n", "\r\n \r\n"])
+    @pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "BOM"])
+    @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+    def test_a_single_record_is_found_whatever_is_around_it(self, tmp_path, suffix, start, end):
+        path = tmp_path / f"data{suffix}"
+        content = '{"text": "é"}' if suffix == ".jsonl" else "text\r\né"
+        blank = end if suffix == ".jsonl" else end.replace(" ", "")  # in CSV a space is a field
+        path.write_bytes(f"{start}{content}{blank}".encode())
+        assert texts_of(both(path)) == ["é"]
+
+    def test_a_huge_line_is_a_line(self, tmp_path):
+        huge = "x" * 3_000_000
+        for suffix in (".jsonl", ".csv"):
+            assert texts_of(both(write(tmp_path / f"data{suffix}", ["first", huge, "last"]))) == ["first", huge, "last"]
+
+    def test_lines_are_found_in_any_order(self, tmp_path):
+        for suffix in (".jsonl", ".csv"):
+            records = read_sequence([write(tmp_path / f"data{suffix}", [f"text {i}" for i in range(50)])])
+            assert [records[i]["text"] for i in (49, 0, 17, 17)] == ["text 49", "text 0", "text 17", "text 17"]
+            with pytest.raises(IndexError):
+                records[50]
+
+    @settings(deadline=None, max_examples=60)
+    @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    def test_joined_files_are_one_sequence(self, sizes):
+        parts = [[f"{part}/{i}" for i in range(size)] for part, size in enumerate(sizes)]
+        joined = Joined(parts)
+        flat = [name for part in parts for name in part]
+        assert len(joined) == len(flat)
+        assert [joined[i] for i in range(len(flat))] == flat
+        for outside in (-1, len(flat)):
+            with pytest.raises(IndexError):
+                joined[outside]
+
+
+class TestLongTexts:
+    """A long text file comes in pieces that are one document."""
+
+    @settings(deadline=None, max_examples=60)
+    @given(text=st.text(st.sampled_from("ab\n"), min_size=1, max_size=80), size=st.integers(1, 12))
+    def test_the_pieces_make_up_the_text_and_end_with_lines(self, tmp_path_factory, text, size):
+        path = tmp_path_factory.mktemp("data") / "book.txt"
+        path.write_text(text, newline="")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local, "TEXT_PIECE", size)
+            records = both(path)
+        assert "".join(texts_of(records)) == text
+        assert all(len(piece) >= size and piece.endswith("\n") for piece in texts_of(records)[:-1])
+        if len(records) == 1:
+            assert records == [{"text": text, "id": "book.txt"}]
+        else:
+            assert [record[PIECE] for record in records] == [(i == 0, i == len(records) - 1) for i in range(len(records))]
+            assert [record["id"] for record in records] == [f"book.txt#{i}" for i in range(len(records))]
+
+    def test_a_stream_holds_two_pieces_at_most(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(local, "TEXT_PIECE", 100)
+        path = tmp_path / "book.txt"
+        path.write_bytes(b"a line of text\n" * 10_000 + b"caf\xe9\n")
+        assert next(read_stream([path]))["text"].startswith("a line")  # what is broken lies far behind
+
+
+class TestBroken:
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("{'text': 1}", ", line 3, column 2: not JSON (Expecting property name enclosed in double quotes)"),
+            ('{"text": "cut', ", line 3, column 10: not JSON (Unterminated string starting at)"),
+            ('{"text": "a"} {"text": "b"}', ", line 3, column 15: not JSON (Extra data)"),
+            ("[" * 100_000, ", line 3: not JSON ("),
+            ('{"n": ' + "1" * 5000 + "}", ", line 3: not JSON ("),
+            ('["text"]', ", line 3: a list, not an object like"),
+            ('"text"', ", line 3: a str, not an object"),
+            ("3", ", line 3: a int, not an object"),
+            ("null", ", line 3: a NoneType, not an object"),
+        ],
+    )
+    def test_a_broken_line_is_named_with_line_and_column(self, tmp_path, line, message):
+        path = tmp_path / "data.jsonl"
+        path.write_text(f'{{"text": "good"}}\n\n{line}\n{{"text": "good"}}\n')
+        assert both_refuse(path).startswith(message)
+
+    def test_the_lines_in_front_of_a_broken_one_are_read(self, tmp_path):
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"text": "good"}\nbroken\n')
+        stream = read_stream([path])
+        assert next(stream)["text"] == "good"
+        with pytest.raises(DataError, match="line 2"):
+            next(stream)
+        assert read_sequence([path])[0]["text"] == "good"
+
+    @pytest.mark.parametrize(
+        ("suffix", "content"),
+        [
+            (".txt", b"one\ncaf\xe9 au lait\n"),
+            (".jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n'),
+            (".json", b'[{"text":\n"caf\xe9"}]'),
+            (".csv", b"text\ncaf\xe9\n"),
+        ],
+    )
+    def test_another_encoding_is_refused_with_its_place(self, tmp_path, suffix, content):
+        path = tmp_path / f"data{suffix}"
+        path.write_bytes(content)
+        byte = content.splitlines()[1].index(b"\xe9")
+        assert both_refuse(path).startswith(f", line 2: not UTF-8 (byte {byte}: ")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ('[{"text": "a"},\n {"text" "b"}]', ", line 2, column 10: not JSON (Expecting ':' delimiter)"),
+            ('{"text": "a"}', ' holds a dict; it has to be a list of objects like {"text": ...}'),
+            ('{"text": "a"}\n{"text": "b"}\n', ", line 2, column 1: not JSON (Extra data); mend it there, or name the file .jsonl"),
+            ('"text"', " holds a str"),
+            ('[{"text": "a"}, ["b"]]', ", entry 1: a list, not an object"),
+            ("[" * 100_000, ": not JSON ("),
+        ],
+    )
+    def test_a_broken_json_file_is_named_with_its_place(self, tmp_path, content, message):
+        path = tmp_path / "data.json"
+        path.write_text(content)
+        assert both_refuse(path).startswith(message)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("text,n\na,1\nb,2,3\n", ', line 3: 3 fields, but the header names 2; put a field that holds commas between "'),
+            ('text\n"a\nb"\n"open\nc\n', ", line 4: not CSV (unexpected end of data); mend it there"),
+            ('text\n"a" b\n', ", line 2: not CSV ("),
+        ],
+    )
+    def test_a_broken_csv_row_is_named_with_its_line(self, tmp_path, content, message):
+        path = tmp_path / "data.csv"
+        path.write_text(content)
+        assert both_refuse(path).startswith(message)
+
+    def test_a_file_that_is_no_parquet_is_refused(self, tmp_path, caplog):
+        path = tmp_path / "data.parquet"
+        path.write_text("text that is none")
+        assert both_refuse(path).startswith(" cannot be read as Parquet: Parquet magic bytes not found")
+        assert not caplog.records  # said once
+
+    def test_a_parquet_file_that_breaks_off_is_refused(self, tmp_path):
+        path = write(tmp_path / "data.parquet", [str(i) * 100 for i in range(1000)])
+        content = bytearray(path.read_bytes())
+        content[100 : len(content) // 2] = bytes(len(content) // 2 - 100)
+        path.write_bytes(content)
+        assert both_refuse(path).startswith(" cannot be read as Parquet: ")
+
+    @pytest.mark.parametrize("name", ["missing.txt", "missing.csv", "no/such/*.jsonl", "x" * 5000 + ".txt", "nul\0.txt"])
+    def test_what_is_not_there_is_refused(self, tmp_path, name):
+        with pytest.raises(DataError, match="check --dataset_name"):
+            local_files(str(tmp_path / name))
+
+    def test_a_home_that_nobody_has_is_no_file(self):
+        with pytest.raises(DataError, match="there is no file ~nobody-of-this-name"):
+            local_files("~nobody-of-this-name/data.txt")
+
+    def test_what_is_of_another_kind_or_empty_is_refused(self, tmp_path):
+        (tmp_path / "notes.md").write_text("text")
+        (tmp_path / "empty.jsonl").touch()
+        with pytest.raises(DataError, match=r"notes\.md is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file; convert it"):
+            local_files(str(tmp_path / "notes.md"))
+        with pytest.raises(DataError, match=r"empty\.jsonl is empty; leave it out"):
+            local_files(str(tmp_path))
+        with pytest.raises(DataError, match=r"holds no \.txt"):
+            (tmp_path / "folder.txt").mkdir()
+            local_files(str(tmp_path / "folder.txt"))
+
+    @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv"])
+    def test_a_file_that_may_not_be_read_is_refused_with_the_reason(self, tmp_path, monkeypatch, suffix):
+        path = write(tmp_path / f"data{suffix}", ["text"])
+
+        def denied(*_: Any, **__: Any) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "open", denied)
+        assert both_refuse(path) == " cannot be read: Permission denied"
+
+
+class TestFilesThatMove:
+    @pytest.fixture(params=[".jsonl", ".csv"])
+    def path(self, request, tmp_path) -> Path:
+        return write(tmp_path / f"data{request.param}", ["one", "two"])
+
+    def test_a_file_that_vanishes_is_one_line(self, path):
+        records = read_sequence([path])
+        path.unlink()
+        with pytest.raises(DataError, match=rf"{path.name} cannot be read: No such file or directory"):
+            records[0]
+
+    @pytest.mark.parametrize("change", ["shorter", "longer", "edited"])
+    def test_a_file_that_changes_is_one_line(self, path, change):
+        records = read_sequence([path])
+        assert records[1]["text"] == "two"
+        content = path.read_bytes()
+        path.write_bytes({"shorter": content[:-5], "longer": content + content, "edited": content.replace(b"two", b"2wo")}[change])
+        status = path.stat()
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))  # the clock of a file system may be coarse
+        with pytest.raises(DataError, match=rf"{path.name} has changed since it was first read; start again"):
+            records[1]
+
+    def test_no_file_is_left_open(self, tmp_path):
+        paths = [write(tmp_path / f"{i}{suffix}", ["a", "b"]) for i in range(20) for suffix in (".jsonl", ".csv")]
+        before = len(os.listdir("/proc/self/fd"))
+        records = read_sequence(paths)
+        assert [records[i]["text"] for i in range(len(records))] == ["a", "b"] * 40
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_several_threads_read_the_same_records(tmp_path, suffix) -> None:
+    """Evaluation reads while the loader's thread does; a place in the file that both move would mix their lines up."""
+    texts = [f"{i} " + "x" * (i % 97) for i in range(400)]
+    records = read_sequence([write(tmp_path / f"data{suffix}", texts)])
+    start, wrong = threading.Barrier(4), []
+
+    def read(offset: int) -> None:
+        start.wait()
+        for i in range(len(texts)):
+            index = (i * 7 + offset) % len(texts)
+            if records[index]["text"] != texts[index]:
+                wrong.append(index)
+
+    threads = [threading.Thread(target=read, args=(offset,)) for offset in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
+STREAM = """
+import resource, sys
+from pathlib import Path
+from npt.data.local import read_stream
+
+path = Path(sys.argv[1])
+with path.open("w") as file:
+    for i in range(int(sys.argv[2])):
+        file.write('{"text": "' + f"line {i} " * 10 + '"}\\n')
+stream = read_stream([path])
+for _ in range(1000):
+    next(stream)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+count = 1000 + sum(1 for _ in stream)
+print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_long_file_streams_with_constant_memory(tmp_path) -> None:
+    lines = 200_000
+    path = tmp_path / "data.jsonl"
+    done = subprocess.run([sys.executable, "-c", STREAM, str(path), str(lines)], capture_output=True, text=True, check=True)
+    count, grown = map(int, done.stdout.split())
+    assert count == lines
+    assert path.stat().st_size > 20 * 2**20
+    assert grown < 2048  # KiB beyond what the first thousand lines took; the file is ten times as large
+
+
+def test_what_is_held_of_a_long_file_is_where_its_lines_start(tmp_path) -> None:
+    path = write(tmp_path / "data.jsonl", ["x" * 200] * 1000)
+    records = JsonLines(path)
+    held = sum(sys.getsizeof(values) for values in (records._offsets, records._numbers))
+    assert held < 20 * 1000  # sixteen bytes a line, and the arrays' room to grow
+
+
+def test_a_stream_that_is_left_closes_its_file(tmp_path) -> None:
+    path = write(tmp_path / "data.jsonl", ["a", "b"])
+    before = len(os.listdir("/proc/self/fd"))
+    stream: Iterator[Any] = read_stream([path])
+    next(stream)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    stream.close()
+    assert len(os.listdir("/proc/self/fd")) == before
