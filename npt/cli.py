@@ -8,11 +8,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from npt.config import STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config import SEED_MAX, STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, NotSupportedError, NPTError
 from npt.flags import OneLineParser, add_settings, build, read_yaml
@@ -174,6 +174,46 @@ def trace(given: dict[str, Any]) -> int:
     return 0 if verdict is None else 1
 
 
+def doctor(given: dict[str, Any]) -> int:
+    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data set."""
+    if given["data"] is None:
+        raise ConfigError("npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples of the data)")
+    from npt.data.table import print_report
+    from npt.files import to_json
+
+    console = make_console(stderr=given["json"])
+    reports = _examine(given, console)
+    if given["json"]:
+        print(to_json({part: report.as_dict() for part, report in reports.items()}, indent=2))
+    else:
+        for report in reports.values():
+            print_report(report, console)
+    return 0 if all(report.trainable for report in reports.values()) else 2
+
+
+def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
+    """Reports on the data and, where there are any, on what is replayed."""
+    if given["data"] is not True:
+        if given.get("dataset_name", given["data"]) != given["data"]:
+            raise ConfigError(f"--data is {given['data']}, --dataset_name {given['dataset_name']}; they mean the same, give one of them")
+        given = {**given, "dataset_name": given["data"]}
+    base, data = build(BaseConfig, given), build(DataConfig, given)
+    if given["seed"] > SEED_MAX:
+        raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
+    from npt.adapters.attach import check_length
+    from npt.data.report import examine
+    from npt.data.source import check_source, replay_source
+    from npt.quant.load import load_tokenizer, read_config
+
+    check_source(data)
+    model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
+    check_length(data.max_length, model_config)
+    parts = {"data": data} | ({"replay": replay_source(data)} if data.replay_dataset is not None else {})
+    how = {"batch_size": given["batch_size"], "seed": given["seed"], "max_records": given["max_records"]}
+    with console.status("reading the data"):
+        return {part: examine(config, tokenizer, model_config.vocab_size, **how) for part, config in parts.items()}
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
@@ -212,7 +252,28 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     tracing.add_argument("--json", action="store_true", help="print the verdict as JSON")
     add_settings(tracing, BaseConfig, DataConfig, leave_out=("num_samples",))
+    _add_doctor(verb(doctor))
     return parser
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit status: 0 nothing stands in the way of training, 2 something does, or wrong arguments."
+    parser.add_argument(
+        "--data", nargs="?", const=True, metavar="NAME", help="look at the data; NAME as in --dataset_name, which it may stand for"
+    )
+    parser.add_argument("--batch_size", type=_positive, default=4, metavar="INT", help="samples of a batch, for the padding (default: 4)")
+    parser.add_argument("--max_records", type=_positive, metavar="INT", help="look at the first records only (default: all)")
+    parser.add_argument("--seed", type=_natural, default=0, metavar="INT", help="which samples are shown (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    base_flags = {flag_of(f) for f in fields(BaseConfig)}
+    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples", *base_flags - {"model_name"}))
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 0")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -107,7 +107,7 @@ class JsonLines(Sequence[Record]):
 
     def __getitem__(self, index: Any) -> Any:
         self._file.seek(self._offsets[index])
-        return _parsed(self.path, self._numbers[index], self._file.readline())
+        return parse_line(self.path, self._numbers[index], self._file.readline())
 
 
 def _lines(path: Path) -> Iterator[Record]:
@@ -115,14 +115,19 @@ def _lines(path: Path) -> Iterator[Record]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _parsed(path, number, line)
+                    yield parse_line(path, number, line)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _parsed(path: Path, number: int, line: bytes) -> Record:
+def parse_line(path: Path, number: int, line: bytes) -> Record:
+    """The record on line `number` (from 1) of a .jsonl file, named by its line unless it names itself.
+
+    Raises:
+        DataError: not UTF-8, not JSON or no object; what was found is its cause.
+    """
     try:
-        record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: not UTF-8 (byte {error.start}: {error.reason}); convert the file first") from error
     except json.JSONDecodeError as error:
