@@ -43,7 +43,7 @@ def test_sound_data_end_0_with_counts_and_samples(sound: Path, capsys: pytest.Ca
 def test_broken_data_end_2_with_every_line_column_and_problem(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--data", str(broken)]) == 2
     out = capsys.readouterr().out
-    assert f"{broken}, line 2, column 9: not JSON (Expecting ':' delimiter)\n" in out
+    assert f"{broken}, line 2, column 9: not JSON (Expecting ':' delimiter)" in out
     assert f"{broken}, line 4, column 2: record broken.jsonl:4 has a int as 'text'" in out
     assert "error: 2 broken places" in out
 

@@ -9,7 +9,7 @@ import contextlib
 import csv
 import itertools
 import json
-from collections import deque
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,9 @@ NAMED = 20
 
 _FIELD_LIMIT = 2**31 - 1
 """Of a CSV field: a document, not the 128 KiB that the csv module stops at."""
+
+_PLACE = re.compile(r"(?:, line (\d+))?(?:, column (\d+))?(?:[:,] | )?(.*)")
+"""What follows the file's name in a message of `npt.data.local`."""
 
 _TOKENS = ("input_ids", "labels", "attention_mask")
 
@@ -79,6 +82,13 @@ class Reading:
         if len(self.broken) < NAMED:
             self.broken.append(broken)
 
+    def note_record(self, record: Record, origin: Origin, error: Exception) -> None:
+        """The same for a record that was read, but cannot be encoded."""
+        if len(self.broken) < NAMED:
+            self.note(_broken_record(record, origin, error))
+        else:
+            self.broken_total += 1  # to find its place would take another look at the file
+
     def __iter__(self) -> Iterator[tuple[Record, Origin]]:
         name = self._config.dataset_name
         if not is_local(name):
@@ -128,8 +138,7 @@ class Reading:
             yield record, Origin(str(path), row)
 
 
-def broken_record(record: Record, origin: Origin, error: Exception) -> Broken:
-    """The place of a record that was read, but cannot be encoded, for the reason that `error` tells."""
+def _broken_record(record: Record, origin: Origin, error: Exception) -> Broken:
     problem = _first_line(error)
     line, column = origin.line, None
     if origin.line is not None:
@@ -140,28 +149,30 @@ def broken_record(record: Record, origin: Origin, error: Exception) -> Broken:
 
 
 def _broken_line(path: Path, number: int, error: DataError) -> Broken:
-    cause = error.__cause__
+    """The place in a line that `parse_line` refused: where its cause says, or the start."""
+    cause, column = error.__cause__, 1
     if isinstance(cause, json.JSONDecodeError):
-        return Broken(str(path), number, cause.colno, f"not JSON ({cause.msg})")
-    if isinstance(cause, UnicodeDecodeError):
-        return Broken(str(path), number, cause.start + 1, f"not UTF-8 ({cause.reason})")
-    return Broken(str(path), number, 1, 'not an object like {"text": ...}')
+        column = min(cause.pos, len(cause.doc.rstrip())) + 1  # a line that ends too early is broken at its end, not behind it
+    elif isinstance(cause, UnicodeDecodeError):
+        column = cause.start + 1
+    return Broken(str(path), number, column, _told(path, error)[-1])
 
 
 def _broken_places(path: Path, error: Exception) -> Iterator[Broken]:
     """Where in the file the reason for an error of its reader lies: every such place where they can be told."""
-    cause, said = error.__cause__, _first_line(error)
-    if isinstance(cause, json.JSONDecodeError):
-        yield Broken(str(path), cause.lineno, cause.colno, f"not JSON ({cause.msg})")
-        return
-    places = list(itertools.islice(_not_utf8(path), 1)) if path.suffix in (".txt", ".json", ".csv") else []
-    if places:
+    if path.suffix in (".txt", ".json", ".csv") and next(_not_utf8(path), None) is not None:
         yield from _not_utf8(path)
-    elif path.suffix == ".csv" and "EOF inside string" in said:
-        for line, row in deque(_csv_rows(path), maxlen=1):
-            yield Broken(str(path), line, len(row), "a quote is opened and never closed")
     else:
-        yield Broken(str(path), None, None, said.removeprefix(str(path)).lstrip(" ,"))
+        yield Broken(str(path), *_told(path, error))
+
+
+def _told(path: Path, error: Exception) -> tuple[int | None, int | None, str]:
+    """Line, column and problem, as far as a reader's message has them."""
+    message = _first_line(error)
+    found = _PLACE.fullmatch(message.removeprefix(str(path)))
+    assert found is not None  # every part of the pattern may be empty
+    line, column, problem = found.groups()
+    return (int(line) if line else None, int(column) if column else None, problem)
 
 
 def _not_utf8(path: Path) -> Iterator[Broken]:
@@ -174,13 +185,15 @@ def _not_utf8(path: Path) -> Iterator[Broken]:
 
 
 def _odd_rows(path: Path) -> Iterator[Broken]:
-    """Rows with more fields than the header has names. Not all of them stop the reader: where every row has one too many, it
-    takes the first for a row's name, and each field for its neighbour's."""
-    rows = _csv_rows(path)
-    _, names = next(rows, (1, []))
-    for line, row in rows:
-        if len(row) > len(names):
-            yield Broken(str(path), line, len(names) + 1, f"{len(row)} fields, but the header names {len(names)}")
+    """Rows with more fields than the header has names, and the one from which on nothing can be read."""
+    names = None
+    for line, row in _csv_rows(path):
+        if isinstance(row, csv.Error):
+            yield Broken(str(path), line, None, f"not CSV ({row})")
+        elif names is None:
+            names = len(row)
+        elif len(row) > names:
+            yield Broken(str(path), line, names + 1, f"{len(row)} fields, but the header names {names}")
 
 
 def _csv_line(path: Path, row: int) -> int | None:
@@ -188,18 +201,20 @@ def _csv_line(path: Path, row: int) -> int | None:
     return next((line for line, _ in itertools.islice(_csv_rows(path), row + 1, None)), None)  # the header is no record
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows that are not blank, each with the line it starts on, as far as the file can be read."""
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str] | csv.Error]]:
+    """Rows that are not blank, each with the line it starts on, as far as the file can be read; an error instead of the last."""
     before = csv.field_size_limit(_FIELD_LIMIT)
+    start = 1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file)
-            start = 1
+            rows = csv.reader(file, strict=True)
             for row in rows:
                 if row:
                     yield start, row
                 start = rows.line_num + 1
-    except (csv.Error, OSError, UnicodeDecodeError):
+    except csv.Error as error:
+        yield start, error
+    except (OSError, UnicodeDecodeError):
         return
     finally:
         csv.field_size_limit(before)

@@ -127,7 +127,7 @@ def parse_line(path: Path, number: int, line: bytes) -> Record:
         DataError: not UTF-8, not JSON or no object; what was found is its cause.
     """
     try:
-        record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip(" \t\r\n"))
+        record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, line {number}: not UTF-8 (byte {error.start}: {error.reason}); convert the file first") from error
     except json.JSONDecodeError as error:

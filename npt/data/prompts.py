@@ -62,7 +62,8 @@ def prompt_record(number: int, record: Any, tokenizer: Any, config: DataConfig, 
 
 
 def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
-    name = str(record.get("id", number))
+    given = record.get("id")
+    name = str(number if given is None else given)
     if column not in record:
         raise DataError(f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set --prompt_column")
     prompt = record[column]

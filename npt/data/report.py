@@ -16,7 +16,7 @@ from itertools import groupby, islice
 from typing import Any, Generic, TypeVar
 
 from npt.config import DataConfig
-from npt.data.broken import Broken, Origin, Reading, broken_record
+from npt.data.broken import Broken, Origin, Reading
 from npt.data.encoding import Counts
 from npt.data.packing import pack
 from npt.data.sample import IGNORE_INDEX, Sample
@@ -199,7 +199,7 @@ def _samples(chunk: list[tuple[Record, Origin]], tokenizer: Any, config: DataCon
             for pair in chunk:
                 yield from _samples([pair], tokenizer, config, counts, reading)
             return
-        reading.note(broken_record(*chunk[0], error))
+        reading.note_record(*chunk[0], error)
         return
     for name, value in vars(trial).items():
         setattr(counts, name, getattr(counts, name) + value)

@@ -39,13 +39,20 @@ def test_every_broken_line_is_located_and_the_others_are_read(tmp_path, streamin
     assert [r["id"] for r in records] == ["data.jsonl:1", "data.jsonl:4", "data.jsonl:9"]
     assert reading.blank_lines == 1 and reading.broken_total == 5
     assert [(b.line, b.column, b.problem.split(" (")[0]) for b in reading.broken] == [
-        (3, 10, "not JSON"),
-        (5, 1, 'not an object like {"text": ...}'),
+        (3, 14, "not JSON"),
+        (5, 1, 'a list, not an object like {"text": ...}'),
         (6, 10, "not JSON"),
         (7, 11, "not UTF-8"),
-        (8, 1, 'not an object like {"text": ...}'),
+        (8, 1, 'a NoneType, not an object like {"text": ...}'),
     ]
-    assert str(reading.broken[0]) == f"{path}, line 3, column 10: not JSON (Unterminated string starting at)"
+    first = "not JSON (Invalid control character at); each line has to be one JSON object"
+    assert str(reading.broken[0]) == f"{path}, line 3, column 14: {first}"
+
+
+def test_a_line_that_ends_too_early_is_broken_at_its_end(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a",\n{"text":   \n{')
+    assert [(line, column) for line, column, _ in places(path)] == [(1, 14), (2, 9), (3, 2)]
 
 
 @given(
@@ -90,7 +97,7 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
         ("a.json", b'[{"text": "a"}, 1]', None, None, "entry 1: a int, not an object"),
         ("a.txt", b"one\ntw\xffo\n", 2, 3, "not UTF-8 (invalid start byte)"),
         ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, 3, "3 fields, but the header names 2"),
-        ("a.csv", b'text,b\n1,2\n3,"x\n1,3\n', 3, 2, "a quote is opened and never closed"),
+        ("a.csv", b'text,b\n1,2\n3,"x\n1,3\n', 3, None, "not CSV (unexpected end of data)"),
         ("a.csv", b"text\nab\xff\n", 2, 3, "not UTF-8 (invalid start byte)"),
         ("a.parquet", b"PAR1xxx", None, None, "cannot be read as PARQUET"),
     ],
@@ -107,8 +114,7 @@ def test_every_bad_line_of_a_text_file_is_found(tmp_path):
     assert [(line, column) for line, column, _ in places(tmp_path / "a.txt")] == [(1, 1), (3, 2)]
 
 
-def test_a_csv_file_whose_rows_would_all_be_shifted_is_not_read(tmp_path, streaming):
-    # Without this, pandas takes the first field of each row for its name, and "b" for the text.
+def test_a_csv_file_whose_rows_all_have_a_field_too_many_is_not_read(tmp_path, streaming):
     path = tmp_path / "a.csv"
     path.write_text("text,label\na,b,c\nd,e,f\n")
     records, reading = read(path, streaming=streaming)

@@ -178,9 +178,10 @@ def test_records_that_cannot_be_encoded_are_located_among_broken_lines(tmp_path,
 
 def test_a_csv_record_is_located_by_its_line(tmp_path, tokenizer):
     path = tmp_path / "data.csv"
-    path.write_text('text,b\n"two\nlines",1\n\nfine,2\n,3\n')
-    (broken,) = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB).broken
-    assert (broken.line, broken.column) == (6, None) and "NoneType as 'text'" in broken.problem
+    path.write_text('b,text\n1,"two\nlines"\n\n2,fine\n3\n')
+    report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
+    (broken,) = report.broken
+    assert (broken.line, broken.column, report.counts.samples) == (6, None, 2) and "'text'" in broken.problem
 
 
 def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokenizer):
@@ -297,7 +298,7 @@ def test_the_report_is_json(tmp_path, tokenizer):
             "where": str(path),
             "line": 3,
             "column": 2,
-            "problem": "not JSON (Expecting property name enclosed in double quotes)",
+            "problem": "not JSON (Expecting property name enclosed in double quotes); each line has to be one JSON object",
         }
     ]
     assert [s["kind"] for s in values["shown"][0]["stretches"]] == ["masked", "target"]
