@@ -1,7 +1,9 @@
 """Greedy continuation of several prompts at once, with a cache of keys and values.
 
-Prompts are padded on the left, so that every row's next token stands in the last column. Which tokens come out does not depend on
-the batch they are in, but for ties that rounding decides: rows of another width sum in another order.
+Prompts are padded on the right, and what is added to a row goes behind its padding, which stays masked: positions, not places, tell
+the model where a token stands. So every query has a key, padding too; padded on the left, the first ones would have none, which
+some attention kernels answer with NaN. Which tokens come out does not depend on the batch they are in, but for ties that rounding
+decides: rows of another width sum in another order.
 """
 
 from __future__ import annotations
@@ -38,16 +40,18 @@ def continue_greedily(
     width = max(len(prompt) for prompt in prompts)
     device = next(model.parameters()).device
     # Padding repeats the row's first token: a broken embedding of the pad token is nobody's business here.
-    rows = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    ids = torch.tensor(rows, device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    ids = torch.tensor([[*prompt, *[prompt[0]] * (width - len(prompt))] for prompt in prompts], device=device)
+    mask = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+    positions = torch.arange(width, device=device).expand_as(ids)
+    last = mask.sum(dim=-1) - 1  # the column of each row's newest token in the states
+    length = last[:, None] + 1  # tokens of each row so far
     open_rows = {row for row, limit in enumerate(limits) if limit > 0}
     added: list[list[int]] = [[] for _ in prompts]
     cache = None
     while open_rows:
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1]
+        out = model.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        cache, states = out.past_key_values, out.last_hidden_state
+        logits = model.lm_head(states[torch.arange(len(states), device=device), last])
         ids = logits.argmax(dim=-1, keepdim=True)
         # One answer from the device for both: which token, and whether it is one.
         answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
@@ -60,8 +64,8 @@ def continue_greedily(
             added[row].append(answers[row])
             if answers[row] in ends or len(added[row]) == limits[row]:
                 open_rows.discard(row)
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=-1)
-        positions = positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+        positions, length, last = length, length + 1, torch.zeros_like(last)
     return added
 
 

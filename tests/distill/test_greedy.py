@@ -1,4 +1,4 @@
-"""Greedy continuation in a left-padded batch with a cache is what one gets without either."""
+"""Greedy continuation in a padded batch with a cache is what one gets without either."""
 
 from __future__ import annotations
 
@@ -64,6 +64,21 @@ def test_rows_end_at_their_own_end_or_limit(student) -> None:
 def test_nothing_comes_of_nothing(student) -> None:
     assert continue_greedily(student, [], [], (), []) == []
     assert continue_greedily(student, PROMPTS, [0] * 4, (), NAMES) == [[]] * 4
+
+
+def test_no_query_is_ever_without_a_key(student, monkeypatch) -> None:
+    seen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, attn_mask=None, **kwargs):
+        if attn_mask is not None:
+            assert attn_mask.dtype == torch.bool
+            seen.append(bool(attn_mask.any(dim=-1).all()))
+        return attention(query, key, value, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    continue_greedily(student, PROMPTS, [3] * 4, (), NAMES)
+    assert len(seen) == 3 * 4 and all(seen)  # steps, layers
 
 
 def test_a_broken_embedding_of_the_pad_token_is_not_read(load_model) -> None:
