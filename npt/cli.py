@@ -8,11 +8,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from npt.config import STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config import SEED_MAX, STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError, NotSupportedError, NPTError
 from npt.flags import OneLineParser, add_settings, build, read_yaml
@@ -193,6 +193,95 @@ def replay(given: dict[str, Any]) -> int:
     return 0
 
 
+def doctor(given: dict[str, Any]) -> int:
+    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data set."""
+    if given["data"] is None:
+        raise ConfigError("npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples of the data)")
+    from npt.data.table import print_report
+    from npt.files import to_json
+
+    console = make_console(stderr=given["json"])
+    reports = _examine(given, console)
+    if given["json"]:
+        print(to_json({part: report.as_dict() for part, report in reports.items()}, indent=2))
+    else:
+        for report in reports.values():
+            print_report(report, console)
+    return 0 if all(report.trainable for report in reports.values()) else 2
+
+
+def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
+    """Reports on the data and, where there are any, on what is replayed."""
+    if given["data"] is not True:
+        if given.get("dataset_name", given["data"]) != given["data"]:
+            raise ConfigError(f"--data is {given['data']}, --dataset_name {given['dataset_name']}; they mean the same, give one of them")
+        given = {**given, "dataset_name": given["data"]}
+    base, data = build(BaseConfig, given), build(DataConfig, given)
+    if given["seed"] > SEED_MAX:
+        raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
+    from npt.adapters.attach import check_length
+    from npt.data.report import examine
+    from npt.data.source import check_source, replay_source
+    from npt.quant.load import load_tokenizer, read_config
+
+    check_source(data)
+    model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
+    check_length(data.max_length, model_config)
+    parts = {"data": data} | ({"replay": replay_source(data)} if data.replay_dataset is not None else {})
+    how = {"batch_size": given["batch_size"], "seed": given["seed"], "max_records": given["max_records"]}
+    with console.status("reading the data"):
+        return {part: examine(config, tokenizer, model_config.vocab_size, **how) for part, config in parts.items()}
+
+
+def collect(given: dict[str, Any]) -> int:
+    """Write the prompts at which a student's greedy token leaves its teacher's, as data to train on."""
+    base, data = build(BaseConfig, given), build(DataConfig, given)
+    if given["seed"] > SEED_MAX:
+        raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
+    import npt
+    from npt.adapters.attach import check_length
+    from npt.adapters.io import read_adapter_config
+    from npt.data.source import BUILTIN, check_source, open_source
+    from npt.distill.collect import collect as run
+    from npt.distill.collect import prompt_length
+    from npt.distill.journal import read_state
+    from npt.files import to_json
+    from npt.quant.load import read_config
+
+    console = make_console(stderr=given["json"])
+    read_adapter_config(Path(given["adapter"]))  # this and what follows before the base is loaded
+    read_state(Path(given["output"]))
+    prompt_length(data, given["max_new_tokens"])
+    check_source(data)
+    check_length(data.max_length, read_config(base.model_name))
+    if data.dataset_name == BUILTIN and data.dataset_split != "train":
+        raise DataError(f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated on; collect from 'train'")
+    model, tokenizer = _load(base, console)
+    base_hash = npt.base_hash(model)
+    npt.load_adapter(model, given["adapter"], base_hash=base_hash)
+    how = {name: given[name] for name in ("max_new_tokens", "num_prompts", "batch_size", "seed")}
+    with console.status("collecting") as status:
+
+        def report(progress: Any) -> None:
+            status.update(f"{progress.prompts:,} prompts, {progress.disagreements:,} disagreements")
+
+        result = run(model, tokenizer, open_source(data), given["output"], data_config=data, base_hash=base_hash, report=report, **how)
+    figures = result.as_dict()
+    if given["json"]:
+        print(to_json(figures, indent=2))
+    else:
+        before = f", {result.resumed:,} of them earlier" if result.resumed else ""
+        if result.removed:
+            console.print(f"removed {result.removed:,} bytes of a batch that an earlier call had not finished")
+        console.print(
+            f"{figures['prompts']:,} prompts{before}: the student leaves its teacher in {figures['disagreements']:,}; over "
+            f"{figures['tokens']:,} tokens top-1 {figures['top1']:.1%}, KL {figures['kl']:.4f} nats, acceptance "
+            f"{figures['acceptance']:.1%}; written to {figures['output']}",
+            soft_wrap=True,
+        )
+    return result.exit_status
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
@@ -237,7 +326,51 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     replaying.add_argument("--device", help="default: the kind that the run was on, where there is one")
     replaying.add_argument("--micro_batch", type=int, metavar="INT", help="trace this micro-batch of the window, refused or not")
     replaying.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_doctor(verb(doctor))
+    _add_collect(verb(collect))
     return parser
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit status: 0 nothing stands in the way of training, 2 something does, or wrong arguments."
+    parser.add_argument(
+        "--data", nargs="?", const=True, metavar="NAME", help="look at the data; NAME as in --dataset_name, which it may stand for"
+    )
+    parser.add_argument("--batch_size", type=_positive, default=4, metavar="INT", help="samples of a batch, for the padding (default: 4)")
+    parser.add_argument("--max_records", type=_positive, metavar="INT", help="look at the first records only (default: all)")
+    parser.add_argument("--seed", type=_natural, default=0, metavar="INT", help="which samples are shown (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    base_flags = {flag_of(f) for f in fields(BaseConfig)}
+    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples", *base_flags - {"model_name"}))
+
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "The same command again goes on where an earlier one ended. Exit status: 0 done, 2 wrong arguments, data or output, 5 adapter "
+        "unusable, 128+n after finishing the batch on signal n."
+    )
+    parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved the student's adapter to")
+    parser.add_argument("--output", required=True, metavar="FILE.jsonl", type=_jsonl, help="file that is written, or gone on with")
+    parser.add_argument("--max_new_tokens", type=_positive, default=64, metavar="INT", help="tokens of a completion (default: 64)")
+    parser.add_argument("--num_prompts", type=_positive, default=256, metavar="INT", help="prompts in all (default: 256)")
+    parser.add_argument("--batch_size", type=_positive, default=8, metavar="INT", help="prompts at a time (default: 8)")
+    parser.add_argument("--seed", type=_natural, default=0, metavar="INT", help="of the order of prompts (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    of_training = ("num_samples", "packing", "padding_side", "replay_dataset", "replay_ratio", "completion_column")
+    add_settings(parser, BaseConfig, DataConfig, leave_out=of_training)
+
+
+def _jsonl(text: str) -> str:
+    if not text.endswith(".jsonl"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .jsonl, by which --dataset_name will know it")
+    return text
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 0")
+    return value
 
 
 def _positive(text: str) -> int:

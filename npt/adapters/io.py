@@ -6,6 +6,7 @@ folder was trained on the base at hand.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -108,6 +109,19 @@ def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str 
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(tensors[name])
     return config
+
+
+def adapter_hash(model: LlamaForCausalLM) -> str:
+    """sha256 over the attached adapters' tensors and configuration: two students of one base with the same hash are the same.
+
+    Raises:
+        ModelError: no adapters are attached.
+    """
+    digest = hashlib.sha256(json.dumps(asdict(attached_config(model)), sort_keys=True).encode())
+    for name, parameter in adapter_parameters(model).items():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)};".encode())
+        digest.update(parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _check_replaceable(folder: Path) -> None:

@@ -65,7 +65,7 @@ def load_base(
         raise ConfigError(f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None")
     config = read_config(name)
     source = _locate(name)
-    tokenizer = _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source))
+    tokenizer = load_tokenizer(name)
     device = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = quantization is not None or getattr(config, "quantization_config", None) is not None
     if packed and use_fp16:
@@ -113,6 +113,16 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
     if config.model_type not in MODEL_TYPES:
         raise ModelError(f"{name} is a {config.model_type!r} model; only {', '.join(MODEL_TYPES)} models can be converted")
     return config
+
+
+def load_tokenizer(name: str = EMBEDDED) -> Any:
+    """The tokenizer of a base model, without its weights.
+
+    Raises:
+        ModelError: no such model, or no tokenizer beside it.
+    """
+    source = _locate(name)
+    return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source))
 
 
 def base_hash(model: LlamaForCausalLM) -> str:

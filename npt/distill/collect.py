@@ -1,0 +1,335 @@
+"""Disagreements of student and teacher as training data: where the student's greedy token leaves the teacher's.
+
+The teacher continues each prompt greedily. On its tokens the student is asked, position by position, what it would have written;
+a prompt at which it would have written something else becomes a record, with the teacher's continuation as the completion. The
+record holds the tokens themselves beside the texts, because text does not always encode back to the tokens it was decoded from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from npt.adapters.adapter import Mode
+from npt.adapters.attach import adapter_mode, attached_config, check_length
+from npt.adapters.io import adapter_hash
+from npt.config import DataConfig
+from npt.data.batch import IGNORE_INDEX, collate, find_fault
+from npt.data.prompts import read_prompts
+from npt.data.sample import Sample
+from npt.data.source import Record
+from npt.distill.greedy import continue_greedily, end_ids
+from npt.distill.journal import Journal
+from npt.distill.signals import StopOnSignal
+from npt.errors import ConfigError, DataError, NumericalError
+from npt.fidelity.divergence import LOGIT_CHUNK
+from npt.fidelity.metrics import COLUMNS, compare_tokens
+from npt.quant.load import base_hash as hash_of
+
+NUM_PROMPTS = 256
+MAX_NEW_TOKENS = 64
+
+_KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "acceptance"))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a collection has come to: prompts that are done, how many of them the student left, and sums over the teacher's
+    tokens. prompts_sha256: of the tokens of all prompts that are done, by which other data are noticed."""
+
+    prompts: int = 0
+    disagreements: int = 0
+    tokens: int = 0
+    agreed_sum: float = 0.0
+    kl_sum: float = 0.0
+    acceptance_sum: float = 0.0
+    prompts_sha256: str = hashlib.sha256().hexdigest()
+
+
+@dataclass(frozen=True)
+class CollectResult:
+    """resumed: prompts that an earlier call had done. removed: bytes of an unfinished batch that it had left. signal: number of
+    the signal that ended this call early, if one did."""
+
+    output: Path
+    progress: Progress
+    resumed: int
+    removed: int
+    signal: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        return 0 if self.signal is None else 128 + self.signal
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: means are per token of the teacher's continuations."""
+        p, tokens = self.progress, max(1, self.progress.tokens)
+        return {
+            "output": str(self.output),
+            "prompts": p.prompts,
+            "disagreements": p.disagreements,
+            "tokens": p.tokens,
+            "top1": p.agreed_sum / tokens,
+            "kl": p.kl_sum / tokens,
+            "acceptance": p.acceptance_sum / tokens,
+            "resumed": self.resumed,
+            "removed": self.removed,
+            "signal": self.signal,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Student against teacher on the teacher's continuation of one prompt.
+
+    completion: the teacher's tokens, C of them. figures: [C, len(COLUMNS)], per token. position: index in the completion of the
+    first token at which the student leaves; None where it never does. student_token: what it would write there.
+    """
+
+    prompt: Sample
+    completion: tuple[int, ...]
+    figures: Tensor
+    position: int | None
+    student_token: int | None
+
+    @property
+    def student_start(self) -> tuple[int, ...]:
+        """The student's own completion up to where it leaves, that token included."""
+        assert self.position is not None and self.student_token is not None
+        return (*self.completion[: self.position], self.student_token)
+
+
+def collect(
+    model: LlamaForCausalLM,
+    tokenizer: Any,
+    data: Iterable[Record],
+    output: str | Path,
+    *,
+    data_config: DataConfig | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    num_prompts: int | None = NUM_PROMPTS,
+    batch_size: int = 8,
+    seed: int = 0,
+    base_hash: str | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> CollectResult:
+    """Write the prompts at which the student leaves its teacher to `output`, a .jsonl file to train on.
+
+    Called again with the same settings it goes on after the last batch that was finished; the file is then the one that an
+    uninterrupted call writes, byte for byte at the same batch size.
+
+    Args:
+        model: with adapters attached.
+        tokenizer: of the base model.
+        data: records with prompts or texts, see `read_prompts`.
+        output: the file; its state stands beside it, as `<output>.state`.
+        data_config: columns and `max_length`, which prompt and completion together stay within.
+        max_new_tokens: of a completion.
+        num_prompts: how many prompts in all, earlier calls included; None for all there are.
+        batch_size: prompts at a time.
+        seed: of the order of prompts.
+        base_hash: `npt.base_hash(model)` where known already.
+        report: told after every batch.
+
+    Raises:
+        ConfigError: settings that cannot work, or an output that other settings or data were written to.
+        DataError: no prompts.
+        NumericalError: logits that are not finite.
+        ModelError: no adapters are attached.
+    """
+    attached_config(model)
+    config = data_config if data_config is not None else DataConfig()
+    check_length(config.max_length, model.config)
+    length = prompt_length(config, max_new_tokens)
+    base_hash = base_hash if base_hash is not None else hash_of(model)
+    student = adapter_hash(model)
+    settings = {
+        "base": base_hash,
+        "adapter": student,
+        "--max_new_tokens": max_new_tokens,
+        "--max_length": config.max_length,
+        "--text_column": config.text_column,
+        "--prompt_column": config.prompt_column,
+        "--seed": seed,
+    }
+    marks = {"base_hash": base_hash, "adapter_hash": student}
+    prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
+    first = next(prompts, None)  # before there is a file
+    if first is None:
+        raise DataError("no prompt of two tokens or more came out of the data; check --dataset_name and its columns")
+    prompts = itertools.chain([first], prompts)
+    ends = end_ids(model, tokenizer)
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with Journal(output, settings, marks) as journal, StopOnSignal() as stop:
+            done = Progress(**journal.progress)
+            resumed = done.prompts
+            digest = _passed_over(prompts, done, journal.path)
+            while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
+                wanted = batch_size if num_prompts is None else min(batch_size, num_prompts - done.prompts)
+                batch = list(itertools.islice(prompts, wanted))
+                if not batch:
+                    break
+                compared = compare_prompts(model, batch, max_new_tokens, ends)
+                left = [c for c in compared if c.position is not None]
+                records = [{**r, **marks} for r in _records(model, tokenizer, left, max_new_tokens, ends)]
+                for prompt in batch:
+                    digest.update(_bytes(prompt))
+                done = _advanced(done, compared, digest.hexdigest())
+                journal.commit(records, asdict(done))
+                report(done)
+    finally:
+        for module in in_training:
+            module.training = True
+    return CollectResult(journal.path, done, resumed, journal.removed, stop.number)
+
+
+def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
+    """Tokens of a prompt, at most, so that prompt and completion together are one sample of `max_length`.
+
+    Raises:
+        ConfigError: there is no room for a prompt.
+    """
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
+    length = config.max_length - max_new_tokens
+    if length < 2:
+        raise ConfigError(
+            f"--max_new_tokens is {max_new_tokens} of --max_length {config.max_length}, which leaves no room for a prompt of two tokens; "
+            "lower one or raise the other"
+        )
+    return length
+
+
+@torch.no_grad()
+def compare_prompts(model: LlamaForCausalLM, prompts: Sequence[Sample], max_new_tokens: int, ends: frozenset[int]) -> list[Comparison]:
+    """The teacher's greedy continuation of each prompt, and the student's opinion of it.
+
+    The student leaves where its most likely token is not the teacher's. A token that the teacher itself would not write again in
+    the pass that the two are compared in (a tie, which rounding decides) is none to leave from.
+
+    Raises:
+        DataError: an id outside the vocabulary.
+        NumericalError: logits that are not finite.
+    """
+    fault = find_fault(collate(prompts, pad_id=0), model.config.vocab_size)
+    if fault is not None:
+        raise DataError(f"prompts: {fault}; is this the tokenizer of the model?")
+    names = [prompt.id for prompt in prompts]
+    with adapter_mode(model, "teacher"):
+        added = continue_greedily(model, [p.input_ids for p in prompts], [max_new_tokens] * len(prompts), ends, names)
+    rows = [Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new)) for p, new in zip(prompts, added, strict=True)]
+    hidden = {mode: _states(model, rows, mode) for mode in ("teacher", "student")}
+    tokens = torch.tensor([token for new in added for token in new], device=hidden["teacher"].device)
+    figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, model.lm_head, model.config.vocab_size)
+    written = {mode: _argmax(states, model.lm_head, model.config.vocab_size) for mode, states in hidden.items()}
+    leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
+    found, start = [], 0
+    for prompt, new, own in zip(prompts, added, written["student"].cpu().split([len(new) for new in added]), strict=True):
+        part = slice(start, start + len(new))
+        start += len(new)
+        if not torch.isfinite(figures[part]).all():
+            raise NumericalError(f"the student's logits behind {prompt.id} are not finite; npt trace --adapter finds the operation")
+        position = next(iter(leaves[part].nonzero()[:, 0].tolist()), None)
+        token = None if position is None else int(own[position])
+        found.append(Comparison(prompt, tuple(new), figures[part].double().cpu(), position, token))
+    return found
+
+
+def _states(model: LlamaForCausalLM, rows: Sequence[Sample], mode: Mode) -> Tensor:
+    """The states that the completions' tokens are predicted from, [N, D], row by row."""
+    # Padded on the right by a token that is in the batch: every padded query has keys, and no embedding of its own is needed.
+    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
+    with adapter_mode(model, mode):
+        states = model.model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False
+        ).last_hidden_state
+    return states[:, :-1][batch.labels[:, 1:] != IGNORE_INDEX]
+
+
+def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
+    return torch.cat([head(part).argmax(dim=-1) for part in hidden.split(max(1, LOGIT_CHUNK // vocab_size))])
+
+
+def _records(
+    model: LlamaForCausalLM, tokenizer: Any, left: Sequence[Comparison], max_new_tokens: int, ends: frozenset[int]
+) -> list[dict[str, Any]]:
+    """What is written of the prompts at which the student left, its own continuation among it."""
+    starts = [c.student_start for c in left]
+    limits = [0 if start[-1] in ends else max_new_tokens - len(start) for start in starts]
+    behind = [(*c.prompt.input_ids, *start) for c, start in zip(left, starts, strict=True)]
+    with adapter_mode(model, "student"):
+        rests = continue_greedily(model, behind, limits, ends, [c.prompt.id for c in left])
+
+    def text(ids: Iterable[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    records = []
+    for c, start, rest in zip(left, starts, rests, strict=True):
+        assert c.position is not None
+        prompt = c.prompt.input_ids
+        records.append(
+            {
+                "id": c.prompt.id,
+                "prompt": text(prompt),
+                "completion": text(c.completion),
+                "student": text((*start, *rest)),
+                "position": c.position,
+                "teacher_token": c.completion[c.position],
+                "student_token": c.student_token,
+                "kl": float(c.figures[:, _KL].mean()),
+                "kl_at": float(c.figures[c.position, _KL]),
+                "acceptance": float(c.figures[:, _ACCEPTANCE].mean()),
+                "acceptance_at": float(c.figures[c.position, _ACCEPTANCE]),
+                "tokens": len(c.completion),
+                "input_ids": [*prompt, *c.completion],
+                "labels": [*[IGNORE_INDEX] * len(prompt), *c.completion],
+            }
+        )
+    return records
+
+
+def _passed_over(prompts: Iterable[Sample], done: Progress, path: Path) -> Any:
+    """The hash of the prompts that are done; they are read from the data once more.
+
+    Raises:
+        ConfigError: they are not those that were done.
+    """
+    digest = hashlib.sha256()
+    count = 0
+    for prompt in itertools.islice(prompts, done.prompts):
+        digest.update(_bytes(prompt))
+        count += 1
+    if count < done.prompts or digest.hexdigest() != done.prompts_sha256:
+        raise ConfigError(
+            f"--output {path} was begun on other data: its first {done.prompts} prompts are not those of this call; choose another file, "
+            "or the data of before"
+        )
+    return digest
+
+
+def _bytes(prompt: Sample) -> bytes:
+    return array("q", (len(prompt.input_ids), *prompt.input_ids)).tobytes()
+
+
+def _advanced(done: Progress, compared: Sequence[Comparison], digest: str) -> Progress:
+    sums = torch.stack([c.figures.sum(dim=0) for c in compared]).sum(dim=0)
+    return Progress(
+        prompts=done.prompts + len(compared),
+        disagreements=done.disagreements + sum(c.position is not None for c in compared),
+        tokens=done.tokens + sum(len(c.completion) for c in compared),
+        agreed_sum=done.agreed_sum + float(sums[_TOP1]),
+        kl_sum=done.kl_sum + float(sums[_KL]),
+        acceptance_sum=done.acceptance_sum + float(sums[_ACCEPTANCE]),
+        prompts_sha256=digest,
+    )

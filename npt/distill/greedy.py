@@ -1,0 +1,77 @@
+"""Greedy continuation of several prompts at once, with a cache of keys and values.
+
+Prompts are padded on the right, and what is added to a row goes behind its padding, which stays masked: positions, not places, tell
+the model where a token stands. So every query has a key, padding too; padded on the left, the first ones would have none, which
+some attention kernels answer with NaN. Which tokens come out does not depend on the batch they are in, but for ties that rounding
+decides: rows of another width sum in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from transformers import LlamaForCausalLM
+
+from npt.errors import NumericalError
+
+
+@torch.no_grad()
+def continue_greedily(
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], limits: Sequence[int], ends: Collection[int], names: Sequence[str]
+) -> list[list[int]]:
+    """The most likely token again and again, in the mode that the model's adapters are in.
+
+    Args:
+        model: in evaluation mode.
+        prompts: B of them, none empty.
+        limits: how many tokens to add to each, at most.
+        ends: ids that end a row; they are part of it.
+        names: of the prompts, for an error.
+
+    Returns:
+        The new tokens of each prompt.
+
+    Raises:
+        NumericalError: logits that are not finite, from which argmax would make a token all the same.
+    """
+    if not prompts:
+        return []
+    width = max(len(prompt) for prompt in prompts)
+    device = next(model.parameters()).device
+    # Padding repeats the row's first token: a broken embedding of the pad token is nobody's business here.
+    ids = torch.tensor([[*prompt, *[prompt[0]] * (width - len(prompt))] for prompt in prompts], device=device)
+    mask = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+    positions = torch.arange(width, device=device).expand_as(ids)
+    last = mask.sum(dim=-1) - 1  # the column of each row's newest token in the states
+    length = last[:, None] + 1  # tokens of each row so far
+    open_rows = {row for row, limit in enumerate(limits) if limit > 0}
+    added: list[list[int]] = [[] for _ in prompts]
+    cache = None
+    while open_rows:
+        out = model.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        cache, states = out.past_key_values, out.last_hidden_state
+        logits = model.lm_head(states[torch.arange(len(states), device=device), last])
+        ids = logits.argmax(dim=-1, keepdim=True)
+        # One answer from the device for both: which token, and whether it is one.
+        answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
+        for row in sorted(open_rows):
+            if answers[row] < 0:
+                raise NumericalError(
+                    f"the logits behind token {len(prompts[row]) + len(added[row])} of {names[row]} are not finite; "
+                    "npt trace finds the operation"
+                )
+            added[row].append(answers[row])
+            if answers[row] in ends or len(added[row]) == limits[row]:
+                open_rows.discard(row)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+        positions, length, last = length, length + 1, torch.zeros_like(last)
+    return added
+
+
+def end_ids(model: LlamaForCausalLM, tokenizer: object) -> frozenset[int]:
+    """The ids that end a text: the tokenizer's, and those of the model's generation settings, which know more."""
+    found: list[object] = [getattr(tokenizer, "eos_token_id", None)]
+    further = getattr(model.generation_config, "eos_token_id", None)
+    found += further if isinstance(further, list | tuple) else [further]
+    return frozenset(i for i in found if isinstance(i, int))

@@ -1,0 +1,143 @@
+"""Every broken place of a file is found in one pass, with its line and column, and what is whole is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npt.config import DataConfig
+from npt.data.broken import NAMED, Broken, Reading
+from npt.data.source import open_source
+from npt.errors import DataError
+
+
+def read(path: Path, **settings) -> tuple[list[dict], Reading]:
+    reading = Reading(DataConfig(dataset_name=str(path), **settings))
+    return [dict(record) for record, _ in reading], reading
+
+
+def places(path: Path, **settings) -> list[tuple[int | None, int | None, str]]:
+    return [(broken.line, broken.column, broken.problem) for broken in read(path, **settings)[1].broken]
+
+
+@pytest.fixture(params=[False, True], ids=["kept", "streaming"])
+def streaming(request) -> bool:
+    return request.param
+
+
+def test_every_broken_line_is_located_and_the_others_are_read(tmp_path, streaming):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "a"}\n\n{"text": "cut\n{"text": "b"}\n[1]\n {"text" "c"}\n{"text": "\xff"}\nnull\n{"text": "d"}'
+    )
+    records, reading = read(path, streaming=streaming)
+    assert [r["text"] for r in records] == ["a", "b", "d"]
+    assert [r["id"] for r in records] == ["data.jsonl:1", "data.jsonl:4", "data.jsonl:9"]
+    assert reading.blank_lines == 1 and reading.broken_total == 5
+    assert [(b.line, b.column, b.problem.split(" (")[0]) for b in reading.broken] == [
+        (3, 14, "not JSON"),
+        (5, 1, 'a list, not an object like {"text": ...}'),
+        (6, 10, "not JSON"),
+        (7, 11, "not UTF-8"),
+        (8, 1, 'a NoneType, not an object like {"text": ...}'),
+    ]
+    first = "not JSON (Invalid control character at); each line has to be one JSON object"
+    assert str(reading.broken[0]) == f"{path}, line 3, column 14: {first}"
+
+
+def test_a_line_that_ends_too_early_is_broken_at_its_end(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a",\n{"text":   \n{')
+    assert [(line, column) for line, column, _ in places(path)] == [(1, 14), (2, 9), (3, 2)]
+
+
+@given(
+    lines=st.lists(
+        st.one_of(
+            st.builds(lambda text: json.dumps({"text": text}).encode(), st.text()),
+            st.binary().map(lambda b: b.replace(b"\n", b"").replace(b"\r", b"")),
+            st.sampled_from([b"", b"  ", b"{", b"3", b'{"text": 1}', b'"x"']),
+        ),
+        min_size=1,
+    )
+)
+def test_a_line_is_broken_where_training_would_stop_at_it(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("lines") / "data.jsonl"
+    path.write_bytes(b"\n".join([b'{"text": "first"}', *lines]))
+    records, reading = read(path)
+    kept = open_source(DataConfig(dataset_name=str(path)))
+    whole, stopped = [], 0
+    for i in range(len(kept)):
+        try:
+            whole.append(dict(kept[i]))
+        except DataError:
+            stopped += 1
+    assert (records, reading.broken_total) == (whole, stopped)
+    assert len(reading.broken) == min(stopped, NAMED)
+
+
+def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n' + "{\n" * 1000)
+    reading = read(path)[1]
+    assert reading.broken_total == 1000
+    assert [b.line for b in reading.broken] == list(range(2, 22))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "column", "problem"),
+    [
+        ("a.json", b'[{"text": "a"},\n {"text" "b"}]', 2, 10, "not JSON (Expecting ':' delimiter)"),
+        ("a.json", b'[\n"\xff"]', 2, 2, "not UTF-8 (invalid start byte)"),
+        ("a.json", b'{"text": 1}', None, None, "holds a dict; it has to be a list"),
+        ("a.json", b'[{"text": "a"}, 1]', None, None, "entry 1: a int, not an object"),
+        ("a.txt", b"one\ntw\xffo\n", 2, 3, "not UTF-8 (invalid start byte)"),
+        ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, 3, "3 fields, but the header names 2"),
+        ("a.csv", b'text,b\n1,2\n3,"x\n1,3\n', 3, None, "not CSV (unexpected end of data)"),
+        ("a.csv", b"text\nab\xff\n", 2, 3, "not UTF-8 (invalid start byte)"),
+        ("a.parquet", b"PAR1xxx", None, None, "cannot be read as PARQUET"),
+    ],
+)
+def test_a_fault_of_another_kind_of_file_is_located_as_far_as_it_can_be(tmp_path, name, content, line, column, problem):
+    (tmp_path / name).write_bytes(content)
+    ((found_line, found_column, found_problem),) = places(tmp_path / name)
+    assert (found_line, found_column) == (line, column)
+    assert problem in found_problem
+
+
+def test_every_bad_line_of_a_text_file_is_found(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\nfine\nx\xfe\n")
+    assert [(line, column) for line, column, _ in places(tmp_path / "a.txt")] == [(1, 1), (3, 2)]
+
+
+def test_a_csv_file_whose_rows_all_have_a_field_too_many_is_not_read(tmp_path, streaming):
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\na,b,c\nd,e,f\n")
+    records, reading = read(path, streaming=streaming)
+    assert records == []
+    assert [(b.line, b.column) for b in reading.broken] == [(2, 3), (3, 3)]
+
+
+def test_a_csv_file_with_documents_as_fields_is_read(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('text,b\n"' + "long " * 50_000 + '",1\n')
+    records, reading = read(path)
+    assert len(records) == 1 and not reading.broken
+
+
+def test_one_broken_file_of_a_folder_does_not_hide_the_others(tmp_path):
+    (tmp_path / "a.json").write_text("[")
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{')
+    (tmp_path / "c.txt").write_text("c")
+    records, reading = read(tmp_path)
+    assert [r["text"] for r in records] == ["b", "c"]
+    assert [(Path(b.where).name, b.line) for b in reading.broken] == [("a.json", 1), ("b.jsonl", 2)]
+
+
+def test_a_place_without_line_or_column_is_written_without_them():
+    assert str(Broken("a.parquet", None, None, "broken")) == "a.parquet: broken"
+    assert Broken("a", 1, 2, "b").as_dict() == {"where": "a", "line": 1, "column": 2, "problem": "b"}

@@ -1,0 +1,305 @@
+"""The report says of a data set what training would find in it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from npt.config import DataConfig
+from npt.data.encoding import Counts
+from npt.data.report import Copies, DataReport, Lengths, Reservoir, escaped, examine, show
+from npt.data.sample import IGNORE_INDEX, Sample
+from npt.data.samples import cut
+from npt.data.source import open_source
+from npt.data.table import CLOSE, OPEN, print_report
+from npt.errors import DataError
+from npt.files import to_json
+from npt.quant.load import load_tokenizer
+
+VOCAB = 2048
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny")
+
+
+def write(path: Path, *records: object) -> DataConfig:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return DataConfig(dataset_name=str(path), max_length=16)
+
+
+def problems(report: DataReport) -> str:
+    return "\n".join(map(str, report.problems))
+
+
+def printed(report: DataReport, encoding: str = "utf-8") -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    console = Console(file=stream, width=120, markup=False, highlight=False)
+    print_report(report, console)
+    stream.flush()
+    return stream.buffer.getvalue().decode(encoding)
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
+    config = write(
+        tmp_path / "data.jsonl",
+        *({"prompt": "def f(x):" * (1 + i), "completion": "return x\n" * (i % 9)} for i in range(40)),
+        {"prompt": "p", "completion": "long " * 40},
+        {"text": ""},
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100]},
+        {"input_ids": [5, 6], "labels": [-100, -100]},
+    )
+    counts = Counts()
+    samples = list(cut(open_source(config), tokenizer, config, counts))
+    report = examine(config, tokenizer, VOCAB)
+    assert report.counts == counts and report.complete and report.trainable
+    assert counts.skipped == Counter({"empty completion": 5, "empty text": 1, "no target": 1})
+    assert counts.cut_prompts > 0 < counts.cut_completions
+    lengths = sorted(len(s.input_ids) for s in samples)
+    assert (report.shortest, report.median, report.longest) == (lengths[0], lengths[(len(lengths) - 1) // 2], lengths[-1])
+    labels = [label for s in samples for label in (s.labels or s.input_ids)]
+    assert report.targets == sum(label != IGNORE_INDEX for label in labels)
+    assert report.heldout == sum(s.heldout for s in samples)
+    ids = [i for s in samples for i in s.input_ids]
+    assert (report.id_min, report.id_max, report.outside) == (min(ids), max(ids), 0)
+
+
+def test_streaming_changes_nothing(tmp_path, tokenizer):
+    write(tmp_path / "data.jsonl", *({"text": "x = 1\n" * i} for i in range(1, 30)))
+    kept, stream = (
+        examine(DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=16, streaming=streaming), tokenizer, VOCAB)
+        for streaming in (False, True)
+    )
+    assert kept == stream
+
+
+def test_the_first_records_alone_can_be_looked_at(tmp_path, tokenizer):
+    config = write(tmp_path / "data.jsonl", *({"text": "x = 1\n" * i} for i in range(1, 80)))
+    part = examine(config, tokenizer, VOCAB, max_records=50)
+    assert part.counts.records == 50 and not part.complete
+    assert "its first 50 records" in printed(part)
+    whole = examine(config, tokenizer, VOCAB, max_records=79)
+    assert whole.counts.records == 79 and whole.complete
+
+
+@settings(max_examples=50)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), batch_size=st.integers(1, 4))
+def test_the_padding_is_the_mean_over_all_batches_that_could_be_drawn(lengths, batch_size):
+    histogram = Lengths()
+    for length in lengths:
+        histogram.add(length)
+    drawn = list(itertools.combinations(lengths, min(batch_size, len(lengths))))
+    width = sum(max(batch) for batch in drawn) / len(drawn)
+    # A handful of fp64 products against a mean of integers.
+    assert histogram.padding(batch_size) == pytest.approx(1 - sum(lengths) / len(lengths) / width, abs=1e-12)
+
+
+def test_packing_is_worth_what_the_report_says(tmp_path, tokenizer):
+    records = [{"input_ids": [7] * n} for n in (16, 2, 2, 2, 2, 2, 2, 2, 2)]
+    report = examine(write(tmp_path / "data.jsonl", *records), tokenizer, VOCAB, batch_size=9)
+    assert (report.padding, report.padding_packed) == (1 - 32 / (9 * 16), 0.0)
+    assert "78% of a batch is padding: use --packing (0%)" in problems(report)
+    packed = DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=16, packing=True)
+    assert "packing" not in problems(examine(packed, tokenizer, VOCAB, batch_size=9))
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+def test_copies_are_counted_exactly_while_there_is_room(samples):
+    copies = Copies()
+    for sample in samples:
+        copies.add(sample)
+    distinct = len({tuple(s) for s in samples})
+    assert copies.exact and copies.share == (1 - distinct / len(samples) if samples else 0.0)
+
+
+def test_copies_among_more_samples_than_are_kept_are_estimated():
+    copies = Copies(limit=1024)
+    for i in range(40_000):
+        copies.add([i])
+        if i % 4 == 0:
+            copies.add([i])
+    assert not copies.exact and len(copies._counts) <= 1024
+    # A share of 0.2 from 512 to 1,024 distinct samples: three standard errors, sqrt(0.2 * 0.8 / 512) each.
+    assert copies.share == pytest.approx(0.2, abs=0.053)
+
+
+def test_a_reservoir_keeps_what_fits_in_order_and_draws_evenly_from_more():
+    few = Reservoir(5, seed=0)
+    for i in range(4):
+        few.add(i)
+    assert few.kept == [0, 1, 2, 3]
+    drawn: Counter[int] = Counter()
+    for seed in range(2000):
+        some = Reservoir(3, seed)
+        for i in range(10):
+            some.add(i)
+        assert some.kept == sorted(some.kept)
+        drawn.update(some.kept)
+    # 600 expected of each, with a standard deviation of about 20: four of them.
+    assert all(abs(drawn[i] - 600) < 80 for i in range(10))
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+def test_sound_data_have_no_problem(tmp_path, tokenizer):
+    report = examine(write(tmp_path / "data.jsonl", *({"text": f"x_{i} = {i * i}\n"} for i in range(60))), tokenizer, VOCAB)
+    assert report.problems == () and report.trainable
+    assert "no problem found" in printed(report)
+
+
+def test_records_that_cannot_be_encoded_are_located_among_broken_lines(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(
+        b'{"text": "fine"}\n{"id": "mine", "text": 5}\n{"body": "x"}\n{\n{"input_ids": [1, 2], "labels": [1]}\n'
+        b'{"text": "half a pair \\ud800"}\n{"text": "fine too"}\n'
+    )
+    report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
+    assert [(b.line, b.column) for b in report.broken] == [(2, 16), (3, 1), (4, 2), (5, 2), (6, 1)]
+    assert "record mine has a int as 'text'" in report.broken[0].problem
+    assert "has no 'text' (it has: body" in report.broken[1].problem
+    assert "2 input_ids but labels of 1" in report.broken[3].problem
+    assert (report.counts.records, report.counts.samples, report.broken_total) == (2, 2, 5)
+    assert not report.trainable
+    assert "error: 5 broken places, the first: " in printed(report)
+
+
+def test_a_csv_record_is_located_by_its_line(tmp_path, tokenizer):
+    path = tmp_path / "data.csv"
+    path.write_text('b,text\n1,"two\nlines"\n\n2,fine\n3\n')
+    report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
+    (broken,) = report.broken
+    assert (broken.line, broken.column, report.counts.samples) == (6, None, 2) and "'text'" in broken.problem
+
+
+def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine"}\n' + "{\n" * 30)
+    text = printed(examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB))
+    assert "line 21, column 2: " in text and "line 22" not in text and "and 10 more" in text
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "outside"),
+    [([5, VOCAB, 7], None, 1), ([5, -1, 99_999], None, 2), ([5, 6, 7], [5, VOCAB, -100], 1), ([5, 9999, 7], [-100, 9999, 7], 1)],
+)
+def test_ids_outside_the_vocabulary_are_counted_and_the_first_is_named(tmp_path, tokenizer, ids, labels, outside):
+    bad = {"id": "bad one", "input_ids": ids} | ({} if labels is None else {"labels": labels})
+    report = examine(write(tmp_path / "data.jsonl", {"text": "fine"}, bad, bad), tokenizer, VOCAB)
+    assert (report.outside, report.outside_first) == (2 * outside, "bad one@0")
+    assert "outside the vocabulary [0, 2048), the first in sample bad one@0" in problems(report)
+    assert not report.trainable
+
+
+def test_data_without_a_sample_are_an_error(tmp_path, tokenizer):
+    report = examine(write(tmp_path / "data.jsonl", {"text": ""}, {"input_ids": [5]}), tokenizer, VOCAB)
+    assert "no sample of two tokens or more" in problems(report) and not report.trainable
+    assert (report.shortest, report.median, report.longest, report.id_min, report.padding) == (0, 0, 0, None, 0.0)
+    assert "no sample of two tokens or more" in printed(report)
+
+
+def test_labels_that_were_shifted_already_are_noticed(tmp_path, tokenizer):
+    config = write(tmp_path / "data.jsonl", {"input_ids": [5, 6, 7, 8], "labels": [6, 7, 8, -100]})
+    assert "3 labels are not the token they stand at" in problems(examine(config, tokenizer, VOCAB))
+
+
+def test_a_start_token_in_the_text_is_noticed(tmp_path, tokenizer):
+    assert "1 samples begin with two start tokens" in problems(
+        examine(write(tmp_path / "data.jsonl", {"text": "<s>x"}, {"text": "y"}), tokenizer, VOCAB)
+    )
+
+
+def test_copies_cuts_and_skips_are_hints_that_do_not_stop_training(tmp_path, tokenizer):
+    records = [{"text": "the same"}] * 4 + [{"text": ""}] + [{"prompt": "long " * 30, "completion": "x"}]
+    report = examine(write(tmp_path / "data.jsonl", *records), tokenizer, VOCAB)
+    assert "60% of the samples are copies of others" in problems(report)
+    assert "1 prompts and 0 completions of 5 samples are cut: raise --max_length" in problems(report)
+    assert "1 empty text of 6 records are skipped" in problems(report)
+    assert report.trainable
+
+
+def test_a_data_set_that_is_not_there_is_an_error_of_its_own(tokenizer):
+    with pytest.raises(DataError, match=r"none\.jsonl"):
+        examine(DataConfig(dataset_name="none.jsonl"), tokenizer, VOCAB)
+
+
+# --- samples for reading ----------------------------------------------------------------------------------------------
+
+
+def test_the_mask_is_seen_without_colour(tmp_path, tokenizer):
+    report = examine(write(tmp_path / "data.jsonl", {"prompt": "def f", "completion": "(x):\n"}), tokenizer, VOCAB)
+    assert f"data.jsonl:1@0, {report.counts.tokens} tokens: {OPEN}<s>def f{CLOSE}(x):\\n</s>" in printed(report)
+
+
+def test_brackets_and_unseen_characters_of_the_text_are_escaped(tmp_path, tokenizer):
+    text = f"a{OPEN}b{CLOSE}\\ \x1b[31m\r\u200b\u2028\x00é [red]"
+    write(tmp_path / "data.jsonl", {"text": text})
+    out = printed(examine(DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=99), tokenizer, VOCAB))
+    assert "<s>a\\u27e6b\\u27e7\\\\ \\x1b[31m\\r\\u200b\\u2028\\x00é [red]</s>" in out
+
+
+@given(st.text())
+def test_escaped_text_is_one_line_that_python_can_read_back(text):
+    shown = escaped(text)
+    assert len(shown.splitlines()) <= 1 and shown.isprintable()
+    ascii_only = "".join(c if ord(c) < 128 else f"\\U{ord(c):08x}" for c in shown)
+    assert ascii_only.encode("ascii").decode("unicode_escape") == text
+
+
+def test_a_long_sample_loses_its_middle_and_keeps_the_edge_of_its_mask(tokenizer):
+    ids = tokenizer("one two three four five six seven " * 40)["input_ids"]
+    labels = (IGNORE_INDEX,) * 100 + tuple(ids[100:])
+    masked, target = show(Sample("x", tuple(ids), labels), tokenizer, VOCAB).stretches
+    assert (masked.kind, masked.tokens, target.kind, target.tokens) == ("masked", 100, "target", len(ids) - 100)
+    assert " … 52 tokens … " in masked.text and masked.text.endswith(tokenizer.decode(ids[76:100]))
+    assert target.text.startswith(tokenizer.decode(ids[100:124]))
+
+
+def test_a_sample_of_many_stretches_keeps_its_ends(tokenizer):
+    ids = tuple(range(100, 160))
+    stretches = show(Sample("x", ids, tuple(i if i % 2 else IGNORE_INDEX for i in ids)), tokenizer, VOCAB).stretches
+    assert [s.kind for s in stretches] == ["masked", "target"] * 2 + ["left out"] + ["masked", "target"] * 2
+    assert sum(s.tokens for s in stretches) == 60
+
+
+def test_ids_outside_the_vocabulary_are_shown_by_number(tokenizer):
+    (stretch,) = show(Sample("x", (0, -3, 99_999, 1)), tokenizer, VOCAB).stretches
+    assert stretch.text == "<s><no token -3><no token 99999></s>"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_console_that_lacks_characters_gets_escapes(tmp_path, tokenizer, encoding):
+    report = examine(write(tmp_path / "data.jsonl", {"prompt": "é€", "completion": "x"}), tokenizer, VOCAB)
+    assert "\\u27e6<s>" in printed(report, encoding)
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_json(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "p", "completion": "c"}\n{"text": ""}\n{\n')
+    values = json.loads(to_json(examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB).as_dict()))
+    assert (values["records"], values["samples"], values["skipped"]) == (2, 1, {"empty text": 1})
+    assert values["broken"] == [
+        {
+            "where": str(path),
+            "line": 3,
+            "column": 2,
+            "problem": "not JSON (Expecting property name enclosed in double quotes); each line has to be one JSON object",
+        }
+    ]
+    assert [s["kind"] for s in values["shown"][0]["stretches"]] == ["masked", "target"]
+    assert values["problems"][0]["fatal"] is True and values["trainable"] is False

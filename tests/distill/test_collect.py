@@ -1,0 +1,344 @@
+"""What is collected is what a slow look at every token finds, and it can be taken up again and trained on exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npt
+from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.io import adapter_hash
+from npt.config import DataConfig
+from npt.data.encoding import Counts
+from npt.data.sample import Sample
+from npt.data.samples import cut
+from npt.data.source import open_source
+from npt.distill.collect import collect, compare_prompts
+from npt.errors import ConfigError, DataError, ModelError, NumericalError
+
+NEW = 8
+CONFIG = DataConfig(max_length=40)
+RECORDS = [
+    {"id": f"p{i}", "prompt": text}
+    for i, text in enumerate(
+        ("import os", "class Stack:\n", "def f(x):\n    return", "for i in", "x = [", "if __name__ ==", "    self.", "raise Value", "# The")
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def base(load_model) -> Any:
+    return load_model()
+
+
+@pytest.fixture
+def tokenizer(tokenizer):
+    """One that decodes to characters which it does not encode back to the same ids."""
+
+    def decode(ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(64 + i) for i in ids if not (skip_special_tokens and i < 3))
+
+    tokenizer.decode = decode
+    return tokenizer
+
+
+@pytest.fixture
+def student(base):
+    """A 4-bit model with a fresh adapter, which leaves its teacher often."""
+    npt.attach(base, npt.NPTConfig(rank=4))
+    yield base
+    npt.detach(base)
+
+
+@pytest.fixture
+def close(base):
+    """The same with the attention residual kept and next to no modulation: it agrees."""
+    npt.attach(base, npt.NPTConfig(rank=4, residual="keep", additive_scale=1e-6))
+    yield base
+    npt.detach(base)
+
+
+def gather(model, tokenizer, path: Path, records: Any = RECORDS, **settings: Any):
+    return collect(
+        model, tokenizer, records, path, **{"data_config": CONFIG, "max_new_tokens": NEW, "batch_size": 2, "num_prompts": None, **settings}
+    )
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def content(path: Path) -> tuple[bytes, bytes]:
+    return path.read_bytes(), path.with_name(path.name + ".state").read_bytes()
+
+
+def logits(model, ids: list[int], mode: str) -> torch.Tensor:
+    """[T, V] in fp64, of one row alone, without a cache."""
+    with torch.no_grad(), adapter_mode(model, mode):
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double()
+
+
+def written(model, ids: list[int], count: int, mode: str) -> list[int]:
+    """Greedy tokens one at a time, the row anew for each."""
+    added: list[int] = []
+    while len(added) < count and 1 not in added:
+        added.append(int(logits(model, ids + added, mode)[-1].argmax()))
+    return added
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+
+def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) -> None:
+    result = gather(student, tokenizer, tmp_path / "failures.jsonl", batch_size=4)
+    found = {record["id"]: record for record in lines(tmp_path / "failures.jsonl")}
+    sums = dict.fromkeys(("tokens", "kl", "acceptance", "top1"), 0.0)
+    for record in RECORDS:
+        ids = tokenizer(record["prompt"])["input_ids"]
+        teacher = written(student, ids, NEW, "teacher")
+        log_p, log_q = (logits(student, ids + teacher, mode)[len(ids) - 1 : -1].log_softmax(-1) for mode in ("teacher", "student"))
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        acceptance = torch.minimum(log_p, log_q).exp().sum(-1)
+        own = log_q.argmax(-1).tolist()
+        for name, value in (("tokens", len(teacher)), ("kl", kl.sum()), ("acceptance", acceptance.sum())):
+            sums[name] += float(value)
+        sums["top1"] += sum(a == b for a, b in zip(own, teacher, strict=True))
+        position = next((i for i, (a, b) in enumerate(zip(own, teacher, strict=True)) if a != b), None)
+        if position is None:
+            assert f"{record['id']}@0" not in found
+            continue
+        record = found.pop(f"{record['id']}@0")
+        student_ids = [*teacher[:position], *written(student, ids + teacher[:position], NEW - position, "student")]
+        assert (record["position"], record["teacher_token"], record["student_token"]) == (position, teacher[position], own[position])
+        assert record["completion"] == tokenizer.decode(teacher, skip_special_tokens=True)
+        assert record["student"] == tokenizer.decode(student_ids, skip_special_tokens=True)
+        assert student_ids[position] == own[position]
+        # fp32 logits of padded rows against fp64 softmax of unpadded ones.
+        for name, value in (("kl", kl.mean()), ("kl_at", kl[position]), ("acceptance", acceptance.mean())):
+            assert record[name] == pytest.approx(float(value), rel=1e-3, abs=1e-5)
+        assert record["acceptance_at"] == pytest.approx(float(acceptance[position]), rel=1e-3)
+        assert record["tokens"] == len(teacher)
+        assert (record["base_hash"], record["adapter_hash"]) == (npt.base_hash(student), adapter_hash(student))
+    assert found == {}
+    figures = result.as_dict()
+    assert (figures["prompts"], figures["tokens"], figures["disagreements"]) == (9, sums["tokens"], len(lines(tmp_path / "failures.jsonl")))
+    for name in ("kl", "acceptance", "top1"):
+        assert figures[name] == pytest.approx(sums[name] / sums["tokens"], rel=1e-3)
+    assert figures["disagreements"] > 0 and figures["kl"] > 0.1  # the comparison is of something
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 9])
+def test_the_batch_size_changes_no_text_and_no_token(student, tokenizer, tmp_path, batch_size) -> None:
+    gather(student, tokenizer, tmp_path / "one.jsonl", batch_size=2)
+    gather(student, tokenizer, tmp_path / "other.jsonl", batch_size=batch_size)
+    for one, other in zip(lines(tmp_path / "one.jsonl"), lines(tmp_path / "other.jsonl"), strict=True):
+        for name in ("kl", "kl_at", "acceptance", "acceptance_at"):
+            assert one.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5)  # rows of another width sum in another order
+        assert one == other
+
+
+def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_path) -> None:
+    result = gather(close, tokenizer, tmp_path / "failures.jsonl")
+    assert (tmp_path / "failures.jsonl").read_bytes() == b""
+    figures = result.as_dict()
+    assert (figures["prompts"], figures["disagreements"], figures["tokens"]) == (9, 0, result.progress.agreed_sum)
+    assert figures["kl"] < 1e-9 and figures["acceptance"] == pytest.approx(1, rel=1e-6)
+    assert gather(close, tokenizer, tmp_path / "failures.jsonl").resumed == 9  # known, though none was written
+
+
+def test_a_tie_that_rounding_decides_is_no_disagreement(close, tokenizer, monkeypatch) -> None:
+    from npt.distill import collect as module
+
+    prompts = [Sample("p", tuple(tokenizer("import os")["input_ids"]))]
+    (before,) = compare_prompts(close, prompts, NEW, frozenset({1}))
+    # The cached pass that wrote the text took the other of two equal tokens: one that the compared pass would not write.
+    other = (*before.completion[:3], before.completion[3] + 1)
+    monkeypatch.setattr(module, "continue_greedily", lambda *_: [list(other)])
+    (found,) = compare_prompts(close, prompts, NEW, frozenset({1}))
+    assert found.completion == other and found.position is None
+
+
+def test_a_student_that_would_end_writes_nothing_more(student, tokenizer, tmp_path) -> None:
+    ids = tokenizer("import os")["input_ids"]
+    (found,) = compare_prompts(student, [Sample("p", tuple(ids))], NEW, frozenset({1}))
+    assert found.position is not None
+    ends = tokenizer.eos_token_id
+    tokenizer.eos_token_id = found.student_token
+    try:
+        gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:1])
+    finally:
+        tokenizer.eos_token_id = ends
+    (record,) = lines(tmp_path / "failures.jsonl")
+    assert record["student"] == tokenizer.decode(found.student_start)
+
+
+def test_the_model_stays_as_it_was(student, tokenizer, tmp_path) -> None:
+    student.train()
+    student.model.layers[3].npt.mode = "floor"
+    before = {name: p.clone() for name, p in adapter_parameters(student).items()}
+    random_state = torch.get_rng_state()
+    gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2])
+    assert student.training and student.model.layers[3].npt.mode == "floor"
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in adapter_parameters(student).items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    student.eval()
+
+
+# --- training on it ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(student, tokenizer, tmp_path) -> None:
+    records = [*RECORDS, {"id": "ids", "input_ids": [70, 80, 90, 100]}]
+    gather(student, tokenizer, tmp_path / "failures.jsonl", records)
+    counts = Counts()
+    config = DataConfig(dataset_name=str(tmp_path / "failures.jsonl"), max_length=CONFIG.max_length)
+    samples = {s.id: s for s in cut(open_source(config), tokenizer, config, counts)}
+    assert counts.samples == counts.records == len(samples) > 0
+    for record in records:
+        ids = record.get("input_ids") or tokenizer(record["prompt"])["input_ids"]
+        teacher = written(student, ids, NEW, "teacher")
+        sample = samples.pop(f"{record['id']}@0@0", None)
+        if sample is not None:
+            assert sample.input_ids == (*ids, *teacher)
+            assert sample.labels == (*[-100] * len(ids), *teacher)
+    assert samples == {}
+    texts = [{name: record[name] for name in ("prompt", "completion")} for record in lines(tmp_path / "failures.jsonl")]
+    assert {s.input_ids for s in cut(texts, tokenizer, config)}.isdisjoint(s.input_ids for s in cut(open_source(config), tokenizer, config))
+
+
+def test_what_was_collected_can_be_collected_from_again(student, tokenizer, tmp_path) -> None:
+    gather(student, tokenizer, tmp_path / "one.jsonl")
+    again = [{k: v for k, v in r.items() if k != "id"} | {"id": r["id"].removesuffix("@0")} for r in lines(tmp_path / "one.jsonl")]
+    gather(student, tokenizer, tmp_path / "two.jsonl", again, batch_size=1)
+    one, two = ({r["id"]: r["input_ids"] for r in lines(tmp_path / name)} for name in ("one.jsonl", "two.jsonl"))
+    assert one == two != {}
+
+
+# --- taking it up again -----------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(student, tokenizer, tmp_path, after) -> None:
+    gather(student, tokenizer, tmp_path / "whole.jsonl")
+
+    def stop(progress) -> None:
+        if progress.prompts >= 2 * after:
+            raise Stopped
+
+    with pytest.raises(Stopped) if after < 5 else pytest.MonkeyPatch.context():
+        gather(student, tokenizer, tmp_path / "part.jsonl", report=stop)
+    result = gather(student, tokenizer, tmp_path / "part.jsonl")
+    assert result.resumed == min(2 * after, 9)
+    assert content(tmp_path / "part.jsonl") == content(tmp_path / "whole.jsonl")
+
+
+def test_a_torn_line_and_a_batch_without_its_state_are_done_again(student, tokenizer, tmp_path) -> None:
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    gather(student, tokenizer, whole)
+    gather(student, tokenizer, part, num_prompts=4)
+    state = content(part)[1]
+    gather(student, tokenizer, part, num_prompts=8)
+    part.write_bytes(part.read_bytes()[:-100])
+    part.with_name("part.jsonl.state").write_bytes(state)
+    result = gather(student, tokenizer, part)
+    assert result.resumed == 4 and result.removed > 100
+    assert content(part) == content(whole)
+
+
+def test_more_prompts_are_added_to_those_that_are_done(student, tokenizer, tmp_path) -> None:
+    gather(student, tokenizer, tmp_path / "whole.jsonl")
+    for count in (2, 2, 6, None):
+        result = gather(student, tokenizer, tmp_path / "part.jsonl", num_prompts=count)
+        assert result.progress.prompts == (count or 9)
+    assert content(tmp_path / "part.jsonl") == content(tmp_path / "whole.jsonl")
+    assert gather(student, tokenizer, tmp_path / "part.jsonl", num_prompts=3).progress.prompts == 9
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_behind_the_batch(student, tokenizer, tmp_path, number) -> None:
+    gather(student, tokenizer, tmp_path / "whole.jsonl")
+    result = gather(student, tokenizer, tmp_path / "part.jsonl", report=lambda progress: os.kill(os.getpid(), number))
+    assert (result.signal, result.exit_status, result.progress.prompts) == (number, 128 + number, 2)
+    gather(student, tokenizer, tmp_path / "part.jsonl")
+    assert content(tmp_path / "part.jsonl") == content(tmp_path / "whole.jsonl")
+
+
+def test_other_data_are_refused(student, tokenizer, tmp_path) -> None:
+    gather(student, tokenizer, tmp_path / "failures.jsonl")
+    before = content(tmp_path / "failures.jsonl")
+    for records in (RECORDS[:5], [{**RECORDS[0], "prompt": "import re"}, *RECORDS[1:]]):
+        with pytest.raises(ConfigError, match="begun on other data: its first 9 prompts"):
+            gather(student, tokenizer, tmp_path / "failures.jsonl", records)
+    assert content(tmp_path / "failures.jsonl") == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_new_tokens": 9}, "--max_new_tokens 8, this call has 9"),
+        ({"data_config": DataConfig(max_length=41)}, "--max_length 40, this call has 41"),
+        ({"seed": 3}, "--seed 0, this call has 3"),
+        ({"base_hash": "f" * 64}, "this call has ffffffffffff"),
+    ],
+)
+def test_other_settings_are_refused(student, tokenizer, tmp_path, settings, told) -> None:
+    gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2])
+    with pytest.raises(ConfigError, match=told):
+        gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2], **settings)
+
+
+def test_another_adapter_is_refused(student, tokenizer, tmp_path) -> None:
+    gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2])
+    before = adapter_hash(student)
+    with torch.no_grad():
+        next(iter(adapter_parameters(student).values()))[0, 0] += 1
+    told = f"begun with adapter {before[:12]}, this call has {adapter_hash(student)[:12]}"
+    with pytest.raises(ConfigError, match=told):
+        gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_call_leaves_no_file(student, tokenizer, tmp_path) -> None:
+    path = tmp_path / "failures.jsonl"
+    for settings, error, told in (
+        ({"max_new_tokens": 39}, ConfigError, "no room for a prompt"),
+        ({"max_new_tokens": 0}, ConfigError, "at least 1"),
+        ({"data_config": DataConfig(max_length=2000)}, ConfigError, "128 positions"),
+        ({"records": []}, DataError, "no sample"),
+        ({"records": iter([])}, DataError, "no prompt"),
+        ({"records": [{"prompt": 3}]}, DataError, "'prompt'"),
+    ):
+        with pytest.raises(error, match=told):
+            gather(student, tokenizer, path, **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_adapters_is_refused(base, tokenizer, tmp_path) -> None:
+    with pytest.raises(ModelError, match=r"npt\.attach"):
+        gather(base, tokenizer, tmp_path / "failures.jsonl")
+
+
+def test_ids_outside_the_vocabulary_are_refused_and_named(student, tokenizer, tmp_path) -> None:
+    with pytest.raises(DataError, match=r"99999 outside the vocabulary .* sample bad@0"):
+        gather(student, tokenizer, tmp_path / "failures.jsonl", [{"id": "bad", "input_ids": [5, 99_999]}])
+
+
+def test_a_poisoned_student_is_refused_by_the_prompt_that_shows_it(student, tokenizer, tmp_path) -> None:
+    with torch.no_grad():
+        next(iter(adapter_parameters(student).values()))[0, 0] = math.nan
+    with pytest.raises(NumericalError, match=r"the student's logits behind p\d@0 are not finite"):
+        gather(student, tokenizer, tmp_path / "failures.jsonl")
+    assert (tmp_path / "failures.jsonl").read_bytes() == b""

@@ -1,0 +1,156 @@
+"""`npt collect` as a user runs it, killed and taken up again, and a run on what it wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import npt
+from npt.cli import main
+
+NEW = ["--max_length", "40", "--max_new_tokens", "12"]
+PROMPTS = 14
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh adapter of the embedded 4-bit model."""
+    model, _ = npt.load_base("tiny", quantization="nf4")
+    npt.attach(model, npt.NPTConfig(rank=4))
+    return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "fresh")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"def function_{i}(x):\n"}) + "\n" for i in range(PROMPTS)))
+    return path
+
+
+def command(adapter: Path, prompts: Path, output: Path, *arguments: str) -> list[str]:
+    named = ["--adapter", str(adapter), "--dataset_name", str(prompts), "--output", str(output)]
+    return ["collect", "--use_quantization", *named, *NEW, "--batch_size", "2", *arguments]
+
+
+def content(path: Path) -> tuple[bytes, bytes]:
+    return path.read_bytes(), path.with_name(path.name + ".state").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(adapter: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an uninterrupted call writes, and beside it what it prints."""
+    path = tmp_path_factory.mktemp("whole") / "failures.jsonl"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(command(adapter, prompts, path, "--json")) == 0
+    path.with_name("printed").write_text(out.getvalue())
+    return path
+
+
+def test_the_disagreements_are_written_and_summed_up(adapter: Path, prompts: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = json.loads(whole.with_name("printed").read_text())
+    records = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert figures["prompts"] == PROMPTS and figures["disagreements"] == len(records) > 0
+    assert figures["kl"] > 0 and 0 < figures["acceptance"] < 1 and figures["signal"] is None
+    assert all(r["completion"] != r["student"] and 0 <= r["position"] < r["tokens"] <= 12 for r in records)
+    before = content(whole)
+    assert main(command(adapter, prompts, whole)) == 0
+    assert f"{PROMPTS} prompts, {PROMPTS} of them earlier: the student leaves its teacher in {len(records)}" in capsys.readouterr().out
+    assert content(whole) == before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
+    adapter: Path, prompts: Path, whole: Path, tmp_path: Path, number: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "failures.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "npt.cli", *command(adapter, prompts, path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while not (path.is_file() and path.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read().decode() if process.stderr else ""
+        time.sleep(0.005)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == status
+    assert path.stat().st_size < whole.stat().st_size  # it was in the middle
+    assert main(command(adapter, prompts, path)) == 0
+    assert content(path) == content(whole)
+
+
+def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--data", str(whole), "--max_length", "40"]) == 0
+    assert "⟦<s>def function_" in capsys.readouterr().out
+    folder = tmp_path / "run"
+    arguments = ["--dataset_name", str(whole), "--max_length", "40", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1"]
+    assert main(["pretrain", "--use_quantization", *arguments, "--max_steps", "3", "--output_dir", str(folder)]) == 0
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert all(line["loss"] is not None and line["refused_total"] == 0 for line in metrics)
+
+
+BAD = {
+    "another length": (["--max_new_tokens", "8"], ["--max_new_tokens 12", "8"]),
+    "no room": (["--max_new_tokens", "39"], ["--max_new_tokens", "39", "40"]),
+    "longer than the model": (["--max_length", "2000"], ["2000", "1024"]),
+    "missing data": (["--dataset_name", "none.jsonl"], ["none.jsonl"]),
+    "held-out text": (["--dataset_name", "builtin", "--dataset_split", "heldout"], ["heldout", "'train'"]),
+    "a file of others": (["--output", "others.jsonl"], ["others.jsonl", "others.jsonl.state"]),
+    "a seed beyond 31 bits": (["--seed", "99999999999"], ["99999999999"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    case: str,
+    adapter: Path,
+    prompts: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("others.jsonl").write_text('{"text": "mine"}\n')
+    before = content(whole)
+    arguments, named = BAD[case]
+    assert main(command(adapter, prompts, whole, *arguments)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("npt: error: ")
+    assert [word for word in named if word not in lines[0]] == []
+    assert content(whole) == before and Path("others.jsonl").read_text() == '{"text": "mine"}\n'
+
+
+def test_another_base_is_an_adapter_that_does_not_fit(
+    adapter: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [a for a in command(adapter, prompts, tmp_path / "failures.jsonl") if a != "--use_quantization"]
+    assert main(arguments) == 5
+    assert "was trained on base" in capsys.readouterr().err
+    assert not (tmp_path / "failures.jsonl").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--output", "failures.txt"], ["--packing"], ["--num_prompts", "0"]])
+def test_flags_that_cannot_be_are_refused_by_the_parser(
+    adapter: Path, prompts: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command(adapter, prompts, Path("failures.jsonl"), *arguments))
+    assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "collect" in capsys.readouterr().out
