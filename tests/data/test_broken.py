@@ -39,7 +39,7 @@ def test_every_broken_line_is_located_and_the_others_are_read(tmp_path, streamin
     assert [r["id"] for r in records] == ["data.jsonl:1", "data.jsonl:4", "data.jsonl:9"]
     assert reading.blank_lines == 1 and reading.broken_total == 5
     assert [(b.line, b.column, b.problem.split(" (")[0]) for b in reading.broken] == [
-        (3, 14, "not JSON"),
+        (3, 10, "not JSON"),
         (5, 1, 'a list, not an object like {"text": ...}'),
         (6, 10, "not JSON"),
         (7, 11, "not UTF-8"),
