@@ -46,9 +46,13 @@ class Broken:
     problem: str
 
     def __str__(self) -> str:
+        return f"{self.place}: {self.problem}"
+
+    @property
+    def place(self) -> str:
         line = "" if self.line is None else f", line {self.line}"
         column = "" if self.column is None else f", column {self.column}"
-        return f"{self.where}{line}{column}: {self.problem}"
+        return f"{self.where}{line}{column}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -383,7 +383,7 @@ def _problems(report: DataReport) -> Iterator[Problem]:
     counts = report.counts
     if report.broken_total:
         what = f"{report.broken_total:,} broken place" + ("s" if report.broken_total > 1 else "")
-        yield Problem(f"{what}, the first: {report.broken[0]}", "mend or remove what is listed", fatal=True)
+        yield Problem(f"{what}, the first at {report.broken[0].place}", "mend or remove what is listed", fatal=True)
     if not counts.samples and not report.broken_total:
         yield Problem("no sample of two tokens or more came out", "check --dataset_name and --text_column", fatal=True)
     if report.outside:

@@ -167,13 +167,14 @@ def test_records_that_cannot_be_encoded_are_located_among_broken_lines(tmp_path,
         b'{"text": "half a pair \\ud800"}\n{"text": "fine too"}\n'
     )
     report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
-    assert [(b.line, b.column) for b in report.broken] == [(2, 16), (3, 1), (4, 2), (5, 2), (6, 1)]
+    assert [(b.line, b.column) for b in report.broken[:4]] == [(2, 16), (3, 1), (4, 2), (5, 2)]
+    assert report.broken[4].line == 6
     assert "record mine has a int as 'text'" in report.broken[0].problem
     assert "has no 'text' (it has: body" in report.broken[1].problem
     assert "2 input_ids but labels of 1" in report.broken[3].problem
     assert (report.counts.records, report.counts.samples, report.broken_total) == (2, 2, 5)
     assert not report.trainable
-    assert "error: 5 broken places, the first: " in printed(report)
+    assert f"error: 5 broken places, the first at {path}, line 2, column 16: mend or remove what is listed" in printed(report)
 
 
 def test_a_csv_record_is_located_by_its_line(tmp_path, tokenizer):
