@@ -71,11 +71,11 @@ def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit:
     verdict = _data_fault(model, batch)
     if verdict is not None:
         return verdict
+    masks = _MaskLook(model, batch, unpadded=run is None)
     if run is None:
         with torch.inference_mode(False):
             batch = _ready(batch, next((p.device for p in model.parameters()), torch.device("cpu")))
         run = _default_run(model, batch)
-    masks = _MaskLook(model, batch)
     versions = _versions(model)
     with _untouched(model, batch):
         with masks:
@@ -265,14 +265,15 @@ class _MaskLook:
     Args:
         model: whose modules take `attention_mask` with a query axis.
         batch: says which tokens are valid. Where it does not, a token is taken for padding if no query may attend to it.
+        unpadded: a batch that says nothing has no padding.
     """
 
-    def __init__(self, model: nn.Module, batch: Any):
+    def __init__(self, model: nn.Module, batch: Any, unpadded: bool = False):
         self.model = model
         given = batch.attention_mask if isinstance(batch, Batch) else batch.get("attention_mask") if isinstance(batch, Mapping) else None
         self.valid: Tensor | None = given if isinstance(given, Tensor) and given.ndim == 2 else None
         self.tokens = Tokens(batch)
-        if self.valid is None and given is None and self.tokens.shape is not None:
+        if unpadded and given is None and self.tokens.shape is not None:
             self.valid = torch.ones(self.tokens.shape)
         self._seen: list[weakref.ref[Tensor]] = []
         self._found: Verdict | None = None

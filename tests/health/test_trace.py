@@ -358,6 +358,7 @@ def test_a_sound_llama_gives_no_alarm(attention, dtype, checkpointing) -> None:
         assert npt.trace(model, batch) is None
         assert npt.trace(model, batch, limit=1e6) is None
         assert npt.trace(model, run=lambda batch=batch: model(**batch, labels=IDS)) is None
+        assert npt.trace(model, {"input_ids": IDS}, run=lambda batch=batch: model(**batch, labels=IDS)) is None
 
 
 class MaskedAttention(nn.Module):
@@ -514,6 +515,48 @@ def test_a_layer_is_told_from_names_like_gpt2s() -> None:
     verdict = npt.trace(model, {"input_ids": IDS})
     assert verdict is not None and (verdict.layer, verdict.module, verdict.index) == (1, "transformer.h.1.mlp.c_fc", (3,))
     assert (verdict.row, verdict.token) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama, eager", "Llama, sdpa"])
+def test_a_bad_element_of_any_weight_is_named_with_its_module_and_index(name) -> None:
+    model = MODELS[name]() if name in MODELS else llama(name.split()[1])
+    generator = torch.Generator().manual_seed(1)
+    for weight, parameter in model.named_parameters():
+        index = tuple(int(torch.randint(n, (1,), generator=generator)) for n in parameter.shape)
+        if "embed" in weight or "wte" in weight:
+            index = (int(IDS[1, 4]), index[1])  # of a table a row that is read
+        elif "wpe" in weight:
+            index = (4, index[1])
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter[index] = (NAN, INF)[index[0] % 2]
+        verdict = npt.trace(model, {"input_ids": IDS})
+        with torch.no_grad():
+            parameter.copy_(before)
+        assert verdict is not None and verdict.cause == "corrupt weight", weight
+        assert (f"{verdict.module}.{weight.rpartition('.')[2]}", verdict.index) == (weight, index)
+        assert verdict.layer == (int(weight.split(".")[2]) if weight.split(".")[1] in ("layers", "h") else None)
+    assert npt.trace(model, {"input_ids": IDS}) is None
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> None:
+    model = llama(attention)
+    for name, module in model.named_modules():
+        if not name or name.endswith(("rotary_emb", "layers", "mlp", "self_attn")) or name == "model":
+            continue
+
+        def spoil(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
+            at = torch.zeros(output.shape, dtype=torch.bool)
+            at[1, 3, 5] = True
+            return output.masked_fill(at, NAN)
+
+        handle = module.register_forward_hook(spoil)
+        verdict = npt.trace(model, padded("right"))
+        handle.remove()
+        assert verdict is not None
+        found = (verdict.module, verdict.operation, verdict.index, verdict.row, verdict.token, verdict.phase)
+        assert found == (name, "masked_fill", (1, 3, 5), 1, 3, "forward")
 
 
 def test_a_weight_that_is_shared_is_named_as_its_reader_knows_it() -> None:
