@@ -33,10 +33,10 @@ class MaskLook:
     def __init__(self, model: nn.Module, batch: Any, unpadded: bool = False):
         self.model = model
         given = batch.attention_mask if isinstance(batch, Batch) else batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self.valid: Tensor | None = given if isinstance(given, Tensor) and given.ndim == 2 else None
+        self.valid: Tensor | None = given.bool() if isinstance(given, Tensor) and given.ndim == 2 else None
         self.tokens = Tokens(batch)
         if unpadded and given is None and self.tokens.shape is not None:
-            self.valid = torch.ones(self.tokens.shape)
+            self.valid = torch.ones(self.tokens.shape, dtype=torch.bool)
         self._seen: list[weakref.ref[Tensor]] = []
         self._found: Verdict | None = None
         self._hooks = ExitStack()
