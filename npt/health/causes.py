@@ -16,6 +16,7 @@ from torch import Tensor
 from npt.data.batch import IGNORE_INDEX
 from npt.health.badness import absmax, element
 from npt.health.operations import Origin
+from npt.health.verdict import dtype_name
 
 CAUSES: dict[str, str] = {
     "corrupt weight": (
@@ -201,7 +202,9 @@ def _cast(origin: Origin) -> Finding | None:
         return None
     value = _at(origin, source)
     value = absmax(source) if value is None else value
-    return Finding("cast overflow", f"{value:g} in {_short(source.dtype)} was cast to {_short(origin.dtype)}, which ends at {ends:g}")
+    return Finding(
+        "cast overflow", f"{value:g} in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}, which ends at {ends:g}"
+    )
 
 
 def _mask(origin: Origin) -> Finding | None:
@@ -363,11 +366,7 @@ def _product(origin: Origin) -> Finding | None:
         return None
     ends = f", which ends at {torch.finfo(origin.dtype).max:g}" if origin.dtype.is_floating_point else ""
     cause = "exploding gradient" if origin.phase == "backward" else "exploding product"
-    return Finding(cause, f"{origin.operation} of {_given(origin)} left {_short(origin.dtype)}{ends}")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Finding(cause, f"{origin.operation} of {_given(origin)} left {dtype_name(origin.dtype)}{ends}")
 
 
 _RULES: tuple[Rule, ...] = (

@@ -198,13 +198,16 @@ class Ledger(TorchDispatchMode):
             hid = any(judge(t, self.limit) != Badness.FINE for t in results)
             place = stack.place if call.node is None or stack.own or stack.recomputing else Place()
             self.watched = Watched(place, hid, self._sequence(call.node, stack))
-        if call.name == "_local_scalar_dense" and (read := self.origin_of(call.read[0][1])) is not None:
-            self._scalars[repr(out)] = read
+        if call.name == "_local_scalar_dense" and judge(call.read[0][1], self.limit) != Badness.FINE:
+            read = self.origin_of(call.read[0][1])
+            if read is not None:
+                self._scalars[repr(out)] = read
         if call.is_view and not call.written and call.name != "lift_fresh":
             return out
         if call.name in _BLANK:
             for tensor in results:
-                self._blank[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                if _key(tensor):
+                    self._blank[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
             return out
         if call.name.startswith(_ATTENTION):
             results = results[:1]

@@ -24,7 +24,7 @@ from npt.data.batch import Batch
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OBSERVERS = tuple(_HERE + name for name in ("operations.py", "badness.py", "memory.py", "place.py"))
-_TRACER = _HERE + "trace.py"
+_TRACER = (_HERE + "trace.py", _HERE + "passes.py")
 """Where the walk ends: who asked for the trace tells nothing about what runs in it."""
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, bitsandbytes))
 _DISPATCH = tuple(
@@ -86,7 +86,7 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
     module: str | None = None
     source = fallback = ""
     own = recomputing = False
-    while frame is not None and frame.f_code.co_name != _ENGINE and frame.f_code.co_filename != _TRACER:
+    while frame is not None and frame.f_code.co_name != _ENGINE and frame.f_code.co_filename not in _TRACER:
         file = frame.f_code.co_filename
         if not file.startswith(_OBSERVERS):
             if not file.startswith(_LIBRARIES):

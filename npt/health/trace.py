@@ -8,34 +8,24 @@ passes tell where they had begun to grow. Weights, gradients, buffers and random
 
 from __future__ import annotations
 
-import inspect
 import math
-import random
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import LlamaForCausalLM
 
-from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.health import causes
-from npt.health.badness import Badness, absmax, count, judge
+from npt.health.badness import absmax, count, element, first_bad
 from npt.health.guards import quantization_statistics, target_fault
-from npt.health.masks import mask_fault
+from npt.health.mask_look import MaskLook
 from npt.health.operations import External, Ledger, Origin
+from npt.health.passes import Run, Sink, default_run, named_inputs, ready, sinks_of, untouched, versions
 from npt.health.place import Place, Tokens, layer_of, module_names
-from npt.health.verdict import OUTSIDE, Operand, Phase, Verdict
-
-Run = Callable[[], Any]
+from npt.health.verdict import OUTSIDE, Operand, Phase, Verdict, dtype_name
 
 OPERANDS_SHOWN = 6
 
@@ -74,19 +64,19 @@ def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit:
     verdict = _data_fault(model, batch)
     if verdict is not None:
         return verdict
+    masks = MaskLook(model, batch, unpadded=run is None)
     if run is None:
         with torch.inference_mode(False):
-            batch = _ready(batch, next((p.device for p in model.parameters()), torch.device("cpu")))
-        run = _default_run(model, batch)
-    masks = _MaskLook(model, batch)
-    versions = _versions(model)
-    with _untouched(model, batch):
+            batch = ready(batch, next((p.device for p in model.parameters()), torch.device("cpu")))
+        run = default_run(model, batch)
+    before = versions(model)
+    with untouched(model, batch):
         with masks:
-            sinks = _sinks(model, batch, run())
+            sinks = sinks_of(model, batch, run())
         bad = [sink.label for sink in sinks if sink.bad]
         unsure = any(sink.unsure for sink in sinks)
         del sinks
-    changed = next((name for name, version in _versions(model).items() if versions.get(name, version) != version), None)
+    changed = next((name for name, version in versions(model).items() if before.get(name, version) != version), None)
     if changed is not None:
         raise ConfigError(f"run wrote to {changed}: give trace a run that computes loss and gradients, and takes no optimizer step")
     if not bad and not unsure and math.isinf(limit):
@@ -95,31 +85,6 @@ def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit:
     if verdict is None:
         return _not_repeatable(bad[0]) if bad else masks.verdict()
     return verdict
-
-
-@dataclass(frozen=True)
-class _Sink:
-    """Something that may not be bad in the end, and what it is called: a loss, a gradient, or an output, which may be masked."""
-
-    label: str
-    tensor: Tensor
-
-    @property
-    def bad(self) -> bool:
-        return judge(self.tensor) >= (Badness.HARD if self._may_be_masked else Badness.SOFT)
-
-    @property
-    def unsure(self) -> bool:
-        """Whether only a ledger can tell if it is bad."""
-        return self._may_be_masked and judge(self.tensor) == Badness.SOFT
-
-    @property
-    def _may_be_masked(self) -> bool:
-        return self.label.startswith("output")
-
-    def origin(self, ledger: Ledger) -> Origin | None:
-        origin = ledger.origin_of(self.tensor) if self.bad or self.unsure else None
-        return None if origin is None or (origin.meant and self.unsure) else origin
 
 
 class _Tracer:
@@ -138,13 +103,13 @@ class _Tracer:
     def verdict(self) -> Verdict | None:
         """The first fault; None where this pass was good."""
         ledger, sinks = self._pass(limit=self.limit)
-        found = [(origin, sink.label) for sink in sinks if (origin := sink.origin(ledger)) is not None]
+        found = [(origin, sink.label) for sink in sinks if (origin := _origin_of(sink, ledger)) is not None]
         reached = [label for _, label in found]
         if math.isfinite(self.limit) and ledger.first is not None:
             found.append((ledger.first, f"more than {self.limit:g}"))
         if not found:
-            bad = [sink for sink in sinks if sink.bad]
-            return _outside_of_torch(bad[0]) if bad else None
+            return next((_outside_of_torch(sink) for sink in sinks if sink.bad), None)
+        del sinks, ledger  # the gradients of one pass are not held beside those of the next
         origin, label = min(found, key=lambda pair: pair[0].number)
         close = self._close_up(origin, self.limit)
         if close is None:
@@ -157,19 +122,19 @@ class _Tracer:
             verdict = self._with_growth(verdict, close)
         return verdict
 
-    def _pass(self, **wanted: Any) -> tuple[Ledger, list[_Sink]]:
-        with _untouched(self.model, self.batch):
+    def _pass(self, **wanted: Any) -> tuple[Ledger, list[Sink]]:
+        with untouched(self.model, self.batch):
             # A compiled module has operations of its own, and refuses to run under a ledger if it was compiled as one graph.
             with torch.compiler.set_stance("force_eager"), Ledger(self.modules, self.externals, **wanted) as ledger:
                 result = self.run()
-                sinks = _sinks(self.model, self.batch, result)
+                sinks = sinks_of(self.model, self.batch, result)
             return ledger, sinks
 
     def _close_up(self, origin: Origin, limit: float) -> Origin | None:
         """The same origin with what only a second look shows: what went in, and its forward's line; None if it did not recur."""
         if origin.external is not None:
             return origin
-        ledger, _ = self._pass(limit=limit, keep=(origin.number, origin.output), watch=origin.sequence)
+        ledger = self._pass(limit=limit, keep=(origin.number, origin.output), watch=origin.sequence)[0]
         close, watched = ledger.kept, ledger.watched
         if close is None or close.operation != origin.operation:
             return None
@@ -188,7 +153,7 @@ class _Tracer:
         if label is None or sizes[label] <= causes.HUGE:
             return verdict
         limit = math.sqrt(sizes[label])
-        ledger, _ = self._pass(limit=limit, asked=origin.number)
+        ledger = self._pass(limit=limit, asked=origin.number)[0]
         start = ledger.read_origins.get(label)
         start = self._close_up(start, limit) if start is not None and start.sequence is not None else start
         if start is None:
@@ -225,7 +190,7 @@ class _Tracer:
             module=module,
             operation=_operation(origin),
             source=origin.place.source,
-            tensor=f"{name} {list(shape)} {_short(origin.dtype)}",
+            tensor=f"{name} {list(shape)} {dtype_name(origin.dtype)}",
             index=index,
             value=origin.value,
             reached=reached,
@@ -236,6 +201,12 @@ class _Tracer:
             token=token,
             sample=sample,
         )
+
+
+def _origin_of(sink: Sink, ledger: Ledger) -> Origin | None:
+    """Where what is bad in the end began. A mask that an output still shows is no fault."""
+    origin = ledger.origin_of(sink.tensor) if sink.bad or sink.unsure else None
+    return None if origin is None or (origin.meant and sink.unsure) else origin
 
 
 def _operands(origin: Origin) -> tuple[Operand, ...]:
@@ -253,229 +224,13 @@ def _operand(origin: Origin, label: str, tensor: Tensor) -> Operand:
     number = tensor.is_floating_point() and origin.pointwise
     return Operand(
         name=label if external is None else external.name,
-        dtype=_short(tensor.dtype),
+        dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
         nan=nan,
         inf=inf,
         absmax=absmax(tensor),
         value=causes.element_at(tensor, origin.shape, origin.index) if number else None,
     )
-
-
-class _MaskLook:
-    """Within the context every attention mask that a module is given is looked at, once.
-
-    Args:
-        model: whose modules take `attention_mask` with a query axis.
-        batch: says which tokens are valid. Where it does not, a token is taken for padding if no query may attend to it.
-    """
-
-    def __init__(self, model: nn.Module, batch: Any):
-        self.model = model
-        given = batch.attention_mask if isinstance(batch, Batch) else batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self.valid: Tensor | None = given if isinstance(given, Tensor) and given.ndim == 2 else None
-        self.tokens = Tokens(batch)
-        if self.valid is None and given is None and self.tokens.shape is not None:
-            self.valid = torch.ones(self.tokens.shape)
-        self._seen: list[weakref.ref[Tensor]] = []
-        self._found: Verdict | None = None
-        self._hooks = ExitStack()
-
-    def __enter__(self) -> _MaskLook:
-        for name, module in self.model.named_modules():
-
-            def look(_module: nn.Module, _args: Any, kwargs: dict[str, Any], name: str = name) -> None:
-                self._look(name, kwargs.get("attention_mask"))
-
-            self._hooks.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._seen.clear()
-
-    def verdict(self) -> Verdict | None:
-        return self._found
-
-    def _look(self, name: str, mask: Any) -> None:
-        if self._found is not None or not isinstance(mask, Tensor) or mask.ndim != 4 or any(seen() is mask for seen in self._seen):
-            return
-        self._seen.append(weakref.ref(mask))
-        if not (mask.dtype == torch.bool or mask.is_floating_point()) or 0 in mask.shape:
-            return
-        valid = self._valid(mask.detach())
-        if valid is None or _means_the_opposite(mask, valid):
-            return
-        finding = mask_fault(mask.detach(), valid)
-        if finding is None:
-            return
-        row, token = finding.index[0], finding.index[1]
-        samples = self.tokens.samples
-        self._found = Verdict(
-            cause="fully masked row",
-            phase="data",
-            layer=layer_of(name),
-            module=name,
-            operation="attention_mask",
-            source="",
-            tensor=f"attention_mask {list(mask.shape)} {_short(mask.dtype)}",
-            index=finding.index,
-            value=finding.value,
-            reached="the attention of a valid token, maybe as finite numbers",
-            explanation=finding.message,
-            remedy=causes.CAUSES["fully masked row"],
-            row=row,
-            token=token,
-            sample=samples[row] if row < len(samples) else None,
-        )
-
-    def _valid(self, mask: Tensor) -> Tensor | None:
-        """[B, T], which queries are of valid tokens; None where that cannot be told."""
-        rows, queries = mask.shape[0], mask.shape[2]
-        if self.valid is not None:
-            return self.valid.to(mask.device) if tuple(self.valid.shape) == (rows, queries) else None
-        if mask.shape[3] != queries:
-            return None
-        return _allowed(mask).any(dim=1).any(dim=1)
-
-
-def _allowed(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-
-
-def _means_the_opposite(mask: Tensor, valid: Tensor) -> bool:
-    """Whether a boolean mask says True for what is masked, as some models have it: then every valid token sees itself through it."""
-    if mask.dtype != torch.bool or mask.shape[2] != mask.shape[3]:
-        return False
-    itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
-    return not bool((itself & valid.bool()).any())
-
-
-def _default_run(model: nn.Module, batch: Any) -> Run:
-    """The model on the batch, with labels where it is a language model."""
-    if isinstance(batch, Batch):
-        inputs = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")}
-        if batch.documents is not None and isinstance(model, LlamaForCausalLM):
-            inputs = model_inputs(model, batch)
-        batch = {**inputs, "labels": batch.labels}
-    if isinstance(batch, Mapping):
-        arguments = dict(batch)
-        if "labels" not in arguments and isinstance(arguments.get("input_ids"), Tensor) and _is_language_model(model):
-            ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.shape == ids.shape:
-                ids = ids.masked_fill(~mask.bool(), IGNORE_INDEX)
-            arguments["labels"] = ids
-        return lambda: model(**arguments)
-    given = batch if isinstance(batch, tuple | list) else (batch,)
-    return lambda: model(*given)
-
-
-def _is_language_model(model: nn.Module) -> bool:
-    """Whether labels are token ids: transformers' models with a head over their vocabulary."""
-    head: Any = getattr(model, "get_output_embeddings", None)
-    return head is not None and head() is not None and "labels" in inspect.signature(model.forward).parameters
-
-
-def _ready(batch: Any, device: torch.device) -> Any:
-    """The batch on a device, and fit for backward, which tensors of inference mode are not."""
-    if isinstance(batch, Tensor):
-        return batch.to(device).clone() if batch.is_inference() else batch.to(device)
-    if isinstance(batch, Batch):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {name: _ready(value, device) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        items = [_ready(value, device) for value in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
-
-
-def _sinks(model: nn.Module, batch: Any, result: Any) -> list[_Sink]:
-    """What the pass came to. A scalar loss with a graph is differentiated first, if the pass has not done so."""
-    loss = result.get("loss") if isinstance(result, Mapping) else result if isinstance(result, Tensor) else getattr(result, "loss", None)
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        if loss.requires_grad and all(p.grad is None for p in model.parameters()):
-            loss.backward()
-        sinks = [_Sink("loss", loss.detach())]
-    else:
-        sinks = [_Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in _tensors("", result)]
-    leaves = [*model.named_parameters(), *_named_inputs(batch)]
-    gradients = [(f"gradient of {name}", leaf.grad) for name, leaf in leaves if leaf.is_leaf and leaf.grad is not None]
-    sinks += [_Sink(label, tensor) for name, gradient in gradients for label, tensor in _tensors(name, gradient)]
-    if not sinks:
-        raise ConfigError(f"run gave a {type(result).__name__} and no gradients: it has to return a loss or outputs, or to run backward")
-    return sinks
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        for part in value.__tensor_flatten__()[0]:
-            yield from _tensors(f"{name}.{part}".lstrip("."), getattr(value, part))
-    elif isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(f"{name}.{key}".lstrip("."), item)
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from _tensors(f"{name}.{entry.name}".lstrip("."), getattr(value, entry.name))
-
-
-def _named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _tensors("", batch):
-        yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
-
-
-@contextmanager
-def _untouched(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Within the context gradients start from nothing and no mode of the caller's stands in the way of a backward pass.
-
-    Afterwards gradients, buffers and random state are as before.
-    """
-    leaves = [*model.parameters(), *(t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad)]
-    gradients = [(leaf, leaf.grad) for leaf in leaves]
-    buffers = [
-        (module._buffers, name, b, b.detach().clone()) for module in model.modules() for name, b in module._buffers.items() if b is not None
-    ]
-    # An embedding with a largest norm writes to its weights in forward.
-    renormed = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None]
-    weights = [(weight, weight.detach().clone()) for weight in renormed]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    states = random.getstate(), numpy.random.get_state()
-    torch.clear_autocast_cache()  # casts of the weights from before this pass would come out of nowhere in it
-    try:
-        with (
-            torch.random.fork_rng(devices=devices),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autograd.set_detect_anomaly(False),
-        ):
-            for leaf, _ in gradients:
-                leaf.grad = None
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
-        with torch.no_grad():
-            for held, name, buffer, before in buffers:
-                if held.get(name) is not buffer:
-                    held[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
-            for weight, before in weights:
-                weight.copy_(before)
-
-
-def _versions(model: nn.Module) -> dict[str, int]:
-    """How often each parameter was written to, but for those that a pass writes to of its own."""
-    renormed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None}
-    named = [(name, p) for name, p in model.named_parameters() if not is_lazy(p) and id(p) not in renormed]
-    return {name: p._version for name, p in named if not p.is_inference()}
 
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
@@ -486,7 +241,7 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
         yield External(name, "state", statistic.detach(), trained=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield External(name, "state", buffer.detach())
-    for name, tensor in _named_inputs(batch):
+    for name, tensor in named_inputs(batch):
         yield External(name, "data", tensor.detach())
 
 
@@ -526,9 +281,10 @@ def _not_repeatable(label: str) -> Verdict:
     return _without_operation("not repeatable", label, math.nan, f"{label} was not finite once, and finite when everything was run again")
 
 
-def _outside_of_torch(sink: _Sink) -> Verdict:
-    value = float(sink.tensor.detach().to_dense().flatten()[0])
-    return _without_operation("outside of torch", sink.label, value, f"{sink.label} is not finite, and no operation made it so")
+def _outside_of_torch(sink: Sink) -> Verdict:
+    index = first_bad(sink.tensor)
+    explanation = f"{sink.label} is not finite, and no operation made it so"
+    return replace(_without_operation("outside of torch", sink.label, element(sink.tensor, index), explanation), index=index)
 
 
 def _without_operation(cause: str, label: str, value: float, explanation: str) -> Verdict:
@@ -559,7 +315,3 @@ def _phase(text: str) -> Phase:
 
 def _at(index: tuple[int, ...]) -> str:
     return str(list(index)) if index else ""
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

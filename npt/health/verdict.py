@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
+
 Phase = Literal["forward", "recomputation", "backward", "data", "state"]
 """When the number arose: in the forward pass, in its recomputation under checkpointing, in backward; or it was there before
 anything was computed, in the batch (data) or among parameters, buffers and quantisation statistics (state)."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, without torch's prefix."""
+    return str(dtype).removeprefix("torch.")
+
 
 OUTSIDE = "the model itself or code around it"
 """What is said for a module without a name: the whole model's, or none."""

@@ -142,6 +142,17 @@ def test_memory_that_is_used_again_carries_nothing_over() -> None:
     assert named(function) == "sqrt"
 
 
+def test_a_good_number_that_was_read_beside_a_bad_one_links_nothing() -> None:
+    def function(x: Tensor) -> Tensor:
+        both = torch.cat([(zero(x) / zero(x)).view(-1), x.view(-1)])
+        one = both[6].item()
+        assert one == 1.0
+        huge = x * 0 + 3e38
+        return torch.add(huge, huge, alpha=one)
+
+    assert named(function) == "add"
+
+
 # --- what masks are made of ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,197 @@
+"""The demonstration: every planted fault is found exactly, the clean model gives no alarm, and a wrong verdict does not pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import npt
+from npt.faults import traced
+from npt.faults.traced import Case, Line, Truth, all_cases, false_alarms, find_fault, print_lines, summary
+from npt.health.causes import CAUSES
+from npt.health.verdict import Verdict
+
+CASES = all_cases()
+SCRIPT = Path(npt.__file__).parent.parent / "debug" / "debug_nan.py"
+
+
+def case(id: str) -> Case:
+    (found,) = [c for c in CASES if c.id == id]
+    return found
+
+
+@pytest.mark.parametrize("planted", CASES, ids=lambda c: c.id)
+def test_the_planted_fault_is_found_exactly(planted) -> None:
+    line = find_fault(planted)
+    assert line.error == ""
+    assert line.found == str(line.truth)
+    assert line.verdict is not None and line.verdict.cause == line.truth.cause
+    assert line.passed
+    # What a reader goes by, beside the place: a sentence, a remedy that fits, and a text that is whole.
+    assert line.verdict.remedy == CAUSES[line.truth.cause]
+    assert line.verdict.explanation in str(line.verdict)
+    json.dumps(line.verdict.as_dict(), allow_nan=False)
+
+
+def test_the_clean_model_gives_no_alarm() -> None:
+    assert false_alarms() == 0
+
+
+def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
+    assert len(CASES) >= 20 and len({c.id for c in CASES}) == len(CASES)
+    assert {c.group for c in CASES} >= {"forward", "backward", "weight", "absmax", "cast", "mask", "division", "data"}
+
+
+# --- a verdict that is wrong anywhere does not pass -------------------------------------------------------------------
+
+TRUTH = Truth("forward", 5, "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
+RIGHT = Verdict(
+    cause="invalid argument",
+    phase="forward",
+    layer=5,
+    module="model.layers.5.mlp",
+    operation="log",
+    source="a.py:1",
+    tensor="output of log",
+    index=(2, 9),
+    value=0.0,
+    reached="loss",
+    explanation="",
+    remedy="",
+    row=0,
+    token=2,
+)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"phase": "backward"},
+        {"layer": 4},
+        {"layer": None},
+        {"module": "model.layers.5"},
+        {"operation": "sqrt"},
+        {"operation": "log in LogBackward0"},
+        {"index": (2, 8)},
+        {"index": (9, 2)},
+        {"index": ()},
+        {"cause": "unknown"},
+        {"row": 1},
+        {"token": 3},
+        {"token": None},
+        {"row": None},
+    ],
+)
+def test_a_verdict_that_is_wrong_in_one_field_does_not_pass(wrong) -> None:
+    assert TRUTH.fits(RIGHT)
+    assert not TRUTH.fits(replace(RIGHT, **wrong))
+    line = Line(case("forward-log"), TRUTH, replace(RIGHT, **wrong))
+    assert not line.passed and line.as_dict()["passed"] is False
+
+
+def test_a_truth_without_a_token_asks_for_none() -> None:
+    truth = replace(TRUTH, token=None)
+    assert truth.fits(replace(RIGHT, row=None, token=None)) and truth.fits(RIGHT)
+
+
+def test_nothing_found_and_a_tracer_that_breaks_do_not_pass(monkeypatch) -> None:
+    monkeypatch.setattr(traced, "trace", lambda *_, **__: None)
+    line = find_fault(case("forward-log"))
+    assert not line.passed and line.found == "nothing"
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(traced, "trace", broken)
+    line = find_fault(case("forward-log"))
+    assert not line.passed and line.found == line.error == "RuntimeError: no idea"
+
+
+def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(monkeypatch) -> None:
+    verdict = find_fault(case("forward-log")).verdict
+    monkeypatch.setattr(traced, "trace", lambda *_, **__: verdict)
+    assert [find_fault(case(id)).passed for id in ("forward-log", "forward-sqrt", "slope-sqrt", "token-id")] == [True, False, False, False]
+    assert false_alarms() > 0
+
+
+def test_a_plant_is_what_makes_the_fault() -> None:
+    """The same run without the plant is clean, so what is found is what was planted."""
+    for id in ("forward-log", "norm-epsilon", "slope-sqrt", "mask-bool"):
+        line = find_fault(replace(case(id), plant=None))
+        assert line.verdict is None and not line.passed
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *arguments: str, cases: tuple[str, ...] | None = None) -> int:
+    spec = importlib.util.spec_from_file_location("debug_nan", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if cases is not None:
+        monkeypatch.setattr(module, "all_cases", lambda: [case(id) for id in cases])
+    monkeypatch.setattr("sys.argv", ["debug_nan.py", *arguments])
+    return module.main()
+
+
+def test_the_demonstration_as_json_has_its_form(monkeypatch, capsys) -> None:
+    assert script(monkeypatch, "--demo", "--json", cases=("forward-log", "adapter-nan")) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert set(figures) == {"cases", "passed", "total", "false_alarms"}
+    assert (figures["passed"], figures["total"], figures["false_alarms"]) == (2, 2, 0)
+    for found in figures["cases"]:
+        assert {"planted", "found", "passed"} <= set(found)
+        assert found["planted"] == found["found"] and found["passed"] is True
+
+
+def test_a_fault_that_is_not_found_ends_the_demonstration_with_1(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(traced, "trace", lambda *_, **__: None)
+    assert script(monkeypatch, "--demo", "--json", cases=("forward-log",)) == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["passed"], figures["total"], figures["cases"][0]["found"]) == (0, 1, "nothing")
+
+
+def test_a_false_alarm_ends_the_demonstration_with_1(monkeypatch, capsys) -> None:
+    verdict = find_fault(case("forward-log")).verdict
+    monkeypatch.setattr(traced, "trace", lambda *_, **__: verdict)
+    assert script(monkeypatch, "--demo", "--json", cases=("forward-log",)) == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["passed"] == figures["total"] == 1 and figures["false_alarms"] > 0
+
+
+def test_one_case_is_told_with_all_that_is_known(monkeypatch, capsys) -> None:
+    assert script(monkeypatch, "--case", "forward-log") == 0
+    out = capsys.readouterr().out
+    assert "planted: the logarithm of 0" in out and "log of 0 is -inf" in out and "remedy: " in out
+
+
+def test_the_table_shows_planted_against_found() -> None:
+    lines = [find_fault(case("forward-log"))]
+    missed = replace(lines[0], verdict=None)
+    console = Console(file=(out := io.StringIO()), width=160)
+    print_lines(console, [*lines, missed], 0)
+    table = out.getvalue()
+    assert table.count("forward: log, 5.mlp.act_fn [2, 9]") == 3 and "nothing" in table
+    assert "found 1 of 2 exactly, 0 false alarms" in table
+    assert summary([*lines, missed], 0)["passed"] == 1
+
+
+@pytest.mark.parametrize("arguments", [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",)])
+def test_wrong_arguments_are_one_line_and_status_2(monkeypatch, capsys, arguments) -> None:
+    with pytest.raises(SystemExit) as ended:
+        script(monkeypatch, *arguments)
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("debug_nan.py") and "error: " in lines[0]
+
+
+def test_without_demo_the_script_is_short_for_npt_trace(monkeypatch, capsys) -> None:
+    assert script(monkeypatch, "--max_length", "16", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"fault": None, "batches": 1, "traced": "the model's own pass"}

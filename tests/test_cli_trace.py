@@ -1,0 +1,165 @@
+"""`npt trace`: exit status, one line on standard error, and what stands in text and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import npt
+from npt.cli import main
+
+SHORT = ["--max_length", "16", "--batch_size", "2"]
+
+
+def run(*arguments: str) -> int:
+    return main(["trace", *SHORT, *arguments])
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh adapter of the embedded model's upper half, in NF4."""
+    return save(tmp_path_factory.mktemp("adapter") / "sound", None)
+
+
+@pytest.fixture(scope="module")
+def huge_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose numbers are finite, so that it loads, and too large to train with."""
+    return save(tmp_path_factory.mktemp("adapter") / "huge", 3e38)
+
+
+def save(folder: Path, value: float | None) -> Path:
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=4))
+    if value is not None:
+        with torch.no_grad():
+            model.get_parameter("model.layers.6.npt.A")[1, 2] = value
+    npt.save_adapter(model, folder)
+    return folder
+
+
+@pytest.fixture
+def broken_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base in which a weight is NaN."""
+    load = npt.load_base
+
+    def loaded(*arguments: object, **settings: object) -> tuple:
+        model, tokenizer = load(*arguments, **settings)
+        with torch.no_grad():
+            model.get_parameter("model.layers.3.post_attention_layernorm.weight")[9] = math.nan
+        return model, tokenizer
+
+    monkeypatch.setattr(npt, "load_base", loaded)
+
+
+def test_a_sound_base_ends_0(capsys) -> None:
+    assert run("--batches", "2", "--use_quantization") == 0
+    out = capsys.readouterr().out
+    assert "NF4" in out and "no fault in 2 batches of the model's own pass" in out
+    assert run() == 0
+    assert "no fault in 1 batch of the model's own pass" in capsys.readouterr().out
+
+
+def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
+    assert run("--use_quantization", "--batches", "3") == 1
+    out = capsys.readouterr().out
+    assert "batch 0 of the model's own pass:" in out
+    assert "corrupt weight: model.layers.3.post_attention_layernorm.weight held nan" in out
+    assert "remedy: " in out
+
+
+def test_json_holds_the_verdict_and_nothing_else_on_standard_output(broken_base, capsys) -> None:
+    assert run("--use_quantization", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"fault", "batches", "traced"} and found["batches"] == 1
+    fault = found["fault"]
+    assert (fault["cause"], fault["layer"], fault["index"], fault["value"]) == ("corrupt weight", 3, [9], "nan")
+    assert fault["sample"] and fault["row"] == 0
+
+
+def test_json_of_a_sound_base_has_no_fault(capsys) -> None:
+    assert run("--json", "--batches", "2") == 0
+    assert json.loads(capsys.readouterr().out) == {"fault": None, "batches": 2, "traced": "the model's own pass"}
+
+
+@pytest.mark.parametrize("strategy", [None, "local", "end_to_end"])
+def test_an_adapters_training_step_is_traced(adapter, strategy, capsys) -> None:
+    extra = [] if strategy is None else ["--strategy", strategy]
+    assert run("--use_quantization", "--adapter", str(adapter), *extra) == 0
+    assert f"no fault in 1 batch of a training step ({strategy or 'local'})" in capsys.readouterr().out
+
+
+def test_an_adapter_that_training_overflows_with_is_found(huge_adapter, capsys) -> None:
+    assert run("--use_quantization", "--adapter", str(huge_adapter), "--json") == 1
+    fault = json.loads(capsys.readouterr().out)["fault"]
+    assert (fault["cause"], fault["layer"]) == ("corrupt weight", 6)
+    assert "model.layers.6.npt.A" in fault["explanation"]
+
+
+def test_a_limit_is_handed_on(capsys) -> None:
+    assert run("--limit", "50", "--json") == 1
+    fault = json.loads(capsys.readouterr().out)["fault"]
+    assert fault["cause"] == "beyond the limit" and fault["reached"] == "more than 50" and abs(fault["value"]) > 50
+    assert run("--limit", "1e12") == 0
+
+
+def test_another_batch_is_looked_at_until_one_is_bad(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "ids.jsonl"
+    rows = [[5, 6, 7], [5, 6, 7], [5, 99_999, 7], [5, 6, 7]]
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    arguments = ["--dataset_name", str(file), "--streaming", "--batch_size", "1", "--json"]
+    assert run(*arguments, "--batches", "9") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["batches"] == 3
+    assert (found["fault"]["cause"], found["fault"]["token"], found["fault"]["value"]) == ("token id", 1, 99_999)
+    assert run(*arguments, "--batches", "2") == 0
+
+
+BAD = {
+    "a limit of 0": (["--limit", "0"], ["--limit", "0 is not above 0"]),
+    "a limit that is no number": (["--limit", "abc"], ["--limit", "'abc' is not a number"]),
+    "no batches": (["--batches", "0"], ["--batches", "0 is not at least 1"]),
+    "half a batch": (["--batches", "0.5"], ["--batches", "'0.5' is not a whole number"]),
+    "an unknown strategy": (["--strategy", "both"], ["--strategy", "both", "end_to_end"]),
+    "an unknown flag": (["--num_samples", "3"], ["--num_samples"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_flags_are_one_line_and_status_2(case, capsys) -> None:
+    arguments, named = BAD[case]
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert [word for word in named if word not in line] == []
+
+
+REFUSED = {
+    "a strategy without an adapter": (["--strategy", "local"], 2, ["--strategy local", "--adapter"]),
+    "a strategy that is not built": (["--strategy", "propagated", "--adapter", "none"], 2, ["propagated", "not supported"]),
+    "an unknown model": (["--model_name", "./no/such"], 2, ["./no/such", "--model_name"]),
+    "a missing file": (["--dataset_name", "none.txt"], 2, ["none.txt", "--dataset_name"]),
+    "a folder without an adapter": (["--adapter", "/none"], 5, ["/none", "adapter_config.json"]),
+    "an adapter of another base": (["--adapter", "ADAPTER"], 5, ["base"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_traced_is_one_line_and_its_status(case, adapter, capsys) -> None:
+    arguments, status, named = REFUSED[case]
+    assert run(*(str(adapter) if word == "ADAPTER" else word for word in arguments)) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("npt: error: ")
+    assert [word for word in named if word not in line] == []
+
+
+def test_data_without_a_sample_is_refused(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text(json.dumps({"input_ids": [5]}) + "\n", encoding="utf-8")
+    for streaming in ([], ["--streaming"]):
+        assert run("--dataset_name", str(file), *streaming) == 2
+        assert "no sample of two tokens or more" in capsys.readouterr().err
