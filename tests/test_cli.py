@@ -105,10 +105,11 @@ BAD = {
     "calibrated start": (["--init", "calibrated"], ["not supported yet"]),
     "propagated strategy": (["--strategy", "propagated"], ["not supported yet"]),
     "resume": (["--resume", "auto"], ["not supported yet"]),
-    "packing": (["--packing"], ["not supported yet"]),
-    "replay": (["--replay_dataset", "builtin"], ["not supported yet"]),
-    "prompts": (["--prompt_column", "q", "--completion_column", "a"], ["not supported yet"]),
     "steps that are none": (["--trace_steps", "3-1"], ["trace_steps", "3-1", "1-5"]),
+    "a ratio of nothing to replay": (["--replay_ratio", "0.3"], ["replay_ratio", "0.3", "replay_dataset"]),
+    "a missing file to replay": (["--replay_dataset", "none.txt"], ["none.txt"]),
+    "completions without prompts": (["--completion_column", "a"], ["completion_column", "prompt_column"]),
+    "prompts of text that has none": (["--prompt_column", "q", "--completion_column", "a"], ["'q'", "prompt_column"]),
     "kept residual": (["--residual", "keep"], ["residual", "keep"]),
     "samples longer than the model": (["--max_length", "2000"], ["max_length", "2000", "1024"]),
     "training on the held-out files": (["--dataset_split", "heldout"], ["dataset_split", "heldout"]),
@@ -179,7 +180,10 @@ def test_a_text_file_of_ones_own_trains_and_holds_samples_out(tmp_path: Path) ->
     assert json.loads((tmp_path / "run" / "fidelity.json").read_text())["heldout"] is True
 
 
-def test_a_run_of_refusals_ends_3_with_a_post_mortem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_refusals_ends_3_with_a_post_mortem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)  # the stream is read in its order, but for the order within a block
     file = tmp_path / "ids.jsonl"
     rows = [[3 + i, 4, 5, 6] if i < 200 else [3, 99_999, i % 7, 6 + i] for i in range(400)]
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
@@ -204,7 +208,10 @@ def test_a_run_that_refused_more_than_one_percent_says_so_in_its_last_line(tmp_p
     assert last.startswith("warning: ") and "micro-batches were refused" in last and "data" in last
 
 
-def test_a_line_that_cannot_be_read_mid_run_loses_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_cannot_be_read_mid_run_loses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)  # what is read ahead ends before the broken line
     file = tmp_path / "data.jsonl"
     lines = [json.dumps({"input_ids": [3 + i, 4, 5, 6, 7]}) for i in range(100)]
     file.write_text("\n".join([*lines, "{broken"]) + "\n", encoding="utf-8")
@@ -215,6 +222,25 @@ def test_a_line_that_cannot_be_read_mid_run_loses_no_step(tmp_path: Path, capsys
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events[-2:]] == ["error", "save"]
     assert (folder / events[-1]["folder"] / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_prompts_packed_and_mixed_with_replayed_text_are_trained_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["question,answer", *(f"def f{i}(x):,return x + {i}" for i in range(150)), "never answered,"]
+    (tmp_path / "data.csv").write_text("\n".join(rows), encoding="utf-8")
+    columns = ["--dataset_name", str(tmp_path / "data.csv"), "--prompt_column", "question", "--completion_column", "answer"]
+    folder = tmp_path / "run"
+    mixed = ["--packing", "--padding_side", "left", "--replay_dataset", "builtin", "--replay_ratio", "0.5", "--num_epochs", "2"]
+    assert run(folder, *columns, *mixed, "--max_steps", "12", "--strategy", "end_to_end", "--logit_kl_weight", "1") == 0
+    events = {e.get("source", e["event"]): e for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())}
+    assert events["data"]["skipped"] == {"empty completion": events["data"]["records"] // 151}
+    assert events["replay data"]["samples"] > 0
+    assert "skipped (empty completion)" in capsys.readouterr().out
+    adapter = folder / "checkpoints" / "step-00000012" / "adapter"
+    arguments = ["--adapter", str(adapter), "--use_quantization", "--max_length", "32", "--eval_samples", "4", "--json"]
+    assert main(["evaluate", *arguments, *columns]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["student"] == json.loads((folder / "fidelity.json").read_text())["student"]
+    assert measured["student"]["tokens"] < 4 * 10  # completions only
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ DOCUMENTED = set(
     model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
     use_quantization quant_type use_fp16 matmul_precision share_embeddings strategy loss
     dataset_name dataset_config dataset_split text_column prompt_column completion_column streaming
-    num_samples max_length packing replay_dataset replay_ratio
+    num_samples max_length packing padding_side replay_dataset replay_ratio
     batch_size gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs max_steps
     warmup_steps scheduler_type max_grad_norm max_consecutive_bad seed
     output_dir log_steps eval_steps save_steps save_total_limit resume use_wandb use_tensorboard run_name
@@ -46,6 +46,13 @@ BAD_VALUES = [
     (BaseConfig, {"matmul_precision": "low"}, "--matmul_precision is 'low'; choose from highest, high"),
     *[(DataConfig, {"max_length": v}, f"--max_length is {v}; it must be a finite number of at least 2") for v in (1, 0, -5)],
     *[(DataConfig, {"num_samples": v}, f"--num_samples is {v}; it must be a finite number of at least 1") for v in (0, -1)],
+    (DataConfig, {"padding_side": "both"}, "--padding_side is 'both'; choose from right, left"),
+    (DataConfig, {"completion_column": "a"}, "--completion_column is 'a' without --prompt_column; name both"),
+    (DataConfig, {"prompt_column": "a", "completion_column": "a"}, "--prompt_column and --completion_column are both 'a'; they are two"),
+    *[
+        (DataConfig, {"replay_dataset": "x", "replay_ratio": v}, f"--replay_ratio is {v}; it is a share, between 0 and 1")
+        for v in (0.0, 1.0, -0.2, 1.5, NAN, INF)
+    ],
     (TrainConfig, {"strategy": "global"}, "--strategy is 'global'; choose from local, propagated, end_to_end"),
     (TrainConfig, {"loss": "mae"}, "--loss is 'mae'; choose from nmse, nmse_update, direction, mse, smooth_l1, cosine"),
     (TrainConfig, {"logit_loss": "tv"}, "--logit_loss is 'tv'; choose from kl, reverse_kl, jsd, cross_entropy"),
@@ -107,11 +114,6 @@ BAD_VALUES = [
 
 NOT_BUILT_YET = [
     (NPTConfig, {"init": "calibrated"}, "--init calibrated"),
-    (DataConfig, {"prompt_column": "prompt"}, "--prompt_column"),
-    (DataConfig, {"completion_column": "answer"}, "--completion_column"),
-    (DataConfig, {"packing": True}, "--packing"),
-    (DataConfig, {"replay_dataset": "other"}, "--replay_dataset"),
-    (DataConfig, {"replay_ratio": 0.1}, "--replay_ratio"),
     (TrainConfig, {"strategy": "propagated"}, "--strategy propagated"),
     (TrainConfig, {"resume": "auto"}, "--resume"),
 ]

@@ -132,7 +132,10 @@ class Samples:
         # A list, or a `datasets` object; a stream of either kind has no length.
         self.sized = hasattr(records, "__len__") and hasattr(records, "__getitem__")
         if self.sized and not self.count(1):
-            raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
+            counts = Counts()
+            for _ in _cut_numbered(self._numbered(0), tokenizer, config, counts):
+                pass
+            raise no_sample(counts)
 
     def count(self, limit: int | None = None) -> int | None:
         """Samples of an epoch, counted no further than `limit`; None where only reading on would tell. Reads and cuts them."""
@@ -203,6 +206,14 @@ class Samples:
         if start and hasattr(stream, "skip"):  # a hub stream passes over records without handing them out
             return enumerate(stream.skip(start), start)
         return itertools.islice(enumerate(stream), start, None)
+
+
+def no_sample(counts: Counts) -> DataError:
+    """What to say of data that nothing came of but `counts`."""
+    reasons = [f"{counts.samples:,} held out"] if counts.samples else []
+    reasons += [counts.lost()] if counts.lost() else []
+    of = f" of {counts.records:,} records ({', '.join(reasons)})" if reasons else " of the data"
+    return DataError(f"no sample to train on came{of}; check --dataset_name and the columns (--text_column, --prompt_column)")
 
 
 def evaluation_samples(

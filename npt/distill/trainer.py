@@ -20,7 +20,7 @@ from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console
 from npt.data.batch import Batch, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader
-from npt.data.samples import Samples, evaluation_samples
+from npt.data.samples import Samples, evaluation_samples, no_sample
 from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
@@ -299,13 +299,15 @@ class Trainer:
             display.close()
         seconds = time.perf_counter() - started
         if self.stop.number is not None:
+            self._report_data(folder)
             folder.event("signal", number=self.stop.number, step=loop.steps)
         elif loop.steps == 0:
             folder.event("stopped", step=0, reason="no step was applied")
+            if not loop.micro_batches:
+                raise no_sample(self.samples.counts)
             raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / 'events.jsonl'})")
         if loop.last_save != loop.steps:
             self._save(folder, loop.steps)
-        self._report_data(folder)
         if self.stop.number is not None:
             self._say(
                 f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / 'checkpoints'}"
@@ -344,6 +346,7 @@ class Trainer:
         folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
+        self._report_data(folder)
         folder.event(
             "done",
             steps=result.steps,
@@ -394,7 +397,7 @@ class Trainer:
         """The batch that training starts with. It is put back: a stream that can be read once loses none."""
         first = next(self._coming, None)
         if first is None:
-            raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
+            raise no_sample(self.samples.counts)
         self._coming = itertools.chain([first], self._coming)
         return first.batch
 

@@ -3,8 +3,11 @@ import torch
 from torch.testing import assert_close
 
 import npt
-from npt.adapters.stream import open_stream
-from npt.data.batch import Batch, batch_from_tensors
+from npt.adapters.stream import model_inputs, open_stream
+from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.packing import pack
+from npt.data.sample import Sample
+from npt.errors import ModelError
 
 MASKS = {
     "none": [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]],
@@ -101,3 +104,76 @@ def test_gradients_pass_through_rows_and_scatter(model):
     weight = torch.randn(2, 6, 3)
     (stream.scatter(stream.rows(states)) * weight).sum().backward()
     assert torch.equal(states.grad, weight * batch.attention_mask.unsqueeze(-1))
+
+
+LENGTHS = (9, 4, 1, 7, 2, 3)
+
+
+def documents() -> list[Sample]:
+    generator = torch.Generator().manual_seed(6)
+    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(LENGTHS)]
+
+
+def packed(side: str, extra: int = 0) -> Batch:
+    """The documents in rows of up to 13 tokens, which some of them do not fill."""
+    return collate(pack(documents(), 13), 2, side=side, length=13 + extra)
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def attention(request, model):
+    before = model.config._attn_implementation
+    model.config._attn_implementation = request.param
+    yield request.param
+    model.config._attn_implementation = before
+
+
+def walked(model, batch: Batch) -> list[torch.Tensor]:
+    """The valid rows in front of every layer and behind the last."""
+    stream = open_stream(model, batch)
+    states = [stream.hidden]
+    for layer in model.model.layers:
+        states.append(stream.clean(layer(states[-1], **stream.context)))
+    return [stream.rows(state) for state in states]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["student", "teacher"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("extra", [0, 3])
+def test_a_token_of_a_packed_row_is_in_the_state_it_has_in_a_row_of_its_own(model, attention, mode, side, extra):
+    batch = packed(side, extra)
+    assert batch.documents is not None and len(batch.input_ids) == 2
+    place = {name: i for i, name in enumerate(name for row in batch.sample_ids for name in row.split("+"))}
+    with npt.adapter_mode(model, mode):
+        together = walked(model, batch)
+        alone = [walked(model, collate([document], 2)) for document in sorted(documents(), key=lambda d: place[d.id])]
+    for layer, states in enumerate(together):
+        expected = torch.cat([document[layer] for document in alone])
+        # The same keys, but products of other shapes, which sum in another order: a few units of 2^-24 of the largest entry, grown
+        # through four layers.
+        assert_close(states, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_packed_rows_through_the_models_own_forward_are_those_walked_by_hand(model, attention, side):
+    batch = packed(side)
+    expected = model.model.norm(walked(model, batch)[-1])
+    states = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state
+    # default tolerance of fp32: padded rows, whose states differ, are in the same matrix products
+    assert_close(states.flatten(0, 1)[batch.valid_index], expected)
+
+
+@torch.no_grad()
+def test_documents_do_not_see_one_another(model, attention):
+    """Another first document leaves the second one's states as they are, bit for bit."""
+    one, other = (collate([Sample("a+b", (*first, 5, 6, 7), (-100,) * 6, (3, 3))], 2) for first in ((10, 11, 12), (90, 91, 92)))
+    for before, after in zip(walked(model, one), walked(model, other), strict=True):
+        assert torch.equal(before[3:], after[3:])
+        assert not torch.equal(before[:3], after[:3])
+
+
+def test_an_attention_that_would_mix_documents_is_refused(model, monkeypatch):
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(ModelError, match="under attn_implementation flash_attention_2; load the base with sdpa, eager"):
+        open_stream(model, packed("right"))

@@ -5,7 +5,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npt
-from npt.data.samples import Sample, Samples, cut, held_out, spread
+from npt.data.sample import Sample
+from npt.data.samples import Samples, cut, evaluation_samples, held_out, spread, within
 from npt.errors import DataError
 
 # The tokenizer fixture keeps no state, so that one serves all examples of a property.
@@ -217,14 +218,14 @@ class TestSequence:
         seen = []
 
         class CountingTokenizer(type(tokenizer)):
-            def __call__(self, texts, **_):
-                seen.extend(texts)
-                return super().__call__(texts)
+            def __call__(self, texts, **options):
+                seen.extend(text for text in texts if text.startswith("document"))
+                return super().__call__(texts, **options)
 
         samples = Samples(TEXTS * 10, CountingTokenizer(), config(num_samples=num_samples), seed=0)
         seen.clear()
         assert samples.count(asked) == counted
-        assert len(seen) <= 32  # one call of the tokenizer
+        assert 0 < len(seen) <= 32  # one call of the tokenizer
 
     def test_an_epoch_starts_the_same_however_much_of_it_was_cut_before(self, tokenizer, monkeypatch):
         monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 8)
@@ -243,27 +244,54 @@ class TestSequence:
         records = [{"text": "good"}] * 40
         records[17] = {"body": "bad"}
         with pytest.raises(DataError, match=r"record 17 has no 'text'"):
-            Samples(records, tokenizer, config(), seed=0)
+            list(Samples(records, tokenizer, config(), seed=0, hold_out=False).epoch(0))
 
     def test_a_datasets_object_is_a_sequence(self, tokenizer):
         datasets = pytest.importorskip("datasets")
         samples = Samples(datasets.Dataset.from_list(TEXTS), tokenizer, config(), seed=0)
         assert tokens(samples.epoch(1)) == tokens(Samples(TEXTS, tokenizer, config(), seed=0).epoch(1))
 
-    @pytest.mark.parametrize("records", [[], [{"text": ""}], [{"input_ids": [4]}]], ids=["none", "empty text", "one token"])
-    def test_data_without_a_sample_is_refused(self, tokenizer, records):
-        with pytest.raises(DataError, match=r"no sample of two tokens or more came out of the data; check --dataset_name"):
-            Samples(records, tokenizer, config(), seed=0)
+    @pytest.mark.parametrize(
+        ("records", "came"),
+        [
+            ([], "of the data"),
+            ([{"text": ""}] * 40, r"of 40 records \(40 skipped \(empty text\)\)"),
+            ([{"input_ids": [4]}], r"of 1 records \(1 skipped \(fewer than two tokens\)\)"),
+            ([{"prompt": "a", "completion": " "}], r"of 1 records \(1 skipped \(empty completion\)\)"),
+            ([{"input_ids": [0, 13, 1]}, {"text": ""}], r"of 2 records \(1 held out, 1 skipped \(empty text\)\)"),
+        ],
+    )
+    @pytest.mark.parametrize("packing", [False, True])
+    def test_data_without_a_sample_are_refused_with_what_became_of_them(self, tokenizer, records, came, packing):
+        with pytest.raises(DataError, match=f"no sample to train on came {came}; check --dataset_name"):
+            Samples(records, tokenizer, config(packing=packing), seed=0)
 
 
 class TestStream:
-    def test_is_read_in_order_and_anew_for_every_epoch(self, tokenizer):
+    def test_is_read_anew_for_every_epoch_and_gives_every_sample_once(self, tokenizer):
         stream = Stream(TEXTS)
         samples = Samples(stream, tokenizer, config(), seed=0, hold_out=False)
         assert samples.count() is None
         assert stream.read == 0
-        assert tokens(samples.epoch(0)) == tokens(samples.epoch(1)) == tokens(cut(TEXTS, tokenizer, config()))
+        epochs = [tokens(samples.epoch(number)) for number in (0, 1)]
+        assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(tokens(cut(TEXTS, tokenizer, config())))
+        assert epochs[0] != epochs[1]
         assert stream.read == 2 * len(TEXTS)
+
+    def test_is_shuffled_within_blocks_that_stay_in_order(self, tokenizer, monkeypatch):
+        monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 8)
+        monkeypatch.setattr("npt.data.samples._RECORDS_AT_ONCE", 4)
+        records = [{"input_ids": [number, 100], "id": str(number)} for number in range(40)]
+        order = [int(s.id.split("@")[0]) for s in Samples(Stream(records), tokenizer, config(), seed=0, hold_out=False).epoch(0)]
+        blocks = [order[start : start + 8] for start in range(0, 40, 8)]
+        assert [sorted(block) for block in blocks] == [list(range(start, start + 8)) for start in range(0, 40, 8)]
+        assert all(block != sorted(block) for block in blocks)
+
+    def test_reads_a_block_ahead_and_no_more(self, tokenizer, monkeypatch):
+        monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 40)
+        stream = Stream([{"text": "abc"}] * 1000)
+        next(Samples(stream, tokenizer, config(), seed=0, hold_out=False).epoch(0))
+        assert stream.read == 64  # two calls of the tokenizer
 
     def test_num_samples_ends_the_epoch_and_the_reading(self, tokenizer):
         stream = Stream(TEXTS * 100)
@@ -275,3 +303,65 @@ class TestStream:
         samples = Samples((record for record in TEXTS), tokenizer, config(), seed=0)
         assert len(list(samples.epoch(0))) > 60
         assert list(samples.epoch(1)) == []
+
+
+class TestPacked:
+    @pytest.mark.parametrize("make", [list, Stream], ids=["list", "stream"])
+    def test_rows_hold_the_same_documents_and_are_fewer(self, tokenizer, make):
+        plain, packed = (Samples(make(TEXTS), tokenizer, config(max_length=40, packing=packing), seed=0) for packing in (False, True))
+        rows, documents = list(packed.epoch(0)), list(plain.epoch(0))
+        assert sorted(name for row in rows for name in row.id.split("+")) == sorted(s.id for s in documents)
+        assert len(rows) < len(documents)
+        assert all(len(row.input_ids) <= 40 for row in rows)
+        if make is list:
+            assert packed.count() == len(rows) and plain.count() == len(documents)
+
+    def test_another_epoch_has_other_rows_order_and_the_same_rows(self, tokenizer):
+        samples = Samples(TEXTS, tokenizer, config(max_length=40, packing=True), seed=0)
+        one, other = (list(samples.epoch(number)) for number in (0, 1))
+        assert one != other and sorted(r.id for r in one) == sorted(r.id for r in other)
+
+    def test_num_samples_are_counted_before_packing(self, tokenizer):
+        samples = Samples(TEXTS, tokenizer, config(max_length=40, packing=True, num_samples=10), seed=0)
+        rows = list(samples.epoch(0))
+        assert sum(len(row.lengths) for row in rows) == 10
+        assert samples.count() == len(rows)
+
+    def test_what_is_held_out_is_told_before_packing(self, tokenizer):
+        held = {s.id for s in held_out(TEXTS, tokenizer, config(max_length=40), limit=100)}
+        rows = Samples(TEXTS, tokenizer, config(max_length=40, packing=True), seed=0).epoch(0)
+        assert held and not held & {name for row in rows for name in row.id.split("+")}
+
+
+class TestCounts:
+    def test_every_pass_over_the_records_counts(self, tokenizer):
+        records = [*TEXTS, {"text": ""}, {"prompt": "a" * 20, "completion": "b"}, {"prompt": "a", "completion": ""}]
+        samples = Samples(records, tokenizer, config(), seed=0, hold_out=False)
+        assert samples.counts.records == 0  # looking whether there is anything is no pass
+        for epoch in (1, 2):
+            made = list(samples.epoch(epoch))
+            assert samples.counts.records == epoch * len(records)
+            assert samples.counts.samples == epoch * len(made)
+            assert samples.counts.tokens == epoch * sum(len(s.input_ids) for s in made)
+            assert samples.counts.skipped == {"empty text": epoch, "empty completion": epoch}
+            assert samples.counts.cut_prompts == epoch
+        assert samples.counts.lost() == "2 prompts cut to --max_length, 2 skipped (empty completion), 2 skipped (empty text)"
+
+
+class TestEvaluation:
+    def test_samples_with_ids_or_targets_outside_the_vocabulary_are_passed_over(self):
+        good, with_mask = Sample("good", (5, 6)), Sample("with mask", (5, 6), (-100, 6))
+        bad = [Sample("id", (5, 128)), Sample("negative", (5, -1)), Sample("label", (5, 6), (-100, 128)), Sample("low", (5, 6), (-1, 6))]
+        assert list(within([good, *bad, with_mask], 128)) == [good, with_mask]
+
+    def test_prompts_and_completions_are_held_out_like_text(self, tokenizer):
+        records = [{"prompt": f"question {i}", "completion": f"answer {i % 7}", "id": str(i)} for i in range(200)]
+        samples, heldout = evaluation_samples(records, tokenizer, config(max_length=30), 100, 128)
+        trained = {s.id for s in Samples(records, tokenizer, config(max_length=30), seed=0).epoch(0)}
+        assert heldout and 0 < len(samples) < 30
+        assert not trained & {s.id for s in samples}
+        assert all(s.labels is not None and -100 in s.labels for s in samples)
+
+    def test_packing_changes_nothing_about_what_is_evaluated(self, tokenizer):
+        plain, packed = (evaluation_samples(TEXTS, tokenizer, config(packing=packing), 100, 128)[0] for packing in (False, True))
+        assert plain == packed and all(s.lengths is None for s in packed)

@@ -1,4 +1,6 @@
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,19 +8,12 @@ import pytest
 import npt
 from npt.data import source as source_module
 from npt.data.builtin import is_heldout
-from npt.data.source import open_source
+from npt.data.source import check_source, fitting_columns, open_source, replay_source
 from npt.errors import DataError
 
 
 def records(path: Path, **settings) -> list:
     return list(open_source(npt.DataConfig(dataset_name=str(path), **settings)))
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"text": "one"}\n\n{"text": "two", "id": "mine"}\n   \n{"text": "drei \\u00e9"}')
-    return path
 
 
 @pytest.fixture(params=[False, True], ids=["kept", "streaming"])
@@ -27,107 +22,88 @@ def streaming(request) -> bool:
 
 
 class TestFiles:
-    def test_a_text_file_is_one_document(self, tmp_path, streaming):
-        (tmp_path / "book.txt").write_text("Zeile eins\n\nZeile é\n", encoding="utf-8")
-        assert records(tmp_path / "book.txt", streaming=streaming) == [{"text": "Zeile eins\n\nZeile é\n", "id": "book.txt"}]
+    """What is special about files as a source; the files themselves are test_local's."""
 
-    def test_jsonl_records_are_named_by_their_line_unless_they_name_themselves(self, lines, streaming):
-        assert records(lines, streaming=streaming) == [
-            {"id": "data.jsonl:1", "text": "one"},
-            {"id": "mine", "text": "two"},
-            {"id": "data.jsonl:5", "text": "drei é"},
-        ]
+    @pytest.fixture
+    def lines(self, tmp_path: Path) -> Path:
+        path = tmp_path / "data.jsonl"
+        path.write_text('{"text": "one"}\n{"text": "two", "id": "mine"}\n')
+        return path
 
-    def test_a_relative_name_and_the_home_folder_work(self, lines, monkeypatch):
+    def test_a_relative_name_and_the_home_folder_work(self, lines, streaming, monkeypatch):
         monkeypatch.chdir(lines.parent)
-        assert len(records(Path("data.jsonl"))) == 3
+        assert len(records(Path("data.jsonl"), streaming=streaming)) == 2
         monkeypatch.setenv("HOME", str(lines.parent))
-        assert len(records(Path("~/data.jsonl"))) == 3
+        assert len(records(Path("~/data.jsonl"), streaming=streaming)) == 2
 
-    def test_a_list_is_kept_and_a_stream_is_read_anew_at_every_pass(self, lines):
+    def test_a_folder_and_a_glob_are_their_files(self, lines, streaming):
+        (lines.parent / "more.txt").write_text("three")
+        assert [r["text"] for r in records(lines.parent, streaming=streaming)] == ["one", "two", "three"]
+        assert [r["text"] for r in records(lines.parent / "*.txt", streaming=streaming)] == ["three"]
+
+    def test_a_sequence_is_kept_as_it_was_and_a_stream_is_read_anew_at_every_pass(self, lines):
         kept = open_source(npt.DataConfig(dataset_name=str(lines)))
         stream = open_source(npt.DataConfig(dataset_name=str(lines), streaming=True))
-        assert isinstance(kept, list)
-        assert not hasattr(stream, "__len__")
-        assert list(stream) == list(stream) == kept
+        assert isinstance(kept, Sequence) and not hasattr(stream, "__len__")
+        assert list(stream) == list(stream) == list(kept)
         lines.write_text('{"text": "new"}\n')
         assert [r["text"] for r in stream] == ["new"]
-        assert len(kept) == 3
-
-    def test_a_stream_is_read_only_as_far_as_it_is_asked(self, tmp_path):
-        path = tmp_path / "data.jsonl"
-        path.write_text('{"text": "good"}\nbroken\n')
-        stream = iter(open_source(npt.DataConfig(dataset_name=str(path), streaming=True)))
-        assert next(stream)["text"] == "good"
-        with pytest.raises(DataError, match="line 2"):
-            next(stream)
+        with pytest.raises(DataError, match="has changed since it was first read"):
+            kept[0]
 
     @pytest.mark.parametrize(
-        ("line", "message"),
-        [
-            ("{'text': 1}", r"not JSON \(.*\); each line has to be one JSON object"),
-            ('{"text": "cut', r"not JSON"),
-            ('["text"]', r"a list, not an object like"),
-            ('"text"', r"a str, not an object"),
-            ("3", r"a int, not an object"),
-            ("null", r"a NoneType, not an object"),
-        ],
+        ("name", "content"), [("data.jsonl", "\n  \n"), ("data.csv", "text\n"), ("data.json", "[]"), ("bom.txt", "\ufeff")]
     )
-    def test_a_jsonl_fault_is_located_by_its_line(self, tmp_path, streaming, line, message):
-        path = tmp_path / "data.jsonl"
-        path.write_text(f'{{"text": "good"}}\n\n{line}\n{{"text": "good"}}\n')
-        with pytest.raises(DataError, match=rf"data\.jsonl, line 3: {message}"):
-            records(path, streaming=streaming)
+    def test_files_without_a_record_are_refused(self, tmp_path, name, content):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match=rf"{name} holds no records; check --dataset_name"):
+            records(tmp_path / name)
 
-    @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-    def test_another_encoding_is_refused_with_its_place(self, tmp_path, streaming, suffix):
-        path = tmp_path / f"data{suffix}"
-        path.write_bytes(b'{"text": "caf\xe9 au lait"}\n')
-        with pytest.raises(DataError, match=r"is not UTF-8 \(byte 13: .*\); convert it first") as refusal:
-            records(path, streaming=streaming)
-        assert str(path) in str(refusal.value)
+    def test_an_empty_file_is_refused(self, tmp_path, streaming):
+        (tmp_path / "data.txt").touch()
+        with pytest.raises(DataError, match=r"data\.txt is empty; leave it out"):
+            records(tmp_path / "data.txt", streaming=streaming)
 
-    @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-    def test_an_empty_file_is_refused(self, tmp_path, streaming, suffix):
-        (tmp_path / f"data{suffix}").touch()
-        with pytest.raises(DataError, match=rf"data\{suffix} is empty; there is nothing to train on"):
-            records(tmp_path / f"data{suffix}", streaming=streaming)
+    @pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl", "missing.csv", "~/missing.csv", "no*such*file"])
+    def test_a_missing_file_is_refused_with_the_alternative_and_never_looked_for_on_the_hub(self, streaming, name):
+        with pytest.raises(DataError, match=r"there is no file .*; check --dataset_name \('builtin'"):
+            records(Path(name), streaming=streaming)
 
-    def test_a_file_of_blank_lines_holds_no_records(self, tmp_path):
-        (tmp_path / "data.jsonl").write_text("\n  \n")
-        with pytest.raises(DataError, match=r"data\.jsonl holds no records"):
-            records(tmp_path / "data.jsonl")
-
-    @pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl", "missing.csv"])
-    def test_a_missing_file_is_refused_with_the_alternative(self, tmp_path, streaming, name):
-        with pytest.raises(DataError, match=rf"there is no file .*{name}; check --dataset_name \('builtin'"):
-            records(tmp_path / name, streaming=streaming)
-
-    def test_a_file_in_the_home_folder_is_never_looked_for_on_the_hub(self):
-        with pytest.raises(DataError, match=r"there is no file .*missing\.csv"):
-            records(Path("~/missing.csv"))
-
-    @pytest.mark.parametrize("name", ["table.csv", "data.json", "noext"])
+    @pytest.mark.parametrize("name", ["table.tsv", "noext"])
     def test_another_format_is_refused_with_those_that_are_read(self, tmp_path, streaming, name):
         (tmp_path / name).write_text("text\nx\n")
-        with pytest.raises(DataError, match=rf"{name} is not a \.txt or \.jsonl file"):
+        with pytest.raises(DataError, match=rf"{name} is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file"):
             records(tmp_path / name, streaming=streaming)
 
-    def test_a_folder_is_refused(self, tmp_path, streaming):
-        (tmp_path / "folder.txt").mkdir()
-        for path in (tmp_path, tmp_path / "folder.txt"):
-            with pytest.raises(DataError, match=r"is not a \.txt or \.jsonl file"):
-                records(path, streaming=streaming)
+    @pytest.mark.parametrize(
+        ("settings", "flag"), [({"dataset_split": "test"}, "--dataset_split test"), ({"dataset_config": "de"}, "--dataset_config de")]
+    )
+    def test_what_only_the_hub_has_is_refused(self, lines, streaming, settings, flag):
+        with pytest.raises(DataError, match=f"{flag} is for hub data sets"):
+            records(lines, streaming=streaming, **settings)
 
-    def test_a_file_that_may_not_be_read_is_refused_with_the_reason(self, tmp_path, monkeypatch, streaming):
-        (tmp_path / "data.txt").write_text("text")
 
-        def denied(*_, **__):
-            raise PermissionError(13, "Permission denied")
+class TestReplay:
+    def test_a_second_source_is_read_with_the_settings_of_the_first(self, tmp_path):
+        config = npt.DataConfig(
+            dataset_name="team/data", dataset_config="de", dataset_split="test", num_samples=9, replay_dataset="team/other"
+        )
+        second = replay_source(config)
+        assert (second.dataset_name, second.dataset_config, second.dataset_split, second.num_samples) == ("team/other", None, "test", None)
+        assert second.replay_dataset is None
+        assert replay_source(replace(config, replay_dataset="builtin")).dataset_split == "train"
+        assert replay_source(replace(config, replay_dataset=str(tmp_path))).dataset_split == "train"
 
-        monkeypatch.setattr(Path, "read_text", denied)
-        with pytest.raises(DataError, match=r"data\.txt cannot be read: Permission denied"):
-            records(tmp_path / "data.txt", streaming=streaming)
+    def test_it_is_checked_with_the_first(self, tmp_path):
+        with pytest.raises(DataError, match=r"there is no file .*missing\.txt"):
+            check_source(npt.DataConfig(replay_dataset=str(tmp_path / "missing.txt")))
+
+    def test_prompt_columns_are_dropped_where_the_second_source_has_none(self):
+        config = npt.DataConfig(prompt_column="q", completion_column="a")
+        assert fitting_columns(config, [{"q": "x", "a": "y"}]) == config
+        assert fitting_columns(config, []) == config
+        fitting = fitting_columns(config, [{"text": "x"}])
+        assert (fitting.prompt_column, fitting.completion_column) == (None, None)
 
 
 class TestBuiltin:
@@ -147,7 +123,7 @@ class TestBuiltin:
 
 
 class TestHub:
-    @pytest.mark.parametrize("name", ["no-such-team/no-such-data", "missing.csv"])
+    @pytest.mark.parametrize("name", ["no-such-team/no-such-data", "no-such-data"])
     def test_a_failure_is_one_line_with_name_split_and_remedy(self, streaming, name):
         with pytest.raises(DataError, match=r"cannot load the data set '.*' \(split 'train'\): .*check the name and") as refusal:
             open_source(npt.DataConfig(dataset_name=name, streaming=streaming))
@@ -160,8 +136,43 @@ class TestHub:
         asked = []
         monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or "records")
         config = npt.DataConfig(dataset_name="team/data", dataset_config="de", dataset_split="train[:1%]", streaming=streaming)
-        assert open_source(config) == "records"
+        assert "".join(open_source(config)) == "records"
         assert asked == [(("team/data", "de"), {"split": "train[:1%]", "streaming": streaming})]
+
+
+class TestHubStream:
+    """A local data set stands for one of the hub: `load_dataset` gives the same class."""
+
+    @pytest.fixture
+    def opened(self, monkeypatch):
+        import datasets
+
+        def make(rows) -> object:
+            made = datasets.IterableDataset.from_generator(rows)
+            monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
+            return open_source(npt.DataConfig(dataset_name="team/data", streaming=True))
+
+        return make
+
+    def test_is_read_anew_and_passes_over_what_was_read(self, opened):
+        stream = opened(lambda: ({"text": str(i)} for i in range(5)))
+        assert [r["text"] for r in stream] == [r["text"] for r in stream] == list("01234")
+        assert [r["text"] for r in stream.skip(3)] == ["3", "4"]
+
+    def test_a_network_that_fails_on_the_way_is_one_line(self, opened):
+        def rows() -> Iterator[dict[str, str]]:
+            yield {"text": "first"}
+            raise ConnectionError("Connection reset by peer\nand a page of details")
+
+        stream = opened(rows)
+        for read in (stream, stream.skip(0)):
+            records = iter(read)
+            assert next(records) == {"text": "first"}
+            with pytest.raises(DataError) as refusal:
+                next(records)
+            assert str(refusal.value) == (
+                "the data set 'team/data' broke off: Connection reset by peer; check the network, or download it and pass the files"
+            )
 
 
 def test_what_json_can_hold_comes_out_as_it_went_in(tmp_path):

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
-from npt.data.samples import Sample
+from npt.data.sample import Sample
 from npt.distill import trainer as trainer_module
 from npt.distill.loop import Window
 from npt.distill.strategies import STRATEGIES, MicroBatch
@@ -62,6 +63,8 @@ def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) 
         streaming: bool = False,
         eval_data: Iterable[Any] | None = EVAL,
         num_samples: int | None = None,
+        replay_data: Iterable[Any] | None = None,
+        data_options: dict[str, Any] | None = None,
         **config: Any,
     ) -> Trainer:
         if model is None:
@@ -73,8 +76,9 @@ def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) 
             tokenizer,
             texts(12) if data is None else data,
             TrainConfig(**settings),
-            data_config=DataConfig(max_length=MAX_LENGTH, streaming=streaming, num_samples=num_samples),
+            data_config=DataConfig(max_length=MAX_LENGTH, streaming=streaming, num_samples=num_samples, **(data_options or {})),
             eval_data=eval_data,
+            replay_data=replay_data,
             console=Console(file=io.StringIO(), width=200),
         )
 
@@ -162,7 +166,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
             assert {key, f"{key}_se"} <= fidelity[name].keys()
         assert fidelity[name]["tokens"] == fidelity["teacher"]["tokens"] > 0
     assert fidelity["layers"].keys() == {"1", "3"}
-    assert [e["event"] for e in lines(folder, "events")] == ["start", "save", "save", "done"]
+    assert [e["event"] for e in lines(folder, "events")] == ["start", "save", "save", "data", "done"]
     assert events(folder, "start")[0]["total_steps"] == 6
 
 
@@ -424,7 +428,7 @@ def windows_of(seed: int, bad: str | None) -> list[Window]:
 def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, monkeypatch, strategy, bad) -> None:
     random_states, trainers, results = [], [], []
     for present in (True, False):
-        monkeypatch.setattr(Trainer, "_windows", lambda self, present=present: iter(windows_of(4, bad if present else None)))
+        monkeypatch.setattr(Trainer, "_windows", lambda self, present=present: (w for w in windows_of(4, bad if present else None)))
         trainer = build(
             folder=f"run-{present}", strategy=strategy, smoke_test=False, eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])]
         )
@@ -631,6 +635,189 @@ def test_too_little_data_to_hold_any_out_is_said_and_recorded(build) -> None:
 def test_num_samples_bounds_an_epoch(build) -> None:
     assert build(texts(12), num_samples=5).total_steps == 3
     assert build(Stream(12), streaming=True, num_samples=5).train().steps == 3
+
+
+# --- what the data are made into -------------------------------------------------------------------------------------
+
+
+def prompts(count: int) -> list[dict[str, str]]:
+    """Every third one has no answer, every fourth a prompt that is too long."""
+    return [
+        {"id": f"q{i}", "prompt": "abc" * (1 + 4 * (i % 4 == 3)), "completion": "" if i % 3 == 2 else f"answer {i}"[:4]}
+        for i in range(count)
+    ]
+
+
+def test_what_became_of_the_records_is_recorded_and_what_was_lost_is_said(build) -> None:
+    trainer = build(prompts(12))
+    result = trainer.train()
+    (event,) = events(result.folder, "data")
+    assert (event["source"], event["records"], event["samples"], event["tokens"]) == ("data", 12, 8, result.tokens)
+    assert event["skipped"] == {"empty completion": 4} and event["cut_prompts"] == 2 and event["cut_completions"] == 0
+    line = "data: of 12 records read, 2 prompts cut to --max_length, 4 skipped (empty completion)"
+    assert line in events(result.folder, "warning")[-1]["message"] and f"warning: {line}" in said(trainer)
+
+
+def test_data_that_lose_nothing_are_not_warned_of(build) -> None:
+    result = build().train()
+    assert events(result.folder, "warning") == [] and events(result.folder, "data")[0]["skipped"] == {}
+
+
+def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build) -> None:
+    for smoke_test in (True, False):
+        trainer = build((r for r in [{"prompt": "a", "completion": ""}] * 3), streaming=True, smoke_test=smoke_test, folder=f"{smoke_test}")
+        with pytest.raises(DataError, match=r"no sample to train on came of 3 records \(3 skipped \(empty completion\)\)"):
+            trainer.train()
+
+
+def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
+    results = {}
+    for packing in (False, True):
+        trainer = build(texts(40), folder=f"run-{packing}", data_options={"packing": packing, "padding_side": "left"}, batch_size=4)
+        trainer.samples._config = replace(trainer.samples._config, max_length=40)  # rows for several texts; evaluation stays as it is
+        trainer.total_steps = trainer._total_steps()
+        results[packing] = trainer.train()
+        assert "smoke test passed" in said(trainer)
+        assert results[packing].steps == trainer.total_steps
+    assert results[True].tokens == results[False].tokens
+    assert results[True].steps < results[False].steps
+    loss = {packing: lines(result.folder, "metrics")[-1]["loss"] for packing, result in results.items()}
+    assert all(map(math.isfinite, loss.values()))
+
+
+def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> None:
+    questions = [{"q": f"abc{i}", "a": f"x{i}"} for i in range(60)]
+    options = {"prompt_column": "q", "completion_column": "a", "replay_ratio": 0.5}
+    trainer = build(questions, replay_data=(r for r in texts(9)), data_options=options, eval_data=questions[:5], batch_size=4)
+    names = [name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids]
+    replayed = sum(name.startswith("text-") for name in names)
+    assert replayed > 9  # round and round
+    assert abs(replayed / len(names) - 0.5) < 4 * math.sqrt(0.25 / len(names))
+    assert len(names) - replayed == 60
+
+    trainer = build(questions, replay_data=texts(9), data_options=options, eval_data=questions[:5], batch_size=4, folder="again")
+    result = trainer.train()
+    data, replay = events(result.folder, "data")
+    assert (data["source"], replay["source"]) == ("data", "replay data")
+    assert data["records"] == 60 and replay["samples"] > 0
+    assert result.steps == trainer.total_steps == math.ceil(len(names) / 4)
+
+
+def test_a_fifth_is_replayed_unless_told(build) -> None:
+    trainer = build(texts(400), replay_data=texts(9), batch_size=8)
+    names = [name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids]
+    share = 1 - 400 / len(names)
+    assert abs(share - 0.2) < 4 * math.sqrt(0.2 * 0.8 / len(names))
+
+
+def test_a_replay_ratio_of_nothing_is_refused(build) -> None:
+    with pytest.raises(ConfigError, match=r"--replay_ratio is 0\.3 without --replay_dataset"):
+        build(unreadable(), data_options={"replay_ratio": 0.3})
+
+
+def test_replay_data_without_a_sample_are_refused_by_name(build) -> None:
+    with pytest.raises(DataError, match="replay data: no sample to train on came of 1 records"):
+        build(replay_data=[{"text": ""}])
+
+
+def test_a_windows_position_finds_the_batches_behind_it(build) -> None:
+    settings = {"gradient_accumulation_steps": 3, "num_epochs": 2, "replay_data": texts(7, seed=5)}
+    first, other = build(texts(20), **settings), build(texts(20), folder="other", **settings)
+    windows = list(first._windows())
+    behind = [loaded.batch.sample_ids for loaded in other.loader.batches(windows[2].position)]
+    assert behind == [batch.sample_ids for window in windows[3:] for batch in window.batches]
+
+
+# --- the thread that prepares them -----------------------------------------------------------------------------------
+
+
+def workers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "npt-data"]
+
+
+def broken_behind(count: int) -> Iterator[dict[str, str]]:
+    yield from texts(count)
+    raise DataError("the next line is broken")
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("all of it", None),
+        ("max_steps", None),
+        ("a signal", None),
+        ("data that break", DataError),
+        ("refusals", TooManyRefusalsError),
+        ("a bug", ZeroDivisionError),
+        ("an interrupt", KeyboardInterrupt),
+        ("a full disk", OSError),
+        ("the smoke test", SmokeTestError),
+    ],
+)
+def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) -> None:
+    monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)
+    data: Any = texts(300)
+    settings: dict[str, Any] = {"smoke_test": False}
+
+    def act(call: int, batch: Batch) -> None:
+        assert call or workers() == ["npt-data"]  # there is one at the start
+        if call == 3 and how == "a signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif call == 3 and how in ("a bug", "an interrupt"):
+            raise error
+
+    if how == "max_steps":
+        settings["max_steps"] = 3
+    elif how == "data that break":
+        data, settings["streaming"] = broken_behind(100), True
+    elif how == "refusals":
+        data = [record(f"broken-{i}", [5, 999, 7 + i % 9]) for i in range(300)]
+    elif how == "a full disk":
+        settings["save_steps"] = 2
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("npt.distill.run_folder.save_adapter", full)
+    elif how == "the smoke test":
+        data, settings["smoke_test"] = [record("broken", [5, 999, 7])] * 20, True
+    replace_strategy(monkeypatch, act)
+    trainer = build(data, **settings)
+    assert workers() == []
+    if error is None:
+        trainer.train()
+    else:
+        with pytest.raises(error) as kept:  # the traceback keeps the run's frames alive: what is not closed stays open
+            trainer.train()
+        assert kept.value is not None
+    assert workers() == []
+
+
+def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokenizer) -> None:
+    """Each waits for the other, and no clock is asked: the second block's tokenising begins when training has begun, and training
+    goes on when that is done."""
+    monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)
+    training, tokenised = threading.Event(), threading.Event()
+    original = type(tokenizer).__call__
+
+    def tokenise(self: Any, given: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "npt-data" and len(given) > 1:
+            assert training.wait(timeout=60)
+            result = original(self, given, **options)
+            tokenised.set()
+            return result
+        return original(self, given, **options)
+
+    def act(call: int, batch: Batch) -> None:
+        training.set()
+        assert tokenised.wait(timeout=60)
+
+    replace_strategy(monkeypatch, act)
+    trainer = build(Stream(200), streaming=True, smoke_test=False, max_steps=20, batch_size=4)
+    first = trainer._first_batch()  # the first block, in this thread
+    monkeypatch.setattr(type(tokenizer), "__call__", tokenise)
+    trainer.train()
+    assert first.tokens > 0 and tokenised.is_set()
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,346 @@
+"""The loader: the same batches from any position on, replay in its share, and a thread that works ahead and leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import npt
+from npt.data import loader as loader_module
+from npt.data import samples as samples_module
+from npt.data.loader import Ahead, Loaded, Loader, Position
+from npt.data.samples import Place, Samples
+from npt.errors import DataError
+
+SHARED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PAD = 2
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks out of little data."""
+    monkeypatch.setattr(samples_module, "SHUFFLE_BLOCK", 8)
+    monkeypatch.setattr(samples_module, "_RECORDS_AT_ONCE", 3)
+
+
+class Stream:
+    """Records without a length, readable again and again; with `skip` as a hub's stream has it, or without."""
+
+    def __init__(self, records: list[Any]):
+        self.records = records
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.records)
+
+
+class SkippingStream(Stream):
+    def skip(self, count: int) -> SkippingStream:
+        return SkippingStream(self.records[count:])
+
+
+KINDS = {"list": list, "stream": Stream, "hub stream": SkippingStream}
+
+
+def records(count: int, name: str = "r") -> list[dict[str, Any]]:
+    """Records of which every fifth is empty and every seventh is cut to several samples."""
+    return [
+        {"id": f"{name}{i}", "text": "" if i % 5 == 3 else chr(97 + i % 26) * (3 + (i * i) % 5 + 20 * (i % 7 == 6))} for i in range(count)
+    ]
+
+
+def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -> Loader:
+    """A loader anew, as a process that goes on with a run makes it."""
+    data_options = {name: options.pop(name) for name in ("packing", "num_samples") if name in options}
+    config = npt.DataConfig(max_length=10, **data_options)
+    samples = Samples(data, tokenizer, config, seed=3)
+    other = None if replay is None else Samples(replay, tokenizer, npt.DataConfig(max_length=10), seed=4)
+    return Loader(samples, options.pop("batch_size", 2), PAD, replay=other, seed=3, **options)
+
+
+def content(loaded: Loaded) -> tuple[Any, ...]:
+    batch = loaded.batch
+    documents = None if batch.documents is None else batch.documents.tolist()
+    tensors = (batch.input_ids, batch.attention_mask, batch.position_ids, batch.labels, batch.valid_index)
+    return loaded.epoch, loaded.position, batch.sample_ids, documents, *(tensor.tolist() for tensor in tensors)
+
+
+class TestPosition:
+    @SHARED
+    @given(
+        count=st.integers(4, 60),
+        kind=st.sampled_from(sorted(KINDS)),
+        batch_size=st.integers(1, 5),
+        epochs=st.integers(1, 3),
+        packing=st.booleans(),
+        num_samples=st.none() | st.integers(1, 50),
+        share=st.sampled_from([0.0, 0.2, 0.6]),
+        replayed=st.integers(4, 20),
+        replay_kind=st.sampled_from(sorted(KINDS)),
+        side=st.sampled_from(["left", "right"]),
+        where=st.floats(0, 1),
+    )
+    def test_from_any_position_on_the_rest_is_the_same(
+        self, tokenizer, count, kind, batch_size, epochs, packing, num_samples, share, replayed, replay_kind, side, where
+    ):
+        def anew() -> Loader:
+            return make_loader(
+                tokenizer,
+                KINDS[kind](records(count)),
+                KINDS[replay_kind](records(replayed, "p")) if share else None,
+                batch_size=batch_size,
+                epochs=epochs,
+                replay_share=share,
+                side=side,
+                packing=packing,
+                num_samples=num_samples,
+            )
+
+        whole = [content(loaded) for loaded in anew().batches()]
+        assert whole
+        taken = round(where * len(whole))
+        position = Position() if taken == 0 else whole[taken - 1][1]
+        saved = Position.from_dict(json.loads(json.dumps(position.as_dict())))
+        assert saved == position
+        assert [content(loaded) for loaded in anew().batches(saved)] == whole[taken:]
+
+    def test_the_position_is_behind_what_was_handed_out_and_not_behind_what_was_prepared(self, tokenizer):
+        """A thread that is eight batches ahead changes nothing about the position that a batch comes with."""
+        whole = [content(loaded) for loaded in make_loader(tokenizer, records(40)).batches()]
+        ahead = Ahead(make_loader(tokenizer, records(40)).batches())
+        first = next(iter(ahead))
+        ahead.close()
+        assert [content(loaded) for loaded in make_loader(tokenizer, records(40)).batches(first.position)] == whole[1:]
+
+    def test_positions_differ_and_a_saved_one_is_plain_numbers(self, tokenizer):
+        loader = make_loader(tokenizer, records(40), records(9, "p"), epochs=2, replay_share=0.4)
+        positions = [loaded.position for loaded in loader.batches()]
+        assert len(set(positions)) == len(positions)
+        assert positions[-1].as_dict().keys() == {"epoch", "place", "replay_epoch", "replay_place", "drawn"}
+        assert isinstance(positions[-1].place, Place)
+
+    def test_at_the_end_there_is_nothing_left(self, tokenizer):
+        loader = make_loader(tokenizer, records(20), epochs=2)
+        *_, last = loader.batches()
+        assert list(make_loader(tokenizer, records(20), epochs=2).batches(last.position)) == []
+
+    def test_a_place_is_the_same_in_every_version(self, tokenizer):
+        """What a saved run is taken up by: other values here would repeat and leave out data of every run that was saved."""
+        loaded = list(itertools.islice(make_loader(tokenizer, records(40), records(9, "p"), replay_share=0.3).batches(), 6))
+        assert [(batch.batch.sample_ids, batch.position.as_dict()) for batch in loaded] == [
+            (("r6@10", "r22@0"), {"epoch": 0, "place": [0, 0, 2], "replay_epoch": 0, "replay_place": [0, 0, 0], "drawn": 2}),
+            (("p6@0", "r11@0"), {"epoch": 0, "place": [0, 0, 3], "replay_epoch": 0, "replay_place": [0, 0, 1], "drawn": 4}),
+            (("r39@0", "r6@20"), {"epoch": 0, "place": [0, 0, 5], "replay_epoch": 0, "replay_place": [0, 0, 1], "drawn": 6}),
+            (("r30@0", "r6@0"), {"epoch": 0, "place": [0, 0, 7], "replay_epoch": 0, "replay_place": [0, 0, 1], "drawn": 8}),
+            (("p6@20", "p0@0"), {"epoch": 0, "place": [0, 0, 7], "replay_epoch": 0, "replay_place": [0, 0, 3], "drawn": 10}),
+            (("r25@0", "p7@0"), {"epoch": 0, "place": [0, 0, 8], "replay_epoch": 0, "replay_place": [0, 0, 4], "drawn": 12}),
+        ]
+
+
+class TestBatches:
+    @SHARED
+    @given(count=st.integers(4, 40), batch_size=st.integers(1, 5), epochs=st.integers(1, 3))
+    def test_an_epoch_holds_every_sample_once_and_no_batch_reaches_into_the_next(self, tokenizer, count, batch_size, epochs):
+        loader = make_loader(tokenizer, records(count), batch_size=batch_size, epochs=epochs)
+        expected = sorted(s.id for s in loader.samples.epoch(0))
+        found: dict[int, list[str]] = {}
+        for loaded in loader.batches():
+            assert len(loaded.batch.sample_ids) <= batch_size
+            found.setdefault(loaded.epoch, []).extend(loaded.batch.sample_ids)
+        assert list(found) == list(range(epochs))
+        assert all(sorted(ids) == expected for ids in found.values())
+
+    @SHARED
+    @given(
+        count=st.integers(4, 40),
+        batch_size=st.integers(1, 5),
+        epochs=st.integers(1, 3),
+        share=st.sampled_from([0.0, 0.3]),
+        packing=st.booleans(),
+        num_samples=st.none() | st.integers(1, 30),
+        limit=st.integers(1, 30),
+    )
+    def test_they_are_counted_before_they_are_made(self, tokenizer, count, batch_size, epochs, share, packing, num_samples, limit):
+        options = {"batch_size": batch_size, "epochs": epochs, "replay_share": share, "packing": packing, "num_samples": num_samples}
+        loader = make_loader(tokenizer, records(count), records(9, "p"), **options)
+        made = sum(1 for _ in loader.batches())
+        assert loader.count() == made
+        assert loader.count(limit) == min(limit, made)
+
+    def test_of_a_stream_they_cannot_be_counted(self, tokenizer):
+        assert make_loader(tokenizer, Stream(records(20))).count() is None
+        assert make_loader(tokenizer, Stream(records(20))).count(3) is None
+
+    def test_counting_stops_at_its_limit_however_many_epochs_there_are(self, tokenizer):
+        assert make_loader(tokenizer, records(20), records(9, "p"), epochs=10**12, replay_share=0.5).count(100) == 100
+
+
+class TestReplay:
+    def origins(self, loader: Loader) -> list[str]:
+        return [name[0] for loaded in loader.batches() for name in loaded.batch.sample_ids]
+
+    @pytest.mark.parametrize("share", [0.05, 0.2, 0.75])
+    def test_its_share_is_the_one_that_was_asked_for(self, tokenizer, share):
+        data = [{"input_ids": [5, 6, i % 100, i // 100]} | {"id": f"r{i}"} for i in range(1500)]
+        loader = make_loader(tokenizer, data, [{**r, "id": f"p{i}"} for i, r in enumerate(data[:50])], replay_share=share)
+        origins = self.origins(loader)
+        error = math.sqrt(share * (1 - share) / len(origins))
+        assert abs(origins.count("p") / len(origins) - share) < 4 * error
+        assert origins.count("r") == loader.samples.count()  # nothing of the first source gives way
+
+    def test_it_goes_round_in_another_order_each_time(self, tokenizer):
+        loader = make_loader(tokenizer, records(60), records(12, "p"), epochs=2, replay_share=0.6)
+        names = [name for loaded in loader.batches() for name in loaded.batch.sample_ids if name.startswith("p")]
+        once = sorted(s.id for s in loader.replay.epoch(0))
+        rounds = [names[i : i + len(once)] for i in range(0, len(names) - len(once) + 1, len(once))]
+        assert len(rounds) > 3
+        assert all(sorted(round) == once for round in rounds)
+        assert len(set(map(tuple, rounds))) > 1
+
+    def test_nothing_to_replay_is_an_error_and_no_endless_search(self, tokenizer):
+        with pytest.raises(DataError, match="no sample came out of the replay data"):
+            list(make_loader(tokenizer, records(20), Stream([{"text": ""}]), replay_share=0.5).batches())
+
+    def test_a_share_of_nothing_changes_nothing(self, tokenizer):
+        plain = [content(loaded) for loaded in make_loader(tokenizer, records(20)).batches()]
+        assert [content(loaded) for loaded in make_loader(tokenizer, records(20), records(9, "p")).batches()] == plain
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "npt-data"]
+
+
+class TestAhead:
+    def test_items_come_in_order_and_the_thread_ends_with_them(self):
+        ahead = Ahead(iter(range(100)), depth=3)
+        assert list(ahead) == list(range(100))
+        ahead.close()
+        assert threads() == []
+
+    def test_the_thread_works_while_the_main_one_does_something_else(self):
+        """The second item is made before the first is used: no clock is asked, one waits for the other."""
+        made = threading.Event()
+
+        def slow() -> Iterator[int]:
+            yield 1
+            made.set()
+            yield 2
+
+        ahead = Ahead(slow())
+        items = iter(ahead)
+        assert next(items) == 1
+        assert made.wait(timeout=30)  # nobody has asked for a second one
+        assert next(items) == 2
+        ahead.close()
+
+    def test_it_is_never_more_than_its_depth_ahead(self):
+        made: list[int] = []
+        full = threading.Event()
+
+        def items() -> Iterator[int]:
+            for i in range(100):
+                made.append(i)
+                if i == 4:
+                    full.set()
+                yield i
+
+        ahead = Ahead(items(), depth=4)
+        assert full.wait(timeout=30)
+        ahead.close()
+        assert made == [0, 1, 2, 3, 4]  # four are ready, the fifth waits for room
+
+    def test_an_error_comes_in_its_turn(self):
+        def breaking() -> Iterator[int]:
+            yield 1
+            yield 2
+            raise DataError("line 3 is broken")
+
+        ahead = Ahead(breaking())
+        seen = []
+        with pytest.raises(DataError, match="line 3 is broken"):
+            for item in ahead:
+                seen.append(item)
+        assert seen == [1, 2]
+        ahead.close()
+        assert threads() == []
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+    def test_no_error_is_lost(self, error):
+        def breaking() -> Iterator[int]:
+            raise error
+            yield 1
+
+        ahead = Ahead(breaking())
+        with pytest.raises(error):
+            list(ahead)
+        ahead.close()
+
+    def test_closing_ends_a_thread_that_waits_for_room(self):
+        ahead = Ahead(itertools.count(), depth=1)
+        assert next(iter(ahead)) == 0
+        ahead.close()
+        ahead.close()
+        assert threads() == []
+
+    def test_a_stop_ends_the_iteration_while_it_waits(self):
+        stop, blocked, release = threading.Event(), threading.Event(), threading.Event()
+
+        def hanging() -> Iterator[int]:
+            yield 1
+            blocked.set()
+            release.wait(timeout=60)
+
+        ahead = Ahead(hanging(), stop=stop.is_set)
+        items = iter(ahead)
+        assert next(items) == 1
+        assert blocked.wait(timeout=30)
+        threading.Timer(0.2, stop.set).start()
+        assert next(items, "ended") == "ended"
+        release.set()
+        ahead.close()
+        assert threads() == []
+
+    def test_what_hangs_is_not_waited_for_for_ever(self, monkeypatch):
+        monkeypatch.setattr(loader_module, "PATIENCE_SECONDS", 0.05)
+        release = threading.Event()
+
+        def hanging() -> Iterator[int]:
+            release.wait(timeout=60)
+            yield 1
+
+        ahead = Ahead(hanging())
+        ahead.close()
+        assert threads() == ["npt-data"]
+        release.set()
+        ahead._thread.join(timeout=30)
+        assert threads() == []
+
+    def test_tokenising_goes_on_while_a_batch_is_worked_on(self, tokenizer):
+        """A tokenizer that waits until the training of the first batch has begun, and training that waits for the tokenizer."""
+        training, tokenised = threading.Event(), threading.Event()
+
+        class Slow(type(tokenizer)):
+            calls = 0
+
+            def __call__(self, texts: Any, **options: Any) -> Any:
+                if threading.current_thread().name == "npt-data" and "r30" in str(texts):
+                    assert training.wait(timeout=30)
+                    tokenised.set()
+                return super().__call__(texts, **options)
+
+        data = [{"text": f"r{i}"} for i in range(60)]
+        ahead = Ahead(make_loader(Slow(), Stream(data), batch_size=4).batches())
+        batches = iter(ahead)
+        assert isinstance(next(batches).batch.input_ids, torch.Tensor)
+        training.set()
+        assert tokenised.wait(timeout=30)  # while this thread is busy with its batch
+        assert sum(len(loaded.batch.sample_ids) for loaded in batches) > 40
+        ahead.close()
