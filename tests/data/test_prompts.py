@@ -74,7 +74,7 @@ def test_what_has_no_two_tokens_is_passed_over(tokenizer):
     assert prompts([{"text": ""}, {"id": "p", "prompt": "a"}, {"input_ids": [5]}], tokenizer) == {
         "p@0": (0, *tokenizer("a")["input_ids"][1:])
     }
-    with pytest.raises(DataError, match="no sample of two tokens"):
+    with pytest.raises(DataError, match="no sample to train on"):
         prompts([{"text": ""}], tokenizer)
 
 
