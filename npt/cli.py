@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         prog: name shown in messages.
 
     Returns:
-        The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter
-        or checkpoint unusable, 128+n after signal n.
+        The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter,
+        checkpoint or bundle unusable, 128+n after signal n.
     """
     parser = _parser(prog)
     args = parser.parse_args(argv)
@@ -174,6 +174,19 @@ def trace(given: dict[str, Any]) -> int:
     return 0 if verdict is None else 1
 
 
+def replay(given: dict[str, Any]) -> int:
+    """Take the last window of a run that gave up again: does the fault recur, where does it arise, is it the data or the state?"""
+    from npt.distill.replay import replay as replay_bundle
+    from npt.files import to_json
+
+    result = replay_bundle(given["bundle"], model_name=given["model_name"], device=given["device"], micro_batch=given["micro_batch"])
+    if given["json"]:
+        print(to_json(result.as_dict(), indent=2))
+    else:
+        make_console().print(str(result), soft_wrap=True)
+    return 0
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
@@ -212,6 +225,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     tracing.add_argument("--json", action="store_true", help="print the verdict as JSON")
     add_settings(tracing, BaseConfig, DataConfig, leave_out=("num_samples",))
+    replaying = verb(replay)
+    replaying.add_argument("bundle", metavar="BUNDLE", help="folder RUN/postmortem/step-XXXXXXXX")
+    replaying.add_argument("--model_name", help="the run's base, where it is not to be found under the recorded name")
+    replaying.add_argument("--device", help="default: the kind that the run was on, where there is one")
+    replaying.add_argument("--micro_batch", type=int, metavar="INT", help="trace this micro-batch of the window, refused or not")
+    replaying.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

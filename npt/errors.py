@@ -39,6 +39,12 @@ class AdapterFileError(NPTError, ValueError):
     exit_status = 5
 
 
+class BundleError(NPTError, ValueError):
+    """A post-mortem bundle that cannot be replayed: its files, or the base it is to be replayed on."""
+
+    exit_status = 5
+
+
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
 

@@ -17,8 +17,10 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
+from npt.distill.replay import replay
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.transaction import Transaction
+from npt.errors import TooManyRefusalsError
 
 pytestmark = pytest.mark.gpu
 
@@ -105,3 +107,33 @@ def test_a_run_on_a_gpu_ends_below_where_it_started(tmp_path: Path) -> None:
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert result.steps == 40 and result.refused == 0
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
+    model, tokenizer = student()
+    rows = [tuple(3 + (7 * i + j) % 2000 for j in range(12)) for i in range(24)]
+    trainer = npt.Trainer(
+        model,
+        tokenizer,
+        [{"input_ids": row} for row in rows],
+        npt.TrainConfig(batch_size=2, max_consecutive_bad=4, smoke_test=False, output_dir=str(tmp_path / "run")),
+        data_config=npt.DataConfig(max_length=16),
+        eval_data=[{"input_ids": list(range(5, 15))}],
+        console=Console(file=io.StringIO()),
+    )
+    strategy, calls = trainer.strategy, iter(range(1000))
+
+    def poisoning(*arguments):
+        if next(calls) == 3:
+            model.get_parameter("model.layers.5.npt.A").data[0, 1] = float("nan")
+        return strategy(*arguments)
+
+    trainer.strategy = poisoning
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    (bundle,) = (tmp_path / "run" / "postmortem").iterdir()
+    before = torch.cuda.get_rng_state()
+    found = replay(bundle)
+    assert found.classification == "state" and found.reproduced and found.device.startswith("cuda")
+    assert "model.layers.5.npt.A[0, 1] is nan" in str(found.findings["adapters"])
+    assert "cuda.0" in found.bundle.random_state and torch.equal(torch.cuda.get_rng_state(), before)

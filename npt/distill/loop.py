@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
 from npt.data.loader import Position
-from npt.distill.postmortem import write_postmortem
+from npt.distill.postmortem import Situation, write_postmortem
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder
 from npt.distill.signals import StopOnSignal
@@ -60,6 +61,7 @@ class Loop:
         stop: set by a signal; looked at before every micro-batch.
         evaluate: figures of the model as it is.
         save: save the adapters as those of a step.
+        record: what `run.json` holds, for a post-mortem.
     """
 
     def __init__(
@@ -75,27 +77,21 @@ class Loop:
         stop: StopOnSignal,
         evaluate: Callable[[], Fidelity],
         save: Callable[[int], None],
+        record: Mapping[str, Any],
     ):
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
-        self._evaluate, self._save = evaluate, save
-        parameters = adapter_parameters(model)
-        self.optimizer = torch.optim.AdamW(
-            parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
-        )
-        self.transaction: Transaction[MicroBatch] = Transaction(
-            parameters,
-            self.optimizer,
-            config.max_grad_norm,
-            rates,
-            spikes=SpikeGuard(config.spike_sigmas) if config.skip_spikes else None,
-        )
+        self._evaluate, self._save, self._record = evaluate, save, record
+        self.transaction = new_transaction(adapter_parameters(model), config, rates)
+        self.optimizer = self.transaction.optimizer
         self.steps = self.tokens = self.micro_batches = 0
         self.last_save: int | None = None
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
         self._open: dict[int, Window] = {}  # committed, result not known yet
+        self._accepted: Window | None = None  # the last one of which nothing was refused
+        self._refused: tuple[Window, WindowResult[MicroBatch]] | None = None  # the last other one, without its state
         self._epoch = self._diagnoses = 0
         self._logged_at, self._logged_tokens = time.perf_counter(), 0
 
@@ -135,8 +131,10 @@ class Loop:
         self._account(self.transaction.flush())
 
     def _micro_batch(self, batch: Batch) -> None:
-        fill = partial(fill_gradients, self.strategy, self.model, batch, self.config)
-        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
+        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, partial(self._fill, batch))
+
+    def _fill(self, batch: Batch) -> MicroBatch:
+        return fill_gradients(self.strategy, self.model, batch, self.config)
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
@@ -152,12 +150,15 @@ class Loop:
             for refusal in result.refusals:
                 self.refused_by_kind[refusal.kind] += 1
                 self.refused_by_epoch[window.epoch] += 1
-                self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
+                self.folder.try_event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
                 self._diagnose(window, refusal)
+            if result.refusals:
+                self._refused = window, replace(result, before=None)
             longest, self._in_a_row = bad_in_a_row(self._in_a_row, result)
             self._check_budget(window, result, longest)
             if result.applied:
+                self._accepted = self._accepted if result.refusals else window
                 self._after_step(result)
 
     def _diagnose(self, window: Window, refusal: Refusal) -> None:
@@ -170,7 +171,7 @@ class Loop:
             message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"failed: {type(error).__name__}: {error}"
-        self.folder.event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
+        self.folder.try_event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
         self.display.say(f"  diagnosis: {message}")
 
     def _check_budget(self, window: Window, result: WindowResult[MicroBatch], longest: int) -> None:
@@ -183,16 +184,46 @@ class Loop:
 
     def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
         self._close_epoch()
-        # Where results come late the window behind this one has been stepped on already: the state is that of its step.
-        for behind in self.transaction.flush():
-            self.steps += behind.applied
-            self.tokens += behind.tokens if behind.applied else 0
-        where = write_postmortem(
-            self.folder.path, self.model, self.optimizer, window.batches, result.refusals, self.steps, self.transaction.history
+        before = self.steps
+        # What is saved from here on bears the step that its weights are of: that of this window, if it was applied at all, or,
+        # where results come late, of the one behind it.
+        for known in (result, *self.transaction.flush()):
+            self.steps += known.applied
+            self.tokens += known.tokens if known.applied else 0
+        if not result.refusals and self._refused is not None:
+            window, result = self._refused  # the share of refusals was exceeded at a window that had none
+        situation = Situation(
+            model=self.model,
+            transaction=self.transaction,
+            fill=self._fill,
+            window=window.batches,
+            result=result,
+            accepted=() if self._accepted is None else self._accepted.batches,
+            reason=reason,
+            step=self.steps if result.before is None else before,
+            total_steps=self.total_steps,
+            config=self.config,
+            counters={
+                "steps": self.steps,
+                "tokens": self.tokens,
+                "micro_batches": self.micro_batches,
+                "refused": dict(self.refused_by_kind),
+                "epoch": window.epoch,
+                "in_a_row": self._in_a_row,
+            },
+            record=self._record,
         )
-        self.folder.event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
         last = f", the last: {result.refusals[-1]}" if result.refusals else ""
-        raise TooManyRefusalsError(f"stopped at step {self.steps}: {reason}{last}; see {where}")
+        said = f"stopped at step {self.steps}: {reason}{last}"
+        try:
+            where = write_postmortem(self.folder.path, situation)
+        except Exception as error:  # why the run stopped has to be said whatever becomes of the bundle
+            self.folder.try_event("stopped", step=self.steps, reason=reason, postmortem=None, error=str(error))
+            raise TooManyRefusalsError(
+                f"{said}; no post-mortem could be written below {self.folder.path}: {error}; free or choose a disk that can be written to"
+            ) from error
+        self.folder.try_event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
+        raise TooManyRefusalsError(f"{said}; look into it with: npt replay {where}")
 
     def _after_step(self, result: WindowResult[MicroBatch]) -> None:
         c = self.config
@@ -247,7 +278,22 @@ class Loop:
         """Report an epoch in which something was refused."""
         count = self.refused_by_epoch.get(self._epoch, 0)
         if count:
-            self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+            self.folder.try_event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+
+
+def new_transaction(parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float]) -> Transaction[MicroBatch]:
+    """The optimizer and the transaction of a run with these settings.
+
+    Args:
+        parameters: the trainable tensors by name.
+        config: training settings.
+        rates: learning rate of each applied step.
+    """
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
+    )
+    spikes = SpikeGuard(config.spike_sigmas) if config.skip_spikes else None
+    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes)
 
 
 def fill_gradients(strategy: Strategy, model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:

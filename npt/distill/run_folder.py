@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -63,6 +64,11 @@ class RunFolder:
         """One line of `events.jsonl`: what happened, and when (seconds since the epoch)."""
         self._events.write(to_json({"event": event, "time": round(time.time(), 3), **details}) + "\n")
 
+    def try_event(self, event: str, /, **details: Any) -> None:
+        """As `event`, for what is said otherwise as well: a disk that is full must not hide why a run ends."""
+        with contextlib.suppress(OSError):
+            self.event(event, **details)
+
     def save_checkpoint(self, model: LlamaForCausalLM, step: int, base_hash: str, keep: int | None) -> Path:
         """The adapters as `checkpoints/step-XXXXXXXX/adapter`; older checkpoints beyond `keep` go after this one stands."""
         folder = self.path / "checkpoints" / f"step-{step:08d}"
@@ -83,8 +89,9 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
+        for file in (self._metrics, self._events):
+            with contextlib.suppress(OSError):  # a line that the disk had no room for; its writing has failed already
+                file.close()
 
 
 def default_folder() -> Path:

@@ -13,7 +13,18 @@ def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | Non
         kind, warmup_steps, total_steps: as for `learning_rate_scale`.
     """
     length = total_steps if total_steps is not None else warmup_steps + 1
-    return [peak * learning_rate_scale(step, kind, warmup_steps, total_steps) for step in range(length)]
+    return [rate_at(step, peak, kind, warmup_steps, total_steps) for step in range(length)]
+
+
+def rate_at(step: int, peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> float:
+    """One entry of the table, or where `step` lies behind it the last one."""
+    last = total_steps - 1 if total_steps is not None else warmup_steps
+    return peak * learning_rate_scale(min(step, last), kind, warmup_steps, total_steps)
+
+
+def kind_of_run(kind: str, total_steps: int | None) -> str:
+    """The schedule that a run can follow: one of unknown length has no end to fall towards."""
+    return kind if total_steps is not None else "constant"
 
 
 def learning_rate_scale(step: int, kind: str, warmup_steps: int, total_steps: int | None) -> float:

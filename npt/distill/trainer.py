@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
@@ -24,7 +25,7 @@ from npt.data.source import BUILTIN, Record, open_source, own_heldout, replay_so
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
-from npt.distill.schedule import rate_table
+from npt.distill.schedule import kind_of_run, rate_table
 from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES
@@ -208,12 +209,12 @@ class Trainer:
         say(self._evaluation_note())
         initial = self._evaluate()
         self.base_hash = base_hash(self.model)
-        record = self._record()
+        self.record = self._record()
         folder = RunFolder(self.folder_path)
         try:
-            folder.write("run.json", record)
+            folder.write("run.json", self.record)
             try:
-                trackers = Trackers(self.config, folder.path, record["settings"])
+                trackers = Trackers(self.config, folder.path, self.record["settings"])
             except ConfigError:
                 folder.discard()
                 raise
@@ -258,6 +259,7 @@ class Trainer:
             self.stop,
             self._evaluate,
             lambda step: self._save(folder, step),
+            self.record,
         )
         started = time.perf_counter()
         try:
@@ -295,14 +297,14 @@ class Trainer:
     def _rescue(self, folder: RunFolder, loop: Loop, error: BaseException) -> None:
         """Whatever ended the loop, broken data or a full disk, does not take the steps before it along."""
         if not isinstance(error, TooManyRefusalsError):  # the loop has said that one itself
-            folder.event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
+            folder.try_event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
         with contextlib.suppress(NPTError):
             loop.settle()  # a checkpoint has to bear the step that its weights are of
         if loop.steps and loop.last_save != loop.steps:
             try:
                 self._save(folder, loop.steps)
-            except (NPTError, OSError) as second:
-                folder.event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
+            except (NPTError, OSError, SafetensorError) as second:
+                folder.try_event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
 
     def _warn(self, folder: RunFolder, message: str) -> None:
         self._say(f"warning: {message}")
@@ -382,7 +384,7 @@ class Trainer:
         return f"training layers {layers} for {steps} steps; fidelity on {len(self.eval_samples)} {kind} samples"
 
     def _schedule_kind(self) -> str:
-        return self.config.scheduler_type if self.total_steps is not None else "constant"
+        return kind_of_run(self.config.scheduler_type, self.total_steps)
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -15,7 +15,8 @@ All of these decisions are device flags. On a CPU they are read at once. On a GP
 device, so there, with a fused AdamW (which obeys `found_inf` without a host branch), they are copied to pinned memory and
 read one window late; the learning rate follows the device's own count of applied steps. Both ways do the same arithmetic in
 the same order, and tests hold their results to bit equality. Only the limits of the spike guard, which are made on the host
-from steps whose results are known, are one step older there.
+from steps whose results are known, are one step older there. And a step's snapshot, which a post-mortem needs if the window
+turns out bad, is kept until its result is known: one more copy of weights and moments.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Sums(Protocol):
 
 
 S = TypeVar("S", bound=Sums)
+
+Kept = dict[str, tuple[Tensor, dict[str, Any]]]
+"""By the name of each parameter a copy of it, and of everything that the optimizer keeps for it."""
 
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with the samples they came from."""
@@ -84,7 +88,9 @@ class WindowResult(Generic[S]):
 
     index: windows before it. micro_batches: their number, refused ones included. steps: applied steps, this one included.
     rate: the learning rate it was, or would have been, applied with. loss, grad_norm: mean per surviving token, and before
-    clipping; None without survivors. survivors: sums of the micro-batches that counted, in order.
+    clipping; None without survivors. survivors: sums of the micro-batches that counted, in order. limits: of the spike guard,
+    as they stood when it decided. before: where something was refused and the state may have moved on since, the state that
+    the window started from.
     """
 
     index: int
@@ -97,6 +103,8 @@ class WindowResult(Generic[S]):
     grad_norm: float | None
     survivors: list[S] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    limits: tuple[float, float] = (math.inf, math.inf)
+    before: Kept | None = None
 
 
 @dataclass
@@ -121,6 +129,7 @@ class _Window(Generic[S]):
     norms: Tensor | None  # [P], of the window, for an explanation
     limits: tuple[float, float]  # of the spike guard when the decision was made
     state: tuple[list[str], Tensor] | None = None  # names of parameters and moments, and which were finite after the step
+    before: Kept | None = None  # the step's own snapshot
 
 
 # Entries of a record behind its micro-batches' flags, losses and norms.
@@ -278,23 +287,28 @@ class Transaction(Generic[S]):
             return go
         for group in self.optimizer.param_groups:
             group["lr"] = float(rate)
-        before = self._snapshot()
+        before = self.snapshot()
         self.optimizer.step()
         finite = self._verify(window)
-        if not bool(finite):
-            self._restore(before)
+        if bool(finite):
+            window.before = before
+        else:
+            self.restore(before)
         return finite
 
     def _update_unseen(self, window: _Window[S], go: Tensor, rate: Tensor) -> Tensor:
         """The update without a look at any flag: the optimizer skips by `found_inf`, the restore selects by `torch.where`."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        before = [(tensor, tensor.clone()) for _, tensor in self._state_tensors()]
+        window.before = before = self.snapshot()
         self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
         finite = self._verify(window)
-        for tensor, old in before:
-            torch.where(finite.to(tensor.device), tensor, old, out=tensor)
+        for parameter, (value, state) in zip(self.parameters, before.values(), strict=True):
+            now = self.optimizer.state[parameter]
+            pairs = [(now[key], old) for key, old in state.items() if isinstance(old, Tensor)]
+            for tensor, old in [*pairs, (parameter.detach(), value)]:
+                torch.where(finite.to(tensor.device), tensor, old, out=tensor)
         return go & finite
 
     def _finish(self, keep: int) -> list[WindowResult[S]]:
@@ -306,7 +320,7 @@ class Transaction(Generic[S]):
     def _result(self, window: _Window[S]) -> WindowResult[S]:
         """Read a window's record and say what became of it; whatever has to be looked up further was refused already."""
         result: WindowResult[S] = WindowResult(window.index, window.micro_batches, False, self._known_steps, 0, 0.0, None, None)
-        result.refusals = list(window.refusals)
+        result.refusals, result.limits = list(window.refusals), window.limits
         if window.record is None:
             return result
         if window.arrived is not None:
@@ -329,6 +343,7 @@ class Transaction(Generic[S]):
             refusal = self._explain_window(window, scalars)
             if refusal is not None:
                 result.refusals.append(refusal)
+        result.before = window.before if result.refusals else None
         result.steps = self._known_steps = int(scalars["steps"])
         if result.applied and self.spikes is not None:
             self.spikes.accept(scalars["loss"], scalars["norm"])
@@ -378,18 +393,21 @@ class Transaction(Generic[S]):
         window.state = ([name for name, _ in named], finite)
         return finite.all()
 
-    def _snapshot(self) -> list[tuple[Tensor, dict[str, object]]]:
-        return [
-            (
+    def snapshot(self) -> Kept:
+        """Copies of the parameters and of what the optimizer keeps for them, on their devices."""
+        return {
+            name: (
                 p.detach().clone(),
                 {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.optimizer.state.get(p, {}).items()},
             )
-            for p in self.parameters
-        ]
+            for name, p in zip(self.names, self.parameters, strict=True)
+        }
 
     @torch.no_grad()
-    def _restore(self, before: list[tuple[Tensor, dict[str, object]]]) -> None:
-        for parameter, (value, state) in zip(self.parameters, before, strict=True):
+    def restore(self, kept: Kept) -> None:
+        """Put a snapshot back. The optimizer goes on in the tensors handed over: a snapshot that is to be used again is cloned."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            value, state = kept[name]
             parameter.copy_(value)
             if state:
                 self.optimizer.state[parameter] = state

@@ -105,7 +105,7 @@ class Student:
         self.model = copy.deepcopy(embedded())
         attach(self.model, NPTConfig(rank=4, layers=setting.layers, targets=setting.targets))
         self.parameters = adapter_parameters(self.model)
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=setting.learning_rate, betas=ADAM_BETAS, weight_decay=self.config.weight_decay, fused=True
         )
 

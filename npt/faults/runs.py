@@ -111,6 +111,7 @@ def _looped(late: bool) -> dict[str, Tensor]:
             StopOnSignal(),
             evaluate=_never,
             save=lambda step: None,
+            record={},
         )
         loop.run(Window(0, [setting.batch((window, micro)) for micro in range(setting.size)]) for window in range(setting.windows))
         folder.close()

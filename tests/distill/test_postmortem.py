@@ -1,26 +1,40 @@
-"""The post-mortem bundle holds what it takes to see why a run stopped."""
+"""The post-mortem bundle holds what it takes to see why a run stopped, and to compute it again; nothing keeps it from being written."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from stopped_runs import BAD, acting, good, stop
 from torch import nn
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.config import NPTConfig
-from npt.data.batch import collate
+from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
-from npt.distill.postmortem import write_postmortem
-from npt.distill.transaction import Refusal
+from npt.distill import postmortem
+from npt.distill.bundle import read_bundle
+from npt.distill.loop import Window, fill_gradients, new_transaction
+from npt.distill.postmortem import BATCH_TENSORS, Situation, suspect, untouched, write_postmortem
+from npt.distill.replay import replay
+from npt.distill.run_folder import RunFolder
+from npt.distill.strategies import STRATEGIES
+from npt.distill.trainer import Trainer
+from npt.distill.transaction import Refusal, Trace, WindowResult
+from npt.errors import TooManyRefusalsError
 
 WINDOW = [collate([Sample("a", (5, 6, 7)), Sample("b", (8,))], 2), collate([Sample("c", (9, 999))], 2)]
 REFUSALS = [Refusal("loss", "loss is nan", 0, ("a", "b")), Refusal("data", "token id 999", 1, ("c",)), Refusal("norm", "inf")]
+CONFIG = TrainConfig(learning_rate=0.1, warmup_steps=4, scheduler_type="linear")
 
 
 @pytest.fixture
@@ -30,36 +44,74 @@ def student(load_model: Callable[..., nn.Module]) -> nn.Module:
     return model
 
 
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
+def situation(model: Any, refusals: list[Refusal] = REFUSALS, window: list[Batch] = WINDOW, **more: Any) -> Situation:
+    """Twelve steps into a run of twenty, after one step of which something is in every moment."""
     parameters = adapter_parameters(model)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, fused=True)
+    transaction = new_transaction(parameters, CONFIG, [0.1])
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return optimizer
+    transaction.optimizer.step()
+    transaction.abandon()
+    record = {
+        "settings": {name: value for part in (NPTConfig(rank=2, layers="3"), DataConfig(), CONFIG) for name, value in vars(part).items()},
+        "base_hash": npt.base_hash(model),
+        "versions": {"torch": torch.__version__},
+        "device": "cpu",
+    }
+    return Situation(
+        **{
+            "model": model,
+            "transaction": transaction,
+            "fill": lambda batch: fill_gradients(STRATEGIES["local"], model, batch, CONFIG),
+            "window": window,
+            "result": WindowResult(12, len(window), False, 12, 0, 0.0, None, None, refusals=refusals),
+            "reason": "3 refusals in a row",
+            "step": 12,
+            "total_steps": 20,
+            "config": CONFIG,
+            "counters": {"steps": 12, "tokens": 345, "refused": {"loss": 1}},
+            "record": record,
+            **more,
+        }
+    )
+
+
+def said(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "postmortem.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
+
+
+# --- what it holds -----------------------------------------------------------------------------------------------------
 
 
 def test_the_bundle_holds_adapters_moments_and_random_state(student, tmp_path) -> None:
-    optimizer = stepped(student)
-    folder = write_postmortem(tmp_path, student, optimizer, WINDOW, REFUSALS, 12)
+    stopped = situation(student)
+    folder = write_postmortem(tmp_path, stopped)
     assert folder == tmp_path / "postmortem" / "step-00000012"
     state = load_file(folder / "state.safetensors")
-    for name, parameter in adapter_parameters(student).items():
+    parameters = adapter_parameters(student)
+    for name, parameter in parameters.items():
         assert torch.equal(state[f"adapter.{name}"], parameter.detach())
-        for key, value in optimizer.state[parameter].items():
+        kept = stopped.transaction.optimizer.state[parameter]
+        assert set(kept) == {"step", "exp_avg", "exp_avg_sq"} and bool(kept["exp_avg"].any())
+        for key, value in kept.items():
             assert torch.equal(state[f"optimizer.{name}.{key}"], value)
     assert torch.equal(state["rng.cpu"], torch.get_rng_state())
+    devices = {f"rng.cuda.{index}" for index in range(torch.cuda.device_count())}
+    assert len(state) == 4 * len(parameters) + 1 + len(devices)
 
 
-def test_the_bundle_holds_the_window_and_the_refusals(student, tmp_path) -> None:
-    folder = write_postmortem(tmp_path, student, stepped(student), WINDOW, REFUSALS, 12)
-    batches = load_file(folder / "window.safetensors")
-    for index, batch in enumerate(WINDOW):
-        assert torch.equal(batches[f"{index}.input_ids"], batch.input_ids)
-        assert torch.equal(batches[f"{index}.attention_mask"], batch.attention_mask)
-    record = json.loads((folder / "postmortem.json").read_text())
-    assert record["step"] == 12
+def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_path) -> None:
+    accepted = [collate([Sample(f"old-{i}", (5, 6, 7 + i))], 2) for i in range(6)]
+    folder = write_postmortem(tmp_path, situation(student, accepted=accepted))
+    tokens = load_file(folder / "window.safetensors")
+    for place, batch in [("0", WINDOW[0]), ("1", WINDOW[1]), *((f"accepted.{i}", accepted[i]) for i in range(4))]:
+        for name in BATCH_TENSORS:
+            assert torch.equal(tokens.pop(f"{place}.{name}"), getattr(batch, name))
+    assert not tokens
+    record = said(folder)
+    assert record["step"] == 12 and record["reason"] == "3 refusals in a row"
     assert record["sample_ids"] == [["a", "b"], ["c"]]
+    assert record["accepted_sample_ids"] == [["old-0"], ["old-1"], ["old-2"], ["old-3"]]
     assert [(r["kind"], r["micro_batch"], r["sample_ids"]) for r in record["refusals"]] == [
         ("loss", 0, ["a", "b"]),
         ("data", 1, ["c"]),
@@ -67,21 +119,254 @@ def test_the_bundle_holds_the_window_and_the_refusals(student, tmp_path) -> None
     ]
 
 
-def test_a_poisoned_adapter_and_a_run_without_a_step_are_recorded_as_well(student, tmp_path) -> None:
+def test_the_bundle_holds_schedule_counters_settings_base_precision_and_versions(student, tmp_path) -> None:
+    record = said(write_postmortem(tmp_path, situation(student)))
+    schedule = record["schedule"]
+    assert schedule.pop("next_rate") == pytest.approx(0.1 * (1 - 8 / 16))  # eight of the sixteen steps behind warm-up are done
+    assert schedule == {"learning_rate": 0.1, "scheduler_type": "linear", "warmup_steps": 4, "total_steps": 20}
+    assert record["counters"] == {"steps": 12, "tokens": 345, "refused": {"loss": 1}}
+    assert record["settings"]["rank"] == 2 and record["settings"]["max_length"] == 256 and record["settings"]["learning_rate"] == 0.1
+    assert record["base"] == {
+        "name": student.config._name_or_path,
+        "hash": npt.base_hash(student),
+        "quantization": "nf4",
+        "dtype": "float32",
+        "matmul_precision": "highest",
+    }
+    assert record["base_hash_at_stop"] == record["base"]["hash"]
+    assert record["precision"]["compute_dtype"].keys() == {"float32"}
+    assert record["versions"] == {"torch": torch.__version__} and record["device"] == "cpu"
+
+
+def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> None:
+    made = trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2, warmup_steps=3, weight_decay=0.1)
+    read = read_bundle(stop(made))
+    assert read.train_config == made.config and read.adapter_config == made.adapter_config
+    assert read.said["settings"] == json.loads((made.folder_path / "run.json").read_text())["settings"]
+    assert read.base.hash == made.base_hash
+    assert read.said["counters"]["steps"] == read.step + 1  # the window was stepped on its other micro-batch
+    assert read.said["counters"]["refused"] == {"loss": 1}
+    kept = read.kept(adapter_parameters(made.model))
+    for name, parameter in adapter_parameters(made.model).items():
+        value, state = kept[name]
+        assert float(state["step"]) == read.step
+        assert not torch.equal(value, parameter.detach())  # and these are the adapters from before that step
+
+
+def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_was_not(trainer, poisoned_folder, monkeypatch) -> None:
+    """A share counts from the fiftieth micro-batch on, and that one was accepted."""
+    bad, fine = (collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7))))
+    windows = [Window(0, [bad])] * 12 + [Window(0, [fine])] * 60
+    monkeypatch.setattr(Trainer, "_windows", lambda self: iter(windows))
+    folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100))
+    record = said(folder)
+    assert record["reason"].startswith("12 of 50 micro-batches refused")
+    assert record["sample_ids"] == [["bad"]] and record["refusals"][0]["kind"] == "loss"
+    assert record["step"] == record["counters"]["steps"] == 38
+    found = replay(folder)
+    assert found.reproduced and found.classification == "data"
+
+
+def test_a_poisoned_adapter_is_stored_and_named(student, tmp_path) -> None:
     with torch.no_grad():
         student.model.layers[3].npt.A[0, 0] = math.nan
-    optimizer = torch.optim.AdamW(adapter_parameters(student).values(), lr=0.1)
-    folder = write_postmortem(tmp_path, student, optimizer, WINDOW, REFUSALS, 0)
+    stopped = situation(student)
+    name = "model.layers.3.npt.M.up"
+    stopped.transaction.optimizer.state[adapter_parameters(student)[name]]["exp_avg"][0, 1] = -math.inf
+    folder = write_postmortem(tmp_path, stopped)
     state = load_file(folder / "state.safetensors")
-    assert state["adapter.model.layers.3.npt.A"][0, 0].isnan()
-    assert not [key for key in state if key.startswith("optimizer.")]
+    assert state["adapter.model.layers.3.npt.A"][0, 0].isnan() and state[f"optimizer.{name}.exp_avg"][0, 1] == -math.inf
+    findings = said(folder)["findings"]
+    assert "model.layers.3.npt.A[" in findings["adapters"] and f"exp_avg of {name}[0, 1] is -inf" in findings["moments"]
+    assert findings["base"] is None
 
 
-def test_writing_it_changes_neither_weights_nor_random_state(student, tmp_path) -> None:
-    optimizer = stepped(student)
-    weights = {name: p.detach().clone() for name, p in adapter_parameters(student).items()}
+def test_a_run_without_optimizer_state_is_recorded_as_well(student, tmp_path) -> None:
+    stopped = situation(student)
+    stopped.transaction.optimizer.state.clear()
+    folder = write_postmortem(tmp_path, stopped)
+    assert not [key for key in load_file(folder / "state.safetensors") if key.startswith("optimizer.")]
+    kept = read_bundle(folder).kept(adapter_parameters(student))
+    assert all(state == {} for _, state in kept.values())
+
+
+def test_a_module_that_computes_in_another_dtype_is_recorded_as_what_the_audit_says(student, tmp_path) -> None:
+    student.model.layers[0].mlp.up_proj.compute_dtype = torch.float16
+    precision = said(write_postmortem(tmp_path, situation(student)))["precision"]
+    assert "model.layers.0.mlp.up_proj computes in float16" in precision
+
+
+def test_the_verdict_and_the_record_are_of_the_refused_micro_batch(trainer, poisoned_folder, monkeypatch) -> None:
+    computed: list[Batch] = []
+
+    def recorded(stopped: Situation, index: int) -> dict[str, Any]:
+        computed.append(stopped.window[index])
+        stopped.fill(stopped.window[index])
+        return {"step": stopped.step + 1, "micro_batch": index, "rows": []}
+
+    monkeypatch.setattr(postmortem, "_recorded", recorded)
+    folder = stop(trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2))
+    record = said(folder)
+    (refusal,) = record["refusals"]
+    assert record["micro_batch"] == record["record"]["micro_batch"] == refusal["micro_batch"]
+    assert [batch.sample_ids for batch in computed] == [("bad@0",)]
+    assert record["verdict"]["phase"] == "forward" and record["verdict"]["index"]
+    assert record["failures"] == {}
+    read_bundle(folder)
+
+
+def test_nothing_is_computed_on_data_that_were_refused_unseen(student, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(postmortem, "_recorded", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(postmortem, "trace", lambda *_, **__: pytest.fail("computed"))
+    record = said(write_postmortem(tmp_path, situation(student, [Refusal("data", "token id 999", 1, ("c",))])))
+    assert (record["micro_batch"], record["record"], record["verdict"], record["failures"]) == (None, None, None, {})
+
+
+def test_the_environment_stays_out_of_it(trainer, poisoned_folder, monkeypatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "not-for-the-bundle")
+    folder = stop(trainer(poisoned_folder, [*good(3), BAD]))
+    for file in folder.iterdir():
+        assert b"not-for-the-bundle" not in file.read_bytes()
+
+
+# --- what is looked into ---------------------------------------------------------------------------------------------
+
+
+def traces(*norms: float) -> list[Trace]:
+    return [Trace(7, index, (), 0.0, norm) for index, norm in enumerate(norms)]
+
+
+@pytest.mark.parametrize(
+    ("refusals", "computed", "expected"),
+    [
+        ([Refusal("data", "", 0), Refusal("gradient", "", 2), Refusal("loss", "", 3)], traces(1, 1, 1, 1), 2),
+        ([Refusal("spike", "")], traces(1, 5, 2), 1),
+        ([Refusal("data", "", 0), Refusal("update", "")], traces(1, 5, 9), 2),
+        ([Refusal("data", "", 0)], traces(1, 5, 9), None),
+        ([Refusal("data", "", 0)], [], None),
+        ([Refusal("norm", "")], [], None),
+    ],
+)
+def test_the_first_refused_micro_batch_is_looked_into_or_else_the_loudest(refusals, computed, expected) -> None:
+    assert suspect(refusals, computed) == expected
+
+
+# --- what it leaves, and what cannot keep it from being written ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(student, tmp_path, monkeypatch, applied) -> None:
+    stopped = situation(student)
+    parameters = adapter_parameters(student)
+    if applied:
+        stopped.result.before = stopped.transaction.snapshot()
+        for value, _ in stopped.result.before.values():
+            value += 1
+
+    def recorded(stopped: Situation, index: int) -> dict[str, Any]:
+        with untouched(student):
+            torch.rand(3)
+            stopped.fill(stopped.window[index])
+            raise RuntimeError("half way")
+
+    monkeypatch.setattr(postmortem, "_recorded", recorded)
+    weights = {name: p.detach().clone() for name, p in parameters.items()}
+    gradients = {name: torch.full_like(p, 3.0) for name, p in parameters.items()}
+    for name, p in parameters.items():
+        p.grad = gradients[name]
     random_state = torch.get_rng_state()
-    write_postmortem(tmp_path, student, optimizer, WINDOW, REFUSALS, 1)
-    assert all(torch.equal(p.detach(), weights[name]) for name, p in adapter_parameters(student).items())
+    folder = write_postmortem(tmp_path, stopped)
+    for name, p in parameters.items():
+        assert torch.equal(p.detach(), weights[name])
+        assert p.grad is gradients[name] and bool((p.grad == 3.0).all())
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert [p.name for p in (tmp_path / "postmortem").iterdir()] == ["step-00000001"]
+    assert [p.name for p in (tmp_path / "postmortem").iterdir()] == ["step-00000012"]
+    state = load_file(folder / "state.safetensors")
+    assert torch.equal(state["adapter.model.layers.3.npt.A"], weights["model.layers.3.npt.A"] + applied)
+    assert said(folder)["failures"] == {"record": "RuntimeError: half way"}
+
+
+@pytest.mark.parametrize("broken", ["trace", "base_fault", "base_hash", "audit_precision", "_as_before"])
+def test_an_observer_that_fails_is_written_down_and_loses_nothing(student, tmp_path, monkeypatch, broken) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("of its own")
+
+    monkeypatch.setattr(postmortem, "_recorded", lambda *_: {"step": 13, "micro_batch": 0, "rows": []})
+    monkeypatch.setattr(postmortem, broken, fail)
+    folder = write_postmortem(tmp_path, situation(student))
+    (failure,) = said(folder)["failures"].values()
+    assert failure == "ZeroDivisionError: of its own"
+    assert len(read_bundle(folder).window) == 2
+
+
+def test_a_tracer_that_is_killed_leaves_a_bundle_that_can_be_read(student, tmp_path, monkeypatch) -> None:
+    def killed(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(postmortem, "trace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_postmortem(tmp_path, situation(student))
+    (folder,) = (tmp_path / "postmortem").iterdir()
+    read = read_bundle(folder)
+    assert len(read.window) == 2 and read.said["verdict"] is None
+
+
+def no_space(*_: Any, **__: Any) -> Any:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("where", ["save_file", "write_json"])
+def test_a_disk_that_is_full_leaves_nothing_half_written(student, tmp_path, monkeypatch, where) -> None:
+    monkeypatch.setattr(postmortem, where, no_space)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_postmortem(tmp_path, situation(student))
+    assert list((tmp_path / "postmortem").iterdir()) == []
+
+
+def test_a_disk_that_fills_up_behind_the_bundle_costs_the_extras_only(student, tmp_path, monkeypatch) -> None:
+    original, calls = postmortem.write_json, iter(range(9))
+
+    def once(path: Path, value: Any) -> None:
+        if next(calls):
+            raise OSError(28, "No space left on device")
+        original(path, value)
+
+    monkeypatch.setattr(postmortem, "write_json", once)
+    assert len(read_bundle(write_postmortem(tmp_path, situation(student))).window) == 2
+
+
+def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(trainer, poisoned_folder, monkeypatch) -> None:
+    made = trainer(poisoned_folder, [*good(15), BAD])
+    folders: list[RunFolder] = []
+    original = RunFolder.__init__
+
+    def kept(self: RunFolder, path: Path) -> None:
+        original(self, path)
+        folders.append(self)
+
+    def fill_up(model: Any, number: int) -> None:
+        if number == 0:
+            folders[0]._events = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - the folder closes it
+            monkeypatch.setattr(postmortem, "save_file", no_space)
+            monkeypatch.setattr("npt.adapters.io.save_file", no_space)
+
+    monkeypatch.setattr(RunFolder, "__init__", kept)
+    with pytest.raises(TooManyRefusalsError) as caught:
+        acting(made, fill_up).train()
+    assert caught.value.exit_status == 3
+    for part in ("1 refusals in a row", "bad@0", "loss is nan", "No space left on device", "no post-mortem could be written"):
+        assert part in str(caught.value)
+    assert not list((made.folder_path / "postmortem").iterdir())
+
+
+def test_a_place_that_cannot_be_written_to_is_said_with_the_reason_of_the_stop(trainer, poisoned_folder) -> None:
+    made = trainer(poisoned_folder, [*good(3), BAD])
+
+    def block(model: Any, number: int) -> None:
+        (made.folder_path / "postmortem").touch()  # a file in its place stops root as well
+
+    with pytest.raises(TooManyRefusalsError, match="1 refusals in a row") as caught:
+        acting(made, block).train()
+    assert "no post-mortem could be written" in str(caught.value) and os.strerror(17) in str(caught.value)
+    (event,) = [json.loads(x) for x in (made.folder_path / "events.jsonl").read_text().splitlines() if '"stopped"' in x]
+    assert event["postmortem"] is None and "refusals in a row" in event["reason"]

@@ -1,0 +1,165 @@
+"""The state of a bundle on its base again: whatever is tried starts from it, and leaves it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from npt.adapters.attach import adapter_parameters, attach
+from npt.config import QUANT_TYPES
+from npt.data.batch import Batch
+from npt.distill.bundle import Bundle
+from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.transaction import Kept, Refusal, Trace
+from npt.errors import BundleError, ConfigError, ModelError
+from npt.health.guards import base_fault, moments_fault, tensor_fault
+from npt.quant.load import base_hash, load_base
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a window. traces: of the micro-batches that were computed."""
+
+    refusals: tuple[Refusal, ...]
+    traces: tuple[Trace, ...]
+
+
+class Rebuilt:
+    """Model, optimizer, schedule and random state as the window of a bundle found them.
+
+    Args:
+        bundle: whose state it is.
+        model: its base, with adapters attached.
+
+    Raises:
+        BundleError: the bundle's tensors do not fit the model.
+    """
+
+    def __init__(self, bundle: Bundle, model: LlamaForCausalLM):
+        self.bundle, self.model = bundle, model.eval()
+        self.parameters = adapter_parameters(model)
+        self._kept = bundle.kept(self.parameters)
+        self.device = next(model.parameters()).device
+        self.restore()
+
+    def restore(self) -> None:
+        """Adapters and random state; gradients there are none."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self._kept[name][0])
+                parameter.grad = None
+        for name, state in self.bundle.random_state.items():
+            if name == "cpu":
+                torch.set_rng_state(state)
+            elif int(name.removeprefix("cuda.")) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, int(name.removeprefix("cuda.")))
+
+    def fill(self, batch: Batch) -> MicroBatch:
+        """Gradients and sums of one micro-batch."""
+        config = self.bundle.train_config
+        return fill_gradients(STRATEGIES[config.strategy], self.model, batch, config)
+
+    def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
+        """One window through a transaction of its own, as the run would have taken it; the state is restored around it.
+
+        Args:
+            batches: its micro-batches, on the host.
+            limits: of the spike guard; None refuses no spike.
+        """
+        self.restore()
+        transaction = new_transaction(self.parameters, self.bundle.train_config, [self.bundle.rate])
+        made = transaction.snapshot()
+        transaction.restore(self._fresh(made))
+        transaction.spikes = transaction.spikes if limits is not None else None
+        if transaction.spikes is not None and limits is not None:
+            transaction.spikes.limits = limits
+        for batch in batches:
+            try_micro_batch(transaction, batch, self.model.config.vocab_size, lambda batch=batch: self.fill(batch))  # type: ignore[misc]
+        (result,) = [*transaction.commit(), *transaction.flush()]
+        self.restore()
+        return Tried(tuple(result.refusals), tuple(transaction.history))
+
+    def findings(self) -> dict[str, str | None]:
+        """What is not finite before anything is computed: of adapters, moments and base."""
+        transaction = new_transaction(self.parameters, self.bundle.train_config, [self.bundle.rate])
+        transaction.restore(self._fresh(transaction.snapshot()))
+        found = {
+            "adapters": tensor_fault(self.parameters),
+            "moments": moments_fault(self.parameters, transaction.optimizer),
+            "base": base_fault(self.model),
+        }
+        return {name: None if finding is None else str(finding) for name, finding in found.items()}
+
+    def _fresh(self, made: Kept) -> Kept:
+        """The bundle's state in tensors of its own, each on its parameter's device; moments it does not hold as they are `made`."""
+
+        def own(tensor: Tensor, parameter: Tensor) -> Tensor:
+            return tensor.to(parameter.device, copy=True)
+
+        return {
+            name: (own(value, self.parameters[name]), {k: own(v, self.parameters[name]) for k, v in state.items()} or made[name][1])
+            for name, (value, state) in self._kept.items()
+        }
+
+
+@contextmanager
+def rebuilt(bundle: Bundle, *, model_name: str | None = None, device: str | torch.device | None = None) -> Iterator[Rebuilt]:
+    """Load the bundle's base, check that it is the one, and put the bundle's state on it.
+
+    Within the context torch's products and random state are the bundle's; afterwards they are as before.
+
+    Args:
+        bundle: from `read_bundle`.
+        model_name: of the base, where it is not to be found under the recorded name.
+        device: default the recorded kind, where there is one, since 4-bit codes differ between kinds.
+
+    Raises:
+        BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit it.
+        ConfigError: there is no such kind of device.
+    """
+    precision = torch.get_float32_matmul_precision()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            torch.set_float32_matmul_precision(bundle.base.matmul_precision)
+            model = _load(bundle, model_name if model_name is not None else bundle.base.name, device)
+            yield Rebuilt(bundle, model)
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> LlamaForCausalLM:
+    base = bundle.base
+    quantization = base.quantization if base.quantization in QUANT_TYPES else None
+    kind = bundle.device.split(":")[0]
+    if device is None and kind == "cpu":
+        device = "cpu"
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
+    half = base.quantization is None and base.dtype == "float16"
+    try:
+        model, _ = load_base(name, quantization=quantization, device=device, use_fp16=half)
+    except ModelError as error:
+        raise BundleError(
+            f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's own --model_name"
+        ) from error
+    found = base_hash(model)
+    if found != base.hash:
+        here = next(model.parameters()).device.type
+        elsewhere = f", on {kind} (4-bit codes made on {here} differ)" if here != kind else ""
+        raise BundleError(
+            f"{bundle.folder} was recorded on base {base.hash[:12]} ({base.name!r}), {name!r} is {found[:12]}; pass the run's own model "
+            f"with --model_name{elsewhere}"
+        )
+    try:
+        attach(model, bundle.adapter_config)
+    except ConfigError as error:
+        raise BundleError(f"{bundle.folder} does not fit its base: {error}") from error
+    return model

@@ -1,0 +1,84 @@
+"""Runs that are stopped by a fault, and the bundles they leave."""
+
+from __future__ import annotations
+
+import functools
+import io
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import npt
+from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.distill.trainer import Trainer
+from npt.distill.transaction import Transaction
+from npt.errors import TooManyRefusalsError
+from npt.faults.runs import NoTokenizer
+
+RARE = 99
+"""A token that only the record `bad` has."""
+
+BAD: dict[str, Any] = {"id": "bad", "input_ids": [5, 6, 7, RARE, 8, 9, 10]}
+
+
+def good(count: int) -> list[dict[str, Any]]:
+    """Records of six to nine tokens without RARE."""
+    return [{"id": f"good-{i}", "input_ids": [3 + (11 * i + 7 * j) % 90 for j in range(6 + i % 4)]} for i in range(count)]
+
+
+def with_row(folder: Path, to: Path, row: int, value: float) -> Path:
+    """A copy of a model folder in which one row of the embedding holds `value`, and that of lm_head does not."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    tensors["model.embed_tokens.weight"][row] = value
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def make_trainer(
+    base: Path, data: Iterable[Any], run: Path, *, quantization: str | None = "nf4", use_fp16: bool = False, **config: Any
+) -> Trainer:
+    """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
+    model, _ = npt.load_base(str(base), quantization=quantization, device="cpu", use_fp16=use_fp16)
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, **config}
+    return Trainer(
+        model,
+        NoTokenizer(),
+        data,
+        TrainConfig(output_dir=str(run), **settings),
+        data_config=DataConfig(max_length=12),
+        eval_data=good(2),
+        console=Console(file=io.StringIO(), width=200),
+    )
+
+
+def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
+    """The trainer, with `act(model, number)` done in front of every micro-batch that is computed, numbered from 0."""
+    strategy, calls = trainer.strategy, iter(range(10**6))
+
+    def strategy_behind_it(model: Any, batch: Any, config: TrainConfig) -> Any:
+        act(model, next(calls))
+        return strategy(model, batch, config)
+
+    trainer.strategy = strategy_behind_it
+    return trainer
+
+
+def stop(trainer: Trainer, late: bool = False) -> Path:
+    """Train until the run gives up; its bundle."""
+    with (
+        mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)),
+        pytest.raises(TooManyRefusalsError) as caught,
+    ):
+        trainer.train()
+    assert caught.value.exit_status == 3
+    (bundle,) = (trainer.folder_path / "postmortem").iterdir()
+    assert str(bundle) in str(caught.value)
+    return bundle

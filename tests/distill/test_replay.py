@@ -1,0 +1,384 @@
+"""A replay tells whether what stopped a run recurs, where it arises, and whether it is the data or the state."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from safetensors.torch import load_file, save_file
+from stopped_runs import BAD, acting, good, stop
+
+import npt
+from npt.cli import main
+from npt.data.batch import IGNORE_INDEX, batch_from_tensors
+from npt.data.samples import Sample
+from npt.distill.bundle import read_bundle
+from npt.distill.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
+from npt.distill.transaction import Refusal
+from npt.errors import BundleError, ConfigError
+from npt.quant.load import EMBEDDED_FOLDER
+
+ROOT = Path(npt.__file__).parent.parent
+
+
+def places(refusals: Any) -> list[tuple[str, int | None]]:
+    return [(r.kind, r.micro_batch) for r in refusals]
+
+
+# --- what is found -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_sample_that_overflows_is_the_data(trainer, poisoned_folder, late) -> None:
+    """In windows of two, so that the other micro-batch was stepped on, and read late the window behind it as well."""
+    found = replay(stop(trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2), late))
+    assert found.classification == "data" and found.reproduced and found.same_fault
+    ((kind, index),) = places(found.found)
+    assert kind == "loss" and found.verdicts[0][0] == index
+    assert found.verdict is not None and found.verdict.as_dict() == found.bundle.said["verdict"]
+    assert found.count(fresh=True) == (0, FRESH) and found.count(fresh=False) == (0, 3)
+    assert not any(found.findings.values()) and found.base_changed is False
+    assert "bad@0" in str(found) and "verdict: data" in str(found)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_window_is_computed_in_the_very_state_that_the_run_had(trainer, poisoned_folder, late) -> None:
+    found = replay(stop(trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2, learning_rate=0.1), late))
+    recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}
+    for trace in found.traces:
+        then = recorded[trace.sample_ids]
+        if math.isfinite(trace.loss):  # every bit of it: one step further its loss is another
+            assert (trace.loss, trace.grad_norm) == (then["loss"], then["grad_norm"])
+        else:
+            assert then["loss"] is None
+    assert len({t.sample_ids for t in found.traces}) == 2
+
+
+def test_an_adapter_that_is_not_finite_is_the_state_and_is_named(trainer, tiny_folder) -> None:
+    name = "model.layers.3.npt.B.up"
+
+    def poison(model: Any, number: int) -> None:
+        if number == 4:
+            model.get_parameter(name).data[2, 1] = math.nan
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), poison)))
+    assert found.classification == "state" and found.reproduced
+    assert found.findings["adapters"] is not None and f"{name}[2, 1] is nan" in found.findings["adapters"]
+    assert found.count(fresh=True) == (FRESH, FRESH) and found.count(fresh=False) == (1, 1)
+    assert name in str(found)
+
+
+def test_adapters_that_have_grown_too_large_are_the_state_though_every_number_is_finite(trainer, tiny_folder) -> None:
+    def grow(model: Any, number: int) -> None:
+        if number == 4:
+            model.get_parameter("model.layers.1.npt.B.down").data.fill_(1e25)
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), grow)))
+    assert found.classification == "state" and found.reproduced
+    assert not any(found.findings.values())
+    assert found.count(fresh=True) == (FRESH, FRESH) and found.count(fresh=False) == (1, 1)
+
+
+def test_a_fault_that_was_only_there_in_the_run_is_transient(trainer, tiny_folder) -> None:
+    hooked: list[Any] = []
+
+    def hook(model: Any, number: int) -> None:
+        if number == 4:
+            layer = model.model.layers[2].self_attn.o_proj
+            hooked.append(layer.register_forward_hook(lambda *call: call[-1] * math.nan))
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), hook)))
+    assert hooked
+    assert found.classification == "transient" and not found.reproduced
+    assert found.bundle.refusals and not found.found and not found.verdicts and not found.trials
+    assert found.bundle.said["verdict"] is not None  # there it was seen while it lasted
+    assert "suspect the machine" in str(found)
+
+
+def test_a_base_that_changed_in_the_runs_memory_is_said(trainer, tiny_folder) -> None:
+    def flip(model: Any, number: int) -> None:
+        if number == 4:
+            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.absmax.data.view(-1)[0] += 1
+            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.state2.absmax[0] = math.inf
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), flip)))
+    assert found.classification == "transient" and found.base_changed
+    assert "up_proj" in found.bundle.said["findings"]["base"]
+    assert "it had changed there" in str(found) and "base, when the run stopped: model.layers.1.mlp.up_proj" in str(found)
+
+
+def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None:
+    made = trainer(tiny_folder, good(12))
+
+    def poison(model: Any, number: int) -> None:
+        if number == 4:
+            parameter = model.get_parameter("model.layers.1.npt.M.gate")
+            (optimizer,) = [o for o in optimizers if parameter in o.state]
+            optimizer.state[parameter]["exp_avg"][0, 1] = math.inf
+
+    optimizers: list[Any] = []
+    original = torch.optim.AdamW.__init__
+
+    def kept(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        optimizers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "__init__", kept)
+        folder = stop(acting(made, poison))
+    found = replay(folder)
+    assert places(found.bundle.refusals) == [("update", None)]
+    assert found.classification == "state" and found.reproduced
+    assert "exp_avg of model.layers.1.npt.M.gate[0, 1] is inf" in str(found.findings["moments"])
+    assert found.count(fresh=True) == (FRESH, FRESH)
+
+
+def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder) -> None:
+    made = trainer(tiny_folder, good(60), skip_spikes=True, spike_sigmas=1.5, gradient_accumulation_steps=2)
+    found = replay(stop(made))
+    assert places(found.bundle.refusals) == places(found.found) == [("spike", None)]
+    assert found.found[0].detail == found.bundle.refusals[0].detail  # value and limit, digit by digit
+    assert found.count(fresh=True) == (0, 0) and found.count(fresh=False)[1] == 1  # random tokens are no text to compare with
+    read = read_bundle(found.bundle.folder)
+    assert read.limits is not None and all(math.isfinite(limit) for limit in read.limits)
+
+
+def test_token_ids_outside_the_vocabulary_are_the_data_without_a_trace(trainer, tiny_folder) -> None:
+    found = replay(stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}])))
+    assert found.classification == "data" and found.reproduced
+    assert not found.verdicts and not found.trials
+    assert "outside@0" in str(found) and "nothing was computed on it" in str(found)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_an_unquantised_base_is_loaded_as_it_was(trainer, tiny_folder, half) -> None:
+    found = replay(stop(trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], quantization=None, use_fp16=half)))
+    assert (found.bundle.base.quantization, found.bundle.base.dtype) == (None, "float16" if half else "float32")
+    assert found.classification == "data"
+
+
+def test_a_micro_batch_that_was_accepted_can_be_traced_too(bundle) -> None:
+    (refused,) = [r.micro_batch for r in read_bundle(bundle).refusals]
+    found = replay(bundle, micro_batch=1 - refused)
+    assert found.verdicts == ((1 - refused, None),)
+    assert "no operation made a number that is not finite" in str(found)
+    with pytest.raises(ConfigError, match="--micro_batch is 2, the bundle has micro-batches 0 to 1"):
+        replay(bundle, micro_batch=2)
+
+
+def test_json_holds_what_was_recorded_found_and_tried(bundle) -> None:
+    said = json.loads(npt.files.to_json(replay(bundle).as_dict()))
+    assert said["classification"] == "data" and said["reproduced"] is True and said["same_fault"] is True
+    assert said["recorded"] == said["found"] and said["found"][0]["sample_ids"] == ["bad@0"]
+    assert said["verdict"]["index"] == said["recorded_verdict"]["index"]
+    assert (said["fresh_failed"], said["fresh_total"]) == (0, FRESH)
+    assert (said["accepted_failed"], said["accepted_total"]) == (0, 3)
+    assert said["versions"] == {} and said["device"] == said["recorded_device"] == "cpu"
+
+
+# --- what it leaves, and what it refuses -------------------------------------------------------------------------------
+
+
+def test_the_process_is_left_as_it_was(bundle) -> None:
+    torch.manual_seed(5)
+    before, files = torch.get_rng_state(), {p: p.read_bytes() for p in bundle.iterdir()}
+    torch.set_float32_matmul_precision("high")
+    try:
+        first, second = replay(bundle).as_dict(), replay(bundle).as_dict()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert npt.files.to_json(first) == npt.files.to_json(second)
+    assert {p: p.read_bytes() for p in bundle.iterdir()} == files
+
+
+def test_another_base_is_refused_and_both_hashes_are_named(bundle, tiny_folder) -> None:
+    recorded = read_bundle(bundle).base.hash
+    other = npt.base_hash(npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0])
+    with pytest.raises(BundleError) as caught:
+        replay(bundle, model_name=str(tiny_folder))
+    assert recorded[:12] in str(caught.value) and other[:12] in str(caught.value) and "--model_name" in str(caught.value)
+    assert caught.value.exit_status == 5
+
+
+def test_a_base_on_another_kind_of_device_is_refused_with_the_kind(bundle, tiny_folder) -> None:
+    said = json.loads((bundle / "postmortem.json").read_text())
+    said["device"] = "cuda:0"
+    (bundle / "postmortem.json").write_text(json.dumps(said))
+    with pytest.raises(BundleError, match=r"--model_name, on cuda \(4-bit codes made on cpu differ\)"):
+        replay(bundle, model_name=str(tiny_folder), device="cpu")
+
+
+def test_a_base_that_has_moved_is_found_by_its_new_name(bundle, poisoned_folder, tmp_path) -> None:
+    said = json.loads((bundle / "postmortem.json").read_text())
+    said["base"]["name"] = str(tmp_path / "gone")
+    (bundle / "postmortem.json").write_text(json.dumps(said))
+    with pytest.raises(BundleError, match=r"cannot be loaded.*gone.*--model_name"):
+        replay(bundle)
+    assert replay(bundle, model_name=str(poisoned_folder)).reproduced
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda state: state.pop("adapter.model.layers.1.npt.A"), "lacks the tensor 'adapter.model.layers.1.npt.A'"),
+        (lambda state: state.pop("optimizer.model.layers.1.npt.A.exp_avg"), "lacks the tensor"),
+        (lambda state: state.update({"adapter.../../etc/passwd": torch.zeros(1)}), "extra tensor 'adapter.../../etc/passwd'"),
+        (lambda state: state.update({"adapter.model.layers.1.npt.A": torch.zeros(2, 2)}), "the model needs F32 [4, 64]"),
+        (lambda state: state.update({"adapter.model.layers.1.npt.A": torch.zeros(4, 64, dtype=torch.float64)}), "F64 [4, 64]"),
+        (lambda state: state.update({"optimizer.model.layers.1.npt.A.step": torch.zeros(1)}), "step is F32 [1]"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_base_are_refused_by_name(bundle, change, named) -> None:
+    state = load_file(bundle / "state.safetensors")
+    change(state)
+    save_file(state, bundle / "state.safetensors")
+    with pytest.raises(BundleError) as caught:
+        replay(bundle)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- its parts ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(kind: str) -> Refusal:
+    return Refusal(kind, "", None if kind in ("norm", "spike", "update") else 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "finding", "failing", "expected"),
+    [
+        ([], None, [], "transient"),
+        (["data"], None, [], "data"),
+        (["data"], "A is nan", [], "data"),
+        (["loss"], None, [False, False], "data"),
+        (["loss", "data"], None, [False], "data"),
+        (["loss"], None, [False, True], "state"),
+        (["gradient"], "A is nan", [False], "state"),
+        (["update"], None, [True], "state"),
+    ],
+)
+def test_the_classification_follows_from_what_recurs_what_is_broken_and_what_else_fails(found, finding, failing, expected) -> None:
+    trials = [Trial("", True, (refusal("loss"),) if failed else ()) for failed in failing]
+    assert classify([refusal(kind) for kind in found], {"adapters": finding}, trials) == expected
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    vocab_size=st.integers(2, 300),
+    rows=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    avoided=st.sets(st.integers(0, 299)),
+)
+def test_fresh_tokens_are_in_the_vocabulary_and_none_of_those_to_be_avoided(seed, vocab_size, rows, avoided) -> None:
+    mask = torch.tensor([[1] * n + [0] * (7 - n) for n in rows])
+    like = batch_from_tensors(torch.zeros(len(rows), 7, dtype=torch.int64), mask)
+    made = fresh_batch(like, torch.tensor(sorted(avoided), dtype=torch.int64), vocab_size, seed)
+    assert bool(((made.input_ids >= 0) & (made.input_ids < vocab_size)).all())
+    if set(range(vocab_size)) - avoided:
+        assert not set(made.input_ids.flatten().tolist()) & avoided
+    assert torch.equal(made.attention_mask, mask) and made.tokens == like.tokens
+    assert torch.equal(made.labels, torch.where(mask.bool(), made.input_ids, IGNORE_INDEX))
+    again = fresh_batch(like, torch.tensor(sorted(avoided), dtype=torch.int64), vocab_size, seed)
+    assert torch.equal(made.input_ids, again.input_ids)
+
+
+def test_one_micro_batch_shows_its_loss_its_layers_and_its_gradients(bundle) -> None:
+    read = read_bundle(bundle)
+    (refused,) = [r.micro_batch for r in read.refusals]
+    fine = replay_batch(bundle, 1 - refused)
+    (then,) = [t for t in read.said["history"] if t["sample_ids"] == list(fine.sample_ids)]
+    assert fine.loss == then["loss"] and fine.verdict is None
+    assert fine.layer_nmse is not None and list(fine.layer_nmse) == [1, 3]
+    assert fine.gradient_norms is not None and len(fine.gradient_norms) == 14
+    assert math.hypot(*fine.gradient_norms.values()) == pytest.approx(then["grad_norm"], rel=1e-6)  # fp32 sum there, fp64 here
+    broken = replay_batch(bundle, refused)
+    assert broken.loss is not None and math.isnan(broken.loss) and broken.verdict is not None
+    assert "gradient norm nan" in str(broken)
+    json.loads(npt.files.to_json(broken.as_dict()))
+
+
+def test_one_micro_batch_that_cannot_be_computed_is_said_to_be_so(trainer, tiny_folder) -> None:
+    folder = stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}]))
+    found = replay_batch(folder, 0)
+    assert found.loss is None and "token id 999" in str(found) and "nothing is computed" in str(found)
+    with pytest.raises(ConfigError, match="--micro_batch"):
+        replay_batch(folder, -1)
+
+
+# --- as a user runs it -------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys) -> None:
+    for arguments, status in (
+        ([str(tmp_path / "none")], 5),
+        ([str(bundle), "--micro_batch", "7"], 2),
+        ([str(bundle), "--device", "abacus"], 2),
+        ([str(bundle), "--model_name", str(tmp_path)], 5),
+    ):
+        assert main(["replay", *arguments]) == status
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["replay", str(bundle)]) == 0
+    assert "verdict: data" in capsys.readouterr().out
+
+
+def user(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=240, check=False)
+
+
+def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_index(tmp_path) -> None:
+    """The embedded model with a finite 1e30 in the embedding of one token, and data in which one sample has it."""
+    import shutil
+
+    rare, base = 2000, tmp_path / "base"
+    shutil.copytree(EMBEDDED_FOLDER, base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied they would be poisoned together
+    tensors["model.embed_tokens.weight"][rare] = 1e30
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    source = random.Random(0)
+    rows = [[0, *(source.randrange(3, 1900) for _ in range(15))] for _ in range(30)]
+    rows[12] = [0, 5, 6, rare, 7, 8]
+    assert not Sample("", tuple(rows[12])).heldout
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"id": f"row-{i}", "input_ids": row}) + "\n" for i, row in enumerate(rows)))
+    run = tmp_path / "run"
+    settings = ["--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_consecutive_bad", "1", "--no_smoke_test"]
+    small = ["--max_length", "16", "--eval_samples", "2", "--use_quantization"]
+    source_of_run = ["--model_name", str(base), "--dataset_name", str(data), "--output_dir", str(run)]
+    ended = user(str(ROOT / "pretrain_npt_safe.py"), *source_of_run, *settings, *small)
+    assert ended.returncode == 3, ended.stderr
+    (folder,) = (run / "postmortem").iterdir()
+    assert f"npt replay {folder}" in ended.stderr
+    recorded = json.loads((folder / "postmortem.json").read_text())
+
+    again = user("-m", "npt.cli", "replay", str(folder), "--json")
+    assert again.returncode == 0, again.stderr
+    found = json.loads(again.stdout)
+    assert found["classification"] == "data" and found["reproduced"] is True
+    assert found["found"] == recorded["refusals"] and "row-12@0" in found["found"][0]["sample_ids"]
+    assert recorded["verdict"] is not None, recorded["failures"]
+    assert found["verdict"]["index"] == recorded["verdict"]["index"]
+    assert found["same_fault"] is True and found["fresh_failed"] == 0
+
+
+@pytest.mark.slow
+def test_the_debug_script_shows_one_micro_batch(bundle) -> None:
+    (refused,) = [r.micro_batch for r in read_bundle(bundle).refusals]
+    shown = user(str(ROOT / "debug" / "replay_batch.py"), str(bundle), "--micro_batch", str(refused))
+    assert shown.returncode == 0, shown.stderr
+    assert "loss per token nan" in shown.stdout and "model.layers.3.npt.M.up" in shown.stdout
+    assert user(str(ROOT / "debug" / "replay_batch.py"), str(bundle), "--micro_batch", "9").returncode == 2
