@@ -95,7 +95,8 @@ class _Tracer:
         ledger, bad = self._pass(limit)
         origins = [(origin, label) for label, tensor in bad if (origin := ledger.origin_of(tensor)) is not None]
         if math.isfinite(limit):
-            origins += [(origin, f"more than {limit:g}") for origin in ledger.origins]
+            # What is not finite and reached neither loss nor gradients was hidden on purpose, a constant for a `where`, say.
+            origins += [(origin, f"more than {limit:g}") for origin in ledger.origins if math.isfinite(origin.value)]
         if not origins:
             return _outside_of_torch(*bad[0]) if bad else None
         origin, reached = min(origins, key=lambda pair: pair[0].number)
