@@ -45,6 +45,12 @@ class BundleError(NPTError, ValueError):
     exit_status = 5
 
 
+class CheckpointError(NPTError, ValueError):
+    """A checkpoint that cannot be resumed from: its files, its form, or settings that do not go with it."""
+
+    exit_status = 5
+
+
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
 
