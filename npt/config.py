@@ -8,6 +8,7 @@ whose part is not built yet raises `NotSupportedError`; nothing is silently igno
 from __future__ import annotations
 
 import math
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -39,6 +40,26 @@ def setting(default: Any, help: str, *, choices: Sequence[str] | None = None, fl
 def flag_of(f: Field[Any]) -> str:
     """The flag's name, without dashes, of a settings field."""
     return f.metadata.get("flag") or f.name
+
+
+def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
+    """Steps, counted from 1, as ranges: `1,2,3`, `1-5` (both ends included) or a mix `1-5,8`.
+
+    Args:
+        text: what was written.
+        flag: what the message calls it.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(f"{flag} is {text!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix 1-5,8")
+        found.append(range(first, last + 1))
+    return tuple(found)
 
 
 def _check_fields(config: Any) -> None:
@@ -215,9 +236,14 @@ class TrainConfig:
     use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder")
     run_name: str | None = setting(None, "name of the run in the trackers")
     smoke_test: bool = setting(True, "one batch forward and backward under anomaly detection before the loop")
-    trace_steps: str | None = setting(None, "steps whose tensors are recorded")
+    trace_steps: str | None = setting(None, "steps whose tensors are recorded: a list 1,2,3, a range 1-5, or a mix 1-5,8")
+    trace_every: int | None = setting(None, "record the tensors of every so many steps")
 
     def __post_init__(self) -> None:
+        if isinstance(self.trace_steps, int) and not isinstance(self.trace_steps, bool):
+            object.__setattr__(self, "trace_steps", str(self.trace_steps))
+        elif isinstance(self.trace_steps, list | tuple):
+            object.__setattr__(self, "trace_steps", ",".join(str(step) for step in self.trace_steps))
         _check_fields(self)
         _check_at_least(
             self,
@@ -237,6 +263,7 @@ class TrainConfig:
                 "eval_samples": 1,
                 "save_steps": 1,
                 "save_total_limit": 1,
+                "trace_every": 1,
             },
         )
         if not 0 <= self.max_refused_share <= 1:
@@ -254,6 +281,7 @@ class TrainConfig:
             )
         if self.strategy == "propagated":
             raise NotSupportedError("--strategy propagated is not supported yet; use local or end_to_end")
-        for name in ("resume", "trace_steps"):
-            if getattr(self, name) is not None:
-                raise NotSupportedError(f"--{name} is not supported yet; leave it out")
+        if self.trace_steps is not None:
+            parse_steps(self.trace_steps)
+        if self.resume is not None:
+            raise NotSupportedError("--resume is not supported yet; leave it out")

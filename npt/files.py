@@ -29,13 +29,13 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(finite_or_null(value), indent=indent, allow_nan=False)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` atomically: a sibling temporary file, synced, then renamed over it."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` atomically: a sibling temporary file, synced, then renamed over it."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
@@ -43,6 +43,11 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in UTF-8, atomically."""
+    write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:

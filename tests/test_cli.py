@@ -108,7 +108,7 @@ BAD = {
     "packing": (["--packing"], ["not supported yet"]),
     "replay": (["--replay_dataset", "builtin"], ["not supported yet"]),
     "prompts": (["--prompt_column", "q", "--completion_column", "a"], ["not supported yet"]),
-    "trace steps": (["--trace_steps", "1,2"], ["not supported yet"]),
+    "steps that are none": (["--trace_steps", "3-1"], ["trace_steps", "3-1", "1-5"]),
     "kept residual": (["--residual", "keep"], ["residual", "keep"]),
     "samples longer than the model": (["--max_length", "2000"], ["max_length", "2000", "1024"]),
     "training on the held-out files": (["--dataset_split", "heldout"], ["dataset_split", "heldout"]),

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from npt import config as config_module
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, parse_steps
 from npt.errors import ConfigError, NotSupportedError, NPTError
 
 ALL = (NPTConfig, BaseConfig, DataConfig, TrainConfig)
@@ -20,7 +20,7 @@ DOCUMENTED = set(
     batch_size gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs max_steps
     warmup_steps scheduler_type max_grad_norm max_consecutive_bad seed
     output_dir log_steps eval_steps save_steps save_total_limit resume use_wandb use_tensorboard run_name
-    smoke_test trace_steps
+    smoke_test trace_steps trace_every
     """.split()  # noqa: SIM905 - read as the documentation writes them
 )
 
@@ -62,6 +62,7 @@ BAD_VALUES = [
             "eval_samples": 1,
             "save_steps": 1,
             "save_total_limit": 1,
+            "trace_every": 1,
         }.items()
     ],
     *[
@@ -73,6 +74,10 @@ BAD_VALUES = [
         (TrainConfig, {name: value}, f"--{name} is {value}; it must be a positive number")
         for name in ("learning_rate", "max_grad_norm")
         for value in (0.0, -1.0, NAN, INF)
+    ],
+    *[
+        (TrainConfig, {"trace_steps": v}, f"--trace_steps is {v!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix 1-5,8")
+        for v in ("", "0", "0-3", "3-1", "1,,2", "1-", "-2", "1.5", "all", "1;2")
     ],
     (TrainConfig, {"logit_kl_weight": 0.5}, "--logit_kl_weight is 0.5 with --strategy local, which computes no logits"),
 ]
@@ -86,7 +91,6 @@ NOT_BUILT_YET = [
     (DataConfig, {"replay_ratio": 0.1}, "--replay_ratio"),
     (TrainConfig, {"strategy": "propagated"}, "--strategy propagated"),
     (TrainConfig, {"resume": "auto"}, "--resume"),
-    (TrainConfig, {"trace_steps": "1,2"}, "--trace_steps"),
 ]
 
 # As a YAML file or a caller may hand them in.
@@ -188,6 +192,24 @@ def test_every_default_is_among_its_choices(config):
 )
 def test_lists_of_targets_and_layers_may_be_written_in_either_way(settings, attribute, value):
     assert getattr(NPTConfig(**settings), attribute) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("1,2,3", [1, 2, 3]), ("1-5,8", [1, 2, 3, 4, 5, 8]), (" 7 - 9 ,2", [7, 8, 9, 2]), ("4", [4]), ("3-3", [3]), ("01", [1])],
+)
+def test_steps_are_read_as_lists_and_ranges(text, steps):
+    assert [step for chosen in parse_steps(text) for step in chosen] == steps
+
+
+def test_a_range_of_steps_takes_no_memory():
+    (steps,) = parse_steps("1-1000000000000")
+    assert 10**12 in steps and 10**12 + 1 not in steps
+
+
+@pytest.mark.parametrize(("given", "held"), [(3, "3"), ([1, 2, 8], "1,2,8"), ((4,), "4"), ("1-3", "1-3")])
+def test_steps_to_trace_may_be_written_as_numbers_too(given, held):
+    assert TrainConfig(trace_steps=given).trace_steps == held
 
 
 @pytest.mark.parametrize("modulation", config_module.MODULATIONS)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npt import files
-from npt.files import finite_or_null, new_folder, to_json, write_json, write_text
+from npt.files import finite_or_null, new_folder, to_json, write_bytes, write_json, write_text
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=10)
@@ -61,6 +61,14 @@ class TestJson:
     def test_a_file_of_it_ends_with_a_newline(self, tmp_path):
         write_json(tmp_path / "x.json", {"loss": float("nan")})
         assert (tmp_path / "x.json").read_text() == '{\n  "loss": null\n}\n'
+
+
+def test_bytes_come_back_as_they_were_and_replace_the_file(tmp_path):
+    path = tmp_path / "x.png"
+    for content in (b"\x89PNG\r\n\x1a\n\x00\xff longer", bytes(range(256)), b""):
+        write_bytes(path, content)
+        assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
 
 
 class TestWriteText:

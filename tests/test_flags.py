@@ -64,6 +64,7 @@ PROMISED = [
     "run_name",
     "smoke_test",
     "trace_steps",
+    "trace_every",
 ]
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows: 4-bit on CUDA, flags read one window late through pinned memory, and no wait added by the guards."""
+"""What only a GPU shows: 4-bit on CUDA, flags read one window late through pinned memory, and no wait added by guards or recorder."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from npt.distill.replay import replay
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.transaction import Transaction
 from npt.errors import TooManyRefusalsError
+from npt.health.recorder import Recorder
+from npt.health.statistics import summarise
 
 pytestmark = pytest.mark.gpu
 
@@ -137,3 +139,28 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
     assert found.classification == "state" and found.reproduced and found.device.startswith("cuda")
     assert "model.layers.5.npt.A[0, 1] is nan" in str(found.findings["adapters"])
     assert "cuda.0" in found.bundle.random_state and torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_the_recorder_waits_for_nothing_before_its_record_is_read() -> None:
+    model, _ = student()
+    batch = micro_batch(0).to(torch.device("cuda"))
+    with Recorder(model, valid=batch.attention_mask.bool()) as recorder:
+        STRATEGIES["local"](model, batch, npt.TrainConfig())
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            STRATEGIES["local"](model, batch, npt.TrainConfig())
+    assert {e.key for e in profiler.key_averages()} & {"cudaStreamSynchronize", "cudaDeviceSynchronize"} == set()
+    record = recorder.record()
+    assert len(record.rows) > 200 and all(row.finite and row.rms is not None for row in record.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
+def test_statistics_on_a_gpu_are_those_on_a_cpu(dtype: torch.dtype) -> None:
+    values = (torch.randn(4, 8, 33, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    if dtype.is_floating_point:
+        values[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    valid = torch.ones(4, 8, dtype=torch.bool)
+    valid[2, 5:] = False
+    # Both sum in fp32 or better, in different orders.
+    for mask in (None, valid):
+        torch.testing.assert_close(summarise(values.cuda(), mask).cpu(), summarise(values, mask), rtol=1e-5, atol=1e-4, equal_nan=True)

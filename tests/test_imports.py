@@ -37,7 +37,6 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "__init__.py",
         "health/",
         "faults/",
-        "faults/",
         "cli.py",
         "distill/trainer.py",
         "distill/loop.py",
@@ -46,6 +45,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "distill/rebuilt.py",
         "distill/replay.py",
         "distill/run_folder.py",
+        "distill/step_recording.py",
     ),
     "demo": ("demo/", "cli.py"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,11 +14,15 @@ from npt.config import NPTConfig
 Mode = Literal["student", "teacher", "floor"]
 """What the layer computes: the NPT form, the untouched base, or the NPT form without any modulation (attention dropped)."""
 
+Observer = Callable[[dict[str, Tensor | None]], None]
+"""Is shown stages of an NPT layer's pass by name, None where the adapter's form has no such stage. It changes none of them."""
+
 
 class NPTAdapter(nn.Module):
     """Low-rank modulation of a layer's MLP products by its attention output.
 
-    Parameters, all fp32: `A` [R, D]; `B[target]` and `M[target]` [O, R], with O = F for gate and up, D for down.
+    Parameters, all fp32: `A` [R, D]; `B[target]` and `M[target]` [O, R], with O = F for gate and up, D for down. `observer`, where
+    one is set, is shown the stages of each pass as they are computed, from `h` to `o`.
 
     Args:
         config: form and size.
@@ -30,6 +35,7 @@ class NPTAdapter(nn.Module):
         super().__init__()
         self.config = config
         self.mode: Mode = "student"
+        self.observer: Observer | None = None
         widths = {"gate": ffn_size, "up": ffn_size, "down": hidden_size}
         # With the attention residual kept, the student has to equal its base at the start, so nothing may be added.
         std_b = 0.0 if config.residual == "keep" else config.init_std_b
@@ -42,6 +48,11 @@ class NPTAdapter(nn.Module):
         self.M = nn.ParameterDict(
             {t: nn.Parameter(torch.zeros(widths[t], config.rank, dtype=torch.float32)) for t in config.targets if config.multiplicative}
         )
+
+    def show(self, **stages: Tensor | None) -> None:
+        """Let the observer, if there is one, look at the stages that were just computed."""
+        if self.observer is not None:
+            self.observer(stages)
 
     def code(self, attention: Tensor) -> Tensor:
         """z = A a: [..., D] -> [..., R], fp32 whatever the base computes in and whatever autocast a caller has on."""

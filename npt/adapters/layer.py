@@ -85,10 +85,18 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
     stream = student_stream(layer, hidden, attention)
     x = layer.post_attention_layernorm(stream)
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    if adapter.mode == "floor":
-        return stream + mlp.down_proj(mlp.act_fn(gate) * up), []
-    z = adapter.code(attention)
-    gate, gate_m, gate_s = adapter.apply_to("gate", gate, z)
-    up, up_m, up_s = adapter.apply_to("up", up, z)
-    down, down_m, down_s = adapter.apply_to("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
-    return stream + down, [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
+    z = None if adapter.mode == "floor" else adapter.code(attention)
+
+    def modulated(target: str, y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return (y, None, None) if z is None else adapter.apply_to(target, y, z)
+
+    gate, gate_m, gate_s = modulated("gate", gate)
+    up, up_m, up_s = modulated("up", up)
+    adapter.show(h=hidden, a=attention, stream=stream, z=z, m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
+    activation = mlp.act_fn(gate)
+    product = activation * up
+    adapter.show(activation=activation, product=product)
+    down, down_m, down_s = modulated("down", mlp.down_proj(product))
+    output = stream + down
+    adapter.show(m_down=down_m, s_down=down_s, mlp=down, o=output)
+    return output, [] if z is None else [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]

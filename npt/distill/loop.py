@@ -22,6 +22,7 @@ from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder
 from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
+from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distill.trackers import Trackers
 from npt.distill.transaction import Refusal, S, Transaction, WindowResult
@@ -84,6 +85,7 @@ class Loop:
         self._evaluate, self._save, self._record = evaluate, save, record
         self.transaction = new_transaction(adapter_parameters(model), config, rates)
         self.optimizer = self.transaction.optimizer
+        self.recording = StepRecording(folder, display, config)
         self.steps = self.tokens = self.micro_batches = 0
         self.last_save: int | None = None
         self.refused_by_kind: Counter[str] = Counter()
@@ -107,11 +109,18 @@ class Loop:
             TooManyRefusalsError: after the post-mortem was written.
         """
         self.model.eval()
+        self.recording.announce()
         self._logged_at = time.perf_counter()
+        try:
+            self._run(windows)
+        finally:
+            self.recording.draw()
+
+    def _run(self, windows: Iterable[Window]) -> None:
         for window in windows:
-            for batch in window.batches:
+            for index, batch in enumerate(window.batches):
                 if self.stop.number is None:
-                    self._micro_batch(batch)
+                    self._micro_batch(batch, index)
             if self.stop.number is not None:
                 self.transaction.abandon()
                 break
@@ -130,8 +139,13 @@ class Loop:
         """Wait for the windows whose results are still on their way, and account for them."""
         self._account(self.transaction.flush())
 
-    def _micro_batch(self, batch: Batch) -> None:
-        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, partial(self._fill, batch))
+    def _micro_batch(self, batch: Batch, index: int) -> None:
+        fill: Callable[[], MicroBatch] = partial(self._fill, batch)
+        if index == 0:
+            self.recording.open(self.steps + self.transaction.in_flight + 1)  # what this window will be, if it is applied
+        fill = self.recording.around(fill, self.model, batch, index)
+        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
+        self._logged_at += self.recording.take_seconds()  # reading and writing a record is not training
 
     def _fill(self, batch: Batch) -> MicroBatch:
         return fill_gradients(self.strategy, self.model, batch, self.config)

@@ -122,16 +122,18 @@ def suspect(refusals: Iterable[Refusal], traces: Iterable[Trace]) -> int | None:
     return max(computed, key=lambda t: t.grad_norm).micro_batch
 
 
-def first_fault(model: LlamaForCausalLM, batch: Batch, run: Callable[[], Any]) -> Verdict | None:
-    """The operation that made a micro-batch's first bad number: not finite, or, where every number is, too large to be squared.
+def first_fault(model: LlamaForCausalLM, batch: Batch, run: Callable[[], Any], *, exploded: bool) -> Verdict | None:
+    """The operation that made a micro-batch's first bad number.
 
     Args:
         model: with adapters attached.
         batch: the micro-batch.
         run: computes it.
+        exploded: it, or its window, was refused. Where every number is finite the first one too large to be squared is looked
+            for then, since a norm overflows before its elements do.
     """
-    with untouched(model):
-        return trace(model, batch, run=run) or trace(model, batch, run=run, limit=EXPLOSION)
+    verdict = trace(model, batch, run=run)
+    return trace(model, batch, run=run, limit=EXPLOSION) if verdict is None and exploded else verdict
 
 
 @contextmanager
@@ -242,7 +244,7 @@ def _observed(situation: Situation) -> dict[str, Any]:
         if index is not None:
             batch = situation.window[index]
             found["record"] = seen("record", lambda: _recorded(situation, index))
-            verdict = seen("verdict", lambda: first_fault(model, batch, lambda: situation.fill(batch)))
+            verdict = seen("verdict", lambda: first_fault(model, batch, lambda: situation.fill(batch), exploded=True))
             found["verdict"] = None if verdict is None else verdict.as_dict()
     return found | {"failures": failures}
 

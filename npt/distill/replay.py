@@ -7,6 +7,7 @@ accepted around the window, and fresh ones of random tokens that the refused one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -172,7 +173,9 @@ class Replay:
         samples = ", ".join(dict.fromkeys(name for refusal in self.found for name in refusal.sample_ids))
         if self.classification == "data":
             named = f"sample {samples}" if samples else "the samples of this window"
-            return f"leave out or repair {named}; the state is in order, its last checkpoint can be used"
+            if self.verdict is None:
+                return f"leave out or repair {named}; the last checkpoint can be used"
+            return f"leave out {named}, or mend what the trace names, which no other batch met; the last checkpoint can be used"
         if self.classification == "state":
             if any(self.findings.values()):
                 return "what is not finite is named above; no batch will help before it is replaced"
@@ -249,7 +252,10 @@ def replay(
             found=tried.refusals,
             traces=tried.traces,
             findings=findings,
-            verdicts=tuple((index, _verdict(state, index)) for index in _to_trace(bundle, tried, micro_batch)),
+            verdicts=tuple(
+                (index, _verdict(state, index, any(r.micro_batch in (index, None) for r in tried.refusals)))
+                for index in _to_trace(bundle, tried, micro_batch)
+            ),
             trials=tuple(_trials(state, tried.refusals)),
         )
 
@@ -276,7 +282,7 @@ def replay_batch(
             return BatchReplay(micro_batch, batch.sample_ids, batch.tokens, fault=fault)
         sums = state.fill(batch)
         norms = {name: float(torch.linalg.vector_norm(p.grad)) for name, p in state.parameters.items() if p.grad is not None}
-        state.restore()
+        exploded = not math.isfinite(float(sums.loss) + float(torch.linalg.vector_norm(torch.tensor([*norms.values()]))))
         layers = [index for index, _ in npt_layers(state.model)]
         return BatchReplay(
             micro_batch,
@@ -285,7 +291,7 @@ def replay_batch(
             loss=float(sums.loss) / sums.tokens,
             layer_nmse=dict(zip(layers, (sums.layer_nmse / sums.tokens).tolist(), strict=True)),
             gradient_norms=norms,
-            verdict=_verdict(state, micro_batch),
+            verdict=_verdict(state, micro_batch, exploded),
         )
 
 
@@ -369,12 +375,12 @@ def _to_trace(bundle: Bundle, tried: Tried, micro_batch: int | None) -> list[int
     return refused[:TRACED]
 
 
-def _verdict(state: Rebuilt, index: int) -> Verdict | None:
+def _verdict(state: Rebuilt, index: int, exploded: bool) -> Verdict | None:
     batch = state.bundle.window[index]
     if find_fault(batch, state.model.config.vocab_size) is not None:
         return None
     state.restore()
-    return first_fault(state.model, batch, lambda: state.fill(batch))
+    return first_fault(state.model, batch, lambda: state.fill(batch), exploded=exploded)
 
 
 def _check_index(bundle: Bundle, micro_batch: int) -> None:

@@ -69,10 +69,18 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple
     z = adapter.code(attention)
     student_gate, gate_m, gate_s = adapter.apply_to("gate", gate[:n], z)
     student_up, up_m, up_s = adapter.apply_to("up", up[:n], z)
-    down, teacher_down = stacked_product(mlp.down_proj, mlp.act_fn(student_gate) * student_up, teacher_act)
+    adapter.show(
+        h=hidden, a=attention, stream=stream, z=z, m_gate=gate_m, s_gate=gate_s, gate=student_gate, m_up=up_m, s_up=up_s, up=student_up
+    )
+    activation = mlp.act_fn(student_gate)
+    product = activation * student_up
+    adapter.show(activation=activation, product=product)
+    down, teacher_down = stacked_product(mlp.down_proj, product, teacher_act)
     student_down, down_m, down_s = adapter.apply_to("down", down, z)
     terms: Terms = [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
-    return teacher_stream + teacher_down, stream + student_down, terms
+    teacher, student = teacher_stream + teacher_down, stream + student_down
+    adapter.show(m_down=down_m, s_down=down_s, mlp=student_down, o=student, t=teacher)
+    return teacher, student, terms
 
 
 def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:

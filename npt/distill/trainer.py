@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
-from npt.config import REPLAY_RATIO, DataConfig, NPTConfig, TrainConfig
+from npt.config import REPLAY_RATIO, DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console
 from npt.data.batch import Batch, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader
@@ -236,6 +236,10 @@ class Trainer:
         if self.total_steps is not None and self.config.warmup_steps > self.total_steps:
             steps = f"--warmup_steps is {self.config.warmup_steps}, but the run has {self.total_steps} steps"
             self._warn(folder, f"{steps}: the learning rate will not reach --learning_rate")
+        if self.total_steps is not None and self.config.trace_steps is not None:
+            last = max(steps[-1] for steps in parse_steps(self.config.trace_steps))
+            if last > self.total_steps:
+                self._warn(folder, f"--trace_steps names step {last}, but the run has {self.total_steps} steps")
         self._say(f"run folder {folder.path}")
         with self.stop:
             result = self._loop(folder, trackers)

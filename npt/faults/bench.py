@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from npt.adapters.attach import adapter_parameters, attach
+from npt.adapters.attach import adapter_parameters, attach, detach
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.sample import Sample
@@ -43,7 +43,8 @@ class Setting:
     """What is trained, and how.
 
     late: the reading mode of the transaction's flags. layers, targets: of the student. size: K. padding: the side it is on.
-    rates: of the steps, where they are not to fall linearly from `learning_rate`.
+    rates: of the steps, where they are not to fall linearly from `learning_rate`. vocabulary: V, where it is not the embedded
+    model's.
     """
 
     late: bool = False
@@ -59,6 +60,7 @@ class Setting:
     spikes: bool = False
     learning_rate: float = 1e-2
     rates: tuple[float, ...] | None = None
+    vocabulary: int | None = None
 
     @property
     def train_config(self) -> TrainConfig:
@@ -75,7 +77,7 @@ class Setting:
         """The micro-batch at a place: random tokens, the same whatever else a run sees; the last of several rows is padded."""
         window, micro = place
         generator = torch.Generator().manual_seed(10_007 * window + micro)
-        vocabulary = embedded().config.vocab_size
+        vocabulary = self.vocabulary if self.vocabulary is not None else embedded().config.vocab_size
         lengths = [self.length] * self.rows
         if self.rows > 1:
             lengths[-1] -= self.length // 4
@@ -96,14 +98,27 @@ def embedded() -> LlamaForCausalLM:
     return load_base("tiny", quantization="nf4", device="cpu")[0]
 
 
+@dataclass(frozen=True)
+class Base:
+    """What a student is made on, and how it is to be trained, where that is not a copy of the embedded model. The model bears one
+    student at a time: the next one takes the place of the last."""
+
+    model: LlamaForCausalLM
+    adapter: NPTConfig
+    config: TrainConfig
+
+
 class Student:
     """A fresh student with its optimizer. `fill` is one micro-batch: gradients into `.grad`, sums returned."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: Setting, base: Base | None = None):
         torch.manual_seed(0)
-        self.setting, self.config = setting, setting.train_config
-        self.model = copy.deepcopy(embedded())
-        attach(self.model, NPTConfig(rank=4, layers=setting.layers, targets=setting.targets))
+        if base is None:
+            adapter = NPTConfig(rank=4, layers=setting.layers, targets=setting.targets)
+            base = Base(copy.deepcopy(embedded()), adapter, setting.train_config)
+        self.setting, self.config, self.model = setting, base.config, base.model
+        detach(self.model)
+        attach(self.model, base.adapter)
         self.parameters = adapter_parameters(self.model)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=setting.learning_rate, betas=ADAM_BETAS, weight_decay=self.config.weight_decay, fused=True
@@ -171,8 +186,8 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | 
 class Run(Student):
     """A student trained through the transaction, as `npt.distill.loop` does it."""
 
-    def __init__(self, setting: Setting):
-        super().__init__(setting)
+    def __init__(self, setting: Setting, base: Base | None = None):
+        super().__init__(setting, base)
         self.transaction: Transaction[MicroBatch] = Transaction(
             self.parameters,
             self.optimizer,
@@ -208,6 +223,7 @@ Act = Callable[[Run], Any]
 
 def run(
     setting: Setting,
+    base: Base | None = None,
     *,
     plants: Mapping[Place, Plant] | None = None,
     absent: Iterable[Place] = (),
@@ -218,12 +234,13 @@ def run(
 
     Args:
         setting: what and how.
+        base: on what, if not the embedded model.
         plants: faults, by the micro-batch they are planted in.
         absent: micro-batches that this run never sees.
         before: what is done to the run in front of a window.
         around: a context that the whole run is in.
     """
-    made = Run(setting)
+    made = Run(setting, base)
     missing = frozenset(absent)
     with around(made) if around is not None else nullcontext():
         for number in range(setting.windows):

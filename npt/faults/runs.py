@@ -8,8 +8,9 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from npt.adapters.io import WEIGHTS_NAME, save_adapter
 from npt.config import DataConfig, TrainConfig
+from npt.data.batch import Batch
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder
 from npt.distill.schedule import rate_table
 from npt.distill.signals import StopOnSignal
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.strategies import STRATEGIES, MicroBatch, Strategy
 from npt.distill.trackers import Trackers
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Transaction
@@ -96,27 +98,47 @@ def autocast(late: bool) -> Verdict:
 def _looped(late: bool) -> dict[str, Tensor]:
     """The state after three windows of the training loop itself."""
     setting = SMALL
+    windows = [[setting.batch((window, micro)) for micro in range(setting.size)] for window in range(setting.windows)]
     student = Student(setting)
-    with tempfile.TemporaryDirectory() as name, reading(late):
+    with reading(late):
+        looped(student, windows)
+    return student.state()
+
+
+def looped(student: Student, windows: Sequence[list[Batch]], strategy: Strategy | None = None) -> tuple[Loop, list[dict[str, Any]]]:
+    """Train a student in the training loop itself, every step logged.
+
+    Args:
+        student: its optimizer becomes the loop's.
+        windows: the micro-batches of each.
+        strategy: default the one of the student's settings.
+
+    Returns:
+        The loop as it ended, and the lines of its metrics file.
+    """
+    with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name) / "run")
+        config = replace(student.config, log_steps=1)
         loop = Loop(
             student.model,
-            STRATEGIES[student.config.strategy],
-            student.config,
-            rate_table(setting.learning_rate, "constant", 0, None),
-            setting.windows,
+            strategy if strategy is not None else STRATEGIES[config.strategy],
+            config,
+            rate_table(student.setting.learning_rate, "constant", 0, None),
+            len(windows),
             folder,
-            Trackers(student.config, folder.path, {}),
-            ProgressDisplay(setting.windows, Console(file=io.StringIO())),
+            Trackers(config, folder.path, {}),
+            ProgressDisplay(len(windows), Console(file=io.StringIO())),
             StopOnSignal(),
             evaluate=_never,
             save=lambda step: None,
             record={},
         )
-        loop.run(Window(0, [setting.batch((window, micro)) for micro in range(setting.size)]) for window in range(setting.windows))
+        loop.run(Window(0, batches) for batches in windows)
         folder.close()
+        written = folder.path / "metrics.jsonl"
+        lines = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()] if written.exists() else []
     student.optimizer = loop.optimizer
-    return student.state()
+    return loop, lines
 
 
 def _never() -> Any:

@@ -22,7 +22,7 @@ from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
 from npt.fidelity.divergence import nmse_per_token
-from npt.fidelity.metrics import COLUMNS, Figures, compare_tokens, figures
+from npt.fidelity.metrics import Figures, compare_tokens, figures, per_sample_sums
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,7 @@ def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor
         hidden[mode] = states[:, :-1][predicted]
     for mode, parts in sums.items():
         per_token = compare_tokens(hidden[mode], hidden["teacher"], targets[predicted], model.lm_head, model.config.vocab_size)
-        per_sample = torch.zeros(len(targets), len(COLUMNS), dtype=torch.float64)
-        per_sample.index_add_(0, rows.cpu(), per_token.to("cpu", torch.float64))
-        parts.append(per_sample[per_sample[:, -1] > 0])
+        parts.append(per_sample_sums(per_token, rows, len(targets)))
 
 
 def _compare_layers(model: LlamaForCausalLM, batch: Batch, sums: dict[int, dict[Mode, Tensor]]) -> None:

@@ -45,7 +45,14 @@ class Figures:
         return asdict(self)
 
 
-def compare_tokens(hidden: Tensor, teacher_hidden: Tensor, targets: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
+def compare_tokens(
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    targets: Tensor,
+    head: torch.nn.Module,
+    vocab_size: int,
+    teacher_head: torch.nn.Module | None = None,
+) -> Tensor:
     """Per token, the quantities of COLUMNS.
 
     Args:
@@ -54,14 +61,16 @@ def compare_tokens(hidden: Tensor, teacher_hidden: Tensor, targets: Tensor, head
         targets: [N], the token that came next in the text.
         head: lm_head. Logits exist for a chunk of tokens at a time only.
         vocab_size: V.
+        teacher_head: the teacher's, where it has its own.
 
     Returns:
         [N, len(COLUMNS)] fp32.
     """
+    teacher_head = head if teacher_head is None else teacher_head
     parts = []
     rows = max(1, LOGIT_CHUNK // vocab_size)
     for h, t, target in zip(hidden.split(rows), teacher_hidden.split(rows), targets.split(rows), strict=True):
-        logits, teacher_logits = head(h).to(torch.float32), head(t).to(torch.float32)
+        logits, teacher_logits = head(h).to(torch.float32), teacher_head(t).to(torch.float32)
         log_q, log_p = torch.log_softmax(logits, dim=-1), torch.log_softmax(teacher_logits, dim=-1)
         pick = target.unsqueeze(-1)
         parts.append(
@@ -78,6 +87,22 @@ def compare_tokens(hidden: Tensor, teacher_hidden: Tensor, targets: Tensor, head
             )
         )
     return torch.cat(parts)
+
+
+def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Sum the rows of `compare_tokens` by sample.
+
+    Args:
+        per_token: [N, len(COLUMNS)].
+        rows: [N], the sample that each token belongs to.
+        count: C, samples.
+
+    Returns:
+        [C or fewer, len(COLUMNS)] fp64 on the host: a sample without a predicted token is left out.
+    """
+    sums = torch.zeros(count, len(COLUMNS), dtype=torch.float64)
+    sums.index_add_(0, rows.cpu(), per_token.to("cpu", torch.float64))
+    return sums[sums[:, -1] > 0]
 
 
 def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
@@ -123,4 +148,4 @@ def figures(per_sample: Tensor) -> Figures:
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    return math.inf if value >= 700 else math.exp(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Direction = Literal["forward", "gradient"]
@@ -18,7 +18,8 @@ class Row:
     went forward, or its gradient. Statistics are of the finite elements, None where there is none.
 
     count: elements looked at. finite_share: in [0, 1]. saturation: share of multipliers within a hundredth of their bounds.
-    update_ratio: RMS of what was added to the residual stream over the RMS of the stream.
+    update_ratio: RMS of what was added to the residual stream over the RMS of the stream. source: index among the record's rows
+    of what this tensor was made from, where it may be compared with that in size.
     """
 
     module: str
@@ -40,6 +41,7 @@ class Row:
     absmax: float | None
     saturation: float | None = None
     update_ratio: float | None = None
+    source: int | None = None
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ class Record:
     micro_batch: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "micro_batch": self.micro_batch, "rows": [asdict(row) for row in self.rows]}
+        return {"step": self.step, "micro_batch": self.micro_batch, "rows": [dict(vars(row)) for row in self.rows]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:

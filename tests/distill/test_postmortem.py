@@ -24,13 +24,14 @@ from npt.data.samples import Sample
 from npt.distill import postmortem
 from npt.distill.bundle import read_bundle
 from npt.distill.loop import Window, fill_gradients, new_transaction
-from npt.distill.postmortem import BATCH_TENSORS, Situation, suspect, untouched, write_postmortem
+from npt.distill.postmortem import BATCH_TENSORS, Situation, first_fault, suspect, untouched, write_postmortem
 from npt.distill.replay import replay
 from npt.distill.run_folder import RunFolder
 from npt.distill.strategies import STRATEGIES
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Refusal, Trace, WindowResult
 from npt.errors import TooManyRefusalsError
+from npt.health.verdict import Verdict
 
 WINDOW = [collate([Sample("a", (5, 6, 7)), Sample("b", (8,))], 2), collate([Sample("c", (9, 999))], 2)]
 REFUSALS = [Refusal("loss", "loss is nan", 0, ("a", "b")), Refusal("data", "token id 999", 1, ("c",)), Refusal("norm", "inf")]
@@ -249,6 +250,32 @@ def traces(*norms: float) -> list[Trace]:
 )
 def test_the_first_refused_micro_batch_is_looked_into_or_else_the_loudest(refusals, computed, expected) -> None:
     assert suspect(refusals, computed) == expected
+
+
+def verdict(value: float) -> Verdict:
+    return Verdict("cause", "forward", 1, "", "mul", "", "output", (0,), value, "loss", "", "")
+
+
+@pytest.mark.parametrize(
+    ("plain", "limited", "exploded", "expected"),
+    [
+        (math.nan, None, True, math.nan),
+        (None, 1e20, True, 1e20),
+        (None, 1e20, False, None),  # of a micro-batch that was accepted nothing has exploded
+        (None, None, True, None),
+    ],
+)
+def test_where_every_number_is_finite_one_too_large_to_be_squared_is_looked_for(
+    student, batch, monkeypatch, plain, limited, exploded, expected
+) -> None:
+    def trace(model: Any, batch: Batch, *, run: Any, limit: float = math.inf) -> Verdict | None:
+        value = plain if limit == math.inf else limited
+        return None if value is None else verdict(value)
+
+    monkeypatch.setattr(postmortem, "trace", trace)
+    found = first_fault(student, batch, lambda: None, exploded=exploded)
+    assert (found is None) == (expected is None)
+    assert found is None or found.value == expected or (math.isnan(found.value) and math.isnan(expected))
 
 
 # --- what it leaves, and what cannot keep it from being written ---------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from npt.fidelity import metrics
-from npt.fidelity.metrics import COLUMNS, compare_tokens, figures, mean_and_error
+from npt.fidelity.metrics import COLUMNS, compare_tokens, figures, mean_and_error, per_sample_sums
 
 D, V, N = 6, 13, 9
 
@@ -54,6 +54,32 @@ def test_each_token_is_compared_as_its_definition_says(head, monkeypatch, chunk)
         }
         for name, value in expected.items():
             assert float(column(table, name)[i]) == pytest.approx(value, rel=1e-5, abs=1e-6), name  # fp32 against fp64
+
+
+def test_a_teacher_with_a_head_of_its_own_predicts_with_it(head) -> None:
+    student, teacher, targets = inputs()
+    own = nn.Linear(D, V, bias=False).requires_grad_(False)
+    own.weight.copy_(2 * head.weight)
+    table = compare_tokens(student, teacher, targets, head, V, teacher_head=own)
+    # Doubling is exact, so twice the state under the head is the state under twice the head.
+    assert torch.equal(table, compare_tokens(student, 2 * teacher, targets, head, V))
+    assert not torch.equal(table, compare_tokens(student, teacher, targets, head, V))
+
+
+def test_tokens_are_summed_by_the_sample_they_belong_to(head) -> None:
+    table = compare_tokens(*inputs(), head, V)
+    rows = torch.tensor([0, 0, 2, 2, 2, 3, 3, 3, 3])
+    sums = per_sample_sums(table, rows, 5)
+    assert sums.dtype == torch.float64 and column(sums, "tokens").tolist() == [2.0, 3.0, 4.0]  # samples 1 and 4 have none
+    torch.testing.assert_close(sums[1], table[2:5].double().sum(dim=0))
+
+
+def test_a_perplexity_of_nan_is_nan_and_not_infinite() -> None:
+    rows = torch.ones(2, len(COLUMNS), dtype=torch.float64)
+    rows[0, COLUMNS.index("nll")] = math.nan
+    assert math.isnan(figures(rows).perplexity)
+    rows[0, COLUMNS.index("nll")] = 1e6
+    assert figures(rows).perplexity == math.inf
 
 
 def test_a_model_against_itself_agrees_to_the_bit(head) -> None:

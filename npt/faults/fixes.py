@@ -1,0 +1,114 @@
+"""Are the earlier causes of NaN gone, on this model and with these settings? Every check, its figures, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from npt.adapters.attach import check_fit, detach
+from npt.config import BaseConfig, NPTConfig, TrainConfig
+from npt.distill.trainer import check_trainable
+from npt.faults import check_maths, check_training
+from npt.faults.bench import Base
+from npt.faults.check import Check
+from npt.quant.load import load_base, read_config
+from npt.quant.precision import quantization_of
+
+CHECKS: tuple[Callable[[Base], Check], ...] = (
+    check_maths.bounded,
+    check_maths.neutral,
+    check_maths.start,
+    check_maths.scaled_additive,
+    check_maths.normalised,
+    check_maths.clipped,
+    check_maths.in_fp32,
+    check_maths.shared,
+    check_training.repeatable,
+    check_training.keyed,
+    check_training.padding_unseen,
+    check_training.padding_uncounted,
+    check_training.logged,
+    check_training.empty_refused,
+    check_training.refused,
+    check_training.averaged,
+    check_training.safe_mode,
+    check_training.watched,
+    check_training.smoke_tested,
+)
+
+
+def open_base(base: BaseConfig, adapter: NPTConfig, config: TrainConfig) -> Base:
+    """The user's base, loaded as training would load it, and the settings to train it with.
+
+    Raises:
+        ConfigError: settings that cannot be trained, or that do not fit the model.
+        ModelError: no such model, or not a Llama.
+    """
+    check_trainable(adapter, None)
+    check_fit(adapter, read_config(base.model_name))
+    torch.set_float32_matmul_precision(base.matmul_precision)
+    model, _ = load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16)
+    return Base(model, adapter, config)
+
+
+def verify(base: Base, checks: Sequence[Callable[[Base], Check]] = CHECKS, watch: Callable[[Check], None] | None = None) -> list[Check]:
+    """Run the checks.
+
+    Args:
+        base: model without adapters, or with some that are given up; base tensors and random state are as before afterwards.
+        checks: default all of them.
+        watch: told of each.
+    """
+    config = base.config
+    # What checks plant must not end a run, and nothing of it is anybody else's to see.
+    quiet = replace(config, eval_steps=None, save_steps=None, skip_spikes=False, max_consecutive_bad=100, max_refused_share=1.0)
+    chosen = replace(base, config=replace(quiet, use_wandb=False, use_tensorboard=False))
+    found = []
+    device = next(base.model.parameters()).device
+    in_training = [module for module in base.model.modules() if module.training]
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            detach(base.model)
+            base.model.eval()
+            for check in checks:
+                found.append(check(chosen))
+                if watch is not None:
+                    watch(found[-1])
+    finally:
+        for module in in_training:
+            module.training = True
+    return found
+
+
+def describe(base: Base) -> str:
+    """The base and the settings that checks are about, in a line."""
+    model, adapter = base.model, base.adapter
+    packed = quantization_of(model)
+    return (
+        f"{model.config._name_or_path}: {'unquantised' if packed is None else packed.upper()} on {model.device}; layers {adapter.layers}, "
+        f"rank {adapter.rank}, {adapter.modulation}, {','.join(adapter.targets)}; strategy {base.config.strategy}"
+    )
+
+
+def summary(checks: Sequence[Check]) -> dict[str, Any]:
+    return {"checks": [asdict(check) for check in checks], "passed": sum(check.passed for check in checks), "total": len(checks)}
+
+
+def print_checks(console: Console, checks: Sequence[Check], title: str) -> None:
+    table = Table(title=title, title_justify="left", show_lines=True)
+    table.add_column("check", overflow="fold", max_width=32)
+    table.add_column("figures", overflow="fold")
+    table.add_column("passed", no_wrap=True)
+    for check in checks:
+        table.add_row(check.name, check.detail, Text("yes", style="green") if check.passed else Text("NO", style="red"))
+    console.print(table)
+    failed = [check for check in checks if not check.passed]
+    for check in failed:
+        console.print(f"failed: {check.name}. Earlier: {check.earlier}. Now: {check.detail}", soft_wrap=True)
+    console.print(f"passed {len(checks) - len(failed)} of {len(checks)}")

@@ -1,0 +1,439 @@
+"""Errors and headroom by number format: exact where they are exact, and a layer that overflows is the layer that is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+import npt
+from npt.adapters.stream import open_stream
+from npt.config import DataConfig
+from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.samples import Sample
+from npt.errors import ConfigError, ModelError
+from npt.files import to_json
+from npt.health import headroom
+from npt.health.headroom import CHECKPOINTS, VARIANTS, Extent, VariantFigures, compare_precision, load_variant, measure, refer
+from npt.health.headroom_table import SHOWN, print_precision
+from npt.quant.half import compute_in
+from npt.quant.linear import dense_weight, quantized_linears
+from npt.quant.load import EMBEDDED_FOLDER
+
+SCRIPT = Path(npt.__file__).parent.parent / "debug" / "compare_precision.py"
+SHORT = DataConfig(max_length=16)
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    compute_in(model, dtype)
+    return model
+
+
+def amplified(model: Any, layer: int, factor: float) -> Any:
+    """The same function in fp32, with a product `factor` times as large: by a power of two, which rounds nothing."""
+    mlp = model.model.layers[layer].mlp
+    with torch.no_grad():
+        mlp.up_proj.weight.mul_(factor)
+        mlp.down_proj.weight.div_(factor)
+    return model
+
+
+def assert_exact(variant: VariantFigures) -> None:
+    for layer in variant.layers:
+        for errors in (layer.residual, layer.update):
+            assert (errors.mean, errors.worst, errors.non_finite) == (0.0, 0.0, 0)
+    assert (variant.figures.kl, variant.figures.perplexity_ratio, variant.figures.top1) == (0.0, 1.0, 1.0)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_fp32_against_itself_is_exactly_zero(load_model, batch) -> None:
+    assert_exact(measure(load_model(None), refer(load_model(None), [batch, batch])))
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4"])
+def test_a_4_bit_base_has_the_error_of_its_dequantised_weights(load_model, batch, quantization) -> None:
+    packed, dense = load_model(quantization), load_model(None)
+    with torch.no_grad():
+        for name, module in quantized_linears(packed):
+            dense.get_submodule(name).weight.copy_(dense_weight(module))
+    reference = refer(load_model(None), [batch])
+    of_packed, of_dense = measure(packed, reference), measure(dense, reference)
+    assert of_packed.quantization == quantization and of_dense.quantization is None
+    for one, other in zip(of_packed.layers, of_dense.layers, strict=True):
+        assert one.residual.mean > 0.01
+        # The same numbers through another kernel: fp32 rounding.
+        assert one.residual.mean == pytest.approx(other.residual.mean, rel=1e-4)
+        assert one.update.mean == pytest.approx(other.update.mean, rel=1e-4)
+    assert of_packed.figures.kl == pytest.approx(of_dense.figures.kl, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_errors_are_those_of_their_definition(load_model, batch, dtype) -> None:
+    plain, half = load_model(None), in_dtype(load_model(None), dtype)
+    measured = measure(half, refer(plain, [batch]))
+    valid = batch.attention_mask.bool()
+    with torch.no_grad():
+        hidden, running = open_stream(plain, batch), open_stream(half, batch)
+        h, r = hidden.hidden, running.hidden
+        for index, layer in enumerate(measured.layers):
+            t = plain.model.layers[index](h, **hidden.context)
+            given = h.to(dtype)
+            own = half.model.layers[index](given, **running.context).double() - given.double()
+            r = half.model.layers[index](r, **running.context)
+            update = ((own - (t - h).double()).norm(dim=-1) / (t - h).double().norm(dim=-1))[valid]
+            residual = ((r.double() - t.double()).norm(dim=-1) / t.double().norm(dim=-1))[valid]
+            # fp32 sums of squares against fp64.
+            assert layer.update.mean == pytest.approx(float(update.mean()), rel=1e-4)
+            assert layer.update.worst == pytest.approx(float(update.max()), rel=1e-4)
+            assert layer.residual.mean == pytest.approx(float(residual.mean()), rel=1e-4)
+            h = t
+
+
+def test_the_error_of_an_early_layer_is_not_counted_again_in_the_later_ones(load_model, batch) -> None:
+    worse = load_model(None)
+    with torch.no_grad():
+        worse.model.layers[1].mlp.down_proj.weight.mul_(1.1)
+    measured = measure(worse, refer(load_model(None), [batch]))
+    assert [layer.update.mean > 0 for layer in measured.layers] == [False, True, False, False]
+    assert [layer.residual.mean > 0 for layer in measured.layers] == [False, True, True, True]
+
+
+# --- overflow --------------------------------------------------------------------------------------------------------
+
+
+def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -> None:
+    plain = amplified(load_model(None), 1, 2.0**14)
+    reference = refer(plain, [batch])
+    in_fp32 = measure(plain, reference)
+    bits = in_fp32.layers[1].checkpoints["product"].headroom(torch.float16)
+    assert bits < 0 and in_fp32.tightest(torch.float16) == (1, "product", bits)
+    assert all(in_fp32.layers[i].tightest(torch.float16)[1] > 2 for i in (0, 2, 3))
+
+    in_fp16 = measure(in_dtype(amplified(load_model(None), 1, 2.0**14), torch.float16), reference)
+    first = in_fp16.first_non_finite
+    assert first is not None and first[:2] == (1, "product") and first[2] > 0
+    assert in_fp16.failing_layers == (1,)
+    assert [layer.residual.non_finite > 0 for layer in in_fp16.layers] == [False, True, True, True]
+    assert in_fp16.layers[0].residual.mean < 0.01 and math.isnan(in_fp16.figures.kl)
+    assert in_fp16.layers[1].checkpoints["gate"].non_finite == 0
+
+    in_bf16 = measure(in_dtype(amplified(load_model(None), 1, 2.0**14), torch.bfloat16), reference)
+    assert in_bf16.first_non_finite is None and in_bf16.failing_layers == () and math.isfinite(in_bf16.figures.kl)
+
+
+def test_4_bit_that_computes_in_fp16_overflows_where_4_bit_in_fp32_does_not(load_model, batch) -> None:
+    reference = refer(load_model(None), [batch])
+
+    def measured(dtype: torch.dtype) -> VariantFigures:
+        model = load_model("nf4")
+        if dtype != torch.float32:
+            compute_in(model, dtype)
+        with torch.no_grad():
+            model.model.layers[2].post_attention_layernorm.weight.mul_(2.0**12)
+        return measure(model, reference)
+
+    assert measured(torch.float32).first_non_finite is None
+    first = measured(torch.float16).first_non_finite
+    assert first is not None and first[0] == 2
+
+
+def test_a_weight_that_is_not_finite_is_said_of_fp32_as_well(load_model, batch) -> None:
+    model = load_model(None)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[3, 3] = math.nan
+    measured = measure(model, refer(model, [batch]))
+    first = measured.first_non_finite
+    assert first is not None and first[:2] == (2, "v")
+    assert measured.failing_layers == (2, 3)  # fp32's own stream is not finite behind it
+    assert measured.layers[2].checkpoints["v"].headroom(torch.float16) == -math.inf
+
+
+@given(size=st.floats(1e-6, 1e30, allow_nan=False))
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_headroom_is_the_number_of_doublings_that_still_fit(size) -> None:
+    bits = Extent(size, 0).headroom(torch.float16)
+    assert (bits >= 0) == (size <= 65504)
+    # A logarithm in fp64.
+    assert Extent(2 * size, 0).headroom(torch.float16) == pytest.approx(bits - 1, abs=1e-12)
+    assert size * 2.0**bits == pytest.approx(65504, rel=1e-12)
+
+
+def test_headroom_of_nothing_and_of_what_is_not_finite() -> None:
+    assert Extent(0.0, 0).headroom(torch.bfloat16) == math.inf
+    assert Extent(1.0, 1).headroom(torch.bfloat16) == -math.inf
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
+    """A layer written out by hand, attention logits by repeating the key heads."""
+    model = load_model(None)
+    measured = measure(model, refer(model, [batch]))
+    stream = open_stream(model, batch)
+    valid = batch.attention_mask.bool()
+    with torch.no_grad():
+        h = stream.hidden
+        for index, layer in enumerate(model.model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            x = layer.input_layernorm(h)
+            a = attention(hidden_states=x, **stream.context)[0]
+            m = layer.post_attention_layernorm(h + a)
+            product = mlp.act_fn(mlp.gate_proj(m)) * mlp.up_proj(m)
+            q, k = (p(x).view(3, 9, -1, attention.head_dim).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+            q, k = apply_rotary_pos_emb(q, k, *stream.context["position_embeddings"])
+            logits = q @ repeat_kv(k, attention.num_key_value_groups).transpose(2, 3)
+            pairs = (valid[:, :, None] & valid[:, None, :])[:, None].expand_as(logits)
+            values = {
+                "input_norm": x[valid],
+                "q": attention.q_proj(x)[valid],
+                "k": attention.k_proj(x)[valid],
+                "v": attention.v_proj(x)[valid],
+                "qk": logits[pairs],
+                "attention": a[valid],
+                "residual_mid": (h + a)[valid],
+                "mlp_norm": m[valid],
+                "gate": mlp.gate_proj(m)[valid],
+                "up": mlp.up_proj(m)[valid],
+                "product": product[valid],
+                "down": mlp.down_proj(product)[valid],
+            }
+            h = h + a + mlp.down_proj(product)
+            values["residual"] = h[valid]
+            found = measured.layers[index].checkpoints
+            assert tuple(found) == CHECKPOINTS and found.keys() == values.keys()
+            for name, value in values.items():
+                # The same sums in another order.
+                assert found[name].absmax == pytest.approx(float(value.abs().max()), rel=1e-4), (index, name)
+                assert found[name].non_finite == 0
+
+
+def test_no_hook_is_left_and_nothing_is_changed(load_model, batch) -> None:
+    model = load_model("nf4")
+    before, logits = npt.base_hash(model), model(batch.input_ids).logits
+    measure(model, refer(model, [batch]))
+    assert npt.base_hash(model) == before and torch.equal(model(batch.input_ids).logits, logits)
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_no_hook_is_left_when_a_pass_fails(load_model, batch, monkeypatch) -> None:
+    model = load_model(None)
+    reference = refer(model, [batch])
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(headroom, "_take", broken)
+    with pytest.raises(RuntimeError, match="boom"):
+        measure(model, reference)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# --- padding ---------------------------------------------------------------------------------------------------------
+
+
+def all_figures(batch: Batch, load_model: Any) -> dict[str, Any]:
+    measured = measure(in_dtype(load_model(None), torch.bfloat16), refer(load_model(None), [batch]))
+    return json.loads(to_json(measured.as_dict()))
+
+
+def test_what_stands_at_padding_changes_no_bit(load_model, batch) -> None:
+    other = replace(batch, input_ids=torch.where(batch.attention_mask.bool(), batch.input_ids, 77))
+    assert not torch.equal(other.input_ids, batch.input_ids)
+    assert all_figures(other, load_model) == all_figures(batch, load_model)
+
+
+def test_a_padding_token_whose_embedding_is_nan_is_nobodys_business(load_model, batch) -> None:
+    model = load_model(None)
+    reference = refer(model, [batch])
+    broken = load_model(None)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[2] = math.nan
+    assert_exact(measure(broken, reference))
+    assert measure(broken, reference).first_non_finite is None
+
+
+def samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    return [Sample(str(n), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for n in (9, 5, 7)]
+
+
+@pytest.mark.parametrize(("side", "length"), [("left", None), ("right", 14), ("left", 14)])
+def test_where_and_how_much_padding_there_is_does_not_matter(load_model, side, length) -> None:
+    reference = refer(load_model(None), [collate(samples(), 2)])
+    other = refer(load_model(None), [collate(samples(), 2, side=side, length=length)])
+    one, two = (measure(load_model("nf4"), r) for r in (reference, other))
+    for a, b in zip(one.layers, two.layers, strict=True):
+        # Attention over another number of keys adds in another order: fp32 rounding, on errors of about 0.1.
+        assert a.residual.mean == pytest.approx(b.residual.mean, rel=1e-3)
+        for name in CHECKPOINTS:
+            assert a.checkpoints[name].absmax == pytest.approx(b.checkpoints[name].absmax, rel=1e-4)
+    assert one.figures.tokens == two.figures.tokens == 18
+    assert one.figures.kl == pytest.approx(two.figures.kl, rel=1e-3)
+
+
+def test_samples_one_by_one_give_the_figures_of_a_batch(load_model) -> None:
+    together = measure(load_model("nf4"), refer(load_model(None), [collate(samples(), 2)]))
+    single = measure(load_model("nf4"), refer(load_model(None), [collate([s], 2) for s in samples()]))
+    for a, b in zip(together.layers, single.layers, strict=True):
+        assert a.update.mean == pytest.approx(b.update.mean, rel=1e-3)  # other kernels at other shapes: fp32 rounding
+    assert together.figures.kl == pytest.approx(single.figures.kl, rel=1e-3)
+
+
+def test_a_batch_without_padding_and_one_of_two_tokens_are_taken(load_model) -> None:
+    ids = torch.tensor([[5, 6]])
+    measured = measure(load_model("nf4"), refer(load_model(None), [batch_from_tensors(ids, torch.ones_like(ids))]))
+    assert measured.figures.tokens == 1 and measured.first_non_finite is None
+
+
+# --- the comparison --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def comparison() -> headroom.PrecisionComparison:
+    return compare_precision("tiny", SHORT, count=2, batch_size=2, device="cpu")
+
+
+def test_every_variant_is_measured_on_the_same_tokens_in_its_own_format(comparison) -> None:
+    assert [v.name for v in comparison.variants] == list(VARIANTS) and comparison.heldout and comparison.samples == 2
+    for v in comparison.variants:
+        assert (v.quantization, v.dtype) == VARIANTS[v.name]
+        assert len(v.layers) == 8 and v.first_non_finite is None and v.failing_layers == ()
+        assert v.figures.tokens == comparison.tokens - comparison.samples
+    assert_exact(comparison.variants[0])
+    means = {v.name: v.layers[-1].residual.mean for v in comparison.variants}
+    assert 0 < means["fp16"] < means["bf16"] < means["nf4"]  # 11, 8 and about 3 bits of precision
+
+
+def test_the_json_is_standard_and_whole(comparison) -> None:
+    read = json.loads(to_json(comparison.as_dict()))
+    assert list(read["variants"]) == list(VARIANTS)
+    for variant in read["variants"].values():
+        assert [layer["layer"] for layer in variant["layers"]] == list(range(8))
+        for layer in variant["layers"]:
+            assert list(layer["checkpoints"]) == list(CHECKPOINTS)
+            for entry in layer["checkpoints"].values():
+                assert entry["headroom_fp16"] > 0 and entry["headroom_bf16"] > entry["headroom_fp16"] + 100
+
+
+def test_one_variant_is_in_memory_at_a_time(monkeypatch) -> None:
+    loaded: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def load(*arguments: Any) -> Any:
+        alive.append(sum(one() is not None for one in loaded))
+        model, tokenizer = load_variant(*arguments)
+        loaded.append(weakref.ref(model.model))
+        return model, tokenizer
+
+    monkeypatch.setattr(headroom, "load_variant", load)
+    compare_precision("tiny", SHORT, count=1, variants=("bf16", "nf4", "fp32"), device="cpu")
+    assert alive == [0, 0, 0]
+
+
+def test_a_base_that_is_stored_in_4_bit_has_nothing_to_be_compared_with(load_model, tmp_path) -> None:
+    load_model("nf4").save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_FOLDER / file, tmp_path / file)
+    with pytest.raises(ModelError, match="stored as nf4, so it has no fp32"):
+        load_variant(str(tmp_path), "fp32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"variants": ("int3",)}, "variant 'int3' is unknown; choose from fp32, bf16"),
+        ({"count": 0}, "--samples is 0"),
+        ({"batch_size": -1}, "--batch_size is -1"),
+        ({"data": DataConfig(max_length=4096)}, "--max_length is 4096, the model has 1024 positions"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(arguments, message, monkeypatch) -> None:
+    monkeypatch.setattr(headroom, "load_variant", None)
+    with pytest.raises(ConfigError, match=message):
+        compare_precision("tiny", **arguments)
+
+
+# --- what a user sees ------------------------------------------------------------------------------------------------
+
+
+def printed(comparison: headroom.PrecisionComparison) -> str:
+    out = io.StringIO()
+    print_precision(comparison, Console(file=out, width=100))
+    return out.getvalue()
+
+
+def test_the_tables_fit_a_hundred_columns_and_show_every_variant_and_layer(comparison) -> None:
+    text = printed(comparison)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100 and "…" not in text
+    for name in VARIANTS:
+        assert any(line.startswith(f"│ {name} ") for line in lines)
+    for name in SHOWN:
+        assert any(name in line.split() for line in lines if line.startswith("┃"))
+    assert sum(line.startswith("│     7 │") for line in lines) == 3
+    assert "fp16 ends at 65504" in lines[-1] and "bits below" in lines[-1]
+
+
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory) -> Path:
+    """The embedded model with a product in layer 3 that fp16 has no numbers for."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    amplified(AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=torch.bfloat16), 3, 2.0**13).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_FOLDER / file, folder / file)
+    return folder
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    spec = importlib.util.spec_from_file_location("compare_precision_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", [SCRIPT.name, *arguments])
+    return module.main()
+
+
+def test_the_script_says_which_layer_overflows(monkeypatch, capsys, overflowing) -> None:
+    arguments = ("--model_name", str(overflowing), "--samples", "2", "--max_length", "24", "--variants", "fp16,nf4-fp16,bf16")
+    assert script(monkeypatch, *arguments) == 0
+    text = capsys.readouterr().out
+    assert "the largest value of the fp32 pass is product in layer 3" in text and "beyond it" in text
+    for name in ("fp16", "nf4-fp16"):
+        assert f"\n{name}: the first NaN or Inf is in layer 3, product" in text
+    assert text.count("layers that fail on the stream of fp32: 3\n") == 2
+    assert "\nbf16:" not in text
+
+    assert script(monkeypatch, *arguments, "--json") == 0
+    read = json.loads(capsys.readouterr().out)["variants"]
+    assert read["fp16"]["first_non_finite"]["layer"] == 3 and read["fp16"]["failing_layers"] == [3]
+    assert read["fp16"]["kl"] is None and read["fp16"]["layers"][3]["update"]["mean"] is None
+    assert read["fp32"]["layers"][3]["checkpoints"]["product"]["headroom_fp16"] < 0
+    assert read["bf16"]["first_non_finite"] is None
+
+
+def test_bad_input_to_the_script_is_one_line(monkeypatch, capsys) -> None:
+    assert script(monkeypatch, "--variants", "fp64") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert script(monkeypatch, "--model_name", "/no/such/folder") == 2
+    assert "there is no model folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        script(monkeypatch, "--samples", "many")
+    assert stop.value.code == 2
