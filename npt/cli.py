@@ -72,24 +72,29 @@ def pretrain(given: dict[str, Any]) -> int:
     import npt
     from npt.adapters.attach import check_fit
     from npt.data.source import check_source
+    from npt.distill.resume import find_resumed
     from npt.distill.run_folder import check_free
+    from npt.distill.signals import StopOnSignal
     from npt.distill.trainer import check_trainable
     from npt.fidelity.table import print_fidelity
     from npt.quant.load import read_config
 
     console = make_console()
-    if training.output_dir is not None:
-        check_free(Path(training.output_dir))  # before the minutes that loading a large base takes
+    if training.resume is not None:
+        find_resumed(training.resume, training.output_dir)  # before the minutes that loading a large base takes
+    elif training.output_dir is not None:
+        check_free(Path(training.output_dir))
     check_fit(adapter, read_config(base.model_name), data.max_length)
     check_source(data)
     check_trainable(adapter, data)
-    model, tokenizer = _load(base, console)
-    if base.share_embeddings:
-        console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
-    report = npt.attach(model, adapter, seed=training.seed)
-    console.print(str(report), soft_wrap=True)
-    trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
-    result = trainer.train()
+    with StopOnSignal(at_once=True):  # while the base is loaded and the data are prepared
+        model, tokenizer = _load(base, console)
+        if base.share_embeddings:
+            console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
+        report = npt.attach(model, adapter, seed=training.seed)
+        console.print(str(report), soft_wrap=True)
+        trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
+        result = trainer.train()
     if result.fidelity is not None:
         console.print()
         print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")

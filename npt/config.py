@@ -231,7 +231,7 @@ class TrainConfig:
     eval_samples: int = setting(64, "held-out samples of an evaluation")
     save_steps: int | None = setting(None, "steps between adapter checkpoints")
     save_total_limit: int | None = setting(None, "keep at most this many checkpoints")
-    resume: str | None = setting(None, "auto, or a checkpoint folder")
+    resume: str | None = setting(None, "auto (the newest good checkpoint below output_dir), a run folder, or one checkpoint")
     use_wandb: bool = setting(False, "log to Weights & Biases")
     use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder")
     run_name: str | None = setting(None, "name of the run in the trackers")
@@ -283,5 +283,3 @@ class TrainConfig:
             raise NotSupportedError("--strategy propagated is not supported yet; use local or end_to_end")
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
-        if self.resume is not None:
-            raise NotSupportedError("--resume is not supported yet; leave it out")

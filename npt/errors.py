@@ -51,6 +51,14 @@ class CheckpointError(NPTError, ValueError):
     exit_status = 5
 
 
+class StoppedError(NPTError, RuntimeError):
+    """A signal ended the work before there was anything to save, or after all of it was saved."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by signal {number}")
+        self.exit_status = 128 + number
+
+
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
 

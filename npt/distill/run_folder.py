@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
+import json
 import os
 import platform
-import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from transformers import LlamaForCausalLM
 
 from npt.adapters.io import save_adapter
+from npt.distill.checkpoint import checkpoints, verify_checkpoint
 from npt.errors import ConfigError
-from npt.files import to_json, write_json
+from npt.files import new_folder, to_json, write_json, write_text
 
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
 
@@ -33,20 +36,29 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `fidelity.json` below one folder.
+    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `fidelity.json` below one folder.
+
+    One process writes it at a time. A line that the disk has no room for is lost and counted; the run goes on.
 
     Args:
         path: made if missing; has to be empty otherwise.
+        resume_at: the folder is that of a run which goes on from this step: what its logs say of later ones is taken out.
 
     Raises:
-        ConfigError: the folder holds something, or cannot be written.
+        ConfigError: the folder holds something, cannot be written, or another process is writing it.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, resume_at: int | None = None):
         self.path = Path(path)
-        check_free(self.path)
+        self.lines_lost = 0
+        if resume_at is None:
+            check_free(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            if resume_at is not None:
+                _cut_log(self.path / "metrics.jsonl", lambda line: line.get("step", 0) <= resume_at)
+                _cut_log(self.path / "events.jsonl", lambda line: True)
             self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
             self._events = (self.path / "events.jsonl").open("a", encoding="utf-8", buffering=1)
         except OSError as error:
@@ -58,30 +70,44 @@ class RunFolder:
 
     def metrics(self, values: dict[str, Any]) -> None:
         """One line of `metrics.jsonl`."""
-        self._metrics.write(to_json(values) + "\n")
+        self._write(self._metrics, values)
 
     def event(self, event: str, /, **details: Any) -> None:
         """One line of `events.jsonl`: what happened, and when (seconds since the epoch)."""
-        self._events.write(to_json({"event": event, "time": round(time.time(), 3), **details}) + "\n")
+        self._write(self._events, {"event": event, "time": round(time.time(), 3), **details})
 
-    def try_event(self, event: str, /, **details: Any) -> None:
-        """As `event`, for what is said otherwise as well: a disk that is full must not hide why a run ends."""
-        with contextlib.suppress(OSError):
-            self.event(event, **details)
+    def _write(self, stream: TextIO, values: dict[str, Any]) -> None:
+        try:
+            stream.write(to_json(values) + "\n")
+        except OSError:  # a full disk must neither end the run nor hide why it ends
+            self.lines_lost += 1
 
-    def save_checkpoint(self, model: LlamaForCausalLM, step: int, base_hash: str, keep: int | None) -> Path:
-        """The adapters as `checkpoints/step-XXXXXXXX/adapter`; older checkpoints beyond `keep` go after this one stands."""
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
+        """`checkpoints/step-XXXXXXXX` as `write` fills it; older ones beyond `keep` go after this one has verified.
+
+        Raises:
+            OSError: it could not be written.
+            CheckpointError: what was written does not read back as it was.
+        """
         folder = self.path / "checkpoints" / f"step-{step:08d}"
-        save_adapter(model, folder / "adapter", base_hash=base_hash)
+        write(folder)
+        verify_checkpoint(folder)
         if keep is not None:
             for old in self.checkpoints()[:-keep]:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def save_best(self, model: LlamaForCausalLM, base_hash: str, figures: dict[str, Any]) -> Path:
+        """`best`: the adapters, and the figures that make them the best so far. It takes no part in rotation."""
+        folder = self.path / "best"
+        with new_folder(folder) as temporary:
+            save_adapter(model, temporary / "adapter", base_hash=base_hash)
+            write_json(temporary / "fidelity.json", figures)
         return folder
 
     def checkpoints(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
-        folder = self.path / "checkpoints"
-        return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)) if folder.is_dir() else []
+        return checkpoints(self.path / "checkpoints")
 
     def discard(self) -> None:
         """Remove the folder: the run it was made for never started."""
@@ -92,6 +118,30 @@ class RunFolder:
         for file in (self._metrics, self._events):
             with contextlib.suppress(OSError):  # a line that the disk had no room for; its writing has failed already
                 file.close()
+        os.close(self._lock)
+
+
+def _locked(path: Path) -> int:
+    """An exclusive lock on the folder, which ends with the process however that ends."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise ConfigError(f"--output_dir {path} is being written by another process; wait for it, or choose another folder") from error
+    return handle
+
+
+def _cut_log(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Take out the lines of a log that are not to be kept, and one that was cut off in the middle of being written."""
+    if not path.is_file():
+        return
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            if keep(json.loads(line)):
+                lines.append(line + "\n")
+    write_text(path, "".join(lines))
 
 
 def default_folder() -> Path:

@@ -9,18 +9,24 @@ import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+from npt.errors import StoppedError
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class StopOnSignal:
-    """Within the context, SIGINT, SIGTERM and SIGHUP (a lost terminal) set `number` instead of ending the process; a second
-    one ends it as usual.
+    """Within the context, SIGINT, SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) set `number` instead of ending the process; a
+    second one ends it as it would have outside.
 
     Outside the main thread, where Python allows no handlers, it does nothing.
+
+    Args:
+        at_once: raise where the signal arrives instead: for what has nothing to save yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
         self.number: int | None = None
+        self.at_once = at_once
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnSignal:
@@ -28,9 +34,20 @@ class StopOnSignal:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
+    def check(self) -> None:
+        """Raise if a signal came: called where waiting for the end would take long and nothing is half done.
+
+        Raises:
+            StoppedError: with the signal's number.
+        """
+        if self.number is not None:
+            raise StoppedError(self.number)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         self._restore()
+        if self.at_once:
+            raise StoppedError(number)
         with contextlib.suppress(OSError):  # nobody may be reading any more
             os.write(2, f"signal {number}: finishing the micro-batch and saving; once more ends at once\n".encode())
 

@@ -19,18 +19,20 @@ from npt.adapters.attach import adapter_parameters, attached_config, check_lengt
 from npt.config import REPLAY_RATIO, DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console
 from npt.data.batch import Batch, pad_id_of
-from npt.data.loader import Ahead, Loaded, Loader
+from npt.data.loader import Ahead, Loaded, Loader, Position
 from npt.data.samples import Samples, evaluation_samples
 from npt.data.source import BUILTIN, Record, open_source, own_heldout, replay_source
+from npt.distill.checkpoint import Checkpoint, random_state, set_random_state, write_checkpoint
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
+from npt.distill.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
 from npt.distill.schedule import kind_of_run, rate_table
 from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES
 from npt.distill.trackers import Trackers
-from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, DataError, NotSupportedError, NPTError, StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.health.guards import base_fault, require, tensor_fault
 from npt.quant.load import base_hash
@@ -127,10 +129,11 @@ class Trainer:
         self.adapter_config = attached_config(model)
         check_trainable(self.adapter_config, data_config if data is None else None)
         check_length(data_config.max_length, model.config)
-        self.folder_path = Path(config.output_dir) if config.output_dir else default_folder()
-        check_free(self.folder_path)
-        self.console = console if console is not None else make_console()
+        self.resumed = find_resumed(config.resume, config.output_dir) if config.resume is not None else None
+        self.folder_path = self._choose_folder()
         self.settings = settings or {}
+        self.changed = self._check_settings()
+        self.console = console if console is not None else make_console()
         self.device = next(model.parameters()).device
         self.strategy = STRATEGIES[config.strategy]
         self.pad_id = pad_id_of(tokenizer)
@@ -139,10 +142,52 @@ class Trainer:
             eval_data = eval_data if eval_data is not None else own_heldout(data_config)
         self._prepare_data(data, eval_data)
         self.loader = self._make_loader(replay_data)
-        self._coming: Iterator[Loaded] = self.loader.batches()
+        self._coming: Iterator[Loaded] = self.loader.batches(self._start)
         self.total_steps = self._total_steps()
         self.stop = StopOnSignal()
         self._trained = False
+
+    @property
+    def _checkpoint(self) -> Checkpoint | None:
+        return None if self.resumed is None else self.resumed.checkpoint
+
+    @property
+    def _start(self) -> Position:
+        return Position() if self._checkpoint is None else Position.from_dict(self._checkpoint.record["position"])
+
+    def _choose_folder(self) -> Path:
+        """The run's folder: a new one, or the one that a run goes on in."""
+        if self.resumed is None:
+            folder = Path(self.config.output_dir) if self.config.output_dir else default_folder()
+            check_free(folder)
+            return folder
+        if not self._goes_on:
+            check_free(self.resumed.folder)
+        return self.resumed.folder
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the run writes on in the folder of the one that it resumes."""
+        if self.resumed is None:
+            return False
+        checkpoint = self.resumed.checkpoint
+        return checkpoint is None or checkpoint.folder.absolute().parent.parent == self.resumed.folder.absolute()
+
+    @property
+    def _resume_at(self) -> int | None:
+        """The step from which the folder's logs are written on; None for a new folder."""
+        if not self._goes_on:
+            return None
+        return 0 if self._checkpoint is None else self._checkpoint.step
+
+    def _check_settings(self) -> dict[str, tuple[Any, Any]]:
+        """Settings that differ from those of the run that is resumed, where that is allowed."""
+        if self._checkpoint is None:
+            return {}
+        return changed_settings(self._checkpoint.record["settings"], plain_settings(self._all_settings()))
+
+    def _all_settings(self) -> dict[str, Any]:
+        return {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)}
 
     def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
@@ -201,16 +246,24 @@ class Trainer:
         if self._trained:
             raise ConfigError("this Trainer has trained already; make a new one, its data and output folder are used up")
         self._trained = True
+        self.stop.at_once = True  # until the loop there is nothing to save
+        with self.stop:
+            return self._train()
+
+    def _train(self) -> TrainResult:
         say = self._say
         require(tensor_fault(adapter_parameters(self.model)))
         require(base_fault(self.model))
         if self.config.smoke_test:
             say(smoke_test(self.model, self._first_batch(), self.strategy, self.config))
         say(self._evaluation_note())
-        initial = self._evaluate()
+        known = None if self._checkpoint is None else self._checkpoint.record["initial"]
+        self.initial = self._evaluate() if known is None else Fidelity.from_dict(known)
         self.base_hash = base_hash(self.model)
         self.record = self._record()
-        folder = RunFolder(self.folder_path)
+        folder = RunFolder(
+            self.folder_path, resume_at=None if not self._goes_on else 0 if self._checkpoint is None else self._checkpoint.step
+        )
         try:
             folder.write("run.json", self.record)
             try:
@@ -219,14 +272,16 @@ class Trainer:
                 folder.discard()
                 raise
             try:
-                return self._run(folder, trackers, initial)
+                return self._run(folder, trackers)
             finally:
                 trackers.close()
         finally:
             folder.close()
 
-    def _run(self, folder: RunFolder, trackers: Trackers, initial: Fidelity) -> TrainResult:
+    def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps)
+        if self.resumed is not None:
+            self._report_resumed(folder, self.resumed)
         if self._schedule_kind() != self.config.scheduler_type:
             message = (
                 "the length of the stream is unknown, so the learning rate stays constant after warm-up; "
@@ -241,11 +296,26 @@ class Trainer:
             if last > self.total_steps:
                 self._warn(folder, f"--trace_steps names step {last}, but the run has {self.total_steps} steps")
         self._say(f"run folder {folder.path}")
-        with self.stop:
-            result = self._loop(folder, trackers)
-            if result.signal is not None:
-                return result
-            return self._finish(folder, trackers, initial, result)
+        result = self._loop(folder, trackers)
+        return result if result.signal is not None else self._finish(folder, trackers, result)
+
+    def _report_resumed(self, folder: RunFolder, resumed: Resumed) -> None:
+        for problem in resumed.problems:
+            self._warn(folder, problem)
+        checkpoint = resumed.checkpoint
+        if checkpoint is None:
+            self._say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
+        else:
+            self._say(f"going on from {checkpoint.folder} at step {checkpoint.step}")
+        changed = {name: list(values) for name, values in self.changed.items()}
+        folder.event(
+            "resume",
+            step=0 if checkpoint is None else checkpoint.step,
+            checkpoint=None if checkpoint is None else str(checkpoint.folder),
+            changed=changed,
+        )
+        for name, (old, new) in self.changed.items():
+            self._say(f"changed since: {name} was {old}, is {new}")
 
     def _loop(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         c = self.config
@@ -262,9 +332,15 @@ class Trainer:
             display,
             self.stop,
             self._evaluate,
-            lambda step: self._save(folder, step),
+            lambda: self._save(folder, loop),
+            lambda fidelity: self._save_best(folder, loop, fidelity),
             self.record,
         )
+        if self._checkpoint is not None:
+            self._checkpoint.restore(self.model, loop.transaction, self.base_hash)
+            loop.load_state(self._checkpoint.record)
+            set_random_state(self._checkpoint.random_state(0))
+        self.stop.at_once = False
         started = time.perf_counter()
         try:
             loop.run(self._windows())
@@ -280,7 +356,7 @@ class Trainer:
             folder.event("stopped", step=0, reason="no step was applied")
             raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / 'events.jsonl'})")
         if loop.last_save != loop.steps:
-            self._save(folder, loop.steps)
+            self._save(folder, loop)
         if self.stop.number is not None:
             self._say(
                 f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / 'checkpoints'}"
@@ -301,21 +377,25 @@ class Trainer:
     def _rescue(self, folder: RunFolder, loop: Loop, error: BaseException) -> None:
         """Whatever ended the loop, broken data or a full disk, does not take the steps before it along."""
         if not isinstance(error, TooManyRefusalsError):  # the loop has said that one itself
-            folder.try_event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
+            folder.event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
         with contextlib.suppress(NPTError):
             loop.settle()  # a checkpoint has to bear the step that its weights are of
         if loop.steps and loop.last_save != loop.steps:
             try:
-                self._save(folder, loop.steps)
+                self._save(folder, loop)
             except (NPTError, OSError, SafetensorError) as second:
-                folder.try_event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
+                folder.event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
 
     def _warn(self, folder: RunFolder, message: str) -> None:
         self._say(f"warning: {message}")
         folder.event("warning", message=message)
 
-    def _finish(self, folder: RunFolder, trackers: Trackers, initial: Fidelity, result: TrainResult) -> TrainResult:
-        fidelity = self._evaluate().after(initial)
+    def _finish(self, folder: RunFolder, trackers: Trackers, result: TrainResult) -> TrainResult:
+        try:
+            fidelity = self._evaluate().after(self.initial)
+        except StoppedError:  # everything is saved; only the figures are missing
+            folder.event("signal", number=self.stop.number, step=result.steps)
+            return replace(result, signal=self.stop.number)
         folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
@@ -341,15 +421,46 @@ class Trainer:
         if lost:
             self._warn(folder, f"of {counts.records} records read: {', '.join(lost)}")
 
-    def _save(self, folder: RunFolder, step: int) -> None:
+    def _save(self, folder: RunFolder, loop: Loop) -> None:
+        """A checkpoint. Where it cannot be written and an older one stands, the run goes on and says so loudly.
+
+        Raises:
+            OSError, CheckpointError: there is no older one.
+        """
         audit_precision(self.model, policy_dtype(self.model))
-        path = folder.save_checkpoint(self.model, step, self.base_hash, self.config.save_total_limit)
-        folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
+        record = {
+            **loop.state(),
+            "settings": plain_settings(self._all_settings()),
+            "initial": self.initial.as_dict(),
+            "base_hash": self.base_hash,
+            "versions": versions(),
+        }
+
+        def write(path: Path) -> None:
+            write_checkpoint(path, self.model, loop.transaction, record, self.base_hash, {0: random_state()})
+
+        try:
+            path = folder.save_checkpoint(loop.steps, write, self.config.save_total_limit)
+        except (OSError, SafetensorError, CheckpointError) as error:
+            standing = folder.checkpoints()
+            folder.event("save_failed", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
+            if not standing:
+                raise
+            self._say(f"WARNING: no checkpoint at step {loop.steps}: {error}; the last good one is {standing[-1]}, training goes on")
+            return
+        folder.event("save", step=loop.steps, folder=str(path.relative_to(folder.path)))
+
+    def _save_best(self, folder: RunFolder, loop: Loop, fidelity: Fidelity) -> None:
+        try:
+            folder.save_best(self.model, self.base_hash, {"step": loop.steps, **fidelity.as_dict()})
+        except (OSError, SafetensorError) as error:
+            folder.event("save_failed", step=loop.steps, error=type(error).__name__, message=f"best: {error}"[:500])
+            self._say(f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}")
 
     def _record(self) -> dict[str, Any]:
         """The content of `run.json`."""
         return {
-            "settings": {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)},
+            "settings": self._all_settings(),
             "layers": [index for index, _ in npt_layers(self.model)],
             "trainable_parameters": sum(p.numel() for p in adapter_parameters(self.model).values()),
             "seed": self.config.seed,
@@ -379,7 +490,7 @@ class Trainer:
         return first.batch
 
     def _evaluate(self) -> Fidelity:
-        return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size)
+        return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size, between=self.stop.check)
 
     def _evaluation_note(self) -> str:
         kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"
