@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
@@ -340,6 +341,8 @@ class Trainer:
             self._checkpoint.restore(self.model, loop.transaction, self.base_hash)
             loop.load_state(self._checkpoint.record)
             set_random_state(self._checkpoint.random_state(0))
+        else:
+            torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
         self.stop.at_once = False
         started = time.perf_counter()
         try:
