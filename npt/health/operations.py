@@ -7,15 +7,18 @@ entry, that it came from, and a NaN that was masked away on purpose leads nowher
 -Inf is what masks are made of. It counts as bad only where arithmetic made it from numbers that were no masks; writing it
 (`full`, `masked_fill`, `where`) is intended, and so is passing it on. A softmax over nothing but intended -Inf is then
 rightly the origin of its NaN.
+
+An origin says who and where. What went in is kept for the one origin whose number is asked for, so that a model with
+thousands of harmless ones is not held in memory twice.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -23,117 +26,100 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npt.health.place import Place, backward_frame, place_of
-
-
-class Badness(IntEnum):
-    """FINE; SOFT: -Inf beside good numbers, which may be a mask; HARD: NaN, +Inf or beyond the limit."""
-
-    FINE = 0
-    SOFT = 1
-    HARD = 2
-
+from npt.health.badness import Badness, element, extent, first_bad, is_mask_value, judge, numbers
+from npt.health.memory import Memory, stretch_of
+from npt.health.place import Place, Stack, read_stack
 
 # Writing a constant, or selecting among what is there: a -Inf that comes out of these was meant.
 _WRITERS = {"full", "full_like", "fill", "fill_", "scalar_tensor", "new_full", "masked_fill", "masked_fill_", "where", "copy_", "copy"}
 _WRITERS |= {"index_put", "index_put_", "_index_put_impl_", "lift_fresh", "constant_pad_nd", "triu", "tril", "cat", "stack", "clone"}
+# One number that these make is a constant of the program: who uses it is asked for, not the constant.
+_CONSTANTS = {"scalar_tensor", "lift_fresh", "full"}
 # What stands in fresh memory is nobody's number.
 _BLANK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize_", "set_"}
+# These write over all of their first argument and read nothing of it.
+_REPLACING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"}
+# Outputs behind the first are bookkeeping, -Inf where a row has no key.
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
-
-def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
-    """How bad a tensor is, in one pass over it; integers are always fine.
-
-    Args:
-        tensor: of any dtype.
-        limit: a size beyond which a finite number is bad as well. The lowest number of the dtype counts as -Inf: masks again.
-    """
-    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout != torch.strided:
-        return Badness.FINE
-    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    if values.dtype.itemsize == 1:  # 8-bit floats have no reductions
-        values = values.to(torch.float32)
-    low, high = (float(end) for end in torch.aminmax(values))
-    if math.isnan(low) or high > limit or high == math.inf:
-        return Badness.HARD
-    if low >= -limit and low != -math.inf:
-        return Badness.FINE
-    return Badness.SOFT if low <= torch.finfo(values.dtype).min else Badness.HARD
-
-
-def bad_elements(tensor: Tensor, limit: float = math.inf, soft: bool = False) -> Tensor:
-    """Boolean, like `tensor`: NaN, +Inf, beyond the limit; with `soft` -Inf too."""
-    values = tensor.detach()
-    if values.is_complex():
-        parts = torch.view_as_real(values)
-        return bad_elements(parts, limit, soft).any(dim=-1)
-    values = values.to(torch.float32) if values.dtype.itemsize == 1 else values
-    bad = torch.isnan(values) | (values == math.inf) | (values > limit)
-    masked = values <= torch.finfo(values.dtype).min
-    return bad | (masked if soft else (values < -limit) & ~masked)
+Sequence = tuple[bool, int]
+"""Which forward operation a node of the graph belongs to: whether one that a thread of backward ran, and its number there."""
 
 
 @dataclass(frozen=True)
 class External:
     """A tensor that is there before the pass. kind: `state` (parameter, buffer, quantisation statistic), `data`, or `outside` for
-    one that code made which torch does not see. names: the first one, and where tensors are tied the others.
+    one that code made which torch does not see. trained: a parameter or statistic, in which -Inf is no mask.
     """
 
-    names: tuple[str, ...]
+    name: str
     kind: str
     tensor: Tensor
+    trained: bool = False
 
     @property
-    def name(self) -> str:
-        return self.names[0]
-
-    def as_read_by(self, module: str) -> External:
-        """The same tensor, by the name that it has in `module` if it has one there."""
-        own = tuple(name for name in self.names if name.rpartition(".")[0] == module)
-        return External(own + tuple(name for name in self.names if name not in own), self.kind, self.tensor)
+    def module(self) -> str:
+        """Of the module that holds it: statistics are named `module: absmax`."""
+        return self.name.split(": ")[0] if ": " in self.name else self.name.rpartition(".")[0]
 
 
 @dataclass
 class Origin:
     """Where badness began: an operation, or a tensor that was bad before anything was computed.
 
-    number: of the operation in the pass. operation: its name in torch; of a tensor from outside, the operation that read it
-    first. external: that tensor's name. sequence: of the forward operation whose backward this is, counted from the start of
-    the pass. inputs: (argument, tensor) as they went in. tensor, index, value: the bad output, and its first bad element; of a
-    tensor from outside that tensor itself. shown: shape and index at which that one came through in the operation's output.
-    overwritten: the operation wrote over an input, which is kept only by a ledger that knows its number (`keep`). names: of those
-    inputs that were there before the pass, by argument.
+    number, output: of the operation in the pass, and which of its results. operation: its name in torch; of a tensor from
+    outside, the operation that read it first. node: of the graph, in backward. sequence: of the forward operation whose backward
+    this is. shape, dtype, index, value: of the bad result and its first bad element; of a tensor from outside that tensor's own.
+    shown: shape and index in the whole tensor of whose part this is, or of a tensor from outside those at which it came
+    through. meant: a mask's -Inf, or a constant. hid: the forward operation whose backward this is gave a bad number too, and
+    something hid it. inputs, constants: arguments as they went in, where the ledger was told to keep them. externals: those
+    inputs that were there before the pass.
     """
 
     number: int
+    output: int
     operation: str
     node: str
-    sequence: int | None
+    sequence: Sequence | None
     phase: str
     place: Place
-    tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     index: tuple[int, ...]
     value: float
-    inputs: list[tuple[str, Tensor]]
+    shown: tuple[tuple[int, ...], tuple[int, ...]]
     external: External | None = None
     pointwise: bool = False
-    overwritten: bool = False
-    shown: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    names: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class _Tag:
-    storage: StorageWeakRef
-    origin: Origin
+    meant: bool = False
+    hid: bool = False
+    inputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    constants: dict[str, float] = field(default_factory=dict)
+    externals: dict[str, External] = field(default_factory=dict)
 
 
 @dataclass
 class _Call:
-    """One dispatched operation: its tensor arguments by name, and which of them it writes to."""
+    """One dispatched operation: its arguments by name. read: what it reads; written: what it writes to, which it may read too."""
 
+    number: int
+    name: str
+    func: Any
+    node: Any
     inputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    read: list[tuple[str, Tensor]] = field(default_factory=list)
     written: list[Tensor] = field(default_factory=list)
+    constants: dict[str, float] = field(default_factory=dict)
+    before: dict[int, Badness] = field(default_factory=dict)
+    kept: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The operation that was waited for. hid: it gave a bad number. sequence: where it is backward itself, that of its forward."""
+
+    place: Place
+    hid: bool
+    sequence: Sequence | None
 
 
 class Ledger(TorchDispatchMode):
@@ -141,209 +127,259 @@ class Ledger(TorchDispatchMode):
 
     Args:
         modules: `place.module_names` of the model.
-        external: names of tensors that exist before the pass, by `storage_key`.
+        externals: tensors that exist before the pass.
         limit: a size from which finite numbers count as bad.
-        keep: an operation's number; copies of what it writes over are kept, and the origins of what it reads.
-        watch: sequence of a forward operation whose place is wanted, for a fault in its backward.
+        keep: number and output of the operation of whose origin all arguments are kept, as copies: `kept`.
+        asked: an operation's number; of what it reads the origins are noted: `read_origins`.
+        watch: a forward operation whose place is wanted, for a fault in its backward: `watched`.
     """
 
     def __init__(
         self,
         modules: Mapping[int, str],
-        external: Mapping[int, External],
+        externals: Iterable[External],
         limit: float = math.inf,
-        keep: int | None = None,
-        watch: int | None = None,
+        keep: tuple[int, int] | None = None,
+        asked: int | None = None,
+        watch: Sequence | None = None,
     ):
         super().__init__()
-        self.modules, self.external, self.limit = modules, external, limit
+        self.modules, self.limit = modules, limit
         self.count = 0
-        self.origins: list[Origin] = []
-        self.watched: Place | None = None
-        self.input_origins: dict[str, Origin | None] = {}
-        self._keep, self._watch = keep, watch
-        self._start = torch._C._autograd._get_sequence_nr()
-        self._tags: dict[int, _Tag] = {}
+        self.first: Origin | None = None
+        """The first origin that is no mask's and no NaN: of a number beyond the limit."""
+        self.kept: Origin | None = None
+        self.read_origins: dict[str, Origin | None] = {}
+        self.watched: Watched | None = None
+        self._keep, self._asked, self._watch = keep, asked, watch
+        self._home = threading.get_ident()
+        self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
+        self._origins: Memory[Origin] = Memory()
+        self._externals: Memory[External] = Memory()
+        for external in externals:
+            self._externals.add(external.tensor, external)
         self._blank: dict[int, StorageWeakRef] = {}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """Where the badness of this tensor came from, if the pass saw it arise."""
-        tag = self._tags.get(storage_key(tensor))
-        return tag.origin if tag is not None and not tag.storage.expired() else None
+        """Where the badness of this tensor came from, if the pass saw it arise: no mask before a mask, the older before the younger."""
+        return min(self._origins.of(tensor), key=lambda origin: (origin.meant, origin.number), default=None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        number, self.count = self.count, self.count + 1
-        node = torch._C._current_autograd_node()
-        name = func._schema.name.split("::")[-1]
-        if self._watch is not None and self.watched is None and node is None and self._sequence() > self._watch:
-            self.watched = place_of(sys._getframe(1), self.modules)
-        call = _tensors_of(func, args, kwargs)
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of tensors is taken apart first, and comes back as those
+        call = _call_of(self.count, func, args, kwargs or {})
+        self.count += 1
+        away, now = self._clock()
+        waited_for = self._watch is not None and self.watched is None and away == self._watch[0] and now > self._watch[1]
         # What an operation writes over is judged, and where asked kept, while it is still there.
-        before = {id(t): judge(t, self.limit) for t in call.written}
-        kept = None
-        if number == self._keep:
-            self.input_origins = {label: self.origin_of(t) for label, t in call.inputs}
-            kept = [(label, t.clone() if _holds(call.written, t) else t) for label, t in call.inputs]
-        out = func(*args, **kwargs)
-        if func.is_view and not call.written:
+        memory = {here.key for t in call.written if (here := stretch_of(t)) is not None}
+        call.before = {id(t): judge(t, self.limit) for _, t in call.read if memory and _key(t) in memory}
+        if self._keep is not None and call.number == self._keep[0]:
+            call.kept = [(label, t.detach() if self._externals.of(t) else t.detach().clone()) for label, t in call.read]
+        if call.number == self._asked:
+            self.read_origins = {label: self.origin_of(t) for label, t in call.read}
+        out = func(*args, **(kwargs or {}))
+        results = [*call.written, *(t for t in _flat(out) if not any(t is w for w in call.written))]
+        if waited_for:
+            stack = read_stack(sys._getframe(), self.modules)
+            hid = any(judge(t, self.limit) != Badness.FINE for t in results)
+            place = stack.place if call.node is None or stack.own or stack.recomputing else Place()
+            self.watched = Watched(place, hid, self._sequence(call.node, stack))
+        if func.is_view and not call.written and call.name != "lift_fresh":
             return out
-        if name in _BLANK:
-            for tensor in _flat(out):
-                self._blank[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        if call.name in _BLANK:
+            for tensor in results:
+                self._blank[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
             return out
-        results = call.written or list(_flat(out))
-        if name.startswith("_scaled_dot_product"):
-            results = results[:1]  # the others are its own bookkeeping, -Inf where a row has no key
-        for result in results:
+        if call.name.startswith(_ATTENTION):
+            results = results[:1]
+        for position, result in enumerate(results):
             badness = judge(result, self.limit)
             if badness != Badness.FINE:
-                self._account(number, func, name, node, call, kept, before, result, badness)
-        for tensor in call.written:
-            self._blank.pop(storage_key(tensor), None)
+                self._account(call, position, result, badness)
+            elif call.written:
+                self._origins.forget(result)
+            if call.written:
+                self._blank.pop(_key(result), None)
         return out
 
-    def _account(
-        self,
-        number: int,
-        func: Any,
-        name: str,
-        node: Any,
-        call: _Call,
-        kept: list[tuple[str, Tensor]] | None,
-        before: dict[int, Badness],
-        result: Tensor,
-        badness: Badness,
-    ) -> None:
+    def _account(self, call: _Call, position: int, result: Tensor, badness: Badness) -> None:
         """Give a bad result its origin: that of the input it has it from, else a new one."""
-        masked = False
-        inherited: list[Origin] = []
-        for label, tensor in call.inputs:
-            if not (tensor.is_floating_point() or tensor.is_complex()) or self._is_blank(tensor):
-                continue
-            was = before.get(id(tensor))
+        masks = False
+        mask: Origin | None = None
+        inherited: list[tuple[bool, int, Origin]] = []
+        for label, tensor in call.read:
+            was = call.before.get(id(tensor))
             was = judge(tensor, self.limit) if was is None else was
-            known = self.origin_of(tensor)
-            masked |= was == Badness.SOFT
-            if was == Badness.FINE or (was == Badness.SOFT and known is None and not self._is_parameter(tensor)):
+            if was == Badness.FINE or (self._is_blank(tensor) and any(tensor is w for w in call.written)):
                 continue
-            if known is None and tensor.ndim == 0 and storage_key(tensor) not in self.external:
-                continue  # a constant of the program: who used it is asked for, not the constant
+            known = self.origin_of(tensor)
+            if known is None and self._is_mask(tensor, was):
+                masks = True
+                continue
+            if known is None and tensor.ndim == 0 and not self._externals.of(tensor):
+                continue  # a constant from before the pass, treated as those made in it
             if known is None:
-                known = self._from_outside(number, name, node, label, tensor, was, call, result, badness)
-            inherited.append(known)
+                known = self._from_outside(call, label, tensor, result, badness)
+            masks |= was == Badness.SOFT
+            if known.meant:
+                mask = mask or known
+            # A selection that leaves -Inf alone has left the worse of that input behind.
+            elif not (badness == Badness.SOFT and was == Badness.HARD and call.name in _WRITERS):
+                inherited.append((was != Badness.HARD, known.number, known))
+        if call.written:
+            self._origins.forget(result)
         if inherited:
             # An input that is bad through and through comes before one that may be a mask, the older before the younger.
-            self._tag(result, min(inherited, key=lambda origin: origin.number))
+            self._origins.add(result, min(inherited, key=lambda item: item[:2])[2])
             return
-        if badness == Badness.SOFT and (masked or name in _WRITERS or self._made_of_masks(call, name)):
+        if badness == Badness.HARD and call.written and self._is_blank(result) and call.name not in _REPLACING:
+            return  # some of it may still be what stood in fresh memory
+        constant = result.ndim == 0 and call.name in _CONSTANTS
+        mask_on = masks or call.name in _WRITERS or _made_of_masks(call) or self._masks_with(call)
+        meant = constant or (badness == Badness.SOFT and mask_on)
+        if meant and mask is not None:
+            self._origins.add(result, mask)
             return
-        # Of a write into a part of a tensor the whole is shown: an index into a part says nothing.
-        base = result._base if call.written else None
-        whole = base if base is not None and base.ndim > result.ndim and judge(base, self.limit) == badness else result
-        origin = self._origin(number, name, node, whole, badness, kept if kept is not None else call.inputs)
-        origin.pointwise = torch.Tag.pointwise in func.tags
-        origin.overwritten = bool(call.written) and kept is None
-        self.origins.append(origin)
-        self._tag(result, origin)
+        origin = self._origin(call, result, position, first_bad(result, self.limit, soft=meant or not masks))
+        origin.meant = meant
+        self._origins.add(result, origin)
+        if not meant:
+            self._note(origin)
 
-    def _origin(self, number: int, name: str, node: Any, tensor: Tensor, badness: Badness, inputs: list[tuple[str, Tensor]]) -> Origin:
-        index = _first_bad(tensor, self.limit, badness)
-        frame = sys._getframe()
-        own, recomputing = backward_frame(frame)
-        backward = node is not None and not recomputing
-        place = place_of(frame, self.modules) if own or not backward else Place()
+    def _origin(self, call: _Call, result: Tensor, position: int, index: tuple[int, ...]) -> Origin:
+        stack = read_stack(sys._getframe(), self.modules)
+        backward = call.node is not None and not stack.recomputing
+        place = stack.place if stack.own or not backward else Place()
         if backward and not place.module:
-            place = Place(self._leaf(node), place.source)
-        sequence = None
-        if backward:
-            own_number = node._sequence_nr() - self._start
-            sequence = own_number if 0 <= own_number < 2**62 else None
-        return Origin(
-            number=number,
-            operation=name,
-            node=node.name().rpartition("::")[2] if backward and not own else "",
-            sequence=sequence,
-            phase="backward" if backward else "recomputation" if recomputing else "forward",
+            place = Place(self._leaf(call.node), place.source)
+        kept = self._keep == (call.number, position)
+        origin = Origin(
+            number=call.number,
+            output=position,
+            operation=call.name,
+            node=call.node.name().rpartition("::")[2] if backward and not stack.own else "",
+            sequence=self._sequence(call.node, stack) if backward else None,
+            phase="backward" if backward else "forward" if call.node is None else "recomputation",
             place=place,
-            tensor=tensor.detach().clone(),
+            shape=tuple(result.shape),
+            dtype=result.dtype,
             index=index,
-            value=_element(tensor, index),
-            inputs=[(label, t.detach()) for label, t in inputs],
-            names={label: known.name for label, t in inputs if (known := self.external.get(storage_key(t))) is not None},
+            value=element(result, index),
+            shown=_in_base(result, index) if any(result is w for w in call.written) else (tuple(result.shape), index),
+            pointwise=torch.Tag.pointwise in call.func.tags,
         )
-
-    def _from_outside(
-        self, number: int, name: str, node: Any, label: str, tensor: Tensor, was: Badness, call: _Call, result: Tensor, badness: Badness
-    ) -> Origin:
-        """The origin of a tensor that no operation of this pass made bad; the tag makes it the same for every reader."""
-        external = self.external.get(storage_key(tensor), External((f"the argument {label} of {name}",), "outside", tensor))
-        # The named tensor, not the view of it that was read, unless it is only a part of what shares its memory.
-        whole = external.tensor if judge(external.tensor, self.limit) != Badness.FINE else tensor
-        origin = self._origin(number, name, node, whole, was, [(label, tensor)])
-        origin.external = external.as_read_by(origin.place.module)
-        shown = _first_bad(result, self.limit, badness)
-        origin.shown = (tuple(result.shape), shown)
-        ids = next((t for other, t in call.inputs if other == "indices"), None)
-        if name == "embedding" and ids is not None and len(shown) > 1:
-            # Of a table with several bad rows the one that was read.
-            origin.index = (int(ids[shown[:-1]]), shown[-1])
-            origin.value = _element(whole, origin.index)
-        self.origins.append(origin)
-        self._tag(tensor, origin)
+        if kept:
+            origin.inputs, origin.constants = call.kept, call.constants
+            known = {label: self._external(t, place.module, Badness.FINE) for label, t in call.read}
+            origin.externals = {label: external for label, external in known.items() if external is not None}
+            self.kept = origin
         return origin
 
-    def _tag(self, tensor: Tensor, origin: Origin) -> None:
-        key = storage_key(tensor)
-        old = self._tags.get(key)
-        if old is None or old.storage.expired() or origin.number < old.origin.number:
-            self._tags[key] = _Tag(StorageWeakRef(tensor.untyped_storage()), origin)
+    def _from_outside(self, call: _Call, label: str, tensor: Tensor, result: Tensor, badness: Badness) -> Origin:
+        """The origin of a tensor that no operation of this pass made bad; the note makes it the same for every reader."""
+        shown = first_bad(result, self.limit, soft=badness == Badness.SOFT)
+        origin = self._origin(call, result, 0, shown)
+        external = self._external(tensor, origin.place.module, Badness.SOFT)
+        whole = tensor if external is None else external.tensor
+        origin.external = external if external is not None else External(f"the argument {label} of {call.name}", "outside", tensor.detach())
+        origin.index = first_bad(whole, self.limit)
+        ids = next((t for other, t in call.inputs if other == "indices"), None)
+        if call.name == "embedding" and ids is not None and len(shown) > 1:
+            origin.index = (int(ids[shown[:-1]]), shown[-1])  # of a table with several bad rows the one that was read
+        origin.shape, origin.dtype, origin.value = tuple(whole.shape), whole.dtype, element(whole, origin.index)
+        self._origins.add(tensor, origin)
+        self._note(origin)
+        return origin
 
-    def _sequence(self) -> int:
-        return torch._C._autograd._get_sequence_nr() - self._start
+    def _note(self, origin: Origin) -> None:
+        if self.first is None and not math.isnan(origin.value):
+            self.first = origin
+
+    def _external(self, tensor: Tensor, module: str, at_least: Badness) -> External | None:
+        """What a tensor was before the pass; where several share its memory the bad one, and by the name that it has in `module`."""
+        known = [e for e in self._externals.of(tensor) if at_least == Badness.FINE or judge(e.tensor, self.limit) != Badness.FINE]
+        return min(known, key=lambda external: external.module != module, default=None)
+
+    def _is_mask(self, tensor: Tensor, was: Badness) -> bool:
+        """Whether negative numbers that were there before the pass are a mask. In what is trained they never are."""
+        values = numbers(tensor)
+        if was != Badness.SOFT or values is None or any(external.trained for external in self._externals.of(tensor)):
+            return False
+        return is_mask_value(extent(values)[0])
+
+    def _masks_with(self, call: _Call) -> bool:
+        """Whether a number of the program itself is beyond the limit: (1 - mask) * -1e9."""
+        scalars = [element(t, ()) for _, t in call.read if t.ndim == 0 and numbers(t) is not None and not self._externals.of(t)]
+        return any(number < -self.limit or number == -math.inf for number in (*call.constants.values(), *scalars))
+
+    def _clock(self) -> tuple[bool, int]:
+        """How many nodes the graph has got in this thread since the pass began. Backward on a GPU has threads of its own."""
+        thread, now = threading.get_ident(), torch._C._autograd._get_sequence_nr()
+        return thread != self._home, now - self._starts.setdefault(thread, now)
+
+    def _sequence(self, node: Any, stack: Stack) -> Sequence | None:
+        """Of the forward operation that a node belongs to; None for one that has none, as the end of a leaf's gradient."""
+        if node is None:
+            return None
+        thread = threading.get_ident()
+        away = thread != self._home and stack.nested
+        number = node._sequence_nr() - self._starts.get(thread if away else self._home, 0)
+        return (away, number) if 0 <= number < 2**62 else None
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        reference = self._blank.get(storage_key(tensor))
+        reference = self._blank.get(_key(tensor))
         return reference is not None and not reference.expired()
-
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        known = self.external.get(storage_key(tensor))
-        return known is not None and known.kind == "state"
-
-    def _made_of_masks(self, call: _Call, name: str) -> bool:
-        """-Inf out of numbers at the dtype's end: a mask that was added to a mask, or cast to a smaller dtype."""
-        if name not in ("add", "add_", "sub", "_to_copy", "to"):
-            return False
-        tensors = [t for _, t in call.inputs if t.is_floating_point() and t.numel()]
-        return any(float(t.min()) <= 0.5 * torch.finfo(t.dtype).min for t in tensors if t.dtype.itemsize > 1)
 
     def _leaf(self, node: Any) -> str:
         """The module of the parameter whose gradient is being accumulated, at the engine's last node."""
         variable = getattr(node, "variable", None)
-        known = self.external.get(storage_key(variable)) if isinstance(variable, Tensor) else None
-        return known.name.rpartition(".")[0] if known is not None else ""
+        known = self._external(variable, "", Badness.FINE) if isinstance(variable, Tensor) else None
+        return known.module if known is not None else ""
 
 
-def storage_key(tensor: Tensor) -> int:
-    """What views of one memory have in common; 0 for a tensor without memory of its own."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return 0
+def _key(tensor: Tensor) -> int:
+    here = stretch_of(tensor)
+    return 0 if here is None else here.key
 
 
-def _tensors_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    call = _Call()
+def _call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    name = func._schema.name.split("::")[-1]
+    call = _Call(number, name, func, torch._C._current_autograd_node())
     declared = func._schema.arguments
     named = [(declared[i], value) for i, value in enumerate(args)]
     named += [(argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs]
     for argument, value in named:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            call.constants[argument.name] = value
         writes = argument.alias_info is not None and argument.alias_info.is_write
+        only = name == "lift_fresh" or (writes and (argument.kwarg_only or name in _REPLACING))
         for label, tensor in _labelled(argument.name, value):
             call.inputs.append((label, tensor))
+            if not only:
+                call.read.append((label, tensor))
             if writes:
                 call.written.append(tensor)
     return call
+
+
+def _made_of_masks(call: _Call) -> bool:
+    """-Inf out of numbers at the dtype's end: a mask that was added to a mask, or cast to a smaller dtype."""
+    if call.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
+        return False
+    found = [(t, values) for _, t in call.read if (values := numbers(t)) is not None and t.dtype.itemsize > 1 and not t.is_complex()]
+    return any(extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min for t, values in found)
+
+
+def _in_base(view: Tensor, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and index of an element of a view in the whole tensor: an index into a part says nothing."""
+    base = view._base
+    if base is None or base.dtype != view.dtype or base.layout != torch.strided or not base.is_contiguous():
+        return tuple(view.shape), index
+    offset = view.storage_offset() - base.storage_offset() + sum(i * s for i, s in zip(index, view.stride(), strict=True))
+    if not 0 <= offset < base.numel():
+        return tuple(view.shape), index
+    return tuple(base.shape), tuple(int(i) for i in torch.unravel_index(torch.tensor(offset), base.shape))
 
 
 def _labelled(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -360,17 +396,3 @@ def _flat(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _flat(item)
-
-
-def _first_bad(tensor: Tensor, limit: float, badness: Badness) -> tuple[int, ...]:
-    found = bad_elements(tensor, limit, soft=badness == Badness.SOFT).nonzero()
-    return tuple(int(i) for i in found[0]) if len(found) else ()
-
-
-def _element(tensor: Tensor, index: tuple[int, ...]) -> float:
-    value = tensor[index]
-    return float(torch.view_as_real(value).abs().max()) if value.is_complex() else float(value)
-
-
-def _holds(tensors: list[Tensor], tensor: Tensor) -> bool:
-    return any(tensor is t for t in tensors)

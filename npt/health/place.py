@@ -6,10 +6,12 @@ such as a residual sum in a layer's own forward, is attributed as exactly as cod
 
 from __future__ import annotations
 
+import ast
+import functools
 import linecache
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -21,13 +23,17 @@ from torch import Tensor, nn
 from npt.data.batch import Batch
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_OBSERVERS = tuple(_HERE + name for name in ("operations.py", "trace.py", "place.py"))
+_OBSERVERS = tuple(_HERE + name for name in ("operations.py", "badness.py", "memory.py", "place.py"))
+_TRACER = _HERE + "trace.py"
+"""Where the walk ends: who asked for the trace tells nothing about what runs in it."""
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, bitsandbytes))
+_DISPATCH = tuple(
+    os.path.join(_LIBRARIES[0], name) for name in ("_dynamo", "_compile.py", "_ops.py", "utils" + os.sep + "_python_dispatch")
+)
+"""What stands between an operation and the mode that sees it."""
+_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
 """The function of torch that enters the autograd engine: frames below it run in backward, those above only started it."""
-
-_LOCALS = ("self", "module", "layer", "_module")
-"""Names under which a frame holds the module that it works for; the first that is a module of the model counts."""
 
 _TEXT_MAX = 160
 
@@ -51,14 +57,27 @@ def layer_of(name: str) -> int | None:
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
-    """Dotted names by identity, for `place_of`."""
+    """Dotted names by identity, for `read_stack`."""
     return {id(module): name for name, module in model.named_modules()}
 
 
-def place_of(frame: FrameType | None, names: Mapping[int, str]) -> Place:
-    """The place of whatever runs in `frame`: walks outwards to the first line that is not a library's, and to the first module.
+@dataclass(frozen=True)
+class Stack:
+    """What the Python frames tell about the operation that runs in them.
 
-    In backward the walk ends where the engine was entered: what started it tells nothing about what runs.
+    place: the first line that is not a library's, and the first module. own: code that is no library's stands on the way to the
+    engine, so in backward a hook or a custom function, whose own line this is. Everything else that backward does has no line of
+    its own. recomputing: a checkpoint runs its forward again. nested: the engine was entered from Python on this thread.
+    """
+
+    place: Place
+    own: bool
+    recomputing: bool
+    nested: bool
+
+
+def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
+    """Walk outwards from `frame` to where the engine or the trace was entered.
 
     Args:
         frame: the innermost frame to look at.
@@ -66,33 +85,56 @@ def place_of(frame: FrameType | None, names: Mapping[int, str]) -> Place:
     """
     module: str | None = None
     source = fallback = ""
-    while frame is not None and frame.f_code.co_name != _ENGINE and (module is None or not source):
-        code = frame.f_code
-        observer = code.co_filename.startswith(_OBSERVERS)
-        if not observer and not source:
-            if code.co_filename.startswith(_LIBRARIES):
-                fallback = fallback or _line(frame)
-            else:
-                source = _line(frame)
-        if module is None and not observer:
-            module = next((names[id(value)] for value in map(frame.f_locals.get, _LOCALS) if id(value) in names), None)
-        frame = frame.f_back
-    return Place(module or "", source or fallback)
-
-
-def backward_frame(frame: FrameType | None) -> tuple[bool, bool]:
-    """Whether Python code runs inside of backward in front of `frame`, and whether it is a checkpoint's recomputation.
-
-    Inside of backward there is Python only in hooks, in custom autograd functions and in recomputation. Everything else that
-    backward does has no line of its own: its place is that of the forward operation.
-    """
     own = recomputing = False
-    while frame is not None and frame.f_code.co_name != _ENGINE:
+    while frame is not None and frame.f_code.co_name != _ENGINE and frame.f_code.co_filename != _TRACER:
         file = frame.f_code.co_filename
-        own |= not file.startswith(_LIBRARIES) and not file.startswith(_OBSERVERS)
-        recomputing |= file.endswith(os.path.join("torch", "utils", "checkpoint.py"))
+        if not file.startswith(_OBSERVERS):
+            if not file.startswith(_LIBRARIES):
+                own, source = True, source or _line(frame)
+            if not file.startswith(_DISPATCH):
+                fallback = fallback or _line(frame)
+            recomputing |= file.endswith(_CHECKPOINT)
+            module = _module(frame, names) if module is None else module
         frame = frame.f_back
-    return own and frame is not None, recomputing and frame is not None
+    nested = frame is not None and frame.f_code.co_name == _ENGINE
+    return Stack(Place(module or "", source or fallback), own, recomputing, nested)
+
+
+def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
+    """The module that a frame works for: its `self`, or what the function takes first, as a hook or an attention function does.
+
+    Where that is the whole model, which says nothing, the variable of a loop that the frame is in says more. No other local does:
+    behind a loop over layers the last one is still there.
+    """
+    code, known = frame.f_code, frame.f_locals
+    found = [names.get(id(known.get(name))) for name in ("self", *code.co_varnames[: min(code.co_argcount, 1)])]
+    module = next((name for name in found if name is not None), None)
+    if module:
+        return module
+    looped = (names.get(id(known.get(name))) for name in _loop_variables(code.co_filename, frame.f_lineno))
+    return next((name for name in looped if name is not None), module)
+
+
+def _loop_variables(file: str, line: int) -> list[str]:
+    """Names bound by the loops around a line, the innermost in front."""
+    around = sorted((start, name) for start, end, name in _loops(file) if start <= line <= end)
+    return [name for _, name in reversed(around)]
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
+    """First line, last line and variable of every loop's body in a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor)]
+    return tuple(
+        (node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno, name.id)
+        for node in loops
+        for name in ast.walk(node.target)
+        if isinstance(name, ast.Name)
+    )
 
 
 def _line(frame: FrameType) -> str:
@@ -125,14 +167,18 @@ def _expression(code: CodeType, instruction: int) -> str:
 class Tokens:
     """Tells which token of which sample an element of a tensor belongs to, from the tensor's shape.
 
+    A shape that can be read in two ways tells nothing: no token is better than a wrong one.
+
     Args:
         batch: what the pass was run on; None knows nothing.
+        others: shapes of tensors that are of no token, such as weights, whose gradients have them as well.
     """
 
-    def __init__(self, batch: Any = None):
+    def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
         self.shape: tuple[int, int] | None = None
         self.rows: list[int] = []
         self.samples: tuple[str, ...] = ()
+        self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
         if isinstance(batch, Batch):
             self.shape = (batch.input_ids.shape[0], batch.input_ids.shape[1]) if batch.input_ids.ndim == 2 else None
             self.rows, self.samples = batch.valid_index.tolist(), batch.sample_ids
@@ -144,26 +190,35 @@ class Tokens:
                     break
 
     def locate(self, shape: tuple[int, ...], index: tuple[int, ...]) -> tuple[int | None, int | None, str | None]:
-        """(row, token, sample) of the element at `index` of a tensor of `shape`; None what the shape does not tell.
+        """(row, token, sample) of the element at `index` of a tensor of `shape`; None what the shape does not tell for certain.
 
-        Known are [B, T, ...], attention's [B, heads, T, ...], flattened [B * T, ...] and, of a batch that gathers them, the
-        valid tokens' rows [N, ...] or teacher's and student's rows stacked [2N, ...].
+        Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened [B * T, ...] and, of a batch
+        that gathers them, the valid tokens' rows [N, ...] or teacher's and student's rows stacked [2N, ...]. Of [B, ...] the
+        row is known.
         """
-        if self.shape is None or not index:
+        if self.shape is None or not index or shape in self.others:
             return None, None, None
-        b, t = self.shape
-        row: int | None = None
-        token: int | None = None
-        n = len(self.rows)
-        if len(shape) >= 2 and shape[:2] == (b, t):
-            row, token = index[0], index[1]
-        elif len(shape) == 4 and shape[0] == b and shape[2] == t:
-            row, token = index[0], index[2]
-        elif n and shape[0] in (n, 2 * n):
-            row, token = divmod(self.rows[index[0] % n], t)
-        elif shape[0] == b * t:
-            row, token = divmod(index[0], t)
-        elif shape[0] == b:
-            row = index[0]
+        readings = set(self._readings(shape, index))
+        rows, tokens = {row for row, _ in readings}, {token for _, token in readings}
+        if not readings and shape[0] == self.shape[0] != self.shape[1]:
+            rows = {index[0]}
+        row = rows.pop() if len(rows) == 1 else None
+        token = tokens.pop() if len(tokens) == 1 and row is not None else None
         sample = self.samples[row] if row is not None and row < len(self.samples) else None
         return row, token, sample
+
+    def _readings(self, shape: tuple[int, ...], index: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        assert self.shape is not None
+        (b, t), n = self.shape, len(self.rows)
+        if len(shape) > 1 and shape[:2] == (b, t):
+            yield index[0], index[1]
+        if len(shape) == 4 and shape[0] == b and shape[2] == t:
+            yield index[0], index[2]
+        if len(shape) == 3 and shape[0] > b and shape[0] % b == 0 and shape[1] == t:
+            yield index[0] // (shape[0] // b), index[1]
+        if n and shape[0] in (n, 2 * n):
+            row, token = divmod(self.rows[index[0] % n], t)
+            yield row, token
+        if shape[0] == b * t:
+            row, token = divmod(index[0], t)
+            yield row, token

@@ -126,17 +126,23 @@ class Recorder:
     """Records every forward and backward pass through `model` inside its block.
 
     Numerics, random state and the graph are as without it; `torch.no_grad`, `torch.inference_mode`, mixed precision and gradient
-    checkpointing are fine. A tensor that cannot be reduced (a sparse one, say) is skipped, with a warning from `record`. Recorders
-    nest, and one can be entered again: it then starts anew.
+    checkpointing are fine. Only code that itself asks whether it is hooked may take another way: torch's `nn.TransformerEncoderLayer`
+    then leaves its fused inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a warning from `record`.
+    Recorders nest, and one can be entered again: it then starts anew.
 
     Args:
         model: any module.
         gradients: record the gradients of the same tensors, and of the parameters, as well.
         valid: [B, T] bool, True at the tokens that count.
         layers: record only these decoder layers (elements of a `ModuleList`, by index), and what lies outside of layers.
+
+    Raises:
+        ValueError: `valid` has another number of dimensions; or, when the block begins, the model has no such layer.
     """
 
     def __init__(self, model: nn.Module, *, gradients: bool = True, valid: Tensor | None = None, layers: Iterable[int] | None = None):
+        if valid is not None and valid.ndim != 2:
+            raise ValueError(f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T], whether it counts")
         self.model, self.gradients = model, gradients
         self._given = None if valid is None else _Valid(valid.detach().bool())
         self._layers = None if layers is None else frozenset(layers)
@@ -187,9 +193,13 @@ class Recorder:
 
     def _attach(self) -> None:
         named = dict(self.model.named_modules())
+        sites = {name: _site(name, module, named) for name, module in named.items()}
+        missing = (self._layers or frozenset()) - {site.layer for site in sites.values()}
+        if missing:
+            raise ValueError(f"{type(self.model).__name__} has no layer {min(missing)}; leave it out of layers")
         for name, module in named.items():
-            site = _site(name, module, named)
-            if site.layer is not None and self._layers is not None and site.layer not in self._layers:
+            site = sites[name]
+            if not self._chosen(site):
                 continue
             before, after = partial(self._before, site), partial(self._after, site)
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -198,7 +208,10 @@ class Recorder:
                 self._observe(site, module)
         if self.gradients:
             for name, parameter in self.model.named_parameters():
-                self._watch_parameter(name, parameter, named)
+                self._watch_parameter(name, parameter, named, sites)
+
+    def _chosen(self, site: _Site) -> bool:
+        return site.layer is None or self._layers is None or site.layer in self._layers
 
     def _detach(self) -> None:
         for handle in self._tensor_hooks:
@@ -222,15 +235,15 @@ class Recorder:
         adapter.observer = observe
         self._undo.append(restore)
 
-    def _watch_parameter(self, name: str, parameter: nn.Parameter, named: Mapping[str, nn.Module]) -> None:
+    def _watch_parameter(self, name: str, parameter: nn.Parameter, named: Mapping[str, nn.Module], sites: Mapping[str, _Site]) -> None:
         if not parameter.requires_grad:
             return
         # A parameter of a list or dictionary of parameters belongs to the module that has it: `npt.B.gate` is `npt`, `B.gate`.
         owner, _, _ = name.rpartition(".")
         while owner and isinstance(named[owner], nn.ParameterDict | nn.ParameterList):
             owner, _, _ = owner.rpartition(".")
-        site = _site(owner, named[owner], named)
-        if site.layer is not None and self._layers is not None and site.layer not in self._layers:
+        site = sites[owner]
+        if not self._chosen(site):
             return
         stage = name[len(owner) + 1 :] if owner else name
         bare = not parameter._backward_hooks

@@ -40,7 +40,7 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
             out; any other tensor is taken whole.
     """
     values, mask = _elements(tensor, valid)
-    if values.device.type == "cpu":
+    if _readable(values):
         return _on_host(values)
     return _by_selection(values.to(_wide(values)), mask)
 
@@ -52,7 +52,7 @@ def share_beyond(tensor: Tensor, centre: float, distance: float, valid: Tensor |
         tensor, valid: as in `summarise`.
     """
     values, mask = _elements(tensor, valid)
-    if values.device.type == "cpu" and values.numel():
+    if _readable(values) and values.numel():
         low, high = (float(end) for end in torch.aminmax(values))
         if centre - low <= distance and high - centre <= distance:
             return torch.zeros(1, dtype=torch.float64)
@@ -70,9 +70,14 @@ def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | No
     if valid is None or values.shape[:2] != valid.shape:
         return values, None
     valid = valid.to(values.device)
-    if values.device.type == "cpu":
+    if _readable(values):
         return values[valid], None
     return values, valid.reshape(*valid.shape, *(1,) * (values.ndim - 2)).expand_as(values)
+
+
+def _readable(values: Tensor) -> bool:
+    """Whether a look at a number costs no wait."""
+    return values.device.type == "cpu"
 
 
 def _wide(values: Tensor) -> torch.dtype:

@@ -1,33 +1,37 @@
 """`trace`: from "loss is NaN" to the operation that did it.
 
 The pass is run once as it is, and where loss and gradients are good that is all. Otherwise it is run again, from the same random
-state, under a ledger of its operations, which knows for every bad tensor who made it bad; and once more for a close-up: the
-line of the forward operation whose backward failed, what an in-place operation wrote over, and where numbers that
-overflowed had begun to grow. Weights, gradients, buffers and random state are as before afterwards.
+state, under a ledger of its operations, which knows for every bad tensor who made it bad; and once more for a close-up: what
+went into that operation, and the line of the forward operation whose backward failed. Of numbers that overflowed two further
+passes tell where they had begun to grow. Weights, gradients, buffers and random state are as before afterwards.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from npt.data.batch import IGNORE_INDEX, Batch
+from npt.errors import ConfigError
 from npt.health import causes
+from npt.health.badness import Badness, absmax, count, judge
 from npt.health.guards import quantization_statistics, target_fault
 from npt.health.masks import mask_fault
-from npt.health.operations import Badness, External, Ledger, Origin, judge, storage_key
+from npt.health.operations import External, Ledger, Origin
 from npt.health.place import Place, Tokens, layer_of, module_names
-from npt.health.verdict import Operand, Phase, Verdict
+from npt.health.verdict import OUTSIDE, Operand, Phase, Verdict
 
 Run = Callable[[], Any]
-Sink = tuple[str, Tensor]
-"""Something that may not be bad in the end, a loss or a gradient, and what it is called."""
 
 OPERANDS_SHOWN = 6
 
@@ -47,167 +51,228 @@ def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit:
     Args:
         model: any module; quantised, converted, on any device. Its mode (train or eval) is left as it is.
         batch: what to run it on: a mapping of keyword arguments (as tokenizers and data loaders give it), a
-            `npt.data.batch.Batch`, a tensor, or a tuple of arguments. A causal language model without labels gets its input ids
-            as labels. Beside `run` it only serves to name samples and tokens.
+            `npt.data.batch.Batch`, a tensor, or a tuple of arguments. A language model without labels gets its input ids as
+            labels. Beside `run` it only serves to name samples and tokens.
         run: computes the pass instead. It returns a scalar loss, which is differentiated here if it has a graph, or an object
-            with such a `loss`, or whatever it computes; it may also run backward itself. It is called up to four times and has
-            to do the same each time.
+            or mapping with such a `loss`, or whatever it computes; it may also run backward itself. It is called once, and up
+            to five more times where there is a fault; it has to do the same each time, and to leave the weights alone.
         limit: look for the first number larger than this as well: an explosion before it overflows.
 
     Returns:
         Who first made the number that spoilt loss or gradients. A mask that leaves a valid token without keys is a fault too,
         though all that comes of it may be finite and wrong.
+
+    Raises:
+        ConfigError: a limit that is not above 0, or a `run` that takes an optimizer step.
     """
+    if not limit > 0:
+        raise ConfigError(f"limit is {limit}, but has to be above 0")
     verdict = _data_fault(model, batch)
     if verdict is not None:
         return verdict
-    run = run if run is not None else _default_run(model, batch)
+    if run is None:
+        with torch.inference_mode(False):
+            batch = _ready(batch, next((p.device for p in model.parameters()), torch.device("cpu")))
+        run = _default_run(model, batch)
     masks = _MaskLook(model, batch)
-    with _untouched(model):
+    versions = _versions(model)
+    with _untouched(model, batch):
         with masks:
             sinks = _sinks(model, run())
-        bad = [label for label, tensor in sinks if judge(tensor) != Badness.FINE]
+        bad = [sink.label for sink in sinks if sink.bad]
+        unsure = any(sink.unsure for sink in sinks)
         del sinks
-    if not bad and math.isinf(limit):
+    changed = next((name for name, version in _versions(model).items() if versions.get(name) != version), None)
+    if changed is not None:
+        raise ConfigError(f"run wrote to {changed}: give trace a run that computes loss and gradients, and takes no optimizer step")
+    if not bad and not unsure and math.isinf(limit):
         return masks.verdict()
-    tracer = _Tracer(model, batch, run)
-    verdict = tracer.verdict(limit)
-    if verdict is None and not bad:
-        return masks.verdict()
-    return verdict if verdict is not None else _not_repeatable(bad[0])
+    verdict = _Tracer(model, batch, run, limit).verdict()
+    if verdict is None:
+        return _not_repeatable(bad[0]) if bad else masks.verdict()
+    return verdict
+
+
+@dataclass(frozen=True)
+class _Sink:
+    """Something that may not be bad in the end, and what it is called: a loss, a gradient, or an output, which may be masked."""
+
+    label: str
+    tensor: Tensor
+
+    @property
+    def bad(self) -> bool:
+        return judge(self.tensor) >= (Badness.HARD if self._may_be_masked else Badness.SOFT)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether only a ledger can tell if it is bad."""
+        return self._may_be_masked and judge(self.tensor) == Badness.SOFT
+
+    @property
+    def _may_be_masked(self) -> bool:
+        return self.label.startswith("output")
+
+    def origin(self, ledger: Ledger) -> Origin | None:
+        origin = ledger.origin_of(self.tensor) if self.bad or self.unsure else None
+        return None if origin is None or (origin.meant and self.unsure) else origin
 
 
 class _Tracer:
     """The passes of one trace.
 
     Args:
-        model, batch, run: as for `trace`.
+        model, batch, run, limit: as for `trace`.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, run: Run):
-        self.model, self.run = model, run
-        self.tokens = Tokens(batch)
+    def __init__(self, model: nn.Module, batch: Any, run: Run, limit: float):
+        self.model, self.batch, self.run, self.limit = model, batch, run, limit
+        self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
         self.modules = module_names(model)
-        self.external = _external(model, batch)
+        self.externals = list(_externals(model, batch))
 
-    def verdict(self, limit: float) -> Verdict | None:
+    def verdict(self) -> Verdict | None:
         """The first fault; None where this pass was good."""
-        ledger, bad = self._pass(limit)
-        origins = [(origin, label) for label, tensor in bad if (origin := ledger.origin_of(tensor)) is not None]
-        if math.isfinite(limit):
-            # What is not finite and reached neither loss nor gradients was hidden on purpose, a constant for a `where`, say.
-            origins += [(origin, f"more than {limit:g}") for origin in ledger.origins if math.isfinite(origin.value)]
-        if not origins:
-            return _outside_of_torch(*bad[0]) if bad else None
-        origin, reached = min(origins, key=lambda pair: pair[0].number)
-        origin = self._close_up(origin, limit)
-        finding = causes.explain(origin)
-        if origin.phase == "forward" and origin.external is None and not any(label == "loss" for label, _ in bad):
+        ledger, sinks = self._pass(limit=self.limit)
+        found = [(origin, sink.label) for sink in sinks if (origin := sink.origin(ledger)) is not None]
+        reached = [label for _, label in found]
+        if math.isfinite(self.limit) and ledger.first is not None:
+            found.append((ledger.first, f"more than {self.limit:g}"))
+        if not found:
+            bad = [sink for sink in sinks if sink.bad]
+            return _outside_of_torch(bad[0]) if bad else None
+        origin, label = min(found, key=lambda pair: pair[0].number)
+        close = self._close_up(origin, self.limit)
+        if close is None:
+            return self._written(origin, causes.unrepeated(origin), label)
+        finding = causes.explain(close)
+        if close.phase == "forward" and close.external is None and reached and all(name.startswith("gradient") for name in reached):
             finding = causes.hidden(finding)
-        verdict = self._written(origin, finding, reached)
-        if finding.cause in _OVERFLOWS and origin.external is None:
-            verdict = self._with_growth(verdict, origin)
+        verdict = self._written(close, finding, label)
+        if finding.cause in _OVERFLOWS and close.external is None:
+            verdict = self._with_growth(verdict, close)
         return verdict
 
-    def _pass(self, limit: float, keep: int | None = None, watch: int | None = None) -> tuple[Ledger, list[Sink]]:
-        with _untouched(self.model):
-            with Ledger(self.modules, self.external, limit, keep, watch) as ledger:
+    def _pass(self, **wanted: Any) -> tuple[Ledger, list[_Sink]]:
+        with _untouched(self.model, self.batch):
+            with Ledger(self.modules, self.externals, **wanted) as ledger:
                 result = self.run()
                 sinks = _sinks(self.model, result)
-            return ledger, [(label, tensor) for label, tensor in sinks if judge(tensor) != Badness.FINE]
+            return ledger, sinks
 
-    def _close_up(self, origin: Origin, limit: float) -> Origin:
-        """The same origin with what only a second look shows: its forward's line, and what it wrote over."""
-        if origin.external is not None or not (origin.overwritten or origin.sequence is not None):
+    def _close_up(self, origin: Origin, limit: float) -> Origin | None:
+        """The same origin with what only a second look shows: what went in, and its forward's line; None if it did not recur."""
+        if origin.external is not None:
             return origin
-        ledger, _ = self._pass(limit, keep=origin.number, watch=origin.sequence)
-        again = next((o for o in ledger.origins if o.number == origin.number and o.operation == origin.operation), origin)
-        forward = ledger.watched if ledger.watched is not None else Place()
-        again.place = Place(again.place.module or forward.module, again.place.source or forward.source)
-        return again
+        ledger, _ = self._pass(limit=limit, keep=(origin.number, origin.output), watch=origin.sequence)
+        close, watched = ledger.kept, ledger.watched
+        if close is None or close.operation != origin.operation:
+            return None
+        close.hid = watched is not None and watched.hid
+        while watched is not None and watched.sequence is not None and not watched.place.source:
+            # Backward of a backward: the forward operation is one further back.
+            watched = self._pass(limit=limit, watch=watched.sequence)[0].watched
+        if watched is not None:
+            close.place = Place(close.place.module or watched.place.module, close.place.source or watched.place.source)
+        return close
 
     def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
         """Where the numbers that overflowed had become large: half of the way there, in orders of magnitude."""
-        sizes = {label: _absmax(tensor) for label, tensor in origin.inputs if tensor.is_floating_point()}
+        sizes = {label: absmax(tensor) for label, tensor in origin.inputs if tensor.is_floating_point()}
         label = max(sizes, key=lambda name: sizes[name], default=None)
         if label is None or sizes[label] <= causes.HUGE:
             return verdict
         limit = math.sqrt(sizes[label])
-        ledger, _ = self._pass(limit, keep=origin.number)
-        start = ledger.input_origins.get(label)
+        ledger, _ = self._pass(limit=limit, asked=origin.number)
+        start = ledger.read_origins.get(label)
+        start = self._close_up(start, limit) if start is not None and start.sequence is not None else start
         if start is None:
             return verdict
-        if start.sequence is not None:
-            start = self._close_up(start, limit)
         if start.external is not None:
-            kind = causes.explain(start).cause
-            if start.external.kind != "state":
-                return replace(verdict, grew=f"{start.external.name} was {start.value:g} before anything was computed")
-            where = f"{start.external.name}{list(start.index)} was {start.value:g} before anything was computed"
-            return replace(verdict, grew=where, cause=kind, remedy=causes.CAUSES[kind])
-        where = (
-            f"past {limit:g} first in {_operation(start)} in {start.place.module or 'no module'} at {list(start.index)}: {start.value:g}"
-        )
-        return replace(verdict, grew=f"{where}, {start.place.source}" if start.place.source else where)
+            grew = f"{start.external.name}{_at(start.index)} was {start.value:g} before anything was computed"
+            if start.external.kind == "outside" or abs(start.value) <= causes.HUGE:
+                return replace(verdict, grew=grew)
+            cause = causes.explain(start).cause
+            return replace(verdict, grew=grew, cause=cause, remedy=causes.CAUSES[cause])
+        shape, index = start.shown
+        where = f"past {limit:g} first in {_operation(start)} in {start.place.module or OUTSIDE}"
+        at = f" at {list(index)} of {list(shape)}" if shape else ""
+        source = f", {start.place.source}" if start.place.source else ""
+        return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
 
     def _written(self, origin: Origin, finding: causes.Finding, reached: str) -> Verdict:
-        place, phase, external = origin.place, origin.phase, origin.external
-        tensor = f"output of {origin.operation} {list(origin.tensor.shape)} {_short(origin.tensor.dtype)}"
-        shape, index = tuple(origin.tensor.shape), origin.index
-        module = place.module
+        external = origin.external
+        shape, index = (origin.shape, origin.index) if external is not None else origin.shown
+        module, phase, name = origin.place.module, origin.phase, f"output of {origin.operation}"
         if external is not None:
-            phase = origin.phase if external.kind == "outside" else external.kind
-            tensor = f"{external.name} {list(origin.tensor.shape)} {_short(origin.tensor.dtype)}"
-            module = external.name.split(": ")[0].rpartition(".")[0] if external.kind == "state" and ": " not in external.name else module
-            module = external.name.split(": ")[0] if ": " in external.name else module
-            shape, index = origin.shown if origin.shown is not None else (shape, index)
-        row, token, sample = self.tokens.locate(shape, index)
+            name = external.name
+            phase = phase if external.kind == "outside" else external.kind
+            module = external.module if external.kind == "state" else module
+        located = self.tokens.locate(shape, index)
+        if located[0] is None and located[1] is None:
+            # What it came through, or the part of a tensor that was written, may be of a token all the same.
+            located = self.tokens.locate(*(origin.shown if external is not None else (origin.shape, origin.index)))
+        row, token, sample = located
         return Verdict(
             cause=finding.cause,
             phase=_phase(phase),
             layer=layer_of(module),
             module=module,
             operation=_operation(origin),
-            source=place.source,
-            tensor=tensor,
-            index=origin.index,
+            source=origin.place.source,
+            tensor=f"{name} {list(shape)} {_short(origin.dtype)}",
+            index=index,
             value=origin.value,
             reached=reached,
             explanation=finding.explanation,
             remedy=causes.CAUSES[finding.cause],
-            operands=tuple(self._operand(origin, label, t) for label, t in origin.inputs[:OPERANDS_SHOWN]) if external is None else (),
+            operands=_operands(origin),
             row=row,
             token=token,
             sample=sample,
         )
 
-    def _operand(self, origin: Origin, label: str, tensor: Tensor) -> Operand:
-        number = tensor.is_floating_point()
-        return Operand(
-            name=origin.names.get(label, label),
-            dtype=_short(tensor.dtype),
-            shape=tuple(tensor.shape),
-            nan=int(torch.isnan(tensor).sum()) if number else 0,
-            inf=int(torch.isinf(tensor).sum()) if number else 0,
-            absmax=_absmax(tensor),
-            value=causes.element_at(tensor, tuple(origin.tensor.shape), origin.index) if origin.pointwise and number else None,
-        )
+
+def _operands(origin: Origin) -> tuple[Operand, ...]:
+    tensors = [_operand(origin, label, tensor) for label, tensor in origin.inputs[:OPERANDS_SHOWN]]
+    constants = [(name, value) for name, value in origin.constants.items() if name in causes.CONSTANTS]
+    return (
+        *tensors,
+        *(Operand(name, "constant", (), int(value != value), int(abs(value) == math.inf), abs(value), value) for name, value in constants),
+    )
+
+
+def _operand(origin: Origin, label: str, tensor: Tensor) -> Operand:
+    nan, inf = count(tensor)
+    external = origin.externals.get(label)
+    number = tensor.is_floating_point() and origin.pointwise
+    return Operand(
+        name=label if external is None else external.name,
+        dtype=_short(tensor.dtype),
+        shape=tuple(tensor.shape),
+        nan=nan,
+        inf=inf,
+        absmax=absmax(tensor),
+        value=causes.element_at(tensor, origin.shape, origin.index) if number else None,
+    )
 
 
 class _MaskLook:
-    """Within the context the first attention mask of every shape that a module is given is looked at.
+    """Within the context every attention mask that a module is given is looked at, once.
 
     Args:
         model: whose modules take `attention_mask` with a query axis.
-        batch: says which tokens are valid; without it all are.
+        batch: says which tokens are valid. Where it does not, a token is taken for padding if no query may attend to it.
     """
 
     def __init__(self, model: nn.Module, batch: Any):
         self.model = model
-        valid = batch.attention_mask if isinstance(batch, Batch) else batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self.valid = valid if isinstance(valid, Tensor) and valid.ndim == 2 else None
+        given = batch.attention_mask if isinstance(batch, Batch) else batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        self.valid: Tensor | None = given if isinstance(given, Tensor) and given.ndim == 2 else None
         self.tokens = Tokens(batch)
-        self._seen: list[Tensor] = []
+        if self.valid is None and given is None and self.tokens.shape is not None:
+            self.valid = torch.ones(self.tokens.shape)
+        self._seen: list[weakref.ref[Tensor]] = []
         self._found: Verdict | None = None
         self._hooks = ExitStack()
 
@@ -228,14 +293,15 @@ class _MaskLook:
         return self._found
 
     def _look(self, name: str, mask: Any) -> None:
-        if self._found is not None or not isinstance(mask, Tensor) or mask.ndim != 4 or any(mask is seen for seen in self._seen):
+        if self._found is not None or not isinstance(mask, Tensor) or mask.ndim != 4 or any(seen() is mask for seen in self._seen):
             return
-        self._seen.append(mask)
-        rows, queries = mask.shape[0], mask.shape[2]
-        valid = self.valid.to(mask.device) if self.valid is not None else torch.ones(rows, queries, device=mask.device)
-        if tuple(valid.shape) != (rows, queries):
+        self._seen.append(weakref.ref(mask))
+        if not (mask.dtype == torch.bool or mask.is_floating_point()) or 0 in mask.shape:
             return
-        finding = mask_fault(mask, valid)
+        valid = self._valid(mask.detach())
+        if valid is None or _means_the_opposite(mask, valid):
+            return
+        finding = mask_fault(mask.detach(), valid)
         if finding is None:
             return
         row, token = finding.index[0], finding.index[1]
@@ -258,36 +324,77 @@ class _MaskLook:
             sample=samples[row] if row < len(samples) else None,
         )
 
+    def _valid(self, mask: Tensor) -> Tensor | None:
+        """[B, T], which queries are of valid tokens; None where that cannot be told."""
+        rows, queries = mask.shape[0], mask.shape[2]
+        if self.valid is not None:
+            return self.valid.to(mask.device) if tuple(self.valid.shape) == (rows, queries) else None
+        if mask.shape[3] != queries:
+            return None
+        return _allowed(mask).any(dim=1).any(dim=1)
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+
+def _means_the_opposite(mask: Tensor, valid: Tensor) -> bool:
+    """Whether a boolean mask says True for what is masked, as some models have it: then every valid token sees itself through it."""
+    if mask.dtype != torch.bool or mask.shape[2] != mask.shape[3]:
+        return False
+    itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
+    return not bool((itself & valid.bool()).any())
+
 
 def _default_run(model: nn.Module, batch: Any) -> Run:
-    """The model on the batch, with labels where it is a causal language model."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    """The model on the batch, with labels where it is a language model."""
     if isinstance(batch, Batch):
         batch = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids", "labels")}
     if isinstance(batch, Mapping):
-        arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        if "labels" not in arguments and "input_ids" in arguments and hasattr(model, "get_output_embeddings"):
+        arguments = dict(batch)
+        if "labels" not in arguments and isinstance(arguments.get("input_ids"), Tensor) and _is_language_model(model):
             ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-            arguments["labels"] = ids if mask is None else torch.where(mask.bool(), ids, IGNORE_INDEX)
+            if isinstance(mask, Tensor) and mask.shape == ids.shape:
+                ids = ids.masked_fill(~mask.bool(), IGNORE_INDEX)
+            arguments["labels"] = ids
         return lambda: model(**arguments)
     given = batch if isinstance(batch, tuple | list) else (batch,)
-    moved = [value.to(device) if isinstance(value, Tensor) else value for value in given]
-    return lambda: model(*moved)
+    return lambda: model(*given)
 
 
-def _sinks(model: nn.Module, result: Any) -> list[Sink]:
-    """What the pass came to. A scalar loss with a graph is differentiated first."""
-    loss = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+def _is_language_model(model: nn.Module) -> bool:
+    """Whether labels are token ids: transformers' models with a head over their vocabulary."""
+    head: Any = getattr(model, "get_output_embeddings", None)
+    return head is not None and head() is not None and "labels" in inspect.signature(model.forward).parameters
+
+
+def _ready(batch: Any, device: torch.device) -> Any:
+    """The batch on a device, and fit for backward, which tensors of inference mode are not."""
+    if isinstance(batch, Tensor):
+        return batch.to(device).clone() if batch.is_inference() else batch.to(device)
+    if isinstance(batch, Batch):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: _ready(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        items = [_ready(value, device) for value in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+def _sinks(model: nn.Module, result: Any) -> list[_Sink]:
+    """What the pass came to. A scalar loss with a graph is differentiated first, if the pass has not done so."""
+    loss = result.get("loss") if isinstance(result, Mapping) else result if isinstance(result, Tensor) else getattr(result, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        if loss.requires_grad:
+        if loss.requires_grad and all(p.grad is None for p in model.parameters()):
             loss.backward()
-        sinks = [("loss", loss.detach())]
+        sinks = [_Sink("loss", loss.detach())]
     else:
-        sinks = [(f"output {name}".strip(), tensor.detach()) for name, tensor in _tensors("", result)]
-    return sinks + [(f"gradient of {name}", p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        sinks = [_Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in _tensors("", result)]
+    return sinks + [_Sink(f"gradient of {name}", p.grad) for name, p in model.named_parameters() if p.grad is not None]
 
 
-def _tensors(name: str, value: Any) -> Iterator[Sink]:
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -299,39 +406,58 @@ def _tensors(name: str, value: Any) -> Iterator[Sink]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Within the context gradients start from nothing; afterwards they, buffers and random state are as before."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+def _untouched(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Within the context gradients start from nothing and no mode of the caller's stands in the way of a backward pass.
+
+    Afterwards gradients, buffers and random state are as before.
+    """
+    leaves = [*model.parameters(), *(t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad)]
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    buffers = [
+        (module._buffers, name, b, b.detach().clone()) for module in model.modules() for name, b in module._buffers.items() if b is not None
+    ]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    states = random.getstate(), numpy.random.get_state()
+    torch.clear_autocast_cache()  # casts of the weights from before this pass would come out of nowhere in it
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            for parameter, _ in gradients:
-                parameter.grad = None
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),
+        ):
+            for leaf, _ in gradients:
+                leaf.grad = None
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for held, name, buffer, before in buffers:
+                if held.get(name) is not buffer:
+                    held[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
-def _external(model: nn.Module, batch: Any) -> dict[int, External]:
-    """The tensors that are there before a pass, by their memory."""
-    named = [(name, tensor, "state") for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]]
-    named += [(name, tensor, "state") for name, tensor in quantization_statistics(model)]
-    if isinstance(batch, Mapping):
-        named += [(name, tensor, "data") for name, tensor in batch.items() if isinstance(tensor, Tensor)]
-    elif isinstance(batch, Tensor | tuple | list):
-        named += [(f"input {name}".strip(), tensor, "data") for name, tensor in _tensors("", batch)]
-    found: dict[int, External] = {}
-    for name, tensor, kind in named:
-        known = found.get(storage_key(tensor))
-        found[storage_key(tensor)] = External(
-            (name,) if known is None else (*known.names, name), kind, tensor.detach() if known is None else known.tensor
-        )
-    return found
+def _versions(model: nn.Module) -> dict[str, int]:
+    """How often each parameter was written to."""
+    return {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+
+
+def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
+    """The tensors that are there before a pass."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield External(name, "state", parameter.detach(), trained=True)
+    for name, statistic in quantization_statistics(model):
+        yield External(name, "state", statistic.detach(), trained=True)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield External(name, "state", buffer.detach())
+    for name, tensor in _tensors("", batch):
+        plain = isinstance(batch, Mapping)
+        yield External(name if plain else f"input {name}".strip(), "data", tensor.detach())
 
 
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
@@ -373,8 +499,9 @@ def _not_repeatable(label: str) -> Verdict:
     return _without_operation("not repeatable", label, math.nan, f"{label} was not finite once, and finite when everything was run again")
 
 
-def _outside_of_torch(label: str, tensor: Tensor) -> Verdict:
-    return _without_operation("outside of torch", label, float(tensor.flatten()[0]), f"{label} is not finite, and no operation made it so")
+def _outside_of_torch(sink: _Sink) -> Verdict:
+    value = float(sink.tensor.detach().to_dense().flatten()[0])
+    return _without_operation("outside of torch", sink.label, value, f"{sink.label} is not finite, and no operation made it so")
 
 
 def _without_operation(cause: str, label: str, value: float, explanation: str) -> Verdict:
@@ -403,9 +530,8 @@ def _phase(text: str) -> Phase:
     return phases[text]
 
 
-def _absmax(tensor: Tensor) -> float:
-    values = tensor[torch.isfinite(tensor)] if tensor.is_floating_point() else tensor.to(torch.int64)
-    return float(values.abs().max()) if values.numel() else 0.0
+def _at(index: tuple[int, ...]) -> str:
+    return str(list(index)) if index else ""
 
 
 def _short(dtype: torch.dtype) -> str:

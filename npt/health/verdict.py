@@ -9,13 +9,17 @@ Phase = Literal["forward", "recomputation", "backward", "data", "state"]
 """When the number arose: in the forward pass, in its recomputation under checkpointing, in backward; or it was there before
 anything was computed, in the batch (data) or among parameters, buffers and quantisation statistics (state)."""
 
+OUTSIDE = "the model itself or code around it"
+"""What is said for a module without a name: the whole model's, or none."""
+
 
 @dataclass(frozen=True)
 class Operand:
     """One tensor that went into the guilty operation.
 
-    name: of the parameter, buffer or batch entry where it is one, else of the operation's argument. absmax: of the finite
-    elements. value: the element that met the bad one of the output, where the shapes say which that is.
+    name: of the parameter, buffer or batch entry where it is one, else of the operation's argument. dtype: `constant` for a
+    number of the program. absmax: of the finite elements. value: the element that met the bad one of the output, where the
+    shapes say which that is.
     """
 
     name: str
@@ -27,8 +31,10 @@ class Operand:
     value: float | None = None
 
     def __str__(self) -> str:
+        if self.dtype == "constant":
+            return f"{self.name} = {self.value:g}"
         at = "" if self.value is None else f", there {self.value:g}"
-        bad = f", {self.nan} NaN, {self.inf} Inf" if self.nan or self.inf else ""
+        bad = "".join(f", {count} {what}" for count, what in ((self.nan, "NaN"), (self.inf, "Inf")) if count)
         return f"{self.name} {list(self.shape)} {self.dtype} up to {self.absmax:g} in size{bad}{at}"
 
 
@@ -66,7 +72,7 @@ class Verdict:
         return _spell(asdict(self))
 
     def __str__(self) -> str:
-        where = self.module or "code outside of the model's modules"
+        where = self.module or OUTSIDE
         token = "" if self.row is None or self.token is None else f", row {self.row}, token {self.token}"
         sample = "" if self.sample is None else f" of sample {self.sample}"
         lines = [

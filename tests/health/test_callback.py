@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -166,10 +165,21 @@ def test_a_failure_of_the_recorder_is_a_warning_and_the_training_goes_on(model, 
     assert hooks(model) == 0 and not all(torch.equal(one, other) for one, other in zip(plain, after, strict=True))
 
 
-def test_the_readmes_lines_record_a_training_as_they_stand(model, data, tmp_path, monkeypatch, capsys) -> None:
+def readme_code(word: str) -> str:
     section = README.read_text(encoding="utf-8").split("## Watching tensors", 1)[1].split("\n## ", 1)[0]
-    blocks = [textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", section, flags=re.S)]
-    (code,) = [block for block in blocks if "RecorderCallback" in block]
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", section, flags=re.S) if word in block]
+    return code
+
+
+def test_the_readmes_lines_around_a_pass_do_what_they_say(model, data, capsys) -> None:
+    scope: dict[str, Any] = {"model": model, "batch": {name: torch.tensor([row[name] for row in data[:2]]) for name in data[0]}}
+    exec(readme_code("with Recorder(model)"), scope)
+    assert scope["worst"] == [] and scope["steepest"][0].direction == "gradient"
+    assert "step 1, micro-batch 0: all" in capsys.readouterr().out and hooks(model) == 0
+
+
+def test_the_readmes_lines_record_a_training_as_they_stand(model, data, tmp_path, monkeypatch, capsys) -> None:
+    code = readme_code("RecorderCallback")
     lines = [line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert len(lines) <= 5
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
 from npt.health import recorder as recorder_module
+from npt.health import statistics
 from npt.health.record import Record, Row
 from npt.health.recorder import Recorder
-from npt.health.statistics import _by_selection, _wide
 
 NAN, INF = math.nan, math.inf
 
@@ -200,6 +200,24 @@ def test_what_was_changed_in_place_is_another_tensor() -> None:
         assert found["0 out"].min < 0 and found["1 out"].min == 0 and found["out"].min == 0
 
 
+def test_a_tensor_outside_the_graph_does_not_stand_for_its_twin_inside() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outside, self.inside = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            doubled = 2 * x
+            twin = doubled.detach()
+            self.outside(twin)
+            return self.inside(doubled)
+
+    model = Twins()
+    with Recorder(model) as recorder:
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert "inside in" in rows(recorder.record(), "gradient")
+
+
 class Odd(nn.Module):
     """Hands on everything that a module may be called with and return."""
 
@@ -293,6 +311,19 @@ def test_layers_can_be_chosen(stack) -> None:
     record = recorder.record()
     assert {row.layer for row in record.rows} == {None, 1}
     assert {"embedding out", "head out", "blocks.1 out"} <= set(rows(record))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": [0, 2]}, "Stack has no layer 2; leave it out of layers"),
+        ({"valid": torch.ones(3)}, r"valid has the shape \(3,\); it says of each token, \[B, T\], whether it counts"),
+    ],
+)
+def test_wrong_settings_are_refused_and_leave_no_hook(stack, settings, message) -> None:
+    with pytest.raises(ValueError, match=message), Recorder(stack, **settings):
+        pass
+    assert hooks(stack) == 0
 
 
 def test_a_parameter_without_gradient_has_no_row(stack) -> None:
@@ -696,15 +727,13 @@ class ScalarReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The way that is taken where reading makes the host wait."""
-    monkeypatch.setattr(recorder_module, "summarise", lambda t, valid: _by_selection(t.detach().to(_wide(t)), None))
-    yield
-
-
-def test_where_reading_would_wait_nothing_is_read_before_the_record(load_model, batch, as_on_a_gpu) -> None:
+def test_where_reading_would_wait_nothing_is_read_before_the_record(load_model, batch, monkeypatch) -> None:
     model = student(load_model)
+    valid = batch.attention_mask.bool()
+    with Recorder(model, valid=valid) as recorder:
+        STRATEGIES["local"](model, batch, TrainConfig())
+    read = recorder.record()
+    monkeypatch.setattr(statistics, "_readable", lambda values: False)  # as on a GPU
 
     def reads() -> int:
         with ScalarReads() as counted:
@@ -712,6 +741,8 @@ def test_where_reading_would_wait_nothing_is_read_before_the_record(load_model, 
         return counted.count
 
     plain = reads()
-    with Recorder(model) as recorder:
+    with Recorder(model, valid=valid) as recorder:
         assert reads() == plain
-    assert all(row.finite and row.rms is not None for row in recorder.record().rows)
+    for row, same in zip(recorder.record().rows, read.rows, strict=True):
+        assert (row.name, row.count, row.min, row.max, row.saturation) == (same.name, same.count, same.min, same.max, same.saturation)
+        assert row.rms == pytest.approx(same.rms, rel=1e-5)  # the same sums in another precision and order

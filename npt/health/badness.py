@@ -1,0 +1,127 @@
+"""How bad a tensor is: fine, perhaps a mask, or certainly bad; and which of its elements are."""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_FP16_LOWEST = torch.finfo(torch.float16).min
+
+
+class Badness(IntEnum):
+    """FINE; SOFT: -Inf, or numbers below the limit, beside good ones, which may be a mask; HARD: NaN, +Inf or above the limit."""
+
+    FINE = 0
+    SOFT = 1
+    HARD = 2
+
+
+def numbers(tensor: Tensor) -> Tensor | None:
+    """The strided floating-point or complex numbers that a tensor is made of, as a view; None where there are none to look at.
+
+    Of a sparse tensor these are its values. Tensors that only pretend to hold memory hold no numbers.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):  # packed 4-bit floats have no NaN
+        return None
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor) or tensor._is_zerotensor():
+        return None
+    values = tensor.detach()
+    if values.layout == torch.sparse_coo:
+        values = values._values()
+    elif values.layout in _COMPRESSED:
+        values = values.values()
+    return values if values.layout == torch.strided and values.numel() else None
+
+
+def extent(values: Tensor) -> tuple[float, float]:
+    """The lowest and the highest of `numbers`, of complex ones' parts; both NaN where one is. Waits for the device once."""
+    low, high = torch.stack(torch.aminmax(_reals(values))).tolist()
+    return low, high
+
+
+def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
+    """How bad a tensor is, in one pass over it; integers are always fine.
+
+    Args:
+        tensor: of any dtype and layout.
+        limit: a size beyond which a finite number is bad as well.
+    """
+    values = numbers(tensor)
+    if values is None:
+        return Badness.FINE
+    low, high = extent(values)
+    if math.isnan(low) or high > limit or high == math.inf:
+        return Badness.HARD
+    return Badness.SOFT if low < -limit or low == -math.inf else Badness.FINE
+
+
+def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
+    """Index of the first bad element; empty where there is none.
+
+    Args:
+        tensor: of any dtype and layout.
+        limit: as for `judge`.
+        soft: numbers that may be a mask count as well.
+    """
+    values = numbers(tensor)
+    if values is None:
+        return ()
+    parts = _reals(values)
+    bad = torch.isnan(parts) | (parts == math.inf) | (parts > limit)
+    if soft:
+        bad |= (parts == -math.inf) | (parts < -limit)
+    found = (bad.any(dim=-1) if values.is_complex() else bad).nonzero()
+    if not len(found):
+        return ()
+    index = tuple(found[0].tolist())
+    if tensor.layout == torch.sparse_coo:
+        return (*tensor.detach()._indices()[:, index[0]].tolist(), *index[1:])
+    return index
+
+
+def element(tensor: Tensor, index: tuple[int, ...]) -> float:
+    """One number; of a complex one the larger part."""
+    value = tensor.detach()[index]
+    return float(torch.view_as_real(value.resolve_conj()).abs().max()) if value.is_complex() else float(value)
+
+
+def absmax(tensor: Tensor) -> float:
+    """Size of the largest finite element; 0 where there is none."""
+    if tensor.dtype == torch.bool or not (tensor.is_floating_point() or tensor.is_complex()):
+        plain = tensor.numel() and not tensor.is_quantized and not tensor.is_meta
+        return float(tensor.detach().to(torch.float64).abs().max()) if plain else 0.0
+    values = numbers(tensor)
+    if values is None:
+        return 0.0
+    parts = _reals(values)
+    finite = parts[torch.isfinite(parts)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def count(tensor: Tensor) -> tuple[int, int]:
+    """How many NaN, and how many infinities."""
+    values = numbers(tensor)
+    if values is None:
+        return 0, 0
+    parts = _reals(values)
+    return int(torch.isnan(parts).sum()), int(torch.isinf(parts).sum())
+
+
+def is_mask_value(value: float) -> bool:
+    """Whether a negative number is one that masks are written with: -Inf, the end of a dtype, or a power of ten."""
+    if value <= -1e37 or value in (_FP16_LOWEST, _FP16_LOWEST / 2):
+        return True
+    exponent = math.log10(-value) if value < 0 else 0.0
+    return round(exponent) >= 3 and abs(exponent - round(exponent)) < 2e-3  # bf16 rounds by up to 0.4%
+
+
+def _reals(values: Tensor) -> Tensor:
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj())
+    return values.to(torch.float32) if values.dtype.itemsize == 1 else values  # 8-bit floats have no reductions
