@@ -54,7 +54,7 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
     """
     found = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(f"{flag} is {text!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix 1-5,8")

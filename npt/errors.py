@@ -51,8 +51,11 @@ class CheckpointError(NPTError, ValueError):
     exit_status = 5
 
 
-class StoppedError(NPTError, RuntimeError):
-    """A signal ended the work before there was anything to save, or after all of it was saved."""
+class StoppedError(BaseException):
+    """A signal ended the work before there was anything to save, or after all of it was saved.
+
+    Like KeyboardInterrupt it is no `Exception`: a signal may arrive inside a library that turns all of those into its own.
+    """
 
     def __init__(self, number: int):
         super().__init__(f"stopped by signal {number}")

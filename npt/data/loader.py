@@ -21,6 +21,7 @@ AHEAD = 8
 """Batches prepared before they are asked for."""
 
 _POLL_SECONDS = 0.1
+_CLOSE_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -176,9 +177,9 @@ class Ahead(Generic[T]):
                 raise value
 
     def close(self) -> None:
-        """Stop the thread; what it has prepared is dropped."""
+        """Stop the thread; what it has prepared is dropped. One that waits for its source is left to itself."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(timeout=_CLOSE_SECONDS)
 
     def _work(self) -> None:
         try:

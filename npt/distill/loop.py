@@ -63,7 +63,8 @@ class Loop:
         folder, trackers, display: where to report.
         stop: set by a signal; looked at before every micro-batch.
         evaluate: figures of the model as it is.
-        save: save everything as it stands. save_best: keep the adapters as the best so far.
+        save: save everything as it stands; False where that failed and training goes on all the same. save_best: keep the adapters
+            as the best so far.
         record: what `run.json` holds, for a post-mortem.
     """
 
@@ -79,7 +80,7 @@ class Loop:
         display: ProgressDisplay,
         stop: StopOnSignal,
         evaluate: Callable[[], Fidelity],
-        save: Callable[[], None],
+        save: Callable[[], bool],
         save_best: Callable[[Fidelity], None],
         record: Mapping[str, Any],
     ):
@@ -93,6 +94,7 @@ class Loop:
         self.position = Position()
         self.best_kl = math.inf
         self.last_save: int | None = None
+        self.last_evaluation: int | None = None
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
@@ -115,14 +117,9 @@ class Loop:
         """
         self.model.eval()
         self.recording.announce()
+        self._evaluate_if_due()  # where a signal ended the evaluation of the step that is gone on from
         self._logged_at = time.perf_counter()
-        try:
-            self._run(windows)
-        finally:
-            self.recording.draw()
-
-    def _run(self, windows: Iterable[Window]) -> None:
-        for window in windows:
+        for window in windows if self._wants_more else ():
             for index, batch in enumerate(window.batches):
                 if self.stop.number is None:
                     self._micro_batch(batch, index)
@@ -135,10 +132,15 @@ class Loop:
             # waits for them; a window that turns out refused has merely been waited for in vain.
             if self._is_boundary(self.steps + self.transaction.in_flight):
                 self.settle()
-            if self.steps == self.config.max_steps:
+            if not self._wants_more:
                 break
         self.settle()
         self._close_epoch()
+
+    @property
+    def _wants_more(self) -> bool:
+        """Whether `max_steps` leaves a step to be made; a run that is resumed may have made them all."""
+        return self.config.max_steps is None or self.steps < self.config.max_steps
 
     def settle(self) -> None:
         """Wait for the windows whose results are still on their way, and account for them."""
@@ -256,19 +258,28 @@ class Loop:
             self.trackers.log(metrics, self.steps)
         self.display.step(self.steps, metrics, self.refused)
         working_until = time.perf_counter()
-        if c.eval_steps and self.steps % c.eval_steps == 0 and self.steps != self.total_steps:
-            with contextlib.suppress(StoppedError):  # the loop looks at the signal itself, and saves
-                self._evaluated(self._evaluate())
-        if c.save_steps and self.steps % c.save_steps == 0:
-            self._save()
+        self._evaluate_if_due()
+        if c.save_steps and self.steps % c.save_steps == 0 and self._save():
             self.last_save = self.steps
         self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
 
+    def _evaluate_if_due(self) -> None:
+        every = self.config.eval_steps
+        if not every or self.steps % every or self.steps in (0, self.total_steps, self.last_evaluation):
+            return
+        with contextlib.suppress(StoppedError):  # the loop looks at the signal itself, and saves
+            self._evaluated(self._evaluate())
+
     def _evaluated(self, fidelity: Fidelity) -> None:
+        self.last_evaluation = self.steps
         student = fidelity.student.as_dict()
         self.folder.event("evaluation", step=self.steps, student=student)
         self.trackers.log({f"eval/{key}": value for key, value in student.items()}, self.steps)
         self.display.say(f"step {self.steps}: held-out perplexity ratio {student['perplexity_ratio']:.4f}, KL {student['kl']:.4f}")
+        self.keep_if_best(fidelity)
+
+    def keep_if_best(self, fidelity: Fidelity) -> None:
+        """Keep the adapters where these figures of theirs are the best so far, by KL."""
         if fidelity.student.kl < self.best_kl:  # never where it is NaN
             self.best_kl = fidelity.student.kl
             self._save_best(fidelity)
@@ -284,6 +295,7 @@ class Loop:
             "in_a_row": self._in_a_row,
             "epoch": self._epoch,
             "diagnoses": self._diagnoses,
+            "last_evaluation": self.last_evaluation,
             "best_kl": self.best_kl if math.isfinite(self.best_kl) else None,
             "position": self.position.as_dict(),
         }
@@ -294,7 +306,9 @@ class Loop:
         self.refused_by_kind = Counter(state["refused_by_kind"])
         self.refused_by_epoch = Counter({int(epoch): count for epoch, count in state["refused_by_epoch"].items()})
         self._in_a_row, self._epoch, self._diagnoses = state["in_a_row"], state["epoch"], state["diagnoses"]
-        self.best_kl = math.inf if state["best_kl"] is None else state["best_kl"]
+        self.last_evaluation = state["last_evaluation"]
+        # In a new folder there is no best yet, whatever the one before had.
+        self.best_kl = math.inf if state["best_kl"] is None or not self.folder.has_best else state["best_kl"]
         self.position = Position.from_dict(state["position"])
         self.last_save, self._logged_tokens = self.steps, self.tokens
 

@@ -130,7 +130,7 @@ def looped(student: Student, windows: Sequence[list[Batch]], strategy: Strategy 
             ProgressDisplay(len(windows), Console(file=io.StringIO())),
             StopOnSignal(),
             evaluate=_never,
-            save=lambda: None,
+            save=lambda: True,
             save_best=lambda fidelity: None,
             record={},
         )

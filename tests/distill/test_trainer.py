@@ -149,7 +149,9 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         assert line["loss"] == pytest.approx(expected, rel=1e-5)  # fp32 sums
         assert line["tokens_per_second"] > 0
     assert checkpoints(folder) == ["step-00000004", "step-00000006"]
-    assert {p.name for p in (folder / "checkpoints" / "step-00000006" / "adapter").iterdir()} == {
+    checkpoint = folder / "checkpoints" / "step-00000006"
+    assert {p.name for p in checkpoint.iterdir()} == {"adapter", "state.safetensors", "state.json", "manifest.json"}
+    assert {p.name for p in (checkpoint / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
         "README.md",
@@ -161,7 +163,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
             assert {key, f"{key}_se"} <= fidelity[name].keys()
         assert fidelity[name]["tokens"] == fidelity["teacher"]["tokens"] > 0
     assert fidelity["layers"].keys() == {"1", "3"}
-    assert [e["event"] for e in lines(folder, "events")] == ["start", "save", "save", "done"]
+    assert [e["event"] for e in lines(folder, "events")] == ["start", "save", "save", "data", "done"]
     assert events(folder, "start")[0]["total_steps"] == 6
 
 
