@@ -14,7 +14,7 @@ from typing import Any
 
 from npt.config import SEED_MAX, STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
-from npt.errors import ConfigError, DataError, NotSupportedError, NPTError
+from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, StoppedError
 from npt.flags import OneLineParser, add_settings, build, read_yaml
 from npt.version import __version__
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             return verb(given)
-    except NPTError as error:
+    except (NPTError, StoppedError) as error:
         if debug:
             raise
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -72,25 +72,34 @@ def pretrain(given: dict[str, Any]) -> int:
     import npt
     from npt.adapters.attach import check_fit
     from npt.data.source import check_source
+    from npt.distill.resume import changed_settings, find_resumed
     from npt.distill.run_folder import check_free
+    from npt.distill.signals import StopOnSignal
     from npt.distill.trainer import check_replay, check_trainable
     from npt.fidelity.table import print_fidelity
     from npt.quant.load import read_config
 
     console = make_console()
-    if training.output_dir is not None:
-        check_free(Path(training.output_dir))  # before the minutes that loading a large base takes
+    if training.resume is not None:
+        resumed = find_resumed(training.resume, training.output_dir)  # before the minutes that loading a large base takes
+        if resumed.checkpoint is not None:
+            now = {name: value for part in (base, adapter, data, training) for name, value in asdict(part).items()}
+            changed_settings(resumed.checkpoint.record["settings"], now)
+    elif training.output_dir is not None:
+        check_free(Path(training.output_dir))
     check_fit(adapter, read_config(base.model_name), data.max_length)
     check_source(data)
     check_trainable(adapter, data)
     check_replay(data)
-    model, tokenizer = _load(base, console)
-    if base.share_embeddings:
-        console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
-    report = npt.attach(model, adapter, seed=training.seed)
-    console.print(str(report), soft_wrap=True)
-    trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
-    result = trainer.train()
+    with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
+        model, tokenizer = _load(base, console)
+        if base.share_embeddings:
+            console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
+        report = npt.attach(model, adapter, seed=training.seed)
+        console.print(str(report), soft_wrap=True)
+        trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
+        stop.check()  # what is raised inside a destructor goes no further
+        result = trainer.train()
     if result.fidelity is not None:
         console.print()
         print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")

@@ -58,7 +58,7 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
     """
     found = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(f"{flag} is {text!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix 1-5,8")
@@ -242,7 +242,7 @@ class TrainConfig:
     eval_samples: int = setting(64, "held-out samples of an evaluation")
     save_steps: int | None = setting(None, "steps between adapter checkpoints")
     save_total_limit: int | None = setting(None, "keep at most this many checkpoints")
-    resume: str | None = setting(None, "auto, or a checkpoint folder")
+    resume: str | None = setting(None, "auto (the newest good checkpoint below output_dir), a run folder, or one checkpoint")
     use_wandb: bool = setting(False, "log to Weights & Biases")
     use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder")
     run_name: str | None = setting(None, "name of the run in the trackers")
@@ -297,8 +297,6 @@ class TrainConfig:
             raise NotSupportedError("--strategy propagated is not supported yet; use local or end_to_end")
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
-        if self.resume is not None:
-            raise NotSupportedError("--resume is not supported yet; leave it out")
 
     def _check_losses(self) -> None:
         if not 0 <= self.cosine_weight <= 1:

@@ -45,6 +45,23 @@ class BundleError(NPTError, ValueError):
     exit_status = 5
 
 
+class CheckpointError(NPTError, ValueError):
+    """A checkpoint that cannot be resumed from: its files, its form, or settings that do not go with it."""
+
+    exit_status = 5
+
+
+class StoppedError(BaseException):
+    """A signal ended the work before there was anything to save, or after all of it was saved.
+
+    Like KeyboardInterrupt it is no `Exception`: a signal may arrive inside a library that turns all of those into its own.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by signal {number}")
+        self.exit_status = 128 + number
+
+
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+PARTIAL, OLD = ".partial", ".old"
+"""What the names of temporary files and folders end in: what is being made, and what is being replaced by it."""
+
+_LEFT_OVER = re.compile(rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL)
 
 
 def finite_or_null(value: Any) -> Any:
@@ -32,7 +39,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` by `content` atomically: a sibling temporary file, synced, then renamed over it."""
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
@@ -58,11 +65,12 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a sibling temporary folder to fill; it becomes `path` when the block ends well, and is removed when it does not.
 
-    An existing `path` is replaced as a whole. Files come out with the modes that the umask gives.
+    An existing `path` is replaced as a whole. Files come out with the modes that the umask gives. A process that is killed within
+    may leave the temporary folder, or the old one beside it: `clean` removes the one and puts the other back.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    made = _make_parents(path.parent)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent))
     try:
         yield temporary
         umask = _umask()
@@ -70,7 +78,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             item.chmod((0o777 if item.is_dir() else 0o666) & ~umask)
             _sync(item)
         if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=OLD, dir=path.parent))
             os.replace(path, old / path.name)
             try:
                 os.replace(temporary, path)
@@ -78,13 +86,55 @@ def new_folder(path: Path) -> Iterator[Path]:
                 os.replace(old / path.name, path)
                 old.rmdir()
                 raise
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(temporary, path)
-        _sync(path.parent)
+        for folder in (path.parent, *made):
+            _sync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that nobody ever sees half of it under its name; what a killed process leaves of it `clean` removes.
+
+    Raises:
+        OSError: it could not be renamed, and is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    os.replace(path, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def clean(folder: Path) -> list[str]:
+    """Clear away what killed processes left directly below a folder that nobody else is writing to.
+
+    A folder that was about to be replaced, and whose successor never took its name, gets the name back.
+
+    Returns:
+        The names that were put back.
+    """
+    back: list[str] = []
+    for item in sorted(Path(folder).iterdir()):
+        match = _LEFT_OVER.fullmatch(item.name)
+        if match is None:
+            continue
+        if match["kind"] == OLD and (item / match["name"]).exists() and not (item.parent / match["name"]).exists():
+            os.replace(item / match["name"], item.parent / match["name"])
+            back.append(match["name"])
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item, ignore_errors=True)
+        else:
+            item.unlink(missing_ok=True)
+    return back
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make a folder and those above it; the folders in which one was made, which have to be synced for it to last."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return [place.parent for place in missing]
 
 
 def _sync(path: Path) -> None:

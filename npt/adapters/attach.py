@@ -73,7 +73,7 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
         return tuple(range(num_layers // 2, num_layers))
     chosen: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not match:
             raise ConfigError(f"--layers is {spec!r}; write upper_half, all, a range like 8-15 or a list like 3,5,7")
         first = int(match[1])
@@ -205,6 +205,20 @@ def adapter_parameters(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:
         for index, layer in npt_layers(model)
         for name, parameter in layer.npt.named_parameters()
     }
+
+
+def adapter_shapes(model: LlamaForCausalLM, config: NPTConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters that `attach` with this configuration would make; nothing is allocated.
+
+    Raises:
+        ConfigError, ModelError: as `attach`.
+    """
+    decoder_layers(model)
+    chosen = check_fit(config, model.config)
+    with torch.device("meta"):
+        one = NPTAdapter(config, model.config.hidden_size, model.config.intermediate_size)
+    shapes = {name: tuple(parameter.shape) for name, parameter in one.named_parameters()}
+    return {f"model.layers.{index}.npt.{name}": shape for index in chosen for name, shape in shapes.items()}
 
 
 @contextmanager

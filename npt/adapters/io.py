@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 from transformers import LlamaForCausalLM
 
-from npt.adapters.attach import adapter_parameters, attach, attached_config, detach, is_attached
+from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
 from npt.quant.load import base_hash as hash_of
+from npt.stored import check_names, described, read_headers, read_json, read_tensors, shown
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -82,33 +81,48 @@ def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str 
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not fp32 or not finite, or
             the base differs.
     """
+    config, tensors = read_adapter(model, folder, base_hash=base_hash, check_base=check_base)
+    if not is_attached(model):
+        attach(model, config)
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            parameter.copy_(tensors[name])
+    return config
+
+
+def read_adapter(
+    model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
+) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
+    """The configuration and tensors saved in `folder`, once all is found to fit the model, which is not changed.
+
+    No tensor is read before every name, shape and dtype is the expected one.
+
+    Args:
+        model, folder, base_hash, check_base: as for `load_adapter`.
+
+    Returns:
+        The tensors by the name of their parameter, on the host.
+
+    Raises:
+        AdapterFileError: as `load_adapter`.
+    """
     folder = Path(folder)
     config, record = read_adapter_config(folder)
     trained_on = record.get("base_hash")
     base_hash = base_hash if base_hash is not None or not check_base else hash_of(model)
     if check_base and base_hash != trained_on:
+        name = f" ({shown(record['base_model_name_or_path'])})" if record.get("base_model_name_or_path") else ""
         raise AdapterFileError(
-            f"{folder} was trained on base {str(trained_on)[:12]}, this base is {str(base_hash)[:12]}; load the same model with the "
+            f"{folder} was trained on base {str(trained_on)[:12]}{name}, this base is {str(base_hash)[:12]}; load the same model with the "
             "same quantisation"
         )
-    fresh = not is_attached(model)
-    if not fresh and attached_config(model) != config:
+    if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(f"{folder} holds {config}, but the model has {attached_config(model)}; call npt.detach(model) first")
-    if fresh:
-        try:
-            attach(model, config)
-        except ConfigError as error:
-            raise AdapterFileError(f"{folder} does not fit the model: {error}") from error
     try:
-        tensors = _read_tensors(folder, adapter_parameters(model))
-    except AdapterFileError:
-        if fresh:
-            detach(model)
-        raise
-    with torch.no_grad():
-        for name, parameter in adapter_parameters(model).items():
-            parameter.copy_(tensors[name])
-    return config
+        shapes = adapter_shapes(model, config)
+    except ConfigError as error:
+        raise AdapterFileError(f"{folder} does not fit the model: {error}") from error
+    return config, _read_tensors(folder / WEIGHTS_NAME, shapes)
 
 
 def adapter_hash(model: LlamaForCausalLM) -> str:
@@ -146,44 +160,30 @@ def read_adapter_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise AdapterFileError(f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise AdapterFileError(f"{path} cannot be read: {error}; save the adapter again") from error
-    settings = record.get("npt") if isinstance(record, dict) else None
+    record = read_json(path, AdapterFileError)
+    settings = record.get("npt")
     if not isinstance(settings, dict):
         raise AdapterFileError(f"{path} has no entry 'npt'; it is not an NPT adapter's configuration")
     known = {f.name for f in fields(NPTConfig)}
     if set(settings) != known:
         odd = sorted(set(settings) ^ known)
-        raise AdapterFileError(f"{path} has unknown or missing settings: {', '.join(odd)}")
+        raise AdapterFileError(f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}")
     try:
         return NPTConfig(**settings), record
     except (ConfigError, TypeError) as error:
         raise AdapterFileError(f"{path} has a setting that cannot work: {error}") from error
 
 
-def _read_tensors(folder: Path, parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    path = folder / WEIGHTS_NAME
+def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise AdapterFileError(f"{folder} holds no {WEIGHTS_NAME}; the adapter is incomplete")
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        with safe_open(path, framework="pt") as stored:
-            keys = set(stored.keys())
-            wanted = {_PREFIX + name for name in parameters}
-            for kind, names in (("lacks", wanted - keys), ("has the extra", keys - wanted)):
-                if names:
-                    raise AdapterFileError(f"{path} {kind} tensor {sorted(names)[0]} ({len(names)} in all); it does not fit the model")
-            for name, parameter in parameters.items():
-                header = stored.get_slice(_PREFIX + name)
-                if tuple(header.get_shape()) != tuple(parameter.shape) or header.get_dtype() != "F32":
-                    raise AdapterFileError(
-                        f"{path}: {name} is {header.get_dtype()} {tuple(header.get_shape())}, the model needs F32 {tuple(parameter.shape)}"
-                    )
-                tensors[name] = stored.get_tensor(_PREFIX + name)
-    except (SafetensorError, OSError) as error:
-        raise AdapterFileError(f"{path} cannot be read: {error}; save the adapter again") from error
+        raise AdapterFileError(f"{path.parent} holds no {WEIGHTS_NAME}; the adapter is incomplete")
+    headers = read_headers(path, AdapterFileError)
+    check_names(path, headers, [_PREFIX + name for name in shapes], AdapterFileError)
+    for name, shape in shapes.items():
+        if headers[_PREFIX + name] != ("F32", shape):
+            raise AdapterFileError(f"{path}: {name} is {described(headers[_PREFIX + name])}, the model needs F32 {list(shape)}")
+    stored = read_tensors(path, headers, AdapterFileError)
+    tensors = {name: stored[_PREFIX + name] for name in shapes}
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise AdapterFileError(f"{path}: {name} holds a non-finite value; the adapter is refused")

@@ -6,36 +6,28 @@ known, and lead nowhere on disk.
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from npt.config import QUANT_TYPES, NPTConfig, TrainConfig
 from npt.data.batch import Batch
+from npt.distill.checkpoint import OPTIMIZER_TENSORS
 from npt.distill.postmortem import ACCEPTED, BATCH_TENSORS, FORMAT, RECORD_NAME, STATE_NAME, WINDOW_NAME
+from npt.distill.random_state import read_random_state
 from npt.distill.schedule import kind_of_run, rate_at
 from npt.distill.transaction import Kept, Refusal
 from npt.errors import BundleError, ConfigError
 from npt.health.record import Record
+from npt.stored import Header, check_entries, check_names, described, read_headers, read_json, read_tensors, shown
 
-RECORD_BYTES = 64 << 20
-"""What `postmortem.json` may be long: a large model's record is a few megabytes."""
-
-OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 KINDS = ("data", "loss", "gradient", "norm", "spike", "update")
 
-_CPU_RNG_BYTES = 5056  # torch's Mersenne Twister with what stands around it
-_CUDA_RNG_BYTES = 16
-
+_RANDOM = "rng."
 _NUMBER = (int, float)
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "format": (int,),
@@ -81,9 +73,6 @@ _BASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "matmul_precision": ("highest", "high", "medium"),
 }
 _FINDINGS: dict[str, tuple[type, ...]] = dict.fromkeys(("adapters", "moments", "base"), (str, type(None)))
-
-Header = tuple[str, tuple[int, ...]]
-"""Dtype, as safetensors calls it, and shape."""
 
 C = TypeVar("C")
 
@@ -139,11 +128,11 @@ class Bundle:
         wanted = {f"adapter.{name}": tuple(p.shape) for name, p in parameters.items()}
         for name, p in parameters.items():
             wanted |= {f"optimizer.{name}.{key}": () if key == "step" else tuple(p.shape) for key in keys}
-        _same_names(path, stored, wanted)
+        check_names(path, stored, wanted, BundleError)
         for name, shape in wanted.items():
             if self.headers[name] != ("F32", shape):
-                _refuse(path, f"{name} is {_said(self.headers[name])}, the model needs F32 {list(shape)}")
-        tensors = _load(path, wanted)
+                _refuse(path, f"{name} is {described(self.headers[name])}, the model needs F32 {list(shape)}")
+        tensors = read_tensors(path, wanted, BundleError)
         return {name: (tensors[f"adapter.{name}"], {key: tensors[f"optimizer.{name}.{key}"] for key in keys}) for name in parameters}
 
 
@@ -163,20 +152,20 @@ def read_bundle(folder: str | Path) -> Bundle:
         if not (folder / name).is_file():
             raise BundleError(f"{folder} holds no {name}; name a complete folder RUN/postmortem/step-XXXXXXXX")
     path = folder / RECORD_NAME
-    said = _read_json(path)
+    said = read_json(path, BundleError)
     if said.get("format") != FORMAT:
         raise BundleError(
-            f"{path} is of format {_shown(said.get('format'))}, this version reads {FORMAT}; replay it with the npt that wrote it"
+            f"{path} is of format {shown(said.get('format'))}, this version reads {FORMAT}; replay it with the npt that wrote it"
         )
-    _check_entries(path, "", said, _ENTRIES)
-    _check_entries(path, "schedule.", said["schedule"], _SCHEDULE)
-    _check_entries(path, "base.", said["base"], _BASE)
-    _check_entries(path, "findings.", said["findings"], _FINDINGS)
+    check_entries(path, "", said, _ENTRIES, BundleError)
+    check_entries(path, "schedule.", said["schedule"], _SCHEDULE, BundleError)
+    check_entries(path, "base.", said["base"], _BASE, BundleError)
+    check_entries(path, "findings.", said["findings"], _FINDINGS, BundleError)
     if not 0 <= said["step"] < 2**63:
-        _refuse(path, f"step is {_shown(said['step'])}")
+        _refuse(path, f"step is {shown(said['step'])}")
     for key, choices in _BASE_CHOICES.items():
         if said["base"][key] not in choices:
-            _refuse(path, f"base.{key} is {_shown(said['base'][key])}, expected one of {', '.join(map(str, choices))}")
+            _refuse(path, f"base.{key} is {shown(said['base'][key])}, expected one of {', '.join(map(str, choices))}")
     sample_ids = _sample_ids(path, "sample_ids", said)
     accepted_ids = _sample_ids(path, "accepted_sample_ids", said)
     if not sample_ids or len(accepted_ids) > ACCEPTED:
@@ -188,7 +177,7 @@ def read_bundle(folder: str | Path) -> Bundle:
     places = {str(index): ids for index, ids in enumerate(sample_ids)} | {f"accepted.{i}": ids for i, ids in enumerate(accepted_ids)}
     batches = _batches(folder / WINDOW_NAME, places)
     train_config = _config(path, TrainConfig, said)
-    headers = _headers(folder / STATE_NAME)
+    headers = read_headers(folder / STATE_NAME, BundleError)
     return Bundle(
         folder=folder,
         step=said["step"],
@@ -208,54 +197,20 @@ def read_bundle(folder: str | Path) -> Bundle:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    def refuse(word: str) -> NoReturn:
-        raise ValueError(f"{word} is not JSON")
-
-    def whole(digits: str) -> int:
-        if len(digits) > 20:
-            raise ValueError(f"the number {digits[:20]}... is longer than any that is written")
-        return int(digits)
-
-    try:
-        if path.stat().st_size > RECORD_BYTES:
-            _refuse(path, f"{path.stat().st_size} bytes are more than the {RECORD_BYTES} that a record may have")
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, BundleError):
-            raise
-        raise BundleError(f"{path} cannot be read: {error}; copy the bundle again") from error
-    if not isinstance(value, dict):
-        _refuse(path, f"it holds a {type(value).__name__}, not an object")
-    return value
-
-
-def _check_entries(path: Path, prefix: str, found: Mapping[str, Any], wanted: Mapping[str, tuple[type, ...]]) -> None:
-    """Exactly the wanted entries, each of a wanted type."""
-    odd = sorted(set(found) ^ set(wanted))
-    if odd:
-        _refuse(path, f"the entry {prefix}{_shown(odd[0])} is {'missing' if odd[0] in wanted else 'unknown'} ({len(odd)} such)")
-    for key, kinds in wanted.items():
-        value = found[key]
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            _refuse(path, f"{prefix}{key} is {_shown(value)}, expected {names}")
-
-
 def _sample_ids(path: Path, key: str, said: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for ids in said[key]:
         if not isinstance(ids, list) or not ids or not all(isinstance(i, str) for i in ids):
-            _refuse(path, f"{key} has the entry {_shown(ids)}, expected a list of names")
+            _refuse(path, f"{key} has the entry {shown(ids)}, expected a list of names")
     return [tuple(ids) for ids in said[key]]
 
 
 def _refusal(path: Path, entry: Any, size: int) -> Refusal:
     if not isinstance(entry, dict):
-        _refuse(path, f"refusals has the entry {_shown(entry)}, expected an object")
-    _check_entries(path, "refusals.", entry, _REFUSAL)
+        _refuse(path, f"refusals has the entry {shown(entry)}, expected an object")
+    check_entries(path, "refusals.", entry, _REFUSAL, BundleError)
     index, names = entry["micro_batch"], entry["sample_ids"]
     if entry["kind"] not in KINDS or not all(isinstance(name, str) for name in names):
-        _refuse(path, f"refusals has the entry {_shown(entry)}; kinds are {', '.join(KINDS)}")
+        _refuse(path, f"refusals has the entry {shown(entry)}; kinds are {', '.join(KINDS)}")
     if index is not None and not 0 <= index < size:
         _refuse(path, f"a refusal is of micro-batch {index}, the window has {size}")
     return Refusal(entry["kind"], entry["detail"], index, tuple(names))
@@ -265,7 +220,7 @@ def _check_record(path: Path, record: dict[str, Any]) -> None:
     try:
         Record.from_dict(record)
     except (KeyError, TypeError, ValueError) as error:
-        _refuse(path, f"its record is none: {_shown(str(error))}")
+        _refuse(path, f"its record is none: {shown(str(error))}")
 
 
 def _config(path: Path, cls: type[C], said: Mapping[str, Any]) -> C:
@@ -273,7 +228,7 @@ def _config(path: Path, cls: type[C], said: Mapping[str, Any]) -> C:
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     absent = sorted(set(names) - set(settings))
     if absent:
-        version = _shown(said["versions"].get("npt"))
+        version = shown(said["versions"].get("npt"))
         _refuse(path, f"the setting {absent[0]} is missing; it was written by npt {version}, which can replay it")
     try:
         return cls(**{name: settings[name] for name in names})
@@ -290,7 +245,7 @@ def _rate(path: Path, said: Mapping[str, Any], config: TrainConfig) -> float:
     wanted = {"learning_rate": config.learning_rate, "scheduler_type": kind, "warmup_steps": config.warmup_steps}
     for key, value in wanted.items():
         if found[key] != value:
-            _refuse(path, f"schedule.{key} is {_shown(found[key])}, its settings give {value}")
+            _refuse(path, f"schedule.{key} is {shown(found[key])}, its settings give {value}")
     rate = rate_at(step, config.learning_rate, kind, config.warmup_steps, total)
     # Not equal to the last bit: another machine's cosine may differ there.
     if not math.isclose(rate, found["next_rate"], rel_tol=1e-9, abs_tol=1e-30):
@@ -303,52 +258,24 @@ def _limits(path: Path, limits: Sequence[Any] | None) -> tuple[float, float] | N
     if limits is None:
         return None
     if len(limits) != 2 or any(not (value is None or (isinstance(value, _NUMBER) and not isinstance(value, bool))) for value in limits):
-        _refuse(path, f"spike_limits is {_shown(limits)}, expected two numbers")
+        _refuse(path, f"spike_limits is {shown(limits)}, expected two numbers")
     loss, norm = (math.inf if value is None else float(value) for value in limits)
     return loss, norm
 
 
-def _headers(path: Path) -> dict[str, Header]:
-    """Dtype and shape of every tensor in a file, of which nothing else is read."""
-    with _open(path) as stored:
-        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
-        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-
-
-def _load(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    with _open(path) as stored:
-        return {name: stored.get_tensor(name) for name in names}
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as stored:
-            yield stored
-    except (SafetensorError, OSError) as error:
-        raise BundleError(f"{path} cannot be read: {str(error)[:200]!r}; copy the bundle again") from error
-
-
-def _same_names(path: Path, found: Iterable[str], wanted: Iterable[str]) -> None:
-    have, need = set(found), set(wanted)
-    for kind, names in (("lacks the", need - have), ("has the extra", have - need)):
-        if names:
-            _refuse(path, f"it {kind} tensor {_shown(min(names))} ({len(names)} such)")
-
-
 def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> dict[str, Batch]:
     """The batch at every place, which has the samples that are named."""
-    headers = _headers(path)
-    _same_names(path, headers, [f"{place}.{name}" for place in places for name in BATCH_TENSORS])
+    headers = read_headers(path, BundleError)
+    check_names(path, headers, [f"{place}.{name}" for place in places for name in BATCH_TENSORS], BundleError)
     for place, sample_ids in places.items():
         shape = headers[f"{place}.input_ids"][1]
         for name in BATCH_TENSORS:
             header = headers[f"{place}.{name}"]
             if header != ("I64", shape) or len(shape) != 2 or 0 in shape:
-                _refuse(path, f"{place}.{name} is {_said(header)}, expected I64 [B, T] like input_ids {list(shape)}")
+                _refuse(path, f"{place}.{name} is {described(header)}, expected I64 [B, T] like input_ids {list(shape)}")
         if shape[0] != len(sample_ids):
             _refuse(path, f"{place}.input_ids has {shape[0]} rows, but {len(sample_ids)} samples are named")
-    tensors = _load(path, headers)
+    tensors = read_tensors(path, headers, BundleError)
     batches = {}
     for place, sample_ids in places.items():
         parts = {name: tensors[f"{place}.{name}"] for name in BATCH_TENSORS}
@@ -362,30 +289,11 @@ def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> dict[str, Bat
 
 
 def _random_state(path: Path, headers: Mapping[str, Header]) -> dict[str, Tensor]:
-    """Of the CPU and of every CUDA device, by `cpu` and `cuda.INDEX`."""
-    names = [name for name in headers if not name.startswith(("adapter.", "optimizer."))]
-    for name in names:
-        known = re.fullmatch(r"rng\.(cpu|cuda\.\d{1,3})", name)
-        if not known or headers[name] != ("U8", (_CPU_RNG_BYTES if known[1] == "cpu" else _CUDA_RNG_BYTES,)):
-            _refuse(path, f"the tensor {_shown(name)}, {_said(headers[name])}, is none of a bundle's")
-    if "rng.cpu" not in names:
-        _refuse(path, "it lacks the tensor rng.cpu")
-    states = {name.removeprefix("rng."): tensor for name, tensor in _load(path, names).items()}
-    try:
-        torch.Generator().set_state(states["cpu"])
-    except RuntimeError as error:
-        _refuse(path, f"rng.cpu is no random state ({error})")
-    return states
-
-
-def _said(header: Header) -> str:
-    return f"{_shown(header[0])[1:-1]} {list(header[1])}"
-
-
-def _shown(value: Any) -> str:
-    """A value of a file that may hold anything, short and on one line."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """Of the CPU and of every CUDA device, by `cpu` and `cuda.INDEX`; nothing else may stand beside adapters and optimizer."""
+    for name in headers:
+        if not name.startswith(("adapter.", "optimizer.", _RANDOM)):
+            _refuse(path, f"the tensor {shown(name)}, {described(headers[name])}, is none of a bundle's")
+    return read_random_state(path, _RANDOM, headers, BundleError)
 
 
 def _refuse(path: Path, why: str) -> NoReturn:

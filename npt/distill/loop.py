@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distill.trackers import Trackers
 from npt.distill.transaction import Refusal, S, Transaction, WindowResult
-from npt.errors import TooManyRefusalsError
+from npt.errors import StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
 
@@ -62,7 +63,8 @@ class Loop:
         folder, trackers, display: where to report.
         stop: set by a signal; looked at before every micro-batch.
         evaluate: figures of the model as it is.
-        save: save the adapters as those of a step.
+        save: save everything as it stands; False where that failed and training goes on all the same. save_best: keep the adapters
+            as the best so far.
         record: what `run.json` holds, for a post-mortem.
     """
 
@@ -78,17 +80,21 @@ class Loop:
         display: ProgressDisplay,
         stop: StopOnSignal,
         evaluate: Callable[[], Fidelity],
-        save: Callable[[int], None],
+        save: Callable[[], bool],
+        save_best: Callable[[Fidelity], None],
         record: Mapping[str, Any],
     ):
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
-        self._evaluate, self._save, self._record = evaluate, save, record
+        self._evaluate, self._save, self._save_best, self._record = evaluate, save, save_best, record
         self.transaction = new_transaction(adapter_parameters(model), config, rates)
         self.optimizer = self.transaction.optimizer
         self.recording = StepRecording(folder, display, config)
         self.steps = self.tokens = self.micro_batches = 0
+        self.position = Position()
+        self.best_kl = math.inf
         self.last_save: int | None = None
+        self.last_evaluation: int | None = None
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
@@ -111,14 +117,9 @@ class Loop:
         """
         self.model.eval()
         self.recording.announce()
+        self._evaluate_if_due()  # where a signal ended the evaluation of the step that is gone on from
         self._logged_at = time.perf_counter()
-        try:
-            self._run(windows)
-        finally:
-            self.recording.draw()
-
-    def _run(self, windows: Iterable[Window]) -> None:
-        for window in windows:
+        for window in windows if self._wants_more else ():
             for index, batch in enumerate(window.batches):
                 if self.stop.number is None:
                     self._micro_batch(batch, index)
@@ -131,10 +132,15 @@ class Loop:
             # waits for them; a window that turns out refused has merely been waited for in vain.
             if self._is_boundary(self.steps + self.transaction.in_flight):
                 self.settle()
-            if self.steps == self.config.max_steps:
+            if not self._wants_more:
                 break
         self.settle()
         self._close_epoch()
+
+    @property
+    def _wants_more(self) -> bool:
+        """Whether `max_steps` leaves a step to be made; a run that is resumed may have made them all."""
+        return self.config.max_steps is None or self.steps < self.config.max_steps
 
     def settle(self) -> None:
         """Wait for the windows whose results are still on their way, and account for them."""
@@ -162,10 +168,11 @@ class Loop:
                 self._close_epoch()
                 self._epoch = window.epoch
             self.micro_batches += result.micro_batches
+            self.position = window.position
             for refusal in result.refusals:
                 self.refused_by_kind[refusal.kind] += 1
                 self.refused_by_epoch[window.epoch] += 1
-                self.folder.try_event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
+                self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
                 self._diagnose(window, refusal)
             if result.refusals:
@@ -186,7 +193,7 @@ class Loop:
             message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"failed: {type(error).__name__}: {error}"
-        self.folder.try_event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
+        self.folder.event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
         self.display.say(f"  diagnosis: {message}")
 
     def _check_budget(self, window: Window, result: WindowResult[MicroBatch], longest: int) -> None:
@@ -233,11 +240,11 @@ class Loop:
         try:
             where = write_postmortem(self.folder.path, situation)
         except Exception as error:  # why the run stopped has to be said whatever becomes of the bundle
-            self.folder.try_event("stopped", step=self.steps, reason=reason, postmortem=None, error=str(error))
+            self.folder.event("stopped", step=self.steps, reason=reason, postmortem=None, error=str(error))
             raise TooManyRefusalsError(
                 f"{said}; no post-mortem could be written below {self.folder.path}: {error}; free or choose a disk that can be written to"
             ) from error
-        self.folder.try_event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
+        self.folder.event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
         raise TooManyRefusalsError(f"{said}; look into it with: npt replay {where}")
 
     def _after_step(self, result: WindowResult[MicroBatch]) -> None:
@@ -251,15 +258,59 @@ class Loop:
             self.trackers.log(metrics, self.steps)
         self.display.step(self.steps, metrics, self.refused)
         working_until = time.perf_counter()
-        if c.save_steps and self.steps % c.save_steps == 0:
-            self._save(self.steps)
+        self._evaluate_if_due()
+        if c.save_steps and self.steps % c.save_steps == 0 and self._save():
             self.last_save = self.steps
-        if c.eval_steps and self.steps % c.eval_steps == 0 and self.steps != self.total_steps:
-            student = self._evaluate().student.as_dict()
-            self.folder.event("evaluation", step=self.steps, student=student)
-            self.trackers.log({f"eval/{key}": value for key, value in student.items()}, self.steps)
-            self.display.say(f"step {self.steps}: held-out perplexity ratio {student['perplexity_ratio']:.4f}, KL {student['kl']:.4f}")
         self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
+
+    def _evaluate_if_due(self) -> None:
+        every = self.config.eval_steps
+        if not every or self.steps % every or self.steps in (0, self.total_steps, self.last_evaluation):
+            return
+        with contextlib.suppress(StoppedError):  # the loop looks at the signal itself, and saves
+            self._evaluated(self._evaluate())
+
+    def _evaluated(self, fidelity: Fidelity) -> None:
+        self.last_evaluation = self.steps
+        student = fidelity.student.as_dict()
+        self.folder.event("evaluation", step=self.steps, student=student)
+        self.trackers.log({f"eval/{key}": value for key, value in student.items()}, self.steps)
+        self.display.say(f"step {self.steps}: held-out perplexity ratio {student['perplexity_ratio']:.4f}, KL {student['kl']:.4f}")
+        self.keep_if_best(fidelity)
+
+    def keep_if_best(self, fidelity: Fidelity) -> None:
+        """Keep the adapters where these figures of theirs are the best so far, by KL."""
+        if fidelity.student.kl < self.best_kl:  # never where it is NaN
+            self.best_kl = fidelity.student.kl
+            self._save_best(fidelity)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to know of the loop, beside adapters and transaction."""
+        return {
+            "step": self.steps,
+            "tokens": self.tokens,
+            "micro_batches": self.micro_batches,
+            "refused_by_kind": dict(self.refused_by_kind),
+            "refused_by_epoch": {str(epoch): count for epoch, count in self.refused_by_epoch.items()},
+            "in_a_row": self._in_a_row,
+            "epoch": self._epoch,
+            "diagnoses": self._diagnoses,
+            "last_evaluation": self.last_evaluation,
+            "best_kl": self.best_kl if math.isfinite(self.best_kl) else None,
+            "position": self.position.as_dict(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.steps, self.tokens, self.micro_batches = state["step"], state["tokens"], state["micro_batches"]
+        self.refused_by_kind = Counter(state["refused_by_kind"])
+        self.refused_by_epoch = Counter({int(epoch): count for epoch, count in state["refused_by_epoch"].items()})
+        self._in_a_row, self._epoch, self._diagnoses = state["in_a_row"], state["epoch"], state["diagnoses"]
+        self.last_evaluation = state["last_evaluation"]
+        # In a new folder there is no best yet, whatever the one before had.
+        self.best_kl = math.inf if state["best_kl"] is None or not self.folder.has_best else state["best_kl"]
+        self.position = Position.from_dict(state["position"])
+        self.last_save, self._logged_tokens = self.steps, self.tokens
 
     def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
         """One metrics line: means over the window's survivors, per valid token, of the loss on the logits per predicted token."""
@@ -294,7 +345,7 @@ class Loop:
         """Report an epoch in which something was refused."""
         count = self.refused_by_epoch.get(self._epoch, 0)
         if count:
-            self.folder.try_event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+            self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
 
 
 def new_transaction(parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float]) -> Transaction[MicroBatch]:

@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import adapter_parameters
 from npt.config import TrainConfig
 from npt.data.batch import Batch
+from npt.distill.random_state import random_state
 from npt.distill.schedule import kind_of_run, rate_at
 from npt.distill.strategies import MicroBatch
 from npt.distill.transaction import Kept, Refusal, Trace, Transaction, WindowResult
@@ -199,9 +200,7 @@ def _traces(situation: Situation) -> list[Trace]:
 def _state(situation: Situation) -> dict[str, Tensor]:
     """Everything that a step depends on, on the host; non-finite numbers are stored like any other."""
     kept: Kept = situation.result.before or situation.transaction.snapshot()
-    state = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state |= {f"rng.cuda.{index}": value for index, value in enumerate(torch.cuda.get_rng_state_all())}
+    state = {f"rng.{name}": value for name, value in random_state().items()}
     for name, (value, moments) in kept.items():
         state[f"adapter.{name}"] = _stored(value)
         state |= {f"optimizer.{name}.{key}": _stored(moment) for key, moment in moments.items() if isinstance(moment, Tensor)}

@@ -15,6 +15,7 @@ from npt.config import QUANT_TYPES
 from npt.data.batch import Batch
 from npt.distill.bundle import Bundle
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
+from npt.distill.random_state import set_random_state
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.transaction import Kept, Refusal, Trace
 from npt.errors import BundleError, ConfigError, ModelError
@@ -54,11 +55,7 @@ class Rebuilt:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._kept[name][0])
                 parameter.grad = None
-        for name, state in self.bundle.random_state.items():
-            if name == "cpu":
-                torch.set_rng_state(state)
-            elif int(name.removeprefix("cuda.")) < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, int(name.removeprefix("cuda.")))
+        set_random_state(self.bundle.random_state)
 
     def fill(self, batch: Batch) -> MicroBatch:
         """Gradients and sums of one micro-batch."""

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import importlib.metadata
+import json
 import os
 import platform
-import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaForCausalLM
 
 from npt.adapters.io import save_adapter
-from npt.errors import ConfigError
-from npt.files import to_json, write_json
+from npt.distill.checkpoint import checkpoints, verify_checkpoint
+from npt.errors import CheckpointError, ConfigError
+from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
+
+CHECKPOINTS, BEST = "checkpoints", "best"
+RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
+_STARTED_WITH = frozenset({RUN, METRICS, EVENTS})
+"""What may stand in the folder of a run that was killed before it had a `run.json`."""
+
+BROKEN, SUPERSEDED = "broken", "superseded"
+"""What is put behind the name of a checkpoint that is kept for its owner and never picked again: it did not verify, or the run
+went on from one before it."""
 
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
 
 
 def versions() -> dict[str, str]:
@@ -33,70 +47,241 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `fidelity.json` below one folder.
+    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `fidelity.json` below one folder.
+
+    One process writes it at a time. A line that the disk has no room for is lost and counted; the run goes on. A folder that is
+    removed or renamed under way is made anew with what comes from then on.
 
     Args:
         path: made if missing; has to be empty otherwise.
+        resume_at: the folder is that of a run which goes on from this step: what its metrics say of later ones is taken out, and
+            what a killed process left half-written is cleared away.
 
     Raises:
-        ConfigError: the folder holds something, or cannot be written.
+        ConfigError: the folder holds something, cannot be written, or another process is writing it.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, resume_at: int | None = None):
         self.path = Path(path)
-        check_free(self.path)
+        self.lines_lost = 0
+        self._fresh = resume_at is None
+        self._closed = False
+        self._run: Any = None
+        if resume_at is None:
+            check_free(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-            self._events = (self.path / "events.jsonl").open("a", encoding="utf-8", buffering=1)
+            self._lock = _locked(self.path)
+            try:
+                if resume_at is not None:
+                    for folder in (self.path, self.path / CHECKPOINTS):
+                        if folder.is_dir():
+                            clean(folder)
+                    _cut_log(self.path / METRICS, resume_at)
+                    _cut_log(self.path / EVENTS, None)
+                self._logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
+            except BaseException:
+                os.close(self._lock)
+                raise
         except OSError as error:
             raise ConfigError(f"--output_dir {self.path} cannot be written: {error.strerror}; choose another folder") from error
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file below the folder, replaced atomically."""
+        if name == RUN:
+            self._run = value
         write_json(self.path / name, value)
 
     def metrics(self, values: dict[str, Any]) -> None:
         """One line of `metrics.jsonl`."""
-        self._metrics.write(to_json(values) + "\n")
+        self._write(METRICS, values)
 
     def event(self, event: str, /, **details: Any) -> None:
         """One line of `events.jsonl`: what happened, and when (seconds since the epoch)."""
-        self._events.write(to_json({"event": event, "time": round(time.time(), 3), **details}) + "\n")
+        self._write(EVENTS, {"event": event, "time": round(time.time(), 3), **details})
 
-    def try_event(self, event: str, /, **details: Any) -> None:
-        """As `event`, for what is said otherwise as well: a disk that is full must not hide why a run ends."""
-        with contextlib.suppress(OSError):
-            self.event(event, **details)
+    def _write(self, log: str, values: dict[str, Any]) -> None:
+        if self._closed:
+            return
+        try:
+            self._make_anew_if_gone()
+            self._logs[log].write(to_json(values) + "\n")
+        except OSError:  # a full disk must neither end the run nor hide why it ends
+            self.lines_lost += 1
 
-    def save_checkpoint(self, model: LlamaForCausalLM, step: int, base_hash: str, keep: int | None) -> Path:
-        """The adapters as `checkpoints/step-XXXXXXXX/adapter`; older checkpoints beyond `keep` go after this one stands."""
-        folder = self.path / "checkpoints" / f"step-{step:08d}"
-        save_adapter(model, folder / "adapter", base_hash=base_hash)
+    def _make_anew_if_gone(self) -> None:
+        """A run whose folder was removed or renamed has everything before it; what comes from here on goes where it was told to.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            there, held = os.stat(self.path), os.fstat(self._lock)
+            if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+                return
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # whose it is now is not worth ending the run for
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
+        for log in self._logs.values():
+            log.close()
+        os.close(self._lock)
+        self._lock, self._logs = lock, logs
+        if self._run is not None:
+            write_json(self.path / RUN, self._run)
+        message = f"{self.path} was removed or renamed under way and has been made anew; what stood in it is not here"
+        self.event("warning", message=message)
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
+        """`checkpoints/step-XXXXXXXX` as `write` fills it; older ones beyond `keep` go after this one has verified.
+
+        Raises:
+            OSError: it could not be written.
+            CheckpointError: what was written does not read back as it was; it is set aside.
+        """
+        self._make_anew_if_gone()
+        folder = self.path / CHECKPOINTS / f"step-{step:08d}"
+        write(folder)
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError:
+            self.set_aside(folder, BROKEN)
+            raise
         if keep is not None:
-            for old in self.checkpoints()[:-keep]:
-                shutil.rmtree(old)
+            others = [path for path in self.checkpoints() if path != folder]
+            for old in others[: max(0, len(others) + 1 - keep)]:
+                with contextlib.suppress(OSError):  # one too many is no reason to end
+                    remove_folder(old)
         return folder
+
+    def save_best(self, model: LlamaForCausalLM, base_hash: str, figures: dict[str, Any]) -> Path:
+        """`best`: the adapters, and the figures that make them the best so far. It takes no part in rotation."""
+        self._make_anew_if_gone()
+        folder = self.path / BEST
+        with new_folder(folder) as temporary:
+            save_adapter(model, temporary / "adapter", base_hash=base_hash)
+            write_json(temporary / "fidelity.json", figures)
+        return folder
+
+    @property
+    def has_best(self) -> bool:
+        return (self.path / BEST).is_dir()
 
     def checkpoints(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
-        folder = self.path / "checkpoints"
-        return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)) if folder.is_dir() else []
+        return checkpoints(self.path / CHECKPOINTS)
+
+    def set_aside(self, checkpoint: Path, why: str) -> Path:
+        """Rename a checkpoint so that nobody picks it again; where that fails it stays as it is.
+
+        Args:
+            checkpoint: its folder.
+            why: BROKEN or SUPERSEDED.
+
+        Returns:
+            Where it is now.
+        """
+        aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
+        while aside.exists():
+            number += 1
+            aside = checkpoint.with_name(f"{checkpoint.name}.{why}-{number}")
+        try:
+            os.replace(checkpoint, aside)
+        except OSError:
+            return checkpoint
+        return aside
 
     def discard(self) -> None:
-        """Remove the folder: the run it was made for never started."""
+        """Remove the folder if it was made for a run that never started; that of a run which goes on stays as it is."""
         self.close()
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self._fresh:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        for file in (self._metrics, self._events):
-            with contextlib.suppress(OSError):  # a line that the disk had no room for; its writing has failed already
-                file.close()
+        """Let go of the folder; doing so twice is doing it once."""
+        if not self._closed:
+            self._closed = True
+            for log in self._logs.values():
+                log.close()
+            os.close(self._lock)
+
+
+class _Log:
+    """A file of lines, each of which is there as a whole or not at all."""
+
+    def __init__(self, path: Path):
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, line: str) -> None:
+        content = line.encode("utf-8")
+        before = os.fstat(self._handle).st_size
+        try:
+            written = os.write(self._handle, content)
+            if written != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, before)
+            raise
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
+
+
+def _locked(path: Path) -> int:
+    """An exclusive lock on the folder, which ends with the process however that ends; none where the file system has no locks."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return handle
+        os.close(handle)
+        raise ConfigError(f"--output_dir {path} is being written by another process; wait for it, or choose another folder") from error
+    return handle
+
+
+def _cut_log(path: Path, last_step: int | None) -> None:
+    """Take out the lines of later steps, and one that was cut off in the middle of being written."""
+    if not path.is_file():
+        return
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict) and (last_step is None or _step_of(values) <= last_step):
+                lines.append(line + "\n")
+    write_text(path, "".join(lines))
+
+
+def _step_of(values: dict[str, Any]) -> float:
+    step = values.get("step", 0)
+    return step if isinstance(step, int | float) else 0
 
 
 def default_folder() -> Path:
     """A run folder named by the time, to the second."""
     return Path("outputs") / time.strftime("npt-%Y%m%d-%H%M%S")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run, one that was killed early included."""
+    names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
+    return RUN in names or CHECKPOINTS in names or (bool(names) and names <= _STARTED_WITH)
+
+
+def check_idle(path: Path) -> None:
+    """Refuse a folder that another process is writing, before anything expensive is done.
+
+    Raises:
+        ConfigError: one is, or the folder cannot be opened.
+    """
+    try:
+        os.close(_locked(path))
+    except OSError as error:
+        raise ConfigError(f"--output_dir {path} cannot be used: {error.strerror}; choose another folder") from error
 
 
 def check_free(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from torch import Tensor
@@ -46,6 +47,15 @@ class SpikeGuard:
         for logarithms, value in ((self._losses, loss), (self._norms, norm)):
             if math.isfinite(value) and value > 0:
                 logarithms.append(math.log(value))
+        self.limits = (self._limit(self._losses), self._limit(self._norms))
+
+    def remembered(self) -> tuple[list[float], list[float]]:
+        """The logarithms of losses and norms that the limits are made of: what `recall` takes."""
+        return list(self._losses), list(self._norms)
+
+    def recall(self, losses: Iterable[float], norms: Iterable[float]) -> None:
+        """Go on from what another guard remembered."""
+        self._losses, self._norms = deque(losses, maxlen=HISTORY), deque(norms, maxlen=HISTORY)
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 
     def describe(self, loss: float, norm: float, limits: tuple[float, float]) -> str:

@@ -64,12 +64,12 @@ class StepRecording:
             pictures = self._recording.draw()
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"the records in {self._recording.folder} could not be drawn: {type(error).__name__}: {error}"
-            self._folder.try_event("pictures", files=[], message=message)
+            self._folder.event("pictures", files=[], message=message)
         else:
             if not pictures:
                 return
             message = f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}"
-            self._folder.try_event("pictures", files=[str(path.relative_to(self._folder.path)) for path in pictures], message=message)
+            self._folder.event("pictures", files=[str(path.relative_to(self._folder.path)) for path in pictures], message=message)
         self._display.say(message)
 
     def _recorded(self, fill: Callable[[], T], model: LlamaForCausalLM, batch: Batch, index: int) -> T:
@@ -103,7 +103,7 @@ class StepRecording:
 
     def _failed(self, step: int, error: Exception) -> None:
         message = f"step {step} could not be recorded: {type(error).__name__}: {error}"
-        self._folder.try_event("trace", step=step, rank=0, file=None, message=message)
+        self._folder.event("trace", step=step, rank=0, file=None, message=message)
         self._display.say(message)
 
 

@@ -11,9 +11,26 @@ from npt.errors import ConfigError
 
 
 class Trackers:
-    """`log` sends finite numbers to every tracker that the configuration asks for; without any it does nothing."""
+    """`log` sends finite numbers to every tracker that the configuration asks for; without any it does nothing.
 
-    def __init__(self, config: TrainConfig, folder: Path, resolved: dict[str, Any]):
+    Args:
+        config: which ones, and the run's name.
+        folder: the run's.
+        resolved: settings to show beside the figures.
+        wandb_run: what Weights & Biases is to know the run by: a run that it knows is gone on with.
+        resume_at: the step that the run in this folder goes on from. TensorBoard forgets what it has of later ones; Weights & Biases
+            keeps it and takes no step twice, which is the same, since the steps are.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        resolved: dict[str, Any],
+        *,
+        wandb_run: str | None = None,
+        resume_at: int | None = None,
+    ):
         chosen = [name for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard)) if wanted]
         self._accelerator = None
         if not chosen:
@@ -21,7 +38,11 @@ class Trackers:
         from accelerate import Accelerator
 
         self._accelerator = Accelerator(log_with=chosen, project_dir=str(folder))
-        options = {"wandb": {"name": config.run_name or folder.name, "dir": str(folder)}} if config.use_wandb else {}
+        options: dict[str, dict[str, Any]] = {}
+        if config.use_wandb:
+            options["wandb"] = {"name": config.run_name or folder.name, "dir": str(folder), "id": wandb_run, "resume": "allow"}
+        if config.use_tensorboard and resume_at is not None:
+            options["tensorboard"] = {"purge_step": resume_at + 1}
         plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in resolved.items()}
         try:
             self._accelerator.init_trackers("npt", config=plain, init_kwargs=options)

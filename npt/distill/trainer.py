@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
+import secrets
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
@@ -19,23 +22,28 @@ from npt.adapters.attach import adapter_parameters, attached_config, check_lengt
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console
 from npt.data.batch import Batch, pad_id_of
-from npt.data.loader import Ahead, Loaded, Loader
+from npt.data.loader import Ahead, Loaded, Loader, Position
 from npt.data.samples import Samples, evaluation_samples, no_sample
 from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
+from npt.distill.checkpoint import Checkpoint, write_checkpoint
+from npt.distill.identity import check_same_data, data_identity
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
-from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
+from npt.distill.random_state import random_state, set_random_state
+from npt.distill.resume import Resumed, changed_settings, find_resumed, plain_settings
+from npt.distill.run_folder import BROKEN, CHECKPOINTS, EVENTS, METRICS, RUN, SUPERSEDED, RunFolder, check_free, default_folder, versions
 from npt.distill.schedule import kind_of_run, rate_table
 from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES
 from npt.distill.trackers import Trackers
 from npt.distill.weights import layer_weights
-from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, DataError, NotSupportedError, StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.health.guards import base_fault, require, tensor_fault
 from npt.quant.load import base_hash
 from npt.quant.precision import audit_precision, policy_dtype
+from npt.stored import read_json
 
 
 @dataclass(frozen=True)
@@ -146,10 +154,11 @@ class Trainer:
         check_replay(data_config, replay_data is not None)
         check_length(data_config.max_length, model.config)
         layer_weights(config, len(npt_layers(model)))  # a list has one for each
-        self.folder_path = Path(config.output_dir) if config.output_dir else default_folder()
-        check_free(self.folder_path)
-        self.console = console if console is not None else make_console()
+        self.resumed = find_resumed(config.resume, config.output_dir) if config.resume is not None else None
+        self.folder_path = self._choose_folder()
         self.settings = settings or {}
+        self.changed = {} if self._checkpoint is None else changed_settings(self._checkpoint.record["settings"], self._all_settings())
+        self.console = console if console is not None else make_console()
         self.device = next(model.parameters()).device
         self.strategy = STRATEGIES[config.strategy]
         self.pad_id = pad_id_of(tokenizer)
@@ -158,10 +167,27 @@ class Trainer:
             eval_data = eval_data if eval_data is not None else own_heldout(data_config)
         self._prepare_data(data, eval_data)
         self.loader = self._make_loader(replay_data)
-        self._coming: Iterator[Loaded] = self.loader.batches()
+        self.data_identity = self._identify_data()
+        self._coming: Iterator[Loaded] = self.loader.batches(Position() if self._checkpoint is None else self._checkpoint.position)
+        self._counted_from = self._last_change()
         self.total_steps = self._total_steps()
         self.stop = StopOnSignal()
         self._trained = False
+
+    @property
+    def _checkpoint(self) -> Checkpoint | None:
+        return None if self.resumed is None else self.resumed.checkpoint
+
+    def _choose_folder(self) -> Path:
+        """The run's folder: a new one, or the one that a run goes on in."""
+        if self.resumed is not None:
+            return self.resumed.folder
+        folder = Path(self.config.output_dir) if self.config.output_dir else default_folder()
+        check_free(folder)
+        return folder
+
+    def _all_settings(self) -> dict[str, Any]:
+        return {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)}
 
     def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
@@ -178,12 +204,14 @@ class Trainer:
             data, self.tokenizer, data_config, config.eval_samples, self.model.config.vocab_size, eval_data
         )
         self.samples = Samples(data, self.tokenizer, data_config, seed=config.seed, hold_out=eval_data is None and self.heldout)
+        self._data = data
 
     def _make_loader(self, replay_data: Iterable[Record] | None) -> Loader:
         config, data_config = self.config, self.data_config
         if replay_data is None and data_config.replay_dataset is not None:
             replay_data = open_source(replay_source(data_config))
         replay = None
+        self._replay_data = replay_data
         if replay_data is not None:
             if iter(replay_data) is replay_data:  # a generator, which could not be gone round
                 replay_data = list(replay_data)
@@ -203,14 +231,33 @@ class Trainer:
             seed=config.seed,
         )
 
+    def _identify_data(self) -> dict[str, Any]:
+        """Which data these are, and that a run which goes on has the same."""
+        identity = {"data": data_identity(self._data), "replay data": data_identity(self._replay_data)}
+        if self._checkpoint is not None:
+            check_same_data(self._checkpoint.record["data"], identity)
+        return identity
+
     def _total_steps(self) -> int | None:
         """Optimizer steps of the run, as far as it can be known before it."""
-        c = self.config
-        micro_batches = self.loader.count(None if c.max_steps is None else c.max_steps * c.gradient_accumulation_steps)
+        c, made, tried = self.config, self._counted_from["steps"], self._counted_from["micro_batches"]
+        left = None if c.max_steps is None else max(0, c.max_steps - made)
+        micro_batches = self.loader.count(None if left is None else tried + left * c.gradient_accumulation_steps)
         if micro_batches is None:
             return c.max_steps
-        steps = math.ceil(micro_batches / c.gradient_accumulation_steps)
+        steps = made + math.ceil(max(0, micro_batches - tried) / c.gradient_accumulation_steps)
         return steps if c.max_steps is None else min(steps, c.max_steps)
+
+    def _last_change(self) -> dict[str, int]:
+        """Steps made when the size of a window changed for the last time, and how many micro-batches of the present size those were."""
+        if self._checkpoint is None:
+            return {"steps": 0, "micro_batches": 0}
+        if not {"batch_size", "gradient_accumulation_steps"} & set(self.changed):
+            return dict(self._checkpoint.record["counted_from"])
+        tried = self._checkpoint.record["micro_batches"]
+        if "batch_size" in self.changed:
+            tried = math.ceil(self._checkpoint.position.drawn / self.config.batch_size)
+        return {"steps": self._checkpoint.step, "micro_batches": tried}
 
     def train(self) -> TrainResult:
         """Smoke test, evaluation, loop, evaluation.
@@ -224,32 +271,104 @@ class Trainer:
         if self._trained:
             raise ConfigError("this Trainer has trained already; make a new one, its data and output folder are used up")
         self._trained = True
+        self.stop.at_once = True  # until the loop there is nothing to save
+        with self.stop:
+            return self._train()
+
+    def _train(self) -> TrainResult:
         say = self._say
         require(tensor_fault(adapter_parameters(self.model)))
         require(base_fault(self.model))
-        if self.config.smoke_test:
+        self.base_hash = base_hash(self.model)
+        # A run that goes on has passed the smoke test, and what comes next may be a batch that it is going to refuse.
+        self._state = None if self._checkpoint is None else self._checkpoint.state(self.model, self.base_hash)
+        if self.config.smoke_test and self._checkpoint is None:
             say(smoke_test(self.model, self._first_batch(), self.strategy, self.config))
         say(self._evaluation_note())
-        initial = self._evaluate()
-        self.base_hash = base_hash(self.model)
+        self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
         self.record = self._record()
-        folder = RunFolder(self.folder_path)
+        self.stop.check()
+        self.stop.at_once = False  # from here on there is a folder, and it is soon left in order
+        folder = RunFolder(self.folder_path, resume_at=self.resumed.step if self.resumed is not None and self.resumed.goes_on else None)
         try:
-            folder.write("run.json", self.record)
+            self._begin(folder)
+            trackers = self._start_trackers(folder)
             try:
-                trackers = Trackers(self.config, folder.path, self.record["settings"])
-            except ConfigError:
-                folder.discard()
-                raise
-            try:
-                return self._run(folder, trackers, initial)
+                return self._run(folder, trackers)
             finally:
                 trackers.close()
         finally:
+            self._report_lost_lines(folder)
             folder.close()
 
-    def _run(self, folder: RunFolder, trackers: Trackers, initial: Fidelity) -> TrainResult:
+    def _begin(self, folder: RunFolder) -> None:
+        """What stands in the folder before anything else is done.
+
+        Raises:
+            ConfigError: it cannot be written, or another process has been at it.
+        """
+        if self.resumed is not None:
+            self._set_aside(folder, self.resumed)
+        self.record["wandb_run"] = self._wandb_run(folder)
+        try:
+            folder.write(RUN, self.record)
+        except OSError as error:
+            folder.discard()
+            raise ConfigError(f"--output_dir {folder.path} cannot be written: {error.strerror}; choose another folder") from error
+
+    def _set_aside(self, folder: RunFolder, resumed: Resumed) -> None:
+        """Checkpoints that are not to be picked again: those that do not verify, and those behind the one that is gone on from.
+
+        Raises:
+            ConfigError: there are others than when the checkpoint was chosen.
+        """
+        if not resumed.goes_on:
+            for problem in resumed.broken.values():
+                self._warn(folder, problem)
+            return
+        there = folder.checkpoints()
+        if tuple(path.name for path in there) != resumed.seen:
+            raise ConfigError(f"another process has written to {folder.path} since its checkpoints were read; start again")
+        for path, problem in resumed.broken.items():
+            self._warn(folder, f"{problem}; set aside as {folder.set_aside(path, BROKEN).name}")
+        for path in folder.checkpoints():
+            if resumed.checkpoint is not None and int(path.name.removeprefix("step-")) > resumed.step:
+                aside = folder.set_aside(path, SUPERSEDED)
+                self._warn(folder, f"the run goes on from step {resumed.step}; {path.name} is set aside as {aside.name}")
+
+    def _start_trackers(self, folder: RunFolder) -> Trackers:
+        """Trackers may have to wait for a network, and a signal does not wait for them."""
+        resumed = self.resumed if self.resumed is not None and self.resumed.goes_on else None
+        self.stop.at_once = True
+        try:
+            self.stop.check()
+            return Trackers(
+                self.config,
+                folder.path,
+                self.record["settings"],
+                wandb_run=self.record["wandb_run"],
+                resume_at=None if resumed is None else resumed.step,
+            )
+        except (ConfigError, StoppedError):
+            folder.discard()
+            raise
+        finally:
+            self.stop.at_once = False
+
+    def _wandb_run(self, folder: RunFolder) -> str | None:
+        """The name under which Weights & Biases knows the run: the one it had, where a run goes on in its folder."""
+        if not self.config.use_wandb:
+            return None
+        try:
+            known = read_json(folder.path / RUN, CheckpointError).get("wandb_run")
+        except CheckpointError:
+            known = None
+        return known if isinstance(known, str) and re.fullmatch(r"[0-9a-z]{8}", known) else secrets.token_hex(4)
+
+    def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps)
+        if self.resumed is not None:
+            self._report_resumed(folder, self.resumed)
         if self._schedule_kind() != self.config.scheduler_type:
             message = (
                 "the length of the stream is unknown, so the learning rate stays constant after warm-up; "
@@ -264,11 +383,23 @@ class Trainer:
             if last > self.total_steps:
                 self._warn(folder, f"--trace_steps names step {last}, but the run has {self.total_steps} steps")
         self._say(f"run folder {folder.path}")
-        with self.stop:
-            result = self._loop(folder, trackers)
-            if result.signal is not None:
-                return result
-            return self._finish(folder, trackers, initial, result)
+        return self._loop(folder, trackers)
+
+    def _report_resumed(self, folder: RunFolder, resumed: Resumed) -> None:
+        checkpoint = resumed.checkpoint
+        if checkpoint is None:
+            self._say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
+        else:
+            self._say(f"going on from {checkpoint.folder} at step {checkpoint.step}")
+        changed = {name: list(values) for name, values in self.changed.items()}
+        folder.event(
+            "resume",
+            step=resumed.step,
+            checkpoint=None if checkpoint is None else str(checkpoint.folder),
+            changed=changed,
+        )
+        for name, (old, new) in self.changed.items():
+            self._say(f"changed since: {name} was {old}, is {new}")
 
     def _loop(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         c = self.config
@@ -285,34 +416,45 @@ class Trainer:
             display,
             self.stop,
             self._evaluate,
-            lambda step: self._save(folder, step),
+            lambda: self._save(folder, loop),
+            lambda fidelity: self._save_best(folder, loop, fidelity),
             self.record,
         )
+        if self._checkpoint is not None and self._state is not None and self.resumed is not None:
+            self._state.restore(loop.transaction)
+            loop.load_state(self._checkpoint.record)
+            loop.last_save = loop.steps if self.resumed.goes_on else None
+            set_random_state(self._state.random_states[0])
+        else:
+            torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
         started = time.perf_counter()
         try:
-            with contextlib.closing(self._windows()) as windows:
-                loop.run(windows)
-        except BaseException as error:
-            self._rescue(folder, loop, error)
-            raise
+            try:
+                with contextlib.closing(self._windows()) as windows:
+                    loop.run(windows)
+            except BaseException as error:
+                self._rescue(folder, loop, error)
+                raise
+            finally:
+                display.close()
+            seconds = time.perf_counter() - started
+            if self.stop.number is not None:
+                self._report_data(folder)
+                folder.event("signal", number=self.stop.number, step=loop.steps)
+            elif loop.steps == 0:
+                folder.event("stopped", step=0, reason="no step was applied")
+                if not loop.micro_batches:
+                    raise no_sample(self.samples.counts)
+                raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / EVENTS})")
+            if loop.last_save != loop.steps:
+                self._save(folder, loop, last=True)
         finally:
-            display.close()
-        seconds = time.perf_counter() - started
-        if self.stop.number is not None:
-            self._report_data(folder)
-            folder.event("signal", number=self.stop.number, step=loop.steps)
-        elif loop.steps == 0:
-            folder.event("stopped", step=0, reason="no step was applied")
-            if not loop.micro_batches:
-                raise no_sample(self.samples.counts)
-            raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / 'events.jsonl'})")
-        if loop.last_save != loop.steps:
-            self._save(folder, loop.steps)
+            loop.recording.draw()  # pictures can wait until all is saved
         if self.stop.number is not None:
             self._say(
-                f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / 'checkpoints'}"
+                f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / CHECKPOINTS}"
             )
-        return TrainResult(
+        result = TrainResult(
             folder=folder.path,
             steps=loop.steps,
             tokens=loop.tokens,
@@ -324,26 +466,37 @@ class Trainer:
             heldout=self.heldout,
             signal=self.stop.number,
         )
+        return result if result.signal is not None else self._finish(folder, trackers, loop, result)
 
     def _rescue(self, folder: RunFolder, loop: Loop, error: BaseException) -> None:
-        """Whatever ended the loop, broken data or a full disk, does not take the steps before it along."""
+        """Whatever ended the loop, broken data or a full disk, does not take the steps before it along; a second signal does not wait."""
+        if isinstance(error, KeyboardInterrupt) and self.stop.number is not None:
+            return
         if not isinstance(error, TooManyRefusalsError):  # the loop has said that one itself
-            folder.try_event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
-        with contextlib.suppress(NPTError):
+            folder.event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
+        try:
             loop.settle()  # a checkpoint has to bear the step that its weights are of
-        if loop.steps and loop.last_save != loop.steps:
-            try:
-                self._save(folder, loop.steps)
-            except (NPTError, OSError, SafetensorError) as second:
-                folder.try_event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
+            if loop.steps and loop.last_save != loop.steps:
+                self._save(folder, loop, last=True)
+        except Exception as second:  # the first one is what has to be seen
+            folder.event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
 
     def _warn(self, folder: RunFolder, message: str) -> None:
         self._say(f"warning: {message}")
         folder.event("warning", message=message)
 
-    def _finish(self, folder: RunFolder, trackers: Trackers, initial: Fidelity, result: TrainResult) -> TrainResult:
-        fidelity = self._evaluate().after(initial)
-        folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
+    def _finish(self, folder: RunFolder, trackers: Trackers, loop: Loop, result: TrainResult) -> TrainResult:
+        try:
+            fidelity = self._evaluate().after(self.initial)
+        except StoppedError:  # everything is saved; only the figures are missing
+            folder.event("signal", number=self.stop.number, step=result.steps)
+            return replace(result, signal=self.stop.number)
+        try:
+            folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
+        except OSError as error:
+            self._warn(folder, f"fidelity.json could not be written below {folder.path}: {error}; npt evaluate measures the adapter again")
+        if self.config.eval_steps:
+            loop.keep_if_best(fidelity)
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
         self._report_data(folder)
@@ -357,6 +510,10 @@ class Trainer:
         )
         return replace(result, fidelity=fidelity, signal=self.stop.number)
 
+    def _report_lost_lines(self, folder: RunFolder) -> None:
+        if folder.lines_lost:
+            self._warn(folder, f"{folder.lines_lost} lines of {METRICS} and {EVENTS} could not be written below {folder.path}")
+
     def _report_data(self, folder: RunFolder) -> None:
         """What became of the records; what was cut or left out is said."""
         sources = {"data": self.samples} | ({"replay data": self.loader.replay} if self.loader.replay is not None else {})
@@ -366,15 +523,55 @@ class Trainer:
             if lost:
                 self._warn(folder, f"{name}: of {samples.counts.records:,} records read, {lost}")
 
-    def _save(self, folder: RunFolder, step: int) -> None:
+    def _save(self, folder: RunFolder, loop: Loop, last: bool = False) -> bool:
+        """A checkpoint; False where it cannot be written, an older one stands, and the run goes on and says so loudly.
+
+        Args:
+            last: the run is over, so that nothing would be written later.
+
+        Raises:
+            CheckpointError: it cannot be written, and it is the last or the only one.
+        """
         audit_precision(self.model, policy_dtype(self.model))
-        path = folder.save_checkpoint(self.model, step, self.base_hash, self.config.save_total_limit)
-        folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
+        record = {
+            **loop.state(),
+            "counted_from": self._counted_from,
+            "settings": plain_settings(self._all_settings()),
+            "data": self.data_identity,
+            "initial": self.initial.as_dict(),
+            "base_hash": self.base_hash,
+            "versions": versions(),
+        }
+
+        def write(path: Path) -> None:
+            write_checkpoint(path, self.model, loop.transaction, record, self.base_hash, {0: random_state()})
+
+        try:
+            path = folder.save_checkpoint(loop.steps, write, self.config.save_total_limit)
+        except (OSError, SafetensorError, CheckpointError) as error:
+            standing = folder.checkpoints()
+            good = f"the last good one is {standing[-1]}" if standing else "there is no other"
+            folder.event("save_failed", step=loop.steps, error=type(error).__name__, message=f"{error}; {good}"[:500])
+            if last or not standing:
+                raise CheckpointError(
+                    f"no checkpoint could be written at step {loop.steps}: {error}; {good}; make room and go on with --resume"
+                ) from error
+            self._say(f"WARNING: no checkpoint at step {loop.steps}: {error}; {good}, training goes on")
+            return False
+        folder.event("save", step=loop.steps, folder=str(path.relative_to(folder.path)))
+        return True
+
+    def _save_best(self, folder: RunFolder, loop: Loop, fidelity: Fidelity) -> None:
+        try:
+            folder.save_best(self.model, self.base_hash, {"step": loop.steps, **fidelity.as_dict()})
+        except (OSError, SafetensorError) as error:
+            folder.event("save_failed", step=loop.steps, error=type(error).__name__, message=f"best: {error}"[:500])
+            self._say(f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}")
 
     def _record(self) -> dict[str, Any]:
         """The content of `run.json`."""
         return {
-            "settings": {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)},
+            "settings": self._all_settings(),
             "layers": [index for index, _ in npt_layers(self.model)],
             "trainable_parameters": sum(p.numel() for p in adapter_parameters(self.model).values()),
             "seed": self.config.seed,
@@ -402,7 +599,7 @@ class Trainer:
         return first.batch
 
     def _evaluate(self) -> Fidelity:
-        return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size)
+        return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size, between=self.stop.check)
 
     def _evaluation_note(self) -> str:
         kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"

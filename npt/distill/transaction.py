@@ -236,6 +236,12 @@ class Transaction(Generic[S]):
             parameter.grad = None
         self._ran, self._refusals, self._index = [], [], 0
 
+    def resume_at(self, steps: int) -> None:
+        """Count from here on as if `steps` had been applied already; moments and weights are the caller's to restore."""
+        assert not self._launched and not self._ran, "a window is open"
+        self._steps.fill_(steps)
+        self._known_steps = steps
+
     def _launch(self) -> _Window[S]:
         window: _Window[S] = _Window(self._windows, self._index, self._ran, self._refusals, None, None, None, self._limits())
         self._windows += 1

@@ -130,7 +130,8 @@ def looped(student: Student, windows: Sequence[list[Batch]], strategy: Strategy 
             ProgressDisplay(len(windows), Console(file=io.StringIO())),
             StopOnSignal(),
             evaluate=_never,
-            save=lambda step: None,
+            save=lambda: True,
+            save_best=lambda fidelity: None,
             record={},
         )
         loop.run(Window(0, batches) for batches in windows)

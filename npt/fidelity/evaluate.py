@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +43,20 @@ class Fidelity:
             "layers": {str(index): values for index, values in self.layers.items()}
         }
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
+        """The figures that `as_dict` gave, through JSON or not; what JSON has no word for comes back as NaN."""
+
+        def made(name: str) -> Figures | None:
+            found = values.get(name)
+            numbers: dict[str, Any] = {} if found is None else {key: math.nan if value is None else value for key, value in found.items()}
+            return Figures(**numbers) if numbers else None
+
+        teacher, floor, student = made("teacher"), made("floor"), made("student")
+        if teacher is None or floor is None or student is None:
+            raise ValueError(f"figures of teacher, floor and student are needed, there are {', '.join(values)}")
+        return cls(teacher, floor, student, made("initial"), {int(index): dict(layer) for index, layer in values["layers"].items()})
+
     def after(self, initial: Fidelity) -> Fidelity:
         """These figures as those of the trained student, with `initial`'s student as the one before training."""
         layers = {index: {**values, "nmse_initial": initial.layers[index]["nmse_student"]} for index, values in self.layers.items()}
@@ -59,6 +74,7 @@ def evaluate(
     completion_column: str | None = None,
     batch_size: int = 8,
     max_samples: int | None = None,
+    between: Callable[[], None] | None = None,
 ) -> Fidelity:
     """Compare the student with its teacher and with its floor (the same layers, attention dropped) on the same tokens.
 
@@ -71,6 +87,7 @@ def evaluate(
         text_column, prompt_column, completion_column: fields that hold a record's text, or its prompt and completion.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
+        between: called in front of every batch; what it raises ends the evaluation.
 
     Raises:
         DataError: no tokens to evaluate on, or token ids outside the vocabulary.
@@ -88,6 +105,8 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch in batches(samples, batch_size, pad_id_of(tokenizer)):
+                if between is not None:
+                    between()
                 fault = find_fault(batch, model.config.vocab_size)
                 if fault is not None:
                     raise DataError(f"evaluation data: {fault}; is this the tokenizer of the model?")

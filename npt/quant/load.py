@@ -37,6 +37,10 @@ _COMPUTING = (
 )
 
 
+# Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes whatever is piped in for the answer.
+_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+
+
 def load_base(
     name: str = EMBEDDED,
     *,
@@ -44,7 +48,8 @@ def load_base(
     device: str | torch.device | None = None,
     use_fp16: bool = False,
 ) -> tuple[Any, Any]:
-    """Load a base model, frozen and in evaluation mode, and its tokenizer.
+    """Load a base model, frozen and in evaluation mode, and its tokenizer. Nothing that comes with the weights is run: no code
+    of the checkpoint's own, no pickle; weights are read from safetensors alone.
 
     Args:
         name: `tiny` (embedded, nothing is downloaded), a folder, or a hub id.
@@ -74,7 +79,7 @@ def load_base(
             stacklevel=2,
         )
     # Misshapen tensors are reported rather than raised on, so that the error can name them.
-    arguments: dict[str, Any] = {"device_map": {"": device}, "ignore_mismatched_sizes": True}
+    arguments: dict[str, Any] = {"device_map": {"": device}, "ignore_mismatched_sizes": True, "use_safetensors": True, **_NO_CODE}
     if packed:
         arguments["dtype"] = "auto"
         if quantization is not None and getattr(config, "quantization_config", None) is None:
@@ -109,7 +114,7 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
         ModelError: no such model, or not a Llama.
     """
     source = _locate(name)
-    config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source))
+    config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
     if config.model_type not in MODEL_TYPES:
         raise ModelError(f"{name} is a {config.model_type!r} model; only {', '.join(MODEL_TYPES)} models can be converted")
     return config
@@ -122,7 +127,7 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
         ModelError: no such model, or no tokenizer beside it.
     """
     source = _locate(name)
-    return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source))
+    return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
 
 
 def base_hash(model: LlamaForCausalLM) -> str:

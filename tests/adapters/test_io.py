@@ -217,28 +217,28 @@ DAMAGE = {
     "weights are another format": (lambda f: (f / WEIGHTS_NAME).write_bytes(b"PK" * 500), r"adapter_model\.safetensors cannot be read"),
     "wrong shape": (
         in_weights(lambda t: t.update({SOME_TENSOR: torch.zeros(128, 5)})),
-        r"layers\.1\.npt\.B\.gate is F32 \(128, 5\), the model needs F32 \(128, 4\)",
+        r"layers\.1\.npt\.B\.gate is F32 \[128, 5\], the model needs F32 \[128, 4\]",
     ),
     "wrong dtype": (
         in_weights(lambda t: t.update({SOME_TENSOR: t[SOME_TENSOR].bfloat16()})),
-        r"layers\.1\.npt\.B\.gate is BF16 \(128, 4\), the model needs F32",
+        r"layers\.1\.npt\.B\.gate is BF16 \[128, 4\], the model needs F32",
     ),
-    "a tensor too many": (in_weights(lambda t: t.update(stranger=torch.zeros(1))), r"has the extra tensor stranger \(1 in all\)"),
-    "a tensor missing": (in_weights(lambda t: t.pop(SOME_TENSOR)), r"lacks tensor .*layers\.1\.npt\.B\.gate \(1 in all\)"),
+    "a tensor too many": (in_weights(lambda t: t.update(stranger=torch.zeros(1))), r"has the extra tensor 'stranger' \(1 such\)"),
+    "a tensor missing": (in_weights(lambda t: t.pop(SOME_TENSOR)), r"lacks the tensor '.*layers\.1\.npt\.B\.gate' \(1 such\)"),
     "a value is NaN": (in_weights(with_value(float("nan"))), r"layers\.1\.npt\.B\.gate holds a non-finite value"),
     "a value is infinite": (in_weights(with_value(-float("inf"))), r"layers\.1\.npt\.B\.gate holds a non-finite value"),
-    "unknown setting": (setting(colour="blue"), r"unknown or missing settings: colour"),
-    "missing setting": (in_record(lambda r: r["npt"].pop("rank")), r"unknown or missing settings: rank"),
+    "unknown setting": (setting(colour="blue"), r"unknown or missing settings: 'colour'"),
+    "missing setting": (in_record(lambda r: r["npt"].pop("rank")), r"unknown or missing settings: 'rank'"),
     "setting out of its choices": (setting(targets=["sideways"]), r"setting that cannot work: --targets is 'sideways'"),
     "setting out of its range": (setting(mult_bound=1.5), r"setting that cannot work: --mult_bound is 1\.5"),
     "setting of the wrong type": (setting(rank="16"), r"setting that cannot work"),
     "setting with a fraction": (setting(rank=1.5), r"1\.5"),
     "layers that the model lacks": (setting(layers="1,99"), r"does not fit the model: --layers names layer 99"),
     "rank larger than the model": (setting(rank=1000), r"does not fit the model: --adapter_rank is 1000"),
-    "rank other than the weights'": (setting(rank=8), r"\(4, 64\), the model needs F32 \(8, 64\)"),
+    "rank other than the weights'": (setting(rank=8), r"\[4, 64\], the model needs F32 \[8, 64\]"),
     "not JSON": (lambda f: (f / CONFIG_NAME).write_text("{"), r"adapter_config\.json cannot be read"),
     "not UTF-8": (lambda f: (f / CONFIG_NAME).write_bytes(b"\xff\xfe{}"), r"adapter_config\.json cannot be read"),
-    "JSON, but a list": (lambda f: (f / CONFIG_NAME).write_text("[]"), r"no entry 'npt'"),
+    "JSON, but a list": (lambda f: (f / CONFIG_NAME).write_text("[]"), r"holds a list, not an object"),
     "another method's adapter": (in_record(lambda r: r.pop("npt")), r"no entry 'npt'"),
 }
 
@@ -279,7 +279,7 @@ class TestRefusedLoad:
 
     def test_another_base_is_refused_with_both_hashes(self, load_model, saved):
         trained_on, other = npt.base_hash(load_model()), load_model(quantization="fp4")
-        with pytest.raises(AdapterFileError, match=f"trained on base {trained_on[:12]}, this base is {npt.base_hash(other)[:12]}"):
+        with pytest.raises(AdapterFileError, match=rf"trained on base {trained_on[:12]} \(.*\), this base is {npt.base_hash(other)[:12]}"):
             npt.load_adapter(other, saved)
         assert not is_attached(other)
 

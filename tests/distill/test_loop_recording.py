@@ -24,6 +24,7 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.distill import loop as loop_module
+from npt.distill import step_recording
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Transaction
@@ -246,7 +247,7 @@ def test_without_chosen_steps_nothing_is_recorded_or_written(build, monkeypatch,
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a recorder was made")
 
-    monkeypatch.setattr(loop_module, "Recorder", refuse)
+    monkeypatch.setattr(step_recording, "Recorder", refuse)
     trainer = build()
     result = trainer.train()
     assert not (result.folder / "trace").exists() and drawn == []

@@ -21,7 +21,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
-from npt.distill import postmortem
+from npt.distill import postmortem, run_folder
 from npt.distill.bundle import read_bundle
 from npt.distill.loop import Window, fill_gradients, new_transaction
 from npt.distill.postmortem import BATCH_TENSORS, Situation, first_fault, suspect, untouched, write_postmortem
@@ -367,13 +367,13 @@ def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(tr
     folders: list[RunFolder] = []
     original = RunFolder.__init__
 
-    def kept(self: RunFolder, path: Path) -> None:
-        original(self, path)
+    def kept(self: RunFolder, *arguments: Any, **more: Any) -> None:
+        original(self, *arguments, **more)
         folders.append(self)
 
     def fill_up(model: Any, number: int) -> None:
         if number == 0:
-            folders[0]._events = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - the folder closes it
+            folders[0]._logs["events.jsonl"] = run_folder._Log(Path("/dev/full"))
             monkeypatch.setattr(postmortem, "save_file", no_space)
             monkeypatch.setattr("npt.adapters.io.save_file", no_space)
 

@@ -1,10 +1,14 @@
-"""The run folder: complete lines, no NaN, checkpoints that rotate only once the new one stands, and folders in use."""
+"""The run folder: complete lines, no NaN, one writer, checkpoints that rotate only once the new one stands, and folders in use."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,8 +17,11 @@ from torch import nn
 
 import npt
 from npt.config import NPTConfig
-from npt.distill.run_folder import RunFolder, check_free, default_folder, versions
-from npt.errors import AdapterFileError, ConfigError
+from npt.distill import run_folder
+from npt.distill.checkpoint import write_manifest
+from npt.distill.run_folder import BROKEN, SUPERSEDED, RunFolder, check_free, check_idle, default_folder, is_run, versions
+from npt.errors import CheckpointError, ConfigError
+from npt.files import new_folder
 
 
 def strict(text: str) -> object:
@@ -89,46 +96,293 @@ def test_an_empty_or_missing_folder_is_free(tmp_path) -> None:
     assert not (tmp_path / "missing").exists()  # asking makes nothing
 
 
+def filled(content: str = "weights") -> Callable[[Path], None]:
+    """Writes a small checkpoint that verifies."""
+
+    def write(folder: Path) -> None:
+        with new_folder(folder) as temporary:
+            (temporary / "weights").write_text(content)
+            write_manifest(temporary)
+
+    return write
+
+
+def names(folder: RunFolder) -> list[str]:
+    return sorted(p.name for p in (folder.path / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize(("keep", "expected"), [(None, [1, 2, 3, 10]), (1, [10]), (2, [3, 10]), (9, [1, 2, 3, 10])])
-def test_the_newest_checkpoints_are_kept(folder, load_model, keep, expected) -> None:
-    model = student(load_model)
+def test_the_newest_checkpoints_are_kept(folder, keep, expected) -> None:
     for step in (1, 2, 3, 10):
-        path = folder.save_checkpoint(model, step, "hash", keep)
-        assert (path / "adapter" / "adapter_model.safetensors").is_file()
-    assert [p.name for p in folder.checkpoints()] == [f"step-{step:08d}" for step in expected]
-    assert sorted(p.name for p in (folder.path / "checkpoints").iterdir()) == [f"step-{step:08d}" for step in expected]
+        assert folder.save_checkpoint(step, filled(), keep) == folder.path / "checkpoints" / f"step-{step:08d}"
+    assert [p.name for p in folder.checkpoints()] == names(folder) == [f"step-{step:08d}" for step in expected]
 
 
-def test_a_checkpoint_loads_bit_for_bit_and_names_its_base(folder, load_model) -> None:
+def test_steps_of_more_than_eight_digits_are_in_their_order(folder) -> None:
+    for step in (99_999_999, 100_000_000, 1_234_567_890):
+        folder.save_checkpoint(step, filled(), 2)
+    assert [p.name for p in folder.checkpoints()] == ["step-100000000", "step-1234567890"]
+
+
+@pytest.mark.parametrize("keep", [None, 1, 2])
+def test_the_same_step_saved_twice_is_the_second_one(folder, keep) -> None:
+    for content in ("one", "two"):
+        path = folder.save_checkpoint(5, filled(content), keep)
+    assert names(folder) == ["step-00000005"] and (path / "weights").read_text() == "two"
+
+
+def test_a_checkpoint_that_was_just_written_is_never_rotated_away(folder) -> None:
+    folder.save_checkpoint(400, filled(), None)
+    folder.save_checkpoint(250, filled(), 1)  # the run went on from an earlier one
+    assert "step-00000250" in names(folder)
+
+
+def test_nothing_is_rotated_away_before_the_new_one_has_verified(folder, monkeypatch) -> None:
+    folder.save_checkpoint(1, filled(), 1)
+
+    def damaged(path: Path) -> None:
+        filled()(path)
+        (path / "weights").write_text("wEights")
+
+    with pytest.raises(CheckpointError, match=r"step-00000002/weights: sha256 \w{12} of 7 bytes, the manifest says \w{12} of 7"):
+        folder.save_checkpoint(2, damaged, 1)
+    assert [p.name for p in folder.checkpoints()] == ["step-00000001"]
+    assert names(folder) == ["step-00000001", "step-00000002.broken"]
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_no_older_one(folder) -> None:
+    folder.save_checkpoint(1, filled(), 1)
+
+    def fails(path: Path) -> None:
+        with new_folder(path) as temporary:
+            (temporary / "weights").write_text("half of th")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        folder.save_checkpoint(2, fails, 1)
+    assert names(folder) == ["step-00000001"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(folder, monkeypatch) -> None:
+    folder.save_checkpoint(1, filled(), 1)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run_folder, "remove_folder", refuse)
+    folder.save_checkpoint(2, filled(), 1)
+    assert names(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_only_checkpoint_folders_count_as_checkpoints(folder, tmp_path) -> None:
+    below = folder.path / "checkpoints"
+    filled()(tmp_path / "elsewhere")
+    for name in ("step-mine", "step-0000001", "step-00000003.broken", ".step-00000004.abcdefgh.partial", "step-٠٠٠٠٠٠٠٥"):
+        (below / name).mkdir(parents=True)
+    (below / "step-00000006").touch()
+    (below / "step-00000007").symlink_to(tmp_path / "elsewhere")
+    before = set(names(folder))
+    folder.save_checkpoint(1, filled(), 1)
+    assert [p.name for p in folder.checkpoints()] == ["step-00000001"]
+    assert set(names(folder)) == before | {"step-00000001"}
+
+
+def test_a_checkpoint_that_is_set_aside_is_kept_and_picked_no_more(folder) -> None:
+    kept = []
+    for _ in range(2):
+        kept.append(folder.set_aside(folder.save_checkpoint(3, filled(), None), BROKEN).name)
+    kept.append(folder.set_aside(folder.save_checkpoint(3, filled(), None), SUPERSEDED).name)
+    assert kept == ["step-00000003.broken", "step-00000003.broken-2", "step-00000003.superseded"]
+    assert names(folder) == kept and folder.checkpoints() == []
+
+
+def test_what_cannot_be_renamed_stays_as_it_is(folder) -> None:
+    gone = folder.path / "checkpoints" / "step-00000009"
+    assert folder.set_aside(gone, BROKEN) == gone
+
+
+def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_whole(folder, load_model) -> None:
     model = student(load_model)
-    with torch.no_grad():
-        model.model.layers[3].npt.M["up"].normal_(generator=torch.Generator().manual_seed(0))
-    path = folder.save_checkpoint(model, 5, npt.base_hash(model), None)
-    assert path == folder.path / "checkpoints" / "step-00000005"
-    assert {p.name for p in (path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert not folder.has_best
+    for kl in (0.5, 0.25):
+        with torch.no_grad():
+            model.model.layers[3].npt.A.fill_(kl)
+        assert folder.save_best(model, npt.base_hash(model), {"step": 1, "kl": kl}) == folder.path / "best"
+        folder.save_checkpoint(1, filled(), 1)
+    assert folder.has_best and strict((folder.path / "best" / "fidelity.json").read_text()) == {"step": 1, "kl": 0.25}
     other = load_model()
-    npt.load_adapter(other, path / "adapter", base_hash=npt.base_hash(other))
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, other.state_dict()[key]), key
+    npt.load_adapter(other, folder.path / "best" / "adapter")
+    assert torch.equal(other.model.layers[3].npt.A, model.model.layers[3].npt.A)
 
 
-def test_a_poisoned_adapter_costs_no_older_checkpoint(folder, load_model) -> None:
-    model = student(load_model)
-    folder.save_checkpoint(model, 1, "hash", 1)
-    with torch.no_grad():
-        model.model.layers[3].npt.A[0, 0] = math.nan
-    with pytest.raises(AdapterFileError, match="not finite"):
-        folder.save_checkpoint(model, 2, "hash", 1)
-    assert [p.name for p in folder.checkpoints()] == ["step-00000001"]
-    assert (folder.checkpoints()[0] / "adapter" / "adapter_model.safetensors").is_file()
+# --- going on in a folder ----------------------------------------------------------------------------------------------
 
 
-def test_only_checkpoint_folders_count_as_checkpoints(folder, load_model) -> None:
-    kept = folder.path / "checkpoints" / "step-mine"
-    kept.mkdir(parents=True)
-    folder.save_checkpoint(student(load_model), 1, "hash", 1)
-    assert [p.name for p in folder.checkpoints()] == ["step-00000001"]
-    assert kept.is_dir()
+@contextmanager
+def gone_on(path: Path, step: int) -> Iterator[RunFolder]:
+    made = RunFolder(path, resume_at=step)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_the_logs_are_cut_at_the_step_that_is_gone_on_from(folder) -> None:
+    for step in range(1, 6):
+        folder.metrics({"step": step})
+        folder.event("save", step=step)
+    folder.close()
+    for log in ("metrics.jsonl", "events.jsonl"):
+        with (folder.path / log).open("a") as stream:
+            stream.write('{"step": 6, "lo')
+    with gone_on(folder.path, 3) as again:
+        again.metrics({"step": 4, "again": True})
+        again.event("resume")
+    assert lines(folder.path / "metrics.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": True}]
+    assert [e["event"] for e in lines(folder.path / "events.jsonl")] == ["save"] * 5 + ["resume"]
+
+
+@pytest.mark.parametrize(
+    "line", [b"3", b"[1]", b'"step"', b'{"step": "x"}', b'{"step": null}', b"[" * 100_000, b"\xff\xfe{", b"\0" * 9], ids=range(8)
+)
+def test_whatever_a_log_holds_it_is_cut_without_a_fault(folder, line) -> None:
+    folder.metrics({"step": 1})
+    folder.close()
+    with (folder.path / "metrics.jsonl").open("ab") as stream:
+        stream.write(line + b"\n")
+    with gone_on(folder.path, 1) as again:
+        again.metrics({"step": 2})
+    assert {"step": 1} in (found := lines(folder.path / "metrics.jsonl")) and found[-1] == {"step": 2}
+
+
+def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_model) -> None:
+    folder.save_checkpoint(1, filled(), None)
+    folder.save_best(student(load_model), "hash", {"step": 1})
+    folder.close()
+    below = folder.path / "checkpoints"
+    shutil.copytree(below / "step-00000001", below / ".step-00000002.abcdefgh.partial")
+    (folder.path / ".run.json.q1w2e3r4.partial").write_text("{")
+    (folder.path / ".best.hgfedcba.old").mkdir()  # killed between the two renames that replace it
+    (folder.path / "best").rename(folder.path / ".best.hgfedcba.old" / "best")
+    (folder.path / ".mine").touch()
+    with gone_on(folder.path, 1) as again:
+        assert again.has_best and [p.name for p in again.checkpoints()] == ["step-00000001"]
+    assert names(folder) == ["step-00000001"]
+    assert {p.name for p in folder.path.iterdir()} == {"metrics.jsonl", "events.jsonl", "checkpoints", "best", ".mine"}
+
+
+def test_a_folder_has_one_writer(folder) -> None:
+    for refuse in (lambda: RunFolder(folder.path, resume_at=0), lambda: check_idle(folder.path)):
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            refuse()
+    folder.close()
+    check_idle(folder.path)
+    with gone_on(folder.path, 0), pytest.raises(ConfigError, match="another process"):
+        check_idle(folder.path)
+
+
+def test_a_process_that_was_killed_holds_no_folder(folder) -> None:
+    folder.close()
+    child = os.fork()
+    if child == 0:
+        RunFolder(folder.path, resume_at=0)
+        os._exit(0)  # nothing is closed
+    os.waitpid(child, 0)
+    check_idle(folder.path)
+
+
+def test_where_the_file_system_has_no_locks_a_run_does_without(tmp_path, monkeypatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", none)
+    RunFolder(tmp_path / "run").close()
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed_and_one_that_is_gone_on_in_is_not(folder) -> None:
+    folder.write("run.json", {})
+    folder.save_checkpoint(1, filled(), None)
+    folder.close()
+    again = RunFolder(folder.path, resume_at=1)
+    again.discard()
+    assert names(folder) == ["step-00000001"] and (folder.path / "run.json").is_file()
+    check_idle(folder.path)
+    other = RunFolder(folder.path.parent / "other")
+    other.discard()
+    other.close()  # again, as a `finally` does
+    assert not other.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (["run.json", "thesis.tex"], True),
+        (["checkpoints"], True),
+        (["metrics.jsonl", "events.jsonl", ".run.json.abcdefgh.partial"], True),
+        (["metrics.jsonl", "thesis.tex"], False),
+        (["thesis.tex"], False),
+        ([], False),
+    ],
+)
+def test_the_folder_of_a_run_is_told_from_others(tmp_path, content, expected) -> None:
+    for name in content:
+        (tmp_path / name).touch()
+    assert is_run(tmp_path) is expected
+
+
+# --- a disk that takes nothing more, a folder that goes away -----------------------------------------------------------
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing beyond this size fails, as on a full disk: with a short write first, then with an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_without_room_is_lost_as_a_whole_and_counted_and_the_next_ones_are_not(folder) -> None:
+    folder.metrics({"step": 1})
+    with files_of_at_most(30):  # room for half a line
+        folder.metrics({"step": 2, "more": "x" * 50})
+        folder.metrics({"step": 3, "more": "x" * 50})
+    folder.metrics({"step": 4})
+    assert folder.lines_lost == 2
+    assert lines(folder.path / "metrics.jsonl") == [{"step": 1}, {"step": 4}]
+
+
+@pytest.mark.parametrize("way", ["removed", "renamed"])
+def test_a_folder_that_goes_away_is_made_anew_with_what_comes(folder, way) -> None:
+    folder.write("run.json", {"seed": 3})
+    folder.metrics({"step": 1})
+    folder.save_checkpoint(1, filled(), None)
+    if way == "removed":
+        shutil.rmtree(folder.path)
+    else:
+        folder.path.rename(folder.path.with_name("old"))
+    folder.metrics({"step": 2})
+    folder.save_checkpoint(2, filled(), None)
+    assert lines(folder.path / "metrics.jsonl") == [{"step": 2}] and folder.lines_lost == 0
+    assert names(folder) == ["step-00000002"] and strict((folder.path / "run.json").read_text()) == {"seed": 3}
+    (warning,) = lines(folder.path / "events.jsonl")
+    assert "removed or renamed" in warning["message"]
+    with pytest.raises(ConfigError, match="another process"):
+        check_idle(folder.path)
+    if way == "renamed":
+        assert lines(folder.path.with_name("old") / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_a_folder_that_cannot_be_made_anew_loses_lines_and_says_how_many(folder) -> None:
+    shutil.rmtree(folder.path)
+    folder.path.touch()  # a file in its place
+    folder.metrics({"step": 1})
+    folder.event("save")
+    assert folder.lines_lost == 2
+    with pytest.raises(OSError):
+        folder.save_checkpoint(1, filled(), None)
 
 
 def test_versions_name_what_the_numerics_depend_on() -> None:

@@ -154,7 +154,9 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
             assert line["loss"] == pytest.approx(line["loss_nmse"] + 0.1 * line["loss_reg"], rel=1e-5)  # fp32 sums
         assert line["tokens_per_second"] > 0
     assert checkpoints(folder) == ["step-00000004", "step-00000006"]
-    assert {p.name for p in (folder / "checkpoints" / "step-00000006" / "adapter").iterdir()} == {
+    checkpoint = folder / "checkpoints" / "step-00000006"
+    assert {p.name for p in checkpoint.iterdir()} == {"adapter", "state.safetensors", "state.json", "manifest.json"}
+    assert {p.name for p in (checkpoint / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
         "README.md",

@@ -1,0 +1,59 @@
+"""torch's random state: taken, put back, and checked where it comes out of a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from npt.errors import NPTError
+from npt.stored import Header, described, read_tensors, shown
+
+_CPU_BYTES = 5056  # torch's Mersenne Twister with what stands around it
+_CUDA_BYTES = 16
+
+
+def random_state() -> dict[str, Tensor]:
+    """Of this process, by device: `cpu`, and `cuda.INDEX` for every CUDA device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def set_random_state(states: Mapping[str, Tensor]) -> None:
+    """Of this process; of devices that it does not have nothing is set."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif int(name.removeprefix("cuda.")) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda.")))
+
+
+def read_random_state(path: Path, prefix: str, headers: Mapping[str, Header], error: type[NPTError]) -> dict[str, Tensor]:
+    """The states that a safetensors file holds under `prefix`, as `random_state` gave them.
+
+    Args:
+        path: of the file.
+        prefix: of their names.
+        headers: of the file.
+        error: what is raised where one is missing, misshapen or not a state that torch takes.
+    """
+    names = [name for name in headers if name.startswith(prefix)]
+    for name in names:
+        known = re.fullmatch(r"cpu|cuda\.[0-9]{1,3}", name.removeprefix(prefix))
+        if not known or headers[name] != ("U8", (_CPU_BYTES if known[0] == "cpu" else _CUDA_BYTES,)):
+            raise error(f"{path}: the tensor {shown(name)}, {described(headers[name])}, is no random state; copy it again")
+    if f"{prefix}cpu" not in names:
+        raise error(f"{path} lacks the tensor {prefix}cpu; copy it again")
+    states = {name.removeprefix(prefix): tensor for name, tensor in read_tensors(path, names, error).items()}
+    for name, state in states.items():
+        if name == "cpu" or torch.cuda.is_available():
+            try:
+                torch.Generator(name.split(".")[0]).set_state(state)
+            except RuntimeError as problem:
+                raise error(f"{path}: {prefix}{name} is no random state ({problem}); copy it again") from problem
+    return states

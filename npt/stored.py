@@ -1,0 +1,120 @@
+"""Reading JSON and safetensors that may come from somebody else: never a pickle, bounded, and every fault one line.
+
+Names in such a file are compared with names that are known, and lead nowhere on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from npt.errors import NPTError
+
+JSON_BYTES = 64 << 20
+"""What a JSON file may be long: a large model's record is a few megabytes."""
+
+Header = tuple[str, tuple[int, ...]]
+"""Dtype, as safetensors calls it, and shape."""
+
+
+def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        `error`: unreadable, too long, not JSON in the strict sense, or no object.
+    """
+
+    def refuse(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not JSON")
+
+    def whole(digits: str) -> int:
+        if len(digits) > 20:
+            raise ValueError(f"the number {digits[:20]}... is longer than any that is written")
+        return int(digits)
+
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no file")
+        if found.st_size > JSON_BYTES:
+            raise ValueError(f"{found.st_size} bytes are more than the {JSON_BYTES} that it may have")
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
+    except (OSError, ValueError, RecursionError) as problem:
+        raise error(f"{path} cannot be read: {problem}; copy it again") from problem
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a {type(value).__name__}, not an object; copy it again")
+    return value
+
+
+def check_entries(
+    path: Path, prefix: str, found: Mapping[str, Any], wanted: Mapping[str, tuple[type, ...]], error: type[NPTError], exact: bool = True
+) -> None:
+    """Check that an object out of a JSON file has the wanted entries, each of a wanted type.
+
+    Args:
+        path, prefix: what an entry is called in the message.
+        found: the object.
+        wanted: by entry, the types that it may have; `bool` is no `int` here.
+        error: raised by name.
+        exact: refuse other entries as well.
+    """
+    odd = sorted(set(wanted) - set(found)) or (sorted(set(found) - set(wanted)) if exact else [])
+    if odd:
+        kind = "missing" if odd[0] in wanted else "unknown"
+        raise error(f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} such); copy it again")
+    for key, kinds in wanted.items():
+        value = found[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise error(f"{path}: {prefix}{key} is {shown(value)}, expected {names}; copy it again")
+
+
+def check_names(path: Path, found: Iterable[str], wanted: Iterable[str], error: type[NPTError]) -> None:
+    """Check that the tensors in a file are the wanted ones, no more and no fewer; the first that is not is named."""
+    have, need = set(found), set(wanted)
+    for kind, names in (("lacks the", need - have), ("has the extra", have - need)):
+        if names:
+            raise error(f"{path} {kind} tensor {shown(min(names))} ({len(names)} such); copy it again")
+
+
+def described(header: Header) -> str:
+    """A tensor's dtype and shape, for a message."""
+    return f"{shown(header[0])[1:-1]} {list(header[1])}"
+
+
+def read_headers(path: Path, error: type[NPTError]) -> dict[str, Header]:
+    """Dtype and shape of every tensor in a safetensors file, of which nothing else is read."""
+    with opened(path, error) as stored:
+        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+def read_tensors(path: Path, names: Iterable[str], error: type[NPTError]) -> dict[str, Tensor]:
+    """These tensors of a safetensors file, on the host."""
+    with opened(path, error) as stored:
+        return {name: stored.get_tensor(name) for name in names}
+
+
+@contextmanager
+def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
+    """A safetensors file; what its library finds wrong with it comes as `error`."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise FileNotFoundError("it is no file")
+        with safe_open(path, framework="pt") as stored:
+            yield stored
+    except (SafetensorError, OSError) as problem:
+        raise error(f"{path} cannot be read: {str(problem)[:200]!r}; copy it again") from problem
+
+
+def shown(value: Any) -> str:
+    """A value of a file that may hold anything, short and on one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
