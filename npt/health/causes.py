@@ -274,7 +274,7 @@ def _division(origin: Origin) -> Finding | None:
     dividend, divisor = None if inverse else _input(origin, "self"), _input(origin, "self" if inverse else "other")
     above, below = _at(origin, dividend), _at(origin, divisor)
     below = origin.constants.get("other") if divisor is None else below
-    if below is None or abs(below) >= _SMALL:
+    if below is None or abs(below) >= _SMALL or (below != 0.0 and above is not None and abs(above) > HUGE):
         return None
     # A norm is one number for many elements, a divisor of the dividend's own shape is not.
     norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
