@@ -43,6 +43,8 @@ class MaskLook:
 
     def __enter__(self) -> MaskLook:
         for name, module in self.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
 
             def look(_module: nn.Module, _args: Any, kwargs: dict[str, Any], name: str = name) -> None:
                 self._look(name, kwargs.get("attention_mask"))

@@ -123,8 +123,9 @@ def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     """Within the context gradients start from nothing and no mode of the caller's stands in the way of a backward pass.
 
-    Afterwards gradients, buffers and random state are as before.
+    Afterwards gradients, buffers, the modules' modes and random state are as before.
     """
+    modes = [(module, module.training) for module in model.modules()]
     leaves = [*model.parameters(), *(t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad)]
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     buffers = [
@@ -150,6 +151,8 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
         torch.clear_autocast_cache()
         random.setstate(states[0])
         numpy.random.set_state(states[1])
+        for module, training in modes:
+            module.training = training
         for leaf, gradient in gradients:
             leaf.grad = gradient
         with torch.no_grad():

@@ -49,7 +49,8 @@ def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit:
             labels. Beside `run` it only serves to name samples and tokens.
         run: computes the pass instead. It returns a scalar loss, which is differentiated here if it has a graph, or an object
             or mapping with such a `loss`, or whatever it computes; it may also run backward itself. It is called once, and up
-            to five more times where there is a fault; it has to do the same each time, and to leave the weights alone.
+            to five more times where there is a fault; it has to do the same each time, and to leave the weights alone. What
+            gets gradients has to be part of the model. Gradients of before it are put aside meanwhile.
         limit: look for the first number larger than this as well: an explosion before it overflows.
 
     Returns:

@@ -140,6 +140,14 @@ def test_a_pass_that_raises_leaves_everything_as_it_was(at) -> None:
     assert state(model) == before
 
 
+def test_a_pass_that_changes_the_mode_leaves_it_as_it_was() -> None:
+    model = Everything(log_of_zero)
+    model.net.eval()
+    before = state(model)
+    assert npt.trace(model, run=lambda: model.train()(X).sum()) is not None
+    assert state(model) == before
+
+
 def test_a_pass_that_raises_in_backward_leaves_everything_as_it_was() -> None:
     class Raise(torch.autograd.Function):
         @staticmethod
@@ -300,6 +308,16 @@ def test_a_compiled_module_is_traced_as_if_it_were_not(backend, whole) -> None:
         verdict = traced(model)
         assert (verdict is None) == (operation is None)
         assert verdict is None or (verdict.operation, verdict.module) == (operation, "1._orig_mod")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_module_is_traced_too() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert npt.trace(model, run=lambda: model(X).sum()) is None
+    with torch.no_grad():
+        dict(model.named_parameters())["0.bias"][2] = INF
+    verdict = npt.trace(model, run=lambda: model(X).sum())
+    assert verdict is not None and (verdict.tensor, verdict.index) == ("0.bias [4] float32", (2,))
 
 
 def test_what_only_the_first_pass_shows_is_not_repeatable() -> None:
