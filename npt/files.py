@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -18,6 +19,8 @@ PARTIAL, OLD = ".partial", ".old"
 """What the names of temporary files and folders end in: what is being made, and what is being replaced by it."""
 
 _LEFT_OVER = re.compile(rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL)
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2(2)
 
 
 def finite_or_null(value: Any) -> Any:
@@ -65,8 +68,9 @@ def write_json(path: Path, value: Any) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a sibling temporary folder to fill; it becomes `path` when the block ends well, and is removed when it does not.
 
-    An existing `path` is replaced as a whole. Files come out with the modes that the umask gives. A process that is killed within
-    may leave the temporary folder, or the old one beside it: `clean` removes the one and puts the other back.
+    An existing `path` is replaced as a whole, in one operation where the file system knows how to exchange two names. Files come
+    out with the modes that the umask gives. A process that is killed within may leave the temporary folder, or the old one beside
+    it: `clean` removes the one and puts the other back.
     """
     path = Path(path)
     made = _make_parents(path.parent)
@@ -77,7 +81,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         for item in [temporary, *temporary.rglob("*")]:
             item.chmod((0o777 if item.is_dir() else 0o666) & ~umask)
             _sync(item)
-        if path.exists():
+        if path.exists() and _exchange(temporary, path):
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif path.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=OLD, dir=path.parent))
             os.replace(path, old / path.name)
             try:
@@ -128,6 +134,15 @@ def clean(folder: Path) -> list[str]:
         else:
             item.unlink(missing_ok=True)
     return back
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change names in one operation; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def _make_parents(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npt import files
-from npt.files import finite_or_null, new_folder, to_json, write_bytes, write_json, write_text
+from npt.files import clean, finite_or_null, new_folder, remove_folder, to_json, write_bytes, write_json, write_text
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=10)
@@ -165,6 +165,7 @@ class TestNewFolder:
         path = tmp_path / "folder"
         path.mkdir()
         self.fill(path, "old")
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)  # as where a file system cannot
         replace, calls = os.replace, []
 
         def fail_once(*paths):
@@ -198,3 +199,107 @@ class TestNewFolder:
         with new_folder(tmp_path / "folder") as temporary:
             self.fill(temporary, "text")
         assert {"a.txt", "deep", "b.txt"} <= set(at_rename)
+
+    def test_the_folders_above_that_had_to_be_made_are_synced_too(self, tmp_path, monkeypatch):
+        synced = []
+        sync = files._sync
+        monkeypatch.setattr(files, "_sync", lambda path: (synced.append(path), sync(path)))
+        with new_folder(tmp_path / "a" / "b" / "c"):
+            pass
+        assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+
+    @pytest.mark.parametrize("exchanging", [True, False])
+    def test_an_existing_folder_is_there_at_any_moment_or_can_be_put_back(self, tmp_path, monkeypatch, exchanging):
+        path = tmp_path / "folder"
+        if not exchanging:
+            monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+        seen = []
+
+        def look(original):
+            def looking(*arguments, **more):
+                seen.append(self.content(path) if path.exists() else None)
+                return original(*arguments, **more)
+
+            return looking
+
+        with new_folder(path) as temporary:
+            self.fill(temporary, "one")
+        monkeypatch.setattr(files.os, "replace", look(os.replace))
+        monkeypatch.setattr(files.shutil, "rmtree", look(files.shutil.rmtree))
+        with new_folder(path) as temporary:
+            self.fill(temporary, "two")
+        assert self.content(path) == {"a.txt": "two", "deep/b.txt": "two"} and list(tmp_path.iterdir()) == [path]
+        assert (None in seen) is not exchanging and seen
+
+
+class TestClean:
+    def names(self, folder: Path) -> set[str]:
+        return {p.name for p in folder.iterdir()}
+
+    def test_removes_what_was_half_written_and_nothing_else(self, tmp_path):
+        kept = {".mine", ".folder.partial", "folder.abcdefgh.partial", ".folder.ABCDEFGH.partial", ".a.12345678.other", "step-1"}
+        for name in kept:
+            (tmp_path / name).touch()
+        (tmp_path / ".file.json.abcd1234.partial").touch()
+        (tmp_path / ".folder.abcdefg_.partial" / "deep").mkdir(parents=True)
+        (tmp_path / ".link.abcdefgh.partial").symlink_to(tmp_path)
+        assert clean(tmp_path) == [] and self.names(tmp_path) == kept
+
+    @pytest.mark.parametrize("successor", [True, False])
+    def test_puts_back_what_was_to_be_replaced_and_was_not(self, tmp_path, successor):
+        old = tmp_path / ".folder.abcdefgh.old" / "folder"
+        old.mkdir(parents=True)
+        (old / "a").write_text("old")
+        if successor:
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "folder" / "a").write_text("new")
+        assert clean(tmp_path) == ([] if successor else ["folder"])
+        assert self.names(tmp_path) == {"folder"}
+        assert (tmp_path / "folder" / "a").read_text() == ("new" if successor else "old")
+
+    def test_what_a_killed_process_leaves_of_any_of_these_is_cleared_away(self, tmp_path, monkeypatch):
+        """A process that dies at every point of writing a file, replacing a folder and removing one."""
+        for name in ("kept", "gone"):
+            with new_folder(tmp_path / name) as temporary:
+                (temporary / "a").write_text("old")
+        for limit in range(1, 40):
+            child = os.fork()
+            if child == 0:
+                left = limit
+
+                def dying(original):
+                    def operation(*arguments, **more):
+                        nonlocal left
+                        left -= 1
+                        if left == 0:
+                            os._exit(9)
+                        return original(*arguments, **more)
+
+                    return operation
+
+                for name in ("replace", "fsync", "chmod", "mkdir", "unlink", "rmdir"):
+                    setattr(os, name, dying(getattr(os, name)))
+                files._exchange = (lambda one, other: False) if limit % 2 else dying(files._exchange)
+                write_text(tmp_path / "text", "new")
+                with new_folder(tmp_path / "kept") as temporary:
+                    (temporary / "a").write_text("new")
+                remove_folder(tmp_path / "gone")
+                os._exit(0)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            clean(tmp_path)
+            assert self.names(tmp_path) - {"text", "gone"} == {"kept"}, limit
+            assert (tmp_path / "kept" / "a").read_text() in ("old", "new")
+            if not (tmp_path / "gone").exists():
+                with new_folder(tmp_path / "gone") as temporary:
+                    (temporary / "a").write_text("old")
+            if status == 0:
+                break
+        assert status == 0 and limit > 8
+
+
+def test_a_removed_folder_is_gone_as_a_whole(tmp_path):
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    remove_folder(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError):
+        remove_folder(tmp_path / "folder")

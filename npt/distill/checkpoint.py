@@ -260,7 +260,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]
-        _check_position(Position.from_dict(record["position"]))
+        _check_position(record["position"])
         _check_figures(record["initial"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = shown(str(error))
@@ -297,8 +297,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
 
 
-def _check_position(position: Position) -> None:
-    numbers = [position.epoch, *position.place, position.replay_epoch, *position.replay_place, position.drawn]
+def _check_position(values: Mapping[str, Any]) -> None:
+    if Position.from_dict(dict(values)).as_dict() != values:
+        raise ValueError(f"position {values}")
+    numbers = [*values["place"], *values["replay_place"], values["epoch"], values["replay_epoch"], values["drawn"]]
     if not all(map(_is_count, numbers)):
         raise ValueError(f"position {numbers}")
 

@@ -21,6 +21,7 @@ from npt.data.batch import Batch, find_fault
 from npt.data.loader import Position
 from npt.distill.postmortem import Situation, write_postmortem
 from npt.distill.progress import ProgressDisplay
+from npt.distill.random_state import random_state, set_random_state
 from npt.distill.run_folder import RunFolder
 from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
@@ -93,7 +94,7 @@ class Loop:
         self.steps = self.tokens = self.micro_batches = 0
         self.position = Position()
         self.best_kl = math.inf
-        self.last_save: int | None = None
+        self._saved: int | None = None  # micro-batches behind the last checkpoint
         self.last_evaluation: int | None = None
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
@@ -120,11 +121,7 @@ class Loop:
         self._evaluate_if_due()  # where a signal ended the evaluation of the step that is gone on from
         self._logged_at = time.perf_counter()
         for window in windows if self._wants_more else ():
-            for index, batch in enumerate(window.batches):
-                if self.stop.number is None:
-                    self._micro_batch(batch, index)
-            if self.stop.number is not None:
-                self.transaction.abandon()
+            if not self._fill_window(window):
                 break
             self._open[self.transaction.committed] = window
             self._account(self.transaction.commit())
@@ -136,6 +133,17 @@ class Loop:
                 break
         self.settle()
         self._close_epoch()
+
+    def _fill_window(self, window: Window) -> bool:
+        """Compute its micro-batches; False where a signal came in front of the last of them, and none has happened."""
+        before = random_state()
+        for index, batch in enumerate(window.batches):
+            if self.stop.number is not None:
+                self.transaction.abandon()
+                set_random_state(before)
+                return False
+            self._micro_batch(batch, index)
+        return True
 
     @property
     def _wants_more(self) -> bool:
@@ -209,9 +217,14 @@ class Loop:
         before = self.steps
         # What is saved from here on bears the step that its weights are of: that of this window, if it was applied at all, or,
         # where results come late, of the one behind it.
-        for known in (result, *self.transaction.flush()):
+        later = self.transaction.flush()
+        for known in (result, *later):
             self.steps += known.applied
             self.tokens += known.tokens if known.applied else 0
+        for known in later:
+            self.position = self._open.pop(known.index).position
+            self.micro_batches += known.micro_batches
+            self.refused_by_kind.update(refusal.kind for refusal in known.refusals)
         if not result.refusals and self._refused is not None:
             window, result = self._refused  # the share of refusals was exceeded at a window that had none
         situation = Situation(
@@ -259,9 +272,19 @@ class Loop:
         self.display.step(self.steps, metrics, self.refused)
         working_until = time.perf_counter()
         self._evaluate_if_due()
-        if c.save_steps and self.steps % c.save_steps == 0 and self._save():
-            self.last_save = self.steps
+        if c.save_steps and self.steps % c.save_steps == 0:
+            self.save()
         self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether anything has happened since the last checkpoint, be it that everything was refused."""
+        return self._saved != self.micro_batches
+
+    def save(self) -> None:
+        """Save everything as it stands."""
+        if self._save():
+            self._saved = self.micro_batches
 
     def _evaluate_if_due(self) -> None:
         every = self.config.eval_steps
@@ -300,8 +323,13 @@ class Loop:
             "position": self.position.as_dict(),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+    def load_state(self, state: Mapping[str, Any], saved: bool) -> None:
+        """Go on from what `state` gave.
+
+        Args:
+            state: of a checkpoint.
+            saved: the checkpoint lies in this run's folder.
+        """
         self.steps, self.tokens, self.micro_batches = state["step"], state["tokens"], state["micro_batches"]
         self.refused_by_kind = Counter(state["refused_by_kind"])
         self.refused_by_epoch = Counter({int(epoch): count for epoch, count in state["refused_by_epoch"].items()})
@@ -310,7 +338,8 @@ class Loop:
         # In a new folder there is no best yet, whatever the one before had.
         self.best_kl = math.inf if state["best_kl"] is None or not self.folder.has_best else state["best_kl"]
         self.position = Position.from_dict(state["position"])
-        self.last_save, self._logged_tokens = self.steps, self.tokens
+        self._logged_tokens = self.tokens
+        self._saved = self.micro_batches if saved else None
 
     def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
         """One metrics line: means over the window's survivors, per valid token, of the loss on the logits per predicted token."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from npt.config import DataConfig, NPTConfig, flag_of
 from npt.distill.checkpoint import MANIFEST, Checkpoint, checkpoints, newest_good, read_checkpoint
-from npt.distill.run_folder import CHECKPOINTS, check_free, check_idle, is_run
+from npt.distill.run_folder import CHECKPOINTS, check_free, is_run, tidy
 from npt.errors import CheckpointError, ConfigError
 from npt.stored import shown
 
@@ -69,12 +69,14 @@ def find_resumed(resume: str, output_dir: str | None) -> Resumed:
         return _newest(path, path if output_dir is None else Path(output_dir), required=True)
     if not ((path / MANIFEST).exists() or path.name.startswith("step-")):
         raise CheckpointError(f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; name one, or auto")
-    checkpoint = read_checkpoint(path)
     above = path.resolve().parent
     if above.name != CHECKPOINTS and output_dir is None:
         raise ConfigError(f"the checkpoint {resume} lies in no run folder; name one to go on in with --output_dir")
     run = above.parent if output_dir is None else Path(output_dir)
-    return _placed(run, checkpoint, above.name == CHECKPOINTS and _same(run, above.parent), {})
+    goes_on = above.name == CHECKPOINTS and _same(run, above.parent)
+    if goes_on:
+        tidy(run)
+    return _placed(run, read_checkpoint(path), goes_on, {})
 
 
 def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
@@ -86,7 +88,7 @@ def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
     if not is_run(run):
         raise ConfigError(f"--output_dir {run} holds something other than a run; choose another folder")
     if goes_on:
-        check_idle(run)
+        tidy(run)
     checkpoint, broken = newest_good(run / CHECKPOINTS)
     if checkpoint is None and (broken or required):
         raise CheckpointError(
@@ -99,7 +101,6 @@ def _placed(run: Path, checkpoint: Checkpoint | None, goes_on: bool, broken: Map
     if not goes_on:
         check_free(run)
         return Resumed(run, checkpoint, False, broken)
-    check_idle(run)
     return Resumed(run, checkpoint, True, broken, tuple(path.name for path in checkpoints(run / CHECKPOINTS)))
 
 

@@ -54,8 +54,7 @@ class RunFolder:
 
     Args:
         path: made if missing; has to be empty otherwise.
-        resume_at: the folder is that of a run which goes on from this step: what its metrics say of later ones is taken out, and
-            what a killed process left half-written is cleared away.
+        resume_at: the folder is that of a run which goes on from this step: what its metrics say of later ones is taken out.
 
     Raises:
         ConfigError: the folder holds something, cannot be written, or another process is writing it.
@@ -74,9 +73,6 @@ class RunFolder:
             self._lock = _locked(self.path)
             try:
                 if resume_at is not None:
-                    for folder in (self.path, self.path / CHECKPOINTS):
-                        if folder.is_dir():
-                            clean(folder)
                     _cut_log(self.path / METRICS, resume_at)
                     _cut_log(self.path / EVENTS, None)
                 self._logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
@@ -272,14 +268,20 @@ def is_run(path: Path) -> bool:
     return RUN in names or CHECKPOINTS in names or (bool(names) and names <= _STARTED_WITH)
 
 
-def check_idle(path: Path) -> None:
-    """Refuse a folder that another process is writing, before anything expensive is done.
+def tidy(path: Path) -> None:
+    """Clear away what a killed process left half-written in the folder of a run, before anything is looked for in it.
 
     Raises:
-        ConfigError: one is, or the folder cannot be opened.
+        ConfigError: another process is writing it, or it cannot be opened.
     """
     try:
-        os.close(_locked(path))
+        lock = _locked(path)
+        try:
+            for folder in (path, path / CHECKPOINTS):
+                if folder.is_dir():
+                    clean(folder)
+        finally:
+            os.close(lock)
     except OSError as error:
         raise ConfigError(f"--output_dir {path} cannot be used: {error.strerror}; choose another folder") from error
 

@@ -422,8 +422,7 @@ class Trainer:
         )
         if self._checkpoint is not None and self._state is not None and self.resumed is not None:
             self._state.restore(loop.transaction)
-            loop.load_state(self._checkpoint.record)
-            loop.last_save = loop.steps if self.resumed.goes_on else None
+            loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)
             set_random_state(self._state.random_states[0])
         else:
             torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
@@ -446,7 +445,7 @@ class Trainer:
                 if not loop.micro_batches:
                     raise no_sample(self.samples.counts)
                 raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / EVENTS})")
-            if loop.last_save != loop.steps:
+            if loop.unsaved:
                 self._save(folder, loop, last=True)
         finally:
             loop.recording.draw()  # pictures can wait until all is saved
@@ -476,7 +475,7 @@ class Trainer:
             folder.event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
         try:
             loop.settle()  # a checkpoint has to bear the step that its weights are of
-            if loop.steps and loop.last_save != loop.steps:
+            if loop.steps and loop.unsaved:
                 self._save(folder, loop, last=True)
         except Exception as second:  # the first one is what has to be seen
             folder.event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])

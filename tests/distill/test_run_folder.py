@@ -19,7 +19,7 @@ import npt
 from npt.config import NPTConfig
 from npt.distill import run_folder
 from npt.distill.checkpoint import write_manifest
-from npt.distill.run_folder import BROKEN, SUPERSEDED, RunFolder, check_free, check_idle, default_folder, is_run, versions
+from npt.distill.run_folder import BROKEN, SUPERSEDED, RunFolder, check_free, default_folder, is_run, tidy, versions
 from npt.errors import CheckpointError, ConfigError
 from npt.files import new_folder
 
@@ -265,6 +265,7 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_mo
     (folder.path / ".best.hgfedcba.old").mkdir()  # killed between the two renames that replace it
     (folder.path / "best").rename(folder.path / ".best.hgfedcba.old" / "best")
     (folder.path / ".mine").touch()
+    tidy(folder.path)
     with gone_on(folder.path, 1) as again:
         assert again.has_best and [p.name for p in again.checkpoints()] == ["step-00000001"]
     assert names(folder) == ["step-00000001"]
@@ -272,13 +273,13 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_mo
 
 
 def test_a_folder_has_one_writer(folder) -> None:
-    for refuse in (lambda: RunFolder(folder.path, resume_at=0), lambda: check_idle(folder.path)):
+    for refuse in (lambda: RunFolder(folder.path, resume_at=0), lambda: tidy(folder.path)):
         with pytest.raises(ConfigError, match="is being written by another process"):
             refuse()
     folder.close()
-    check_idle(folder.path)
+    tidy(folder.path)
     with gone_on(folder.path, 0), pytest.raises(ConfigError, match="another process"):
-        check_idle(folder.path)
+        tidy(folder.path)
 
 
 def test_a_process_that_was_killed_holds_no_folder(folder) -> None:
@@ -288,7 +289,7 @@ def test_a_process_that_was_killed_holds_no_folder(folder) -> None:
         RunFolder(folder.path, resume_at=0)
         os._exit(0)  # nothing is closed
     os.waitpid(child, 0)
-    check_idle(folder.path)
+    tidy(folder.path)
 
 
 def test_where_the_file_system_has_no_locks_a_run_does_without(tmp_path, monkeypatch) -> None:
@@ -306,7 +307,7 @@ def test_a_folder_that_was_made_for_nothing_is_removed_and_one_that_is_gone_on_i
     again = RunFolder(folder.path, resume_at=1)
     again.discard()
     assert names(folder) == ["step-00000001"] and (folder.path / "run.json").is_file()
-    check_idle(folder.path)
+    tidy(folder.path)
     other = RunFolder(folder.path.parent / "other")
     other.discard()
     other.close()  # again, as a `finally` does
@@ -370,7 +371,7 @@ def test_a_folder_that_goes_away_is_made_anew_with_what_comes(folder, way) -> No
     (warning,) = lines(folder.path / "events.jsonl")
     assert "removed or renamed" in warning["message"]
     with pytest.raises(ConfigError, match="another process"):
-        check_idle(folder.path)
+        tidy(folder.path)
     if way == "renamed":
         assert lines(folder.path.with_name("old") / "metrics.jsonl") == [{"step": 1}]
 

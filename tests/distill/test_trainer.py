@@ -830,7 +830,7 @@ def test_a_signal_ends_the_run_after_saving(build, monkeypatch, number, status) 
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
 
     def act(call: int, batch: Batch) -> None:
-        if call == 5:  # the second micro-batch of the third window
+        if call == 4:  # the first micro-batch of the third window
             os.kill(os.getpid(), number)
 
     replace_strategy(monkeypatch, act)
@@ -846,7 +846,8 @@ def test_a_signal_ends_the_run_after_saving(build, monkeypatch, number, status) 
 
 
 def test_a_run_stopped_by_a_signal_equals_the_run_that_ended_there(build, monkeypatch) -> None:
-    ended = build(texts(16), folder="ended", scheduler_type="constant", max_steps=2)
+    """The micro-batch that it came in front of is finished, and so is a window of one."""
+    ended = build(texts(16), folder="ended", scheduler_type="constant", max_steps=3)
     ended.train()
     replace_strategy(monkeypatch, lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) if call == 2 else None)
     stopped = build(texts(16), folder="stopped", scheduler_type="constant", max_steps=8, smoke_test=False)

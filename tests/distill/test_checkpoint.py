@@ -1,0 +1,543 @@
+"""Checkpoints: what is written comes back bit for bit, every damage is found and named, and nothing of one that is refused is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumed_runs import Runs, records, strict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import NPTConfig, TrainConfig
+from npt.distill import checkpoint as checkpoint_module
+from npt.distill.checkpoint import (
+    OPTIMIZER_TENSORS,
+    checkpoints,
+    newest_good,
+    read_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+    write_manifest,
+)
+from npt.distill.loop import new_transaction
+from npt.distill.random_state import random_state
+from npt.distill.transaction import Transaction
+from npt.errors import AdapterFileError, CheckpointError, NPTError
+
+RECORD, TENSORS, MANIFEST = "state.json", "state.safetensors", "manifest.json"
+FILES = ["adapter/README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", RECORD, TENSORS]
+SOME = "optimizer.model.layers.1.npt.B.up.exp_avg"
+
+
+@pytest.fixture(scope="module")
+def _made(load_model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A run of three steps with a spike guard, and the model that it left."""
+    place = tmp_path_factory.mktemp("made")
+    runs = Runs(load_model(), place, lambda: records(3), settings={"skip_spikes": True})
+    runs.run("run")
+    return runs.model, place / "run" / "checkpoints" / "step-00000003"
+
+
+@pytest.fixture
+def model(_made: tuple[nn.Module, Path]) -> nn.Module:
+    """With adapters of the checkpoint's form, and other numbers in them."""
+    npt.detach(_made[0])
+    npt.attach(_made[0], NPTConfig(rank=2, layers="1,3"), seed=5)
+    return _made[0]
+
+
+@pytest.fixture
+def folder(_made: tuple[nn.Module, Path], tmp_path: Path) -> Path:
+    """A copy of the checkpoint of step 3."""
+    return shutil.copytree(_made[1], tmp_path / "run" / "checkpoints" / "step-00000003")
+
+
+def transaction_of(model: nn.Module, **config: Any) -> Transaction[Any]:
+    return new_transaction(adapter_parameters(model), TrainConfig(skip_spikes=True, **config), [1e-2])
+
+
+def refused(folder: Path, error: type[NPTError] = CheckpointError, model: nn.Module | None = None) -> str:
+    """What it is refused with, in one line and with status 5; the model is as it was."""
+    before = {} if model is None else {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
+    with pytest.raises(error) as caught:
+        read = read_checkpoint(folder)
+        if model is not None:
+            read.state(model, npt.base_hash(model))
+    message = str(caught.value)
+    assert caught.value.exit_status == 5
+    assert "\n" not in message and message.isprintable() and len(message) < 700
+    if model is not None:
+        for name, p in adapter_parameters(model).items():
+            assert torch.equal(p, before[name])
+    return message
+
+
+def change_record(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """As somebody would who makes the sums right again."""
+    record = json.loads((folder / RECORD).read_text())
+    change(record)
+    (folder / RECORD).write_text(json.dumps(record))
+    write_manifest(folder)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], file: str = TENSORS) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+    write_manifest(folder)
+
+
+# --- what is written ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_its_files_and_their_sums(folder) -> None:
+    assert sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()) == sorted([*FILES, MANIFEST])
+    manifest = strict(folder / MANIFEST)
+    assert manifest["files"] == {
+        name: {"sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(), "bytes": (folder / name).stat().st_size}
+        for name in FILES
+    }
+    verify_checkpoint(folder)
+
+
+def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
+    transaction = transaction_of(model)
+    state = read_checkpoint(folder).state(model, npt.base_hash(model))
+    state.restore(transaction)
+    adapters, stored = load_file(folder / "adapter" / "adapter_model.safetensors"), load_file(folder / TENSORS)
+    for name, parameter in adapter_parameters(model).items():
+        assert torch.equal(parameter, adapters[f"base_model.model.{name}"])
+        moments = transaction.optimizer.state[parameter]
+        assert set(moments) == set(OPTIMIZER_TENSORS) and float(moments["step"]) == 3.0
+        for key, moment in moments.items():
+            assert torch.equal(moment, stored[f"optimizer.{name}.{key}"])
+            assert bool(moment.any())  # none is a zero that would fit by chance
+    assert state.step == 3 and torch.equal(state.random_states[0]["cpu"], stored["rng.0.cpu"])
+    assert transaction.spikes is not None
+    assert transaction.spikes.remembered() == (stored["spikes.losses"].tolist(), stored["spikes.norms"].tolist())
+    assert len(stored["spikes.losses"]) == 3
+
+
+def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
+    """What goes on in it must not write into it."""
+    state = read_checkpoint(folder).state(model, npt.base_hash(model))
+    for _ in range(2):
+        transaction = transaction_of(model)
+        state.restore(transaction)
+        for parameter in adapter_parameters(model).values():
+            assert float(transaction.optimizer.state[parameter]["step"]) == 3.0
+            transaction.optimizer.state[parameter]["step"].fill_(7)
+            with torch.no_grad():
+                parameter.zero_()
+    assert all(float(moments["step"]) == 3.0 for _, moments in state.kept.values())
+
+
+def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp_path) -> None:
+    transaction = transaction_of(model)
+    read = read_checkpoint(folder)
+    state = read.state(model, npt.base_hash(model))
+    state.restore(transaction)
+    record = {name: value for name, value in read.record.items() if name != "format"}
+    write_checkpoint(tmp_path / "again", model, transaction, record, npt.base_hash(model), state.random_states)
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_random_states_of_several_ranks_come_back_by_rank(model, folder, tmp_path) -> None:
+    states = {rank: {"cpu": torch.Generator().manual_seed(rank).get_state()} for rank in range(11)}
+    record = read_checkpoint(folder).record
+    write_checkpoint(tmp_path / "ranks", model, transaction_of(model), record, npt.base_hash(model), states)
+    found = read_checkpoint(tmp_path / "ranks").state(model, npt.base_hash(model)).random_states
+    assert found.keys() == states.keys()
+    assert all(torch.equal(found[rank]["cpu"], states[rank]["cpu"]) for rank in states)
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_modes_follow_the_umask(model, folder, tmp_path, umask, file_mode, folder_mode) -> None:
+    before = os.umask(umask)
+    try:
+        write_checkpoint(
+            tmp_path / "new", model, transaction_of(model), read_checkpoint(folder).record, npt.base_hash(model), {0: random_state()}
+        )
+    finally:
+        os.umask(before)
+    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").rglob("*")}
+    assert modes == {False: file_mode, True: folder_mode}
+
+
+def test_a_poisoned_adapter_is_not_written(model, folder, tmp_path) -> None:
+    with torch.no_grad():
+        model.model.layers[3].npt.A[0, 0] = float("nan")
+    with pytest.raises(AdapterFileError, match="not finite"):
+        write_checkpoint(tmp_path / "new", model, transaction_of(model), read_checkpoint(folder).record, "hash", {0: random_state()})
+    assert {p.name for p in tmp_path.iterdir()} == {"run"}
+
+
+# --- damage ------------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_found_and_named_with_both_sums(folder, name) -> None:
+    source = random.Random(name)
+    original = (folder / name).read_bytes()
+    wanted = hashlib.sha256(original).hexdigest()[:12]
+    for bit in [0, len(original) * 8 - 1, *(source.randrange(len(original) * 8) for _ in range(20))]:
+        flip(folder / name, bit)
+        now = hashlib.sha256((folder / name).read_bytes()).hexdigest()[:12]
+        message = refused(folder)
+        assert str(folder / name) in message and wanted in message and now in message
+        (folder / name).write_bytes(original)
+    verify_checkpoint(folder)
+
+
+def test_whichever_byte_of_the_manifest_is_another_it_is_found(folder) -> None:
+    content = (folder / MANIFEST).read_bytes()
+    for index in range(len(content)):
+        flip(folder / MANIFEST, 8 * index + index % 8)
+        with pytest.raises(CheckpointError, match=str(folder)):
+            verify_checkpoint(folder)
+        (folder / MANIFEST).write_bytes(content)
+    verify_checkpoint(folder)
+
+
+def test_a_manifest_that_says_other_sums_is_named_with_both(folder) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    own = manifest["sha256"][:12]
+    manifest["files"][RECORD]["sha256"] = "0" * 64
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    now = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()[:12]
+    message = refused(folder)
+    assert str(folder / MANIFEST) in message and own in message and now in message
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "cut to half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a link to its own content": lambda path: (path.rename(path.parents[1] / "content"), path.symlink_to(path.parents[1] / "content")),
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nothing")),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "of zeros": lambda path: path.write_bytes(b"\0" * path.stat().st_size),
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_every_damage_to_every_file_is_found_and_named(folder, name, damage) -> None:
+    DAMAGE[damage](folder / name)
+    assert name in refused(folder) or f"{folder} holds no manifest" in refused(folder)
+
+
+def test_two_files_that_changed_places_are_found(folder) -> None:
+    (folder / RECORD).rename(folder / "aside")
+    (folder / TENSORS).rename(folder / RECORD)
+    (folder / "aside").rename(folder / TENSORS)
+    assert RECORD in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["extra", ".hidden", "adapter/more.py", "deep/down/below", "a\nb"])
+def test_a_file_too_many_is_found_and_named(folder, name) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("")
+    assert f"holds the extra file {name!r}" in refused(folder)
+
+
+def test_a_folder_that_is_a_link_is_found(folder, tmp_path) -> None:
+    (folder / "adapter").rename(tmp_path / "adapter")
+    (folder / "adapter").symlink_to(tmp_path / "adapter")
+    assert "adapter is a link; a checkpoint holds plain files only" in refused(folder)
+
+
+MANIFESTS: dict[str, Any] = {
+    "no files": {"files": {}},
+    "files that are a list": {"files": []},
+    "no entry": {},
+    "sums that are text": {"files": dict.fromkeys(FILES, "sum")},
+    "sums that are missing": {"files": {name: {} for name in FILES}},
+    "sums that are numbers": {"files": {name: {"sha256": 3, "bytes": "x"} for name in FILES}},
+    "a name that leads elsewhere": {"files": {"../../secret": {"sha256": "0" * 64, "bytes": 1}}},
+    "an absolute name": {"files": {"/etc/passwd": {"sha256": "0" * 64, "bytes": 1}}},
+    "half a surrogate": {"files": {"\ud800": {}}},
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_whose_own_sum_is_right_may_say_anything(folder, case, monkeypatch) -> None:
+    files = MANIFESTS[case].get("files")
+    if isinstance(files, dict):
+        (folder / MANIFEST).write_text(checkpoint_module._manifest_text(files))
+    else:
+        (folder / MANIFEST).write_text(json.dumps(MANIFESTS[case]))
+    opened: list[Path] = []
+    original = checkpoint_module._sums
+    monkeypatch.setattr(checkpoint_module, "_sums", lambda path: (opened.append(path), original(path))[1])
+    refused(folder)
+    assert all(folder in path.resolve().parents for path in opened)
+
+
+def test_a_manifest_of_any_depth_or_length_is_refused_and_not_read(folder) -> None:
+    (folder / MANIFEST).write_text('{"files": ' + '{"a": ' * 50_000 + "1" + "}" * 50_001)
+    refused(folder)
+    with (folder / MANIFEST).open("w") as stream:
+        stream.truncate((64 << 20) + 1)
+    assert "more than" in refused(folder)
+
+
+def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(folder, monkeypatch) -> None:
+    def failing(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(checkpoint_module, "_sums", failing)
+    assert "Input/output error" in refused(folder)
+
+
+# --- which one is picked -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(folder: Path) -> Path:
+    """`checkpoints/` with copies of the checkpoint as those of the steps 1 to 3."""
+    for step in (1, 2):
+        shutil.copytree(folder, folder.parent / f"step-{step:08d}")
+    return folder.parent
+
+
+def test_the_newest_that_verifies_is_picked_and_the_others_are_told_of_and_left_alone(run) -> None:
+    found, broken = newest_good(run)
+    assert found is not None and found.folder.name == "step-00000003" and broken == {}
+    flip(run / "step-00000003" / TENSORS, 4000)
+    (run / "step-00000002" / MANIFEST).unlink()
+    before = sorted(run.rglob("*"))
+    found, broken = newest_good(run)
+    assert found is not None and found.folder.name == "step-00000001"
+    assert list(broken) == [run / "step-00000003", run / "step-00000002"]
+    assert TENSORS in broken[run / "step-00000003"] and "holds no manifest.json" in broken[run / "step-00000002"]
+    assert sorted(run.rglob("*")) == before
+
+
+def test_where_none_verifies_none_is_picked(run) -> None:
+    for path in checkpoints(run):
+        (path / RECORD).write_text("{}")
+    found, broken = newest_good(run)
+    assert found is None and len(broken) == 3
+
+
+def test_one_of_another_version_is_refused_and_not_passed_over(run) -> None:
+    """Its sums are right: an older one would lose what this one holds."""
+    change_record(run / "step-00000003", lambda record: record.update(format=2))
+    with pytest.raises(CheckpointError, match=r"step-00000003/state\.json is of format 2, this version reads 1"):
+        newest_good(run)
+
+
+def test_half_written_folders_are_never_picked(run) -> None:
+    for name in (".step-00000009.abcdefgh.partial", "step-00000009.broken", "step-00000009.superseded", "step-9"):
+        shutil.copytree(run / "step-00000003", run / name)
+    (run / "step-00000010").mkdir()  # without a manifest
+    found, broken = newest_good(run)
+    assert found is not None and found.folder.name == "step-00000003"
+    assert list(broken) == [run / "step-00000010"]
+
+
+def test_steps_are_ordered_as_numbers(run) -> None:
+    for step in (99_999_999, 100_000_000):
+        shutil.copytree(run / "step-00000003", run / f"step-{step:08d}")
+    assert [path.name for path in checkpoints(run)][-2:] == ["step-99999999", "step-100000000"]
+
+
+def test_a_place_without_checkpoints_has_none(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "none", tmp_path / "file"):
+        assert checkpoints(place) == [] and newest_good(place) == (None, {})
+
+
+# --- what a right sum does not vouch for -------------------------------------------------------------------------------
+
+
+def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
+    """`entry("a", "b")(value)` sets record["a"]["b"]."""
+
+    def to(value: Any) -> Callable[[dict[str, Any]], None]:
+        def change(record: dict[str, Any]) -> None:
+            for key in path[:-1]:
+                record = record[key]
+            record[path[-1]] = value
+
+        return change
+
+    return to
+
+
+RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no format": (lambda r: r.pop("format"), "of format None"),
+    "a step missing": (lambda r: r.pop("step"), "'step' is missing"),
+    "a step below zero": (entry("step")(-1), "step is -1"),
+    "a step beyond any": (entry("step")(2**62), "step is 4611686018427387904"),
+    "a fraction of a step": (entry("step")(1.5), "step is 1.5"),
+    "a boolean for a step": (entry("step")(True), "step is True"),
+    "tokens as text": (entry("tokens")("many\nmore"), "tokens is 'many\\nmore'"),
+    "settings that are a list": (entry("settings")([]), "settings is []"),
+    "refusals that are no counts": (entry("refused_by_kind")({"data": "x"}), "refused_by_kind is"),
+    "refusals below zero": (entry("refused_by_kind")({"data": -1}), "refused_by_kind is"),
+    "an epoch that is no number": (entry("refused_by_epoch")({"first": 1}), "'first'"),
+    "no position": (entry("position")({}), "place"),
+    "a position with an entry too many": (entry("position", "x")(1), "'x'"),
+    "a place of two": (entry("position", "place")([1, 2]), "position"),
+    "a place of text": (entry("position", "place")("abc"), "position"),
+    "a place below zero": (entry("position", "place")([0, -1, 0]), "-1"),
+    "an epoch of text": (entry("position", "epoch")("0"), "'0'"),
+    "no figures": (entry("initial")({}), "figures of teacher"),
+    "figures of text": (entry("initial", "teacher", "kl")("low"), "'low'"),
+    "a figure too many": (entry("initial", "teacher", "rouge")(1.0), "rouge"),
+    "layers that are a list": (entry("initial", "layers")([]), "items"),
+    "a layer without figures": (entry("initial", "layers", "1")({}), "nmse_student"),
+    "a best that is text": (entry("best_kl")("0.1"), "best_kl is '0.1'"),
+    "a count that is none": (entry("counted_from")({"steps": 0}), "counted_from.'micro_batches' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_an_entry_that_cannot_be_is_refused_and_named(folder, case) -> None:
+    change, named = RECORDS[case]
+    change_record(folder, change)
+    message = refused(folder)
+    assert str(folder / RECORD) in message and named in message
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"format": NaN}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"])
+def test_a_record_that_is_none_is_refused(folder, content) -> None:
+    (folder / RECORD).write_text(content)
+    write_manifest(folder)
+    assert str(folder / RECORD) in refused(folder)
+
+
+def full(value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda t: t[SOME].view(-1)[3:4].fill_(value)
+
+
+TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "a moment missing": (lambda t: t.pop(SOME), f"lacks the tensor {SOME!r}"),
+    "a moment too many": (lambda t: t.update({SOME + "x": torch.zeros(1)}), "has the extra tensor"),
+    "a stranger": (lambda t: t.update({"../../x\n": torch.zeros(1)}), "has the extra tensor '../../x\\n'"),
+    "a moment of another shape": (
+        lambda t: t.update({SOME: t[SOME].T.contiguous()}),
+        f"{SOME} is F32 [2, 128], the run needs F32 [128, 2]",
+    ),
+    "a moment of another dtype": (lambda t: t.update({SOME: t[SOME].double()}), f"{SOME} is F64"),
+    "a moment of nothing": (lambda t: t.update({SOME: t[SOME][:0]}), f"{SOME} is F32 [0, 2]"),
+    "a step count of two": (
+        lambda t: t.update({SOME.replace("exp_avg", "step"): torch.zeros(2)}),
+        "B.up.step is F32 [2], the run needs F32 []",
+    ),
+    "a NaN among the moments": (full(float("nan")), f"{SOME} holds a non-finite value"),
+    "an infinity among the moments": (full(float("inf")), f"{SOME} holds a non-finite value"),
+    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the ranks []"),
+    "a rank that is skipped": (lambda t: t.update({"rng.2.cpu": t["rng.0.cpu"].clone()}), "ranks ['0', '2']"),
+    "a rank that is none": (lambda t: t.update({"rng.x.cpu": t["rng.0.cpu"].clone()}), "ranks ['0', 'x']"),
+    "a device that is none": (lambda t: t.update({"rng.0.tpu": t["rng.0.cpu"].clone()}), "'rng.0.tpu'"),
+    "a short random state": (lambda t: t.update({"rng.0.cpu": t["rng.0.cpu"][:9].clone()}), "'rng.0.cpu', U8 [9]"),
+    "a random state of zeros": (lambda t: t["rng.0.cpu"].zero_(), "rng.0.cpu is no random state"),
+    "half a spike guard": (lambda t: t.pop("spikes.norms"), "lacks the tensor 'spikes.norms'"),
+    "a spike guard that remembers too much": (lambda t: t.update({"spikes.norms": torch.zeros(129, dtype=torch.float64)}), "F64 [129]"),
+    "a spike guard in fp32": (lambda t: t.update({"spikes.norms": torch.zeros(3)}), "spikes.norms is F32 [3]"),
+    "a NaN that the spike guard remembers": (lambda t: t["spikes.losses"].fill_(float("nan")), "remembered is not finite"),
+}
+
+
+@pytest.mark.parametrize("case", TENSOR_CASES)
+def test_tensors_that_cannot_be_are_refused_by_name_and_change_nothing(folder, model, case) -> None:
+    change, named = TENSOR_CASES[case]
+    change_tensors(folder, change)
+    message = refused(folder, model=model)
+    assert str(folder / TENSORS) in message and named in message
+
+
+@pytest.mark.parametrize("name", [TENSORS, "adapter/adapter_model.safetensors"])
+@pytest.mark.parametrize("length", [2**63, 2**40, 101 << 20, 0])
+def test_a_header_that_claims_to_be_huge_is_refused(folder, model, name, length) -> None:
+    (folder / name).write_bytes(struct.pack("<Q", length) + (folder / name).read_bytes()[8:])
+    write_manifest(folder)
+    assert name in refused(folder, NPTError, model)
+
+
+def test_no_tensor_is_read_before_all_of_them_have_the_right_form(folder, model, monkeypatch) -> None:
+    change_tensors(folder, TENSOR_CASES["a moment of another shape"][0])
+    monkeypatch.setattr(checkpoint_module, "read_tensors", lambda *_: pytest.fail("a tensor was read"))
+    refused(folder, model=model)
+
+
+ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "a tensor missing": (lambda t: t.pop("base_model.model.model.layers.1.npt.A"), "lacks the tensor"),
+    "a tensor too many": (lambda t: t.update(stranger=torch.zeros(1)), "has the extra tensor 'stranger'"),
+    "a tensor of another shape": (lambda t: t.update({"base_model.model.model.layers.1.npt.A": torch.zeros(3, 64)}), "[3, 64]"),
+    "a NaN": (lambda t: t["base_model.model.model.layers.1.npt.A"].fill_(float("nan")), "non-finite"),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(folder, model, case) -> None:
+    change, named = ADAPTERS[case]
+    change_tensors(folder, change, "adapter/adapter_model.safetensors")
+    assert named in refused(folder, AdapterFileError, model)
+
+
+def test_another_base_is_refused_with_both_hashes(folder, model) -> None:
+    with pytest.raises(AdapterFileError, match=f"trained on base {npt.base_hash(model)[:12]} .*this base is another"):
+        read_checkpoint(folder).state(model, "another base")
+
+
+# --- nothing that could run code ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to a pickle raises."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a pickle was touched")
+
+    for module, names in ((torch, ("load", "save")), (pickle, ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"))):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+
+
+def test_saving_and_resuming_touch_no_pickle(load_model, tmp_path, no_pickle) -> None:
+    runs = Runs(load_model(), tmp_path, lambda: records(4), settings={"save_steps": 2, "eval_steps": 2, "skip_spikes": True})
+    runs.run("run", max_steps=2)
+    assert runs.run("run", resume="auto").steps == 4
+
+
+def test_a_pickle_in_place_of_tensors_is_not_loaded(folder, model, tmp_path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    for name in (TENSORS, "adapter/adapter_model.safetensors"):
+        content = (folder / name).read_bytes()
+        torch.save(Trap(), folder / name)
+        write_manifest(folder)
+        assert name in refused(folder, NPTError, model)
+        (folder / name).write_bytes(content)
+    assert not (tmp_path / "sprung").exists()

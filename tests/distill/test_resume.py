@@ -1,0 +1,637 @@
+"""Resuming: a run that was interrupted anywhere and taken up again is the run that was not, and what cannot be taken up is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from resumed_runs import Runs, Stream, at, checkpoint_names, events, lines, records, strict, with_faults
+from safetensors.torch import load_file
+from torch import nn
+
+import npt
+from npt.data.batch import Batch
+from npt.distill import spikes
+from npt.distill.checkpoint import MANIFEST, write_manifest
+from npt.distill.identity import check_same_data, data_identity
+from npt.distill.resume import changed_settings, find_resumed
+from npt.distill.run_folder import RunFolder
+from npt.distill.transaction import Transaction
+from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "a list, over epochs": {
+        "data": lambda: records(9),
+        "settings": {"num_epochs": 2, "gradient_accumulation_steps": 2, "batch_size": 1, "save_steps": 2, "warmup_steps": 2},
+    },
+    "refusals of data and of NaN in windows of three": {
+        "data": lambda: with_faults(records(28)),
+        "settings": {"gradient_accumulation_steps": 3, "batch_size": 1, "save_steps": 3, "eval_steps": 4, "weight_decay": 0.1},
+    },
+    "a stream, packed, over epochs": {
+        "data": lambda: Stream(with_faults(records(26))),
+        "settings": {"num_epochs": 2, "gradient_accumulation_steps": 2, "regularization_lambda": 0.1},
+        "data_settings": {"streaming": True, "packing": True},
+    },
+    "replayed samples mixed in, spikes refused": {
+        "data": lambda: records(20),
+        "replay": lambda: with_faults(records(12, seed=3)),
+        "settings": {"num_epochs": 2, "batch_size": 2, "skip_spikes": True, "spike_sigmas": 1.5, "save_steps": 4},
+    },
+    "a stream that is read once, end to end": {
+        "data": lambda: (record for record in records(12)),
+        "settings": {"batch_size": 1, "max_steps": 9, "strategy": "end_to_end", "logit_kl_weight": 0.5, "scheduler_type": "linear"},
+        "data_settings": {"streaming": True},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def base(poisoned_folder: Path) -> nn.Module:
+    return npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
+
+
+@pytest.fixture
+def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
+    """Runs of a kind, or of ten records in steps of two; the number of steps from which spikes are looked for is lowered."""
+
+    def make(kind: str | None = None, **more: Any) -> Runs:
+        plain: dict[str, Any] = {"data": lambda: records(10), "settings": {"batch_size": 2, "save_steps": 2}}
+        return Runs(base, tmp_path, **(plain | more if kind is None else KINDS[kind]))
+
+    return make
+
+
+def nothing(number: int, batch: Batch) -> None:
+    """Does nothing in front of a micro-batch."""
+
+
+@pytest.fixture(autouse=True)
+def _spikes_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spikes, "MINIMUM", 4)
+
+
+# --- interrupted anywhere, taken up again ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_interrupted_again_and_again_is_the_run_that_was_not(runs, kind) -> None:
+    """Every process is stopped a few micro-batches on, in another place of a window each time, until one comes to the end."""
+    here = runs(kind)
+    seen: list[tuple[str, ...]] = []
+    here.run("whole", lambda number, batch: seen.append(batch.sample_ids))
+    whole = here.outcome("whole")
+    for process in range(60):
+        again: list[tuple[str, ...]] = []
+
+        def act(number: int, batch: Batch, stop: int = 3 + process % 4, again: list[Any] = again) -> None:
+            again.append(batch.sample_ids)
+            at(stop)(number, batch)
+
+        result = here.run("parts", act, resume="auto")
+        assert any(seen[start : start + len(again)] == again for start in range(len(seen)))
+        if result.signal is None:
+            break
+        assert result.exit_status == 143
+    here.outcome("parts").assert_equal(whole)
+    assert process > 0 and len(events(here.place / "parts", "resume")) == process + 1
+    assert {tuple(e["sample_ids"]) for e in events(here.place / "parts", "refusal")} == {
+        tuple(e["sample_ids"]) for e in events(here.place / "whole", "refusal")
+    }
+
+
+def test_the_kinds_of_runs_have_in_them_what_they_are_for(runs) -> None:
+    """Refusals of every sort, packed rows, replayed samples, evaluations: without them the sweep above would show little."""
+    kinds: dict[str, set[str]] = {}
+    packed = replayed = False
+    for number, kind in enumerate(KINDS):
+        here = runs(kind)
+
+        def look(call: int, batch: Batch) -> None:
+            nonlocal packed, replayed
+            packed |= batch.documents is not None
+            replayed |= any(name.startswith("3-") for name in batch.sample_ids)
+
+        result = here.run(f"run-{number}", look)
+        kinds[kind] = set(result.refused_by_kind)
+    assert packed and replayed
+    assert {"data", "loss"} <= kinds["refusals of data and of NaN in windows of three"]
+    assert "spike" in kinds["replayed samples mixed in, spikes refused"]
+
+
+@pytest.fixture(scope="module")
+def whole(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    kind = KINDS["refusals of data and of NaN in windows of three"]
+    made = Runs(base, tmp_path_factory.mktemp("whole"), **kind)
+    made.run("whole")
+    return made
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stop=st.integers(0, 24), kill=st.booleans())
+def test_stopped_or_killed_at_any_micro_batch_it_goes_on_exactly(whole, stop, kill) -> None:
+    folder = f"{'killed' if kill else 'stopped'}-{stop}"
+    shutil.rmtree(whole.place / folder, ignore_errors=True)
+    if kill:
+        assert whole.killed(folder, at(stop, signal.SIGKILL)) == -signal.SIGKILL
+    else:
+        assert whole.run(folder, at(stop)).exit_status == 143
+    whole.run(folder, resume="auto")
+    whole.outcome(folder).assert_equal(whole.outcome("whole"))
+
+
+def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(runs, monkeypatch) -> None:
+    """SIGKILL in front of the n-th rename, sync or new folder of a process, then of the next, for more and more n."""
+    here = runs(settings={"batch_size": 2, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1})
+    here.run("whole")
+    operations = {"replace": os.replace, "fsync": os.fsync, "mkdir": os.mkdir}
+    count, kills, limit = 0, 0, 0
+
+    def counted(name: str) -> Callable[..., Any]:
+        def operation(*arguments: Any, **more: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operations[name](*arguments, **more)
+
+        return operation
+
+    for name in operations:
+        monkeypatch.setattr(os, name, counted(name))
+    for first in range(3, 400, 17):
+        folder, limit = f"killed-{first}", first
+        if here.killed(folder, nothing) == 0:
+            break
+        limit = first // 2
+        kills += 1 + (here.killed(folder, nothing, resume="auto") != 0)
+        limit = 0
+        assert here.killed(folder, nothing, resume="auto") == 0
+        here.outcome(folder).assert_equal(here.outcome("whole"))
+    assert kills > 10
+
+
+def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
+    """Flags read one window late, as on a GPU."""
+    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=True))
+    here = runs("refusals of data and of NaN in windows of three")
+    here.run("whole")
+    for stop in (4, 11, 16):
+        here.run(f"part-{stop}", at(stop))
+        here.run(f"part-{stop}", resume="auto")
+        here.outcome(f"part-{stop}").assert_equal(here.outcome("whole"))
+
+
+def test_a_run_that_had_ended_is_taken_up_without_another_step(runs) -> None:
+    for name, changed in (("by data", {}), ("by steps", {"max_steps": 3})):
+        here = runs()
+        here.run(name, **changed)
+        before = here.outcome(name)
+        (here.place / name / "fidelity.json").unlink()
+        result = here.run(name, lambda number, batch: pytest.fail("a micro-batch was computed"), resume="auto", smoke_test=True, **changed)
+        here.outcome(name).assert_equal(before)
+        assert result.steps == len(before.metrics) and result.fidelity is not None
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_only_lacks_that(runs, monkeypatch) -> None:
+    here = runs()
+    here.run("whole")
+    trainer = here.trainer("part")
+    original, calls = trainer._evaluate, iter(range(9))
+
+    def evaluate() -> Any:
+        if next(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original()
+
+    monkeypatch.setattr(trainer, "_evaluate", evaluate)
+    result = trainer.train()
+    assert (result.steps, result.exit_status, result.fidelity) == (5, 143, None)
+    here.run("part", lambda number, batch: pytest.fail("a micro-batch was computed"), resume="auto")
+    here.outcome("part").assert_equal(here.outcome("whole"))
+
+
+def test_an_evaluation_that_a_signal_ended_is_made_up_for(runs, monkeypatch) -> None:
+    here = runs(settings={"batch_size": 2, "eval_steps": 2})
+    here.run("whole")
+    trainer = here.trainer("part")
+    original, calls = trainer._evaluate, iter(range(9))
+
+    def evaluate() -> Any:
+        if next(calls) == 1:  # the first one inside the run
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original()
+
+    monkeypatch.setattr(trainer, "_evaluate", evaluate)
+    assert (trainer.train().steps, len(events(here.place / "part", "evaluation"))) == (2, 0)
+    here.run("part", resume="auto")
+    here.outcome("part").assert_equal(here.outcome("whole"))
+    assert [e["step"] for e in events(here.place / "part", "evaluation")] == [2, 4]
+
+
+def test_the_random_state_goes_on_where_it_was(runs) -> None:
+    """Nothing of the loop draws from it; what a strategy to come draws has to be the same all the same."""
+    drawn: dict[str, list[float]] = {}
+
+    def drawing(folder: str, stop: int | None = None) -> Callable[[int, Batch], None]:
+        def act(number: int, batch: Batch) -> None:
+            drawn.setdefault(folder, []).append(float(torch.rand(())))
+            if number == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return act
+
+    here = runs(settings={"batch_size": 1, "gradient_accumulation_steps": 2})
+    here.run("whole", drawing("whole"))
+    here.run("part", drawing("part", stop=2))
+    torch.manual_seed(99)
+    abandoned = drawn["part"].pop()
+    here.run("part", drawing("part"), resume="auto")
+    assert drawn["part"] == drawn["whole"] and drawn["part"][2] == abandoned
+
+
+# --- which checkpoint, and in which folder -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(runs) -> Runs:
+    """A run stopped at step 3 of 5 with checkpoints of the steps 1, 2 and 3 in `run`."""
+    made = runs(settings={"batch_size": 2, "save_steps": 1})
+    made.run("run", at(3))
+    assert checkpoint_names(made.place / "run") == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+    shutil.rmtree(made.place / "run" / "checkpoints" / "step-00000004")
+    return made
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "state.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_broken_checkpoint_is_told_of_and_set_aside_and_the_one_before_is_used(stopped) -> None:
+    run = stopped.place / "run"
+    damage(run / "checkpoints" / "step-00000003")
+    stopped.run("whole")
+    stopped.run("run", resume="auto")
+    stopped.outcome("run").assert_equal(stopped.outcome("whole"))
+    (warning,) = events(run, "warning")
+    for part in ("step-00000003/state.safetensors: sha256", "the manifest says", "set aside as step-00000003.broken"):
+        assert part in warning["message"]
+    assert warning["message"] in stopped.said.getvalue()
+    assert events(run, "resume")[0]["step"] == 2
+    assert "step-00000003.broken" in checkpoint_names(run)
+
+
+def test_where_all_are_broken_nothing_is_started_and_nothing_touched(stopped) -> None:
+    run = stopped.place / "run"
+    for name in checkpoint_names(run):
+        damage(run / "checkpoints" / name)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for _ in range(2):  # the second time as well: it is not an empty folder by then
+        with pytest.raises(CheckpointError, match=r"no checkpoint below .* verifies: .*step-00000003/state.*step-00000001/state") as caught:
+            stopped.run("run", resume="auto")
+        assert caught.value.exit_status == 5
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_auto_without_a_run_starts_one(runs) -> None:
+    here = runs()
+    here.run("whole")
+    (here.place / "empty").mkdir()
+    for name in ("empty", "missing"):
+        result = here.run(name, resume="auto")
+        assert result.steps == 5
+        here.outcome(name).assert_equal(here.outcome("whole"))
+        assert events(here.place / name, "resume")[0] | {"time": 0} == {
+            "event": "resume",
+            "time": 0,
+            "step": 0,
+            "checkpoint": None,
+            "changed": {},
+        }
+
+
+def test_auto_in_the_folder_of_a_run_that_died_before_its_first_checkpoint_starts_anew_in_it(runs) -> None:
+    here = runs()
+    here.run("whole")
+    assert here.killed("run", at(1, signal.SIGKILL)) == -signal.SIGKILL
+    assert not (here.place / "run" / "checkpoints").exists() and lines(here.place / "run", "metrics")
+    here.run("run", resume="auto")
+    here.outcome("run").assert_equal(here.outcome("whole"))
+
+
+@pytest.mark.parametrize(
+    "resume",
+    ["RUN", "RUN/", "RUN/checkpoints/step-00000003", "RUN/checkpoints/step-00000003/", "RUN/checkpoints/../checkpoints/step-00000003"],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_path_goes_on_in_its_run(stopped, resume, named, monkeypatch) -> None:
+    run = stopped.place / "run"
+    monkeypatch.chdir(stopped.place)
+    result = stopped.run("run" if named else None, resume=resume.replace("RUN", "run"))
+    assert result.steps == 5 and result.folder.resolve() == run
+    assert events(run, "resume")[0]["step"] == 3 and [line["step"] for line in lines(run, "metrics")] == [1, 2, 3, 4, 5]
+
+
+def test_a_checkpoint_is_named_from_within_itself(stopped, monkeypatch) -> None:
+    monkeypatch.chdir(stopped.place / "run" / "checkpoints" / "step-00000002")
+    assert stopped.run(None, resume=".").folder == stopped.place / "run"
+
+
+def test_an_older_checkpoint_sets_the_newer_ones_aside(stopped) -> None:
+    """Otherwise the next `auto` would pick a run that was left, and rotation would count it."""
+    run = stopped.place / "run"
+    stopped.run(None, at(0), resume=str(run / "checkpoints" / "step-00000001"), learning_rate=1e-3, save_total_limit=1)
+    assert checkpoint_names(run) == ["step-00000002", "step-00000002.superseded", "step-00000003.superseded"]
+    warnings = [e["message"] for e in events(run, "warning")]
+    assert warnings == [f"the run goes on from step 1; step-0000000{step} is set aside as step-0000000{step}.superseded" for step in (2, 3)]
+    assert [line["step"] for line in lines(run, "metrics")] == [1, 2]
+
+
+def test_a_new_folder_takes_what_comes_and_leaves_the_old_one_as_it_is(stopped) -> None:
+    run = stopped.place / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    stopped.run("whole")
+    stopped.run("new", resume=str(run))
+    new = stopped.place / "new"
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert [line["step"] for line in lines(new, "metrics")] == [4, 5] and checkpoint_names(new) == ["step-00000004", "step-00000005"]
+    one, other = stopped.outcome("new"), stopped.outcome("whole")
+    other.metrics = other.metrics[3:]
+    one.assert_equal(other)
+
+
+def test_a_run_that_had_ended_gives_its_checkpoint_to_a_new_folder(runs) -> None:
+    here = runs()
+    here.run("run")
+    here.run("new", resume=str(here.place / "run"))
+    assert checkpoint_names(here.place / "new") == ["step-00000005"]
+
+
+def test_a_broken_checkpoint_of_another_folder_is_told_of_and_left(stopped) -> None:
+    run = stopped.place / "run"
+    damage(run / "checkpoints" / "step-00000003")
+    stopped.run("new", resume=str(run))
+    assert "state.safetensors: sha256" in events(stopped.place / "new", "warning")[0]["message"]
+    assert checkpoint_names(run) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_the_best_adapters_of_a_new_folder_are_its_own(runs) -> None:
+    here = runs(settings={"batch_size": 2, "save_steps": 1, "eval_steps": 1})
+    here.run("run", at(3))
+    here.run("new", resume=str(here.place / "run"))
+    assert (here.place / "new" / "best" / "adapter").is_dir()
+
+
+def test_best_is_what_evaluated_best_the_last_evaluation_included(runs) -> None:
+    here = runs(settings={"batch_size": 2, "eval_steps": 2, "num_epochs": 2, "save_total_limit": 1, "save_steps": 1})
+    result = here.run("run")
+    kls = {e["step"]: e["student"]["kl"] for e in events(result.folder, "evaluation")}
+    kls[result.steps] = result.fidelity.student.kl
+    best = strict(result.folder / "best" / "fidelity.json")
+    assert len(kls) == 5 and (best["step"], best["student"]["kl"]) == min(kls.items(), key=lambda item: item[1])
+    assert checkpoint_names(result.folder) == ["step-00000010"]
+
+
+def refused(call: Callable[[], Any], error: type[Exception], *parts: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_what_is_no_checkpoint_is_refused_by_name(stopped, tmp_path) -> None:
+    run = stopped.place / "run"
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    (tmp_path / "none" / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000002" / MANIFEST).unlink()
+    shutil.copytree(run / "checkpoints" / "step-00000003", tmp_path / "copied" / "checkpoint")
+    damage(run / "checkpoints" / "step-00000003")
+    cases: list[tuple[str, str | None, type[Exception], tuple[str, ...]]] = [
+        (str(tmp_path / "missing"), None, CheckpointError, ("there is no checkpoint or run folder", "missing")),
+        (str(tmp_path / "file"), None, CheckpointError, ("file",)),
+        ("", None, CheckpointError, ("neither a checkpoint nor a run folder",)),
+        (str(tmp_path / "other"), None, CheckpointError, ("other", "neither a checkpoint nor a run folder")),
+        (str(tmp_path / "none"), None, CheckpointError, ("none", "there is none")),
+        (str(run / "checkpoints" / "step-00000002"), None, CheckpointError, ("step-00000002 holds no manifest.json",)),
+        (str(run / "checkpoints" / "step-00000003"), None, CheckpointError, ("state.safetensors: sha256",)),
+        (str(tmp_path / "copied" / "checkpoint"), None, ConfigError, ("lies in no run folder", "--output_dir")),
+        ("auto", None, ConfigError, ("--output_dir",)),
+        ("auto", str(tmp_path / "other"), ConfigError, ("other holds something other than a run",)),
+        ("auto", str(tmp_path / "file"), ConfigError, ("file",)),
+        (str(run), str(tmp_path / "other"), ConfigError, ("other holds other files",)),
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    for resume, output_dir, error, parts in cases:
+        refused(lambda resume=resume, output_dir=output_dir: find_resumed(resume, output_dir), error, *parts)  # type: ignore[misc]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_copy_of_a_checkpoint_goes_on_in_a_folder_of_its_own(stopped) -> None:
+    copied = shutil.copytree(stopped.place / "run" / "checkpoints" / "step-00000003", stopped.place / "copied" / "checkpoint")
+    assert stopped.run("new", resume=str(copied)).steps == 5
+    assert not (stopped.place / "run.json").exists()
+
+
+def test_a_run_that_is_being_written_is_not_resumed(stopped) -> None:
+    held = RunFolder(stopped.place / "run", resume_at=9)
+    try:
+        for resume, folder in (("auto", "run"), (str(stopped.place / "run"), None)):
+            refused(
+                lambda resume=resume, folder=folder: stopped.trainer(folder, resume=resume), ConfigError, "being written by another process"
+            )  # type: ignore[misc]
+    finally:
+        held.close()
+
+
+def test_a_run_that_another_process_went_on_with_meanwhile_is_not_resumed(stopped) -> None:
+    trainer = stopped.trainer("run", resume="auto")
+    shutil.rmtree(stopped.place / "run" / "checkpoints" / "step-00000001")  # as its rotation would
+    refused(trainer.train, ConfigError, "another process has written")
+    assert checkpoint_names(stopped.place / "run") == ["step-00000002", "step-00000003"]
+
+
+def test_a_tracker_that_cannot_start_costs_a_resumed_run_nothing(stopped, monkeypatch) -> None:
+    from accelerate import Accelerator
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("api_key not configured")
+
+    monkeypatch.setattr(Accelerator, "init_trackers", refuse)
+    refused(lambda: stopped.run("run", resume="auto", use_wandb=True), ConfigError, "wandb cannot be started")
+    assert checkpoint_names(stopped.place / "run") == ["step-00000001", "step-00000002", "step-00000003"]
+    monkeypatch.undo()
+    assert stopped.run("run", resume="auto").steps == 5
+
+
+# --- what may change, and what may not ---------------------------------------------------------------------------------
+
+MATTER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "rank": ({"adapter": {"rank": 4}}, ("--adapter_rank", "2", "4")),
+    "layers": ({"adapter": {"layers": "3"}}, ("--layers", "1,3", "for 3")),
+    "targets": ({"adapter": {"targets": ("gate", "up")}}, ("--targets", "gate,up,down", "gate,up,")),
+    "modulation": ({"adapter": {"modulation": "additive"}}, ("--modulation", "both", "additive")),
+    "length": ({"data_settings": {"max_length": 8}}, ("--max_length", "12", "8")),
+    "packing": ({"data_settings": {"packing": True}}, ("--packing", "False", "True")),
+    "samples": ({"data_settings": {"num_samples": 4}}, ("--num_samples", "None", "4")),
+    "seed": ({"seed": 1}, ("--seed", "0", "1")),
+    "data": ({"data": lambda: records(11)}, ("data of 10 records", "11 records")),
+    "the data's content": ({"data": lambda: records(10, seed=1)}, ("data of 10 records (sha256 ", "this run has 10 records (sha256 ")),
+}
+
+
+@pytest.mark.parametrize("case", MATTER)
+def test_a_setting_that_matters_is_refused_with_both_values_before_anything_is_written(stopped, case) -> None:
+    changed, parts = MATTER[case]
+    run = stopped.place / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    refused(lambda: stopped.trainer("run", resume="auto", **changed), CheckpointError, *parts)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_another_base_is_refused_with_both_hashes_before_anything_is_written(stopped, load_model) -> None:
+    run = stopped.place / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    own = npt.base_hash(stopped.model)
+    stopped.model = load_model(quantization="fp4")
+    other = npt.base_hash(stopped.model)
+    refused(lambda: stopped.run("run", resume="auto"), AdapterFileError, own[:12], other[:12])
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_what_may_change_is_taken_and_logged(stopped) -> None:
+    run = stopped.place / "run"
+    result = stopped.run("run", resume="auto", learning_rate=1e-3, max_steps=4, scheduler_type="constant", log_steps=1)
+    assert result.steps == 4
+    changed = events(run, "resume")[0]["changed"]
+    assert changed == {"learning_rate": [1e-2, 1e-3], "max_steps": [None, 4], "scheduler_type": ["cosine", "constant"]}
+    assert [line["lr"] for line in lines(run, "metrics")][-1] == pytest.approx(1e-3)  # the table is fp32
+    assert strict(run / "run.json")["settings"]["learning_rate"] == 1e-3
+    assert "changed since: learning_rate was 0.01, is 0.001" in stopped.said.getvalue()
+    stopped.run("run", resume="auto", learning_rate=1e-3, max_steps=4, scheduler_type="constant")
+    assert events(run, "resume")[-1]["changed"] == {}  # that of the checkpoint that the changed run made
+
+
+@pytest.mark.parametrize(
+    ("changed", "steps", "sizes"),
+    [
+        ({"gradient_accumulation_steps": 2}, 4, [2]),
+        ({"batch_size": 4}, 4, [1]),
+        ({"num_epochs": 2}, 10, [1] * 7),
+        ({"batch_size": 1}, 7, [1] * 4),
+    ],
+)
+def test_windows_of_another_size_take_what_is_left_and_the_schedule_ends_with_them(stopped, changed, steps, sizes) -> None:
+    """Six of ten records are behind the checkpoint of step 3."""
+    seen: list[int] = []
+    trainer = stopped.trainer(
+        "run", lambda number, batch: seen.append(len(batch.sample_ids)), resume="auto", scheduler_type="linear", **changed
+    )
+    assert trainer.total_steps == steps
+    result = trainer.train()
+    assert result.steps == steps and sum(seen) == (4 if "num_epochs" not in changed else 14)
+    rates = [line["lr"] for line in lines(stopped.place / "run", "metrics")]
+    assert rates[3:] == pytest.approx([1e-2 * (1 - step / steps) for step in range(3, steps)], rel=1e-6)  # fp32
+
+
+def test_after_a_change_of_windows_the_run_is_resumed_exactly_as_well(runs) -> None:
+    here = runs(settings={"batch_size": 1, "save_steps": 1})
+    for name in ("whole", "part"):
+        here.run(name, at(3))
+    here.run("whole", resume="auto", gradient_accumulation_steps=2)
+    here.run("part", at(2), resume="auto", gradient_accumulation_steps=2)
+    here.run("part", resume="auto", gradient_accumulation_steps=2)
+    here.outcome("part").assert_equal(here.outcome("whole"))
+
+
+def test_fewer_steps_than_were_made_end_the_run_where_it_is(stopped) -> None:
+    result = stopped.run("run", lambda number, batch: pytest.fail("a micro-batch was computed"), resume="auto", max_steps=2)
+    assert result.steps == 3 and result.fidelity is not None
+
+
+def test_settings_that_only_one_of_two_versions_has_are_not_compared() -> None:
+    assert changed_settings({"rank": 4, "old": 1}, {"rank": 4, "new": 2, "targets": ("gate",)}) == {}
+    assert changed_settings({"targets": ["gate"], "resume": None, "output_dir": "a"}, {"targets": ("gate",), "resume": "auto"}) == {}
+    with pytest.raises(CheckpointError, match=r"--quant_type nf4, this run asks for fp4"):
+        changed_settings({"quant_type": "nf4"}, {"quant_type": "fp4"})
+
+
+# --- which data --------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """A sequence that is no list, as `datasets` has them."""
+
+    def __init__(self, content: list[Any]):
+        self.content = content
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.content[index]
+
+
+def test_equal_data_have_one_identity_and_others_another() -> None:
+    one = data_identity(records(50))
+    assert one == data_identity(Rows(records(50))) == data_identity(tuple(records(50))) and one["records"] == 50
+    others: list[Iterable[Any]] = [records(51), records(50, seed=1), records(50)[::-1], records(49), [{"text": "a"}] * 50]
+    for other in others:
+        with pytest.raises(CheckpointError, match=r"the checkpoint was trained on data of 50 records \(sha256 \w{12}\), this run has "):
+            check_same_data({"data": one}, {"data": data_identity(other)})
+    check_same_data({"data": one}, {"data": one})
+
+
+def test_of_a_stream_the_first_record_is_looked_at_and_of_a_generator_none() -> None:
+    stream = data_identity(Stream(records(5)))
+    assert stream["records"] is None and stream == data_identity(Stream(records(9))) != data_identity(Stream(records(5, seed=1)))
+    taken = (record for record in records(3))
+    assert data_identity(taken) == {"records": None, "sha256": None} and len(list(taken)) == 3
+    check_same_data({"data": stream}, {"data": data_identity(record for record in records(3))})
+    check_same_data({}, {"data": stream})
+    with pytest.raises(CheckpointError, match="an unknown number of records"):
+        check_same_data({"data": stream}, {"data": data_identity(Stream(records(5, seed=1)))})
+
+
+@pytest.mark.parametrize("data", [[], [{"text": "x", "more": b"bytes", "deep": {"a": torch.ones(2)}}], [3, None], Stream([])])
+def test_whatever_the_records_are_their_identity_is_json(data) -> None:
+    json.dumps(data_identity(data), allow_nan=False)
+
+
+def test_data_that_went_missing_are_refused_as_data(runs) -> None:
+    here = runs()
+    here.run("run", at(2))
+    refused(lambda: here.run("run", resume="auto", data=list), DataError, "no sample")
+
+
+# --- a checkpoint from somebody else -----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_does_not_fit_ends_the_run_before_the_folder_is_touched(stopped) -> None:
+    """Its sums are right, so it verifies; what it holds is not what the run needs."""
+    run = stopped.place / "run"
+    checkpoint = run / "checkpoints" / "step-00000003"
+    from safetensors.torch import save_file
+
+    tensors = load_file(checkpoint / "state.safetensors")
+    tensors["optimizer.model.layers.1.npt.A.exp_avg"][0, 0] = float("nan")
+    save_file(tensors, checkpoint / "state.safetensors")
+    write_manifest(checkpoint)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    refused(lambda: stopped.run("run", resume="auto"), CheckpointError, "npt.A.exp_avg holds a non-finite value")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert (checkpoint / MANIFEST).is_file()

@@ -1,0 +1,135 @@
+"""Files that may come from anybody: bounded, never a pickle, and whatever is wrong with one is a line that names it."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from npt.errors import AdapterFileError, BundleError
+from npt.stored import check_entries, check_names, described, read_headers, read_json, read_tensors, shown
+
+
+def refused(path: Path, read: Any = read_json) -> str:
+    with pytest.raises(BundleError) as caught:
+        read(path, BundleError)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "cannot be read"),
+        (b"{", "cannot be read"),
+        (b"[1]", "holds a list, not an object"),
+        (b"3", "holds a int"),
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": -Infinity}', "-Infinity is not JSON"),
+        (b"\xff{}", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b'{"a":' * 100_000, "cannot be read"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "longer than any"),
+    ],
+)
+def test_what_is_no_object_in_strict_json_is_refused_and_named(tmp_path, content, named) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    message = refused(tmp_path / "x.json")
+    assert str(tmp_path / "x.json") in message and named in message
+
+
+def test_an_object_is_read_as_it_stands(tmp_path) -> None:
+    (tmp_path / "x.json").write_text('{"a": [1, 2.5, null, true, "\\u00e9"], "b": 18446744073709551615}', encoding="utf-8")
+    assert read_json(tmp_path / "x.json", BundleError) == {"a": [1, 2.5, None, True, "é"], "b": 2**64 - 1}
+
+
+@pytest.mark.parametrize("read", [read_json, read_headers])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, read) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("missing", "folder", "pipe"):
+        assert name in refused(tmp_path / name, read)
+    assert "/dev/zero" in refused(Path("/dev/zero"), read)
+
+
+def test_a_json_file_larger_than_any_is_not_read(tmp_path) -> None:
+    with (tmp_path / "x.json").open("w") as stream:
+        stream.truncate((64 << 20) + 1)
+    assert "67108865 bytes are more than the 67108864" in refused(tmp_path / "x.json")
+
+
+def test_the_error_is_of_the_kind_that_was_asked_for(tmp_path) -> None:
+    with pytest.raises(AdapterFileError):
+        read_json(tmp_path / "none", AdapterFileError)
+
+
+def test_headers_are_read_without_the_tensors(tmp_path) -> None:
+    (tmp_path / "x").write_bytes(save({"a": torch.zeros(2, 3), "b": torch.tensor(1.5, dtype=torch.float64)}))
+    assert read_headers(tmp_path / "x", BundleError) == {"a": ("F32", (2, 3)), "b": ("F64", ())}
+    assert read_tensors(tmp_path / "x", ["b"], BundleError) == {"b": torch.tensor(1.5, dtype=torch.float64)}
+    with pytest.raises(BundleError, match="cannot be read"):
+        read_tensors(tmp_path / "x", ["c"], BundleError)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=64), st.integers(0, 2**64 - 1), st.booleans())
+def test_whatever_a_safetensors_file_holds_it_is_read_or_refused_in_one_line(tmp_path_factory, content, length, short) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    path.write_bytes(struct.pack("<Q", len(content) if short else length) + content)
+    try:
+        headers = read_headers(path, BundleError)
+        read_tensors(path, headers, BundleError)
+    except BundleError as error:
+        assert "\n" not in str(error)
+
+
+WANTED: dict[str, tuple[type, ...]] = {"a": (int,), "b": (str, type(None)), "c": (bool,)}
+
+
+class TestEntries:
+    def message(self, found: dict[str, Any], exact: bool = True) -> str:
+        with pytest.raises(BundleError) as caught:
+            check_entries(Path("x.json"), "deep.", found, WANTED, BundleError, exact)
+        return str(caught.value)
+
+    def test_of_the_wanted_types_pass(self):
+        check_entries(Path("x.json"), "", {"a": 1, "b": None, "c": True}, WANTED, BundleError)
+        check_entries(Path("x.json"), "", {"a": 1, "b": "x", "c": False, "more": []}, WANTED, BundleError, exact=False)
+
+    def test_that_are_missing_or_unknown_are_named(self):
+        assert "the entry deep.'b' is missing (1 such)" in self.message({"a": 1, "c": True})
+        assert "the entry deep.'b' is missing (1 such)" in self.message({"a": 1, "c": True, "d": 1}, exact=False)
+        assert "the entry deep.'x\\ny' is unknown (1 such)" in self.message({"a": 1, "b": "", "c": True, "x\ny": 1})
+
+    def test_of_another_type_are_named_with_what_was_expected(self):
+        assert "deep.a is 'x', expected int" in self.message({"a": "x", "b": "", "c": True})
+        assert "deep.a is True, expected int" in self.message({"a": True, "b": "", "c": True})
+        assert "deep.b is 3, expected str or null" in self.message({"a": 1, "b": 3, "c": True})
+        assert "deep.c is 1, expected bool" in self.message({"a": 1, "b": "", "c": 1})
+
+
+def test_names_that_are_not_the_wanted_ones_are_counted_and_the_first_is_said() -> None:
+    check_names(Path("x"), ["b", "a"], ["a", "b"], BundleError)
+    with pytest.raises(BundleError, match=r"x lacks the tensor 'b' \(2 such\)"):
+        check_names(Path("x"), ["a"], ["a", "b", "c"], BundleError)
+    with pytest.raises(BundleError, match=r"x has the extra tensor '\.\./c' \(1 such\)"):
+        check_names(Path("x"), ["a", "../c"], ["a"], BundleError)
+
+
+@pytest.mark.parametrize("value", ["x" * 1000, "a\nb", "\ud800", {"deep": list(range(1000))}, None, 1e308])
+def test_whatever_is_shown_is_short_and_on_one_line(value) -> None:
+    text = shown(value)
+    assert len(text) <= 80 and text.isprintable()
+    text.encode()
+
+
+def test_a_header_is_described_by_dtype_and_shape() -> None:
+    assert described(("F32", (2, 3))) == "F32 [2, 3]" and described(("X\n", ())) == "X\\n []"
