@@ -156,7 +156,7 @@ def trace(given: dict[str, Any]) -> int:
     import npt
     from npt.adapters.io import read_adapter_config
     from npt.data.batch import batches, pad_id_of
-    from npt.data.samples import Samples
+    from npt.data.samples import Samples, no_sample
     from npt.data.source import check_source, open_source
     from npt.distill.loop import fill_gradients
     from npt.distill.strategies import STRATEGIES as strategies
@@ -169,8 +169,8 @@ def trace(given: dict[str, Any]) -> int:
     model, tokenizer = _load(base, console)
     if given["adapter"] is not None:
         npt.load_adapter(model, given["adapter"])
-    samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False).epoch(0)
-    made = batches(samples, given["batch_size"], pad_id_of(tokenizer), data.padding_side)
+    samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False)
+    made = batches(samples.epoch(0), given["batch_size"], pad_id_of(tokenizer), data.padding_side)
     verdict, seen = None, 0
     for batch in itertools.islice(made, given["batches"]):
         run = None if given["adapter"] is None else partial(fill_gradients, strategies[training.strategy], model, batch, training)
@@ -178,7 +178,7 @@ def trace(given: dict[str, Any]) -> int:
         if verdict is not None:
             break
     if not seen:
-        raise DataError("no sample of two tokens or more came out of the data; check --dataset_name and --text_column")
+        raise no_sample(samples.counts)
     what = "the model's own pass" if given["adapter"] is None else f"a training step ({training.strategy})"
     if given["json"]:
         print(to_json({"fault": None if verdict is None else verdict.as_dict(), "batches": seen, "traced": what}, indent=2))

@@ -108,14 +108,15 @@ def test_a_limit_is_handed_on(capsys) -> None:
 
 def test_another_batch_is_looked_at_until_one_is_bad(tmp_path: Path, capsys) -> None:
     file = tmp_path / "ids.jsonl"
-    rows = [[5, 6, 7], [5, 6, 7], [5, 99_999, 7], [5, 6, 7]]
+    rows = [*[[5, 6, 7]] * 20, [5, 99_999, 7]]
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
     arguments = ["--dataset_name", str(file), "--streaming", "--batch_size", "1", "--json"]
-    assert run(*arguments, "--batches", "9") == 1
+    assert run(*arguments, "--batches", "99") == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["batches"] == 3
+    before = found["batches"] - 1  # where the shuffle has put it
+    assert 0 < before < 21
     assert (found["fault"]["cause"], found["fault"]["token"], found["fault"]["value"]) == ("token id", 1, 99_999)
-    assert run(*arguments, "--batches", "2") == 0
+    assert run(*arguments, "--batches", str(before)) == 0
 
 
 BAD = {
@@ -162,4 +163,4 @@ def test_data_without_a_sample_is_refused(tmp_path: Path, capsys) -> None:
     file.write_text(json.dumps({"input_ids": [5]}) + "\n", encoding="utf-8")
     for streaming in ([], ["--streaming"]):
         assert run("--dataset_name", str(file), *streaming) == 2
-        assert "no sample of two tokens or more" in capsys.readouterr().err
+        assert "no sample to train on" in capsys.readouterr().err

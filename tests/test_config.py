@@ -115,7 +115,6 @@ BAD_VALUES = [
 NOT_BUILT_YET = [
     (NPTConfig, {"init": "calibrated"}, "--init calibrated"),
     (TrainConfig, {"strategy": "propagated"}, "--strategy propagated"),
-    (TrainConfig, {"resume": "auto"}, "--resume"),
 ]
 
 # As a YAML file or a caller may hand them in.
