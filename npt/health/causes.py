@@ -202,9 +202,8 @@ def _cast(origin: Origin) -> Finding | None:
         return None
     value = _at(origin, source)
     value = absmax(source) if value is None else value
-    return Finding(
-        "cast overflow", f"{value:g} in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}, which ends at {ends:g}"
-    )
+    dtypes = f"in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}"
+    return Finding("cast overflow", f"{value:g} {dtypes}, which ends at {ends:g}")
 
 
 def _mask(origin: Origin) -> Finding | None:
@@ -246,18 +245,12 @@ def _slope(origin: Origin) -> Finding | None:
     if not zeros:
         return None
     name = function.lower()
+    gave = f"{origin.operation} in its backward gave {origin.value:g}"
     if origin.hid:
-        return Finding(
-            "masked gradient",
-            f"{name} itself gave no finite number, which something hid from the loss, and its backward gave {origin.value:g}",
-        )
+        return Finding("masked gradient", f"{name} itself gave no finite number, which something hid from the loss, and {gave}")
     if math.isnan(origin.value) and len(zeros) > 1:
-        return Finding(
-            "masked gradient", f"the gradient that came in is 0 and the derivative of {name} infinite, and 0 times infinity is NaN"
-        )
-    return Finding(
-        "infinite slope", f"{name} has no finite derivative at its argument: {origin.operation} in its backward gave {origin.value:g}"
-    )
+        return Finding("masked gradient", f"a gradient of 0 came in and the derivative of {name} is infinite: 0 times infinity is NaN")
+    return Finding("infinite slope", f"{name} has no finite derivative at its argument: {gave}")
 
 
 def _division(origin: Origin) -> Finding | None:
@@ -265,33 +258,29 @@ def _division(origin: Origin) -> Finding | None:
         at = _at(origin, _input(origin, "self"))
         if at is None or (at != 0.0 and not (math.isinf(origin.value) and abs(at) < _SMALL)):
             return None
-        return Finding(
-            "vanishing norm", f"{origin.operation} of {_given(origin, at)} is {origin.value:g}: was an epsilon added to the variance?"
-        )
+        power = f"{origin.operation} of {_given(origin, at)} is {origin.value:g}"
+        return Finding("vanishing norm", f"{power}: was an epsilon added to the variance?")
     if origin.operation not in _DIVISIONS:
         return None
     inverse = "reciprocal" in origin.operation
     dividend, divisor = None if inverse else _input(origin, "self"), _input(origin, "self" if inverse else "other")
     above, below = _at(origin, dividend), _at(origin, divisor)
     below = origin.constants.get("other") if divisor is None else below
-    if below is None or abs(below) >= _SMALL:
+    if below is None or abs(below) >= _SMALL or (below != 0.0 and above is not None and abs(above) > HUGE):
         return None
     # A norm is one number for many elements, a divisor of the dividend's own shape is not.
     norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
     quotient = f"{1.0 if above is None else above:g} / {below:g} is {origin.value:g}"
-    return (
-        Finding("vanishing norm", f"a divisor that many numbers share is {below:g}: {quotient}")
-        if norm
-        else Finding("division by zero", quotient)
-    )
+    if norm:
+        return Finding("vanishing norm", f"a divisor that many numbers share is {below:g}: {quotient}")
+    return Finding("division by zero", quotient)
 
 
 def _exponential(origin: Origin) -> Finding | None:
     if origin.operation not in _EXPONENTIALS:
         return None
-    return Finding(
-        "exponential overflow", f"{origin.operation} of {_given(origin, _at(origin, _input(origin, 'self')))} is {origin.value:g}"
-    )
+    at = _at(origin, _input(origin, "self"))
+    return Finding("exponential overflow", f"{origin.operation} of {_given(origin, at)} is {origin.value:g}")
 
 
 def _domain(origin: Origin) -> Finding | None:
@@ -309,7 +298,7 @@ def _nothing(origin: Origin) -> Finding | None:
         return None
     if not source.numel():
         return Finding("division by zero", f"the {origin.operation} of no element: of a tensor {list(source.shape)}")
-    if origin.operation in ("mean", "nanmean") or bool((source == -math.inf).any()):
+    if origin.operation in ("mean", "nanmean") or bool((source == -math.inf).any()) or _largest(origin) > HUGE:
         return None
     return Finding("division by zero", f"the {origin.operation} of one element: it is divided by their number less one")
 
@@ -322,10 +311,8 @@ def _normalisation(origin: Origin) -> Finding | None:
         external = origin.externals.get("running_var")
         name = "running_var" if external is None else external.name
         return Finding("corrupt weight", f"{name}[{origin.index[1]}] is {float(variance[origin.index[1]]):g}, no variance is below 0")
-    return Finding(
-        "vanishing norm",
-        f"{origin.operation} of a variance of 0 with an epsilon of {origin.constants.get('eps', 0.0):g} is {origin.value:g}",
-    )
+    epsilon = f"{origin.constants.get('eps', 0.0):g}"
+    return Finding("vanishing norm", f"{origin.operation} of a variance of 0 with an epsilon of {epsilon} is {origin.value:g}")
 
 
 def _hidden_branch(origin: Origin) -> Finding | None:

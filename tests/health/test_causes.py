@@ -8,15 +8,17 @@ import inspect
 import math
 from collections.abc import Callable
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import npt
 from npt.health import causes
 from npt.health.causes import CAUSES, element_at
-from npt.health.operations import Origin
+from npt.health.operations import External, Origin
 from npt.health.place import Place
 from npt.health.verdict import Verdict
 
@@ -222,6 +224,56 @@ def test_what_no_rule_knows_is_unknown_and_shows_its_figures() -> None:
     found = verdict(lambda x: torch.special.zeta(x.detach(), x.detach()))
     assert found.cause == "unknown" and found.explanation.startswith("special_zeta of numbers up to 4")
     assert found.operands
+
+
+NAMES = sorted(
+    {name for value in vars(causes).values() if isinstance(value, set) for name in value}
+    | {"nll_loss_forward", "nll_loss2d_forward", "_scaled_dot_product_flash_attention", "mul", "addcmul", "mm", "made_up"}
+)
+LABELS = ["self", "other", "input", "target", "weight", "attn_mask", "running_var", "src", "exponent", "tensors[0]"]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
+VALUES = [0.0, 1.0, -1.0, -INF, 3e38, 1e-40, -100.0]
+SHAPES = st.lists(st.integers(0, 3), max_size=4).map(tuple)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=400, derandomize=True)
+def test_no_rule_breaks_whatever_went_in(data) -> None:
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=4).map(tuple))
+    inputs = []
+    for label in data.draw(st.lists(st.sampled_from(LABELS), max_size=4, unique=True)):
+        size = data.draw(st.one_of(st.just(shape), SHAPES))
+        filled = torch.full(size, data.draw(st.sampled_from(VALUES)), dtype=torch.float64)
+        inputs.append(
+            (label, filled.nan_to_num().to(torch.int64) % 3 if label == "target" else filled.to(data.draw(st.sampled_from(DTYPES))))
+        )
+    external = External("m: absmax", data.draw(st.sampled_from(["state", "data"])), torch.ones(1))
+    origin = Origin(
+        number=0,
+        output=0,
+        operation=data.draw(st.sampled_from(NAMES)),
+        node=data.draw(st.sampled_from(["", "SqrtBackward0", "MmBackward0"])),
+        sequence=None,
+        phase=data.draw(st.sampled_from(["forward", "backward", "recomputation"])),
+        place=Place(),
+        shape=shape,
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        index=tuple(data.draw(st.integers(0, n - 1)) for n in shape),
+        value=data.draw(st.sampled_from([NAN, INF, -INF, 1e9])),
+        shown=(shape, ()),
+        hid=data.draw(st.booleans()),
+        inputs=inputs,
+        constants=data.draw(st.dictionaries(st.sampled_from(["other", "exponent", "dim", "eps"]), st.sampled_from([0, -1, 0.5, NAN]))),
+        externals={label: external for label, _ in inputs if data.draw(st.booleans())},
+    )
+    finding = causes.explain(origin)
+    assert finding.cause in CAUSES and finding.explanation
+    assert causes.hidden(finding).cause in CAUSES
+
+
+def test_an_overflow_of_a_huge_dividend_is_no_division_by_zero() -> None:
+    assert verdict(lambda x: x * 1e36 / 1e-4).cause == "exploding product"
+    assert verdict(lambda x: x.half() * 1e4 / 1e-4).cause == "division by zero"
 
 
 def test_every_cause_that_a_rule_names_has_a_remedy_and_every_remedy_a_cause() -> None:
