@@ -21,8 +21,8 @@ from npt.errors import DataError
 AHEAD = 8
 """Batches prepared before they are asked for."""
 
-PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
+_CLOSE_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -184,9 +184,9 @@ class Ahead(Generic[T]):
                 raise value
 
     def close(self) -> None:
-        """Stop the thread; what it has prepared is dropped. It is waited for, but not for ever: what it reads may hang."""
+        """Stop the thread; what it has prepared is dropped. One that waits for its source is left to itself."""
         self._closed.set()
-        self._thread.join(PATIENCE_SECONDS)
+        self._thread.join(timeout=_CLOSE_SECONDS)
 
     def _work(self) -> None:
         try:

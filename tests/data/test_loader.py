@@ -309,7 +309,7 @@ class TestAhead:
         assert threads() == []
 
     def test_what_hangs_is_not_waited_for_for_ever(self, monkeypatch):
-        monkeypatch.setattr(loader_module, "PATIENCE_SECONDS", 0.05)
+        monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 0.05)
         release = threading.Event()
 
         def hanging() -> Iterator[int]:

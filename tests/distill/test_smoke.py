@@ -14,7 +14,9 @@ import npt
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors
+from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.packing import pack
+from npt.data.sample import Sample
 from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import SmokeTestError
@@ -49,6 +51,15 @@ def test_a_clean_start_passes_and_says_so_in_one_line(load_model, batch, name, f
     verdict = run(attached(load_model, quantization, **form), batch, name)
     assert verdict.startswith("smoke test passed: loss ")
     assert "\n" not in verdict
+
+
+@strategies
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_rows_pass(load_model, name, side) -> None:
+    rows = pack([Sample(str(i), tuple(range(5 + i, 9 + 2 * i))) for i in range(5)], 16)
+    packed = collate(rows, 2, side=side, length=17)
+    assert packed.documents is not None and packed.padded
+    assert run(attached(load_model), packed, name).startswith("smoke test passed")
 
 
 def test_the_loss_it_reports_is_per_token(load_model, batch) -> None:

@@ -16,7 +16,8 @@ import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import collate
-from npt.data.samples import Sample
+from npt.data.packing import pack
+from npt.data.sample import Sample
 from npt.errors import DataError, ModelError
 from npt.fidelity import evaluate as evaluate_module
 from npt.fidelity.evaluate import Fidelity, evaluate
@@ -198,6 +199,58 @@ def test_max_samples_bounds_what_is_read(student, tokenizer, limit) -> None:
     assert_same(found, evaluate(student, tokenizer, samples()[:limit]), rel=0)
     assert found.teacher.tokens == sum(LENGTHS[:limit]) - limit
     assert math.isnan(found.student.kl_se) == (limit == 1)
+
+
+# --- prompts and packed rows -----------------------------------------------------------------------------------------
+
+PROMPTS = [{"prompt": "abcd", "completion": "xyz"}, {"prompt": "ab", "completion": "hijklm"}, {"prompt": "", "completion": "w"}]
+
+
+def test_of_prompts_and_completions_only_the_completions_are_scored(student, load_model, tokenizer) -> None:
+    base = load_model()
+    nll = kl = 0.0
+    tokens = 0
+    for r in PROMPTS:
+        prompt = tokenizer(r["prompt"])["input_ids"]
+        whole = Sample("", (*prompt, *tokenizer(r["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id))
+        log_p, log_q = (logits_of(model, whole).log_softmax(-1) for model in (base, student))
+        for t in range(len(prompt), len(whole.input_ids)):
+            nll -= float(log_q[t - 1, whole.input_ids[t]])
+            kl += float((log_p[t - 1].exp() * (log_p[t - 1] - log_q[t - 1])).sum())
+            tokens += 1
+    found = evaluate(student, tokenizer, PROMPTS).student
+    assert found.tokens == tokens == 4 + 7 + 2  # with the end token each
+    assert (found.perplexity, found.kl) == pytest.approx((math.exp(nll / tokens), kl / tokens), rel=1e-4)  # fp32 against fp64
+
+
+def test_the_columns_of_prompts_may_be_named(student, tokenizer) -> None:
+    renamed = [{"q": r["prompt"], "a": r["completion"], "text": "other"} for r in PROMPTS]
+    assert evaluate(student, tokenizer, renamed, prompt_column="q", completion_column="a") == evaluate(student, tokenizer, PROMPTS)
+
+
+def test_the_layers_see_prompts_as_well(student, tokenizer) -> None:
+    """Their NMSE is over all tokens, as in training: a prompt's state is what its completion attends to."""
+    text = [Sample("", (*tokenizer("abcd")["input_ids"], *tokenizer("xyz", add_special_tokens=False)["input_ids"], 1))]
+    assert evaluate(student, tokenizer, PROMPTS[:1]).layers == evaluate(student, tokenizer, text).layers
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_rows_give_the_figures_of_their_documents(student, tokenizer, side, monkeypatch) -> None:
+    rows = pack(samples(), 16)
+    assert len(rows) < len(samples())
+    monkeypatch.setattr(evaluate_module, "batches", lambda some, size, pad: iter([collate(list(some), pad, side=side)]))
+    together, alone = evaluate(student, tokenizer, rows), evaluate(student, tokenizer, samples())
+    for name in ("teacher", "floor", "student"):
+        figures = [asdict(getattr(found, name)) for found in (together, alone)]
+        means = [{key: value for key, value in f.items() if not key.endswith("_se")} for f in figures]  # errors are over rows
+        assert means[0] == pytest.approx(means[1], rel=1e-5, abs=1e-6), name  # attention sums in another order
+    for index, values in together.layers.items():
+        assert values == pytest.approx(alone.layers[index], rel=1e-5)
+
+
+def test_samples_without_a_token_to_predict_are_refused(student, tokenizer) -> None:
+    with pytest.raises(DataError, match="no token to predict in the evaluation data"):
+        evaluate(student, tokenizer, [Sample("a", (5, 6), (-100, -100)), Sample("b", (5,))])
 
 
 # --- the model stays as it was ---------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import NPTConfig
+from npt.data.batch import collate
+from npt.data.sample import Sample
 from npt.health.diagnose import diagnose
 
 
@@ -37,6 +39,20 @@ def test_a_bad_adapter_is_named_before_anything_is_computed(model, batch) -> Non
 def test_a_bad_statistic_of_the_base_is_named_by_its_module(model, batch) -> None:
     model.model.layers[0].self_attn.k_proj.weight.quant_state.state2.absmax[0] = math.nan
     assert "model.layers.0.self_attn.k_proj" in str(diagnose(model, batch))
+
+
+@pytest.mark.parametrize("look", [diagnose, npt.trace])
+def test_documents_of_a_packed_row_are_looked_at_apart(model, look) -> None:
+    masks = []
+
+    def keep(module, arguments, keywords):
+        masks.append(keywords["attention_mask"])
+
+    model.model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    assert look(model, collate([Sample("a+b", (5, 6, 7, 8, 9), (-100, 6, -100, 8, 9), (2, 3)), Sample("c", (5, 6, 7))], 2)) is None
+    assert masks and all(mask.dtype == torch.bool for mask in masks)
+    allowed = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert all(mask[0, 0].int().tolist() == allowed for mask in masks)
 
 
 @pytest.mark.parametrize("student_only", [False, True])
