@@ -229,8 +229,10 @@ class Ranks:
         reasons, silent = self._answers()
         for rank, reason in reasons.items():
             return _failed(rank, reason)
-        names = ", ".join(map(str, silent)) if silent else "unknown"
         said = str(error).splitlines()[0].split("] ", 1)[-1].split(". ", 1)[0]
+        if self._store is not None and not silent:
+            return RankError(f"the other processes have gone on to end without rank {self.rank} ({said}); see what they say")
+        names = ", ".join(map(str, silent)) if silent else "unknown"
         return RankError(f"rank {names} does not answer any more ({said}); look at that process, then go on with --resume auto")
 
     def _answers(self) -> tuple[dict[int, dict[str, Any]], list[int]]:

@@ -451,6 +451,7 @@ class Transaction(Generic[S]):
             if halts:
                 return replace(result, micro_batches=0, refusals=[], halts=halts)
             self._check_marks(window, across)
+            self._check_prints(across)
         for micro, good, loss, norm in zip(window.ran, flags, losses, norms, strict=True):
             self.history.append(Trace(window.index, micro.index, micro.sample_ids, loss / max(1, micro.sums.tokens), norm))
             if good:
@@ -471,8 +472,6 @@ class Transaction(Generic[S]):
         result.steps = self._known_steps = int(scalars["steps"])
         if result.applied and self.spikes is not None:
             self.spikes.accept(scalars["loss"], scalars["norm"])
-        if across is not None:
-            self._check_prints(result, across)
         return result
 
     def _across(self, values: list[float]) -> _Across | None:
@@ -501,7 +500,7 @@ class Transaction(Generic[S]):
                 )
             )
 
-    def _check_prints(self, result: WindowResult[S], across: _Across) -> None:
+    def _check_prints(self, across: _Across) -> None:
         """A step that came out different on a rank was taken back on all; which of them computes wrong nobody here can say."""
         bad = [rank for rank, found in enumerate(across.prints) if not found]
         other = bad or [rank for rank, found in enumerate(across.prints) if found != across.prints[0]]
@@ -509,7 +508,7 @@ class Transaction(Generic[S]):
             left = f"what it left on rank {', '.join(map(str, other))} {'is not finite' if bad else 'differs'}"
             raise self.ranks.everywhere(
                 RankError(
-                    f"every rank took step {result.steps + 1} alike, but {left}; the step was taken back: look at the hardware of these "
+                    f"every rank took step {self._known_steps + 1} alike, but {left}; it was taken back: look at the hardware of these "
                     "processes, then go on with --resume auto"
                 )
             )
@@ -574,7 +573,7 @@ class Transaction(Generic[S]):
         """Every bit of parameters and moments, summed up: what ranks that hold the same have alike."""
         total = torch.zeros((), dtype=torch.int64, device=self.home)
         for _, tensor in self._state_tensors():
-            total += tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64).to(self.home)
+            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
         return int(total)
 
     @torch.no_grad()
