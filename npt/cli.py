@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from npt.config import SEED_MAX, STRATEGIES, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
-from npt.console import make_console
-from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, StoppedError
+from npt.console import make_console, silent_console
+from npt.errors import ConfigError, DataError, NPTError, StoppedError
 from npt.flags import OneLineParser, add_settings, build, read_yaml
 from npt.version import __version__
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
 
     Returns:
         The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter,
-        checkpoint or bundle unusable, 128+n after signal n.
+        checkpoint or bundle unusable, 6 another process of the run was lost (of one that failed its status), 128+n after signal n.
     """
     parser = _parser(prog)
     args = parser.parse_args(argv)
@@ -45,16 +45,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except (NPTError, StoppedError) as error:
         if debug:
             raise
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        print(f"{_speaker(prog)}: error: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+        print(f"{_speaker(prog)}: interrupted", file=sys.stderr)
         return 130
     except RuntimeError as error:
         if debug or type(error).__name__ != "OutOfMemoryError":  # by name: torch need not be loaded to say that a flag is wrong
             raise
         reason = str(error).split(". ")[0]
-        print(f"{prog}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)
+        print(f"{_speaker(prog)}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)
         return 2
 
 
@@ -67,8 +67,18 @@ def pretrain(given: dict[str, Any]) -> int:
             raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
         given = {**given, "modulation": "additive"}
     base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NotSupportedError(f"{os.environ['WORLD_SIZE']} processes are not supported yet; start one process")
+    from npt.distill.ranks import join_ranks
+
+    ranks = join_ranks(training.rank_timeout)
+    try:
+        with ranks.member():
+            return _pretrain(ranks, base, adapter, data, training)
+    finally:
+        ranks.close()
+
+
+def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig) -> int:
+    """One process of a run, whose ranks it is one of."""
     import npt
     from npt.adapters.attach import check_fit
     from npt.data.source import check_source
@@ -79,25 +89,28 @@ def pretrain(given: dict[str, Any]) -> int:
     from npt.fidelity.table import print_fidelity
     from npt.quant.load import read_config
 
-    console = make_console()
-    if training.resume is not None:
-        resumed = find_resumed(training.resume, training.output_dir)  # before the minutes that loading a large base takes
-        if resumed.checkpoint is not None:
-            now = {name: value for part in (base, adapter, data, training) for name, value in asdict(part).items()}
-            changed_settings(resumed.checkpoint.record["settings"], now)
-    elif training.output_dir is not None:
-        check_free(Path(training.output_dir))
+    def check_folder() -> None:
+        if training.resume is not None:
+            resumed = find_resumed(training.resume, training.output_dir)
+            if resumed.checkpoint is not None:
+                now = {name: value for part in (base, adapter, data, training) for name, value in asdict(part).items()}
+                changed_settings(resumed.checkpoint.record["settings"], now)
+        elif training.output_dir is not None:
+            check_free(Path(training.output_dir))
+
+    console = make_console() if ranks.main else silent_console()
+    ranks.first(check_folder)  # before the minutes that loading a large base takes
     check_fit(adapter, read_config(base.model_name), data.max_length)
     check_source(data)
     check_trainable(adapter, data)
     check_replay(data)
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
-        model, tokenizer = _load(base, console)
+        model, tokenizer = _load(base, console, ranks.device)
         if base.share_embeddings:
             console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
         report = npt.attach(model, adapter, seed=training.seed)
         console.print(str(report), soft_wrap=True)
-        trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console)
+        trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console, ranks=ranks)
         stop.check()  # what is raised inside a destructor goes no further
         result = trainer.train()
     if result.fidelity is not None:
@@ -402,14 +415,14 @@ def _limit(text: str) -> float:
     return value
 
 
-def _load(base: BaseConfig, console: Any) -> tuple[Any, Any]:
+def _load(base: BaseConfig, console: Any, device: Any = None) -> tuple[Any, Any]:
     import torch
 
     import npt
     from npt.quant.precision import quantization_of
 
     torch.set_float32_matmul_precision(base.matmul_precision)
-    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16)
+    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, device=device)
     packed = quantization_of(model)
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
     console.print(
@@ -419,7 +432,13 @@ def _load(base: BaseConfig, console: Any) -> tuple[Any, Any]:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {message}", file=sys.stderr)
+
+
+def _speaker(prog: str) -> str:
+    """Who says it, where several processes share a terminal."""
+    return f"{prog}: rank {os.environ.get('RANK')}" if os.environ.get("WORLD_SIZE", "1") != "1" else prog
 
 
 if __name__ == "__main__":

@@ -248,6 +248,7 @@ class TrainConfig:
     run_name: str | None = setting(None, "name of the run in the trackers")
     smoke_test: bool = setting(True, "one batch forward and backward under anomaly detection before the loop")
     trace_steps: str | None = setting(None, "steps whose tensors are recorded: a list 1,2,3, a range 1-5, or a mix 1-5,8")
+    rank_timeout: float = setting(600.0, "seconds that one of several processes waits for the others before it gives up")
     trace_every: int | None = setting(None, "record the tensors of every so many steps")
 
     def __post_init__(self) -> None:
@@ -281,7 +282,7 @@ class TrainConfig:
         )
         if not 0 <= self.max_refused_share <= 1:
             raise ConfigError(f"--max_refused_share is {self.max_refused_share}; it is a share, from 0 to 1")
-        for name in ("learning_rate", "max_grad_norm", "spike_sigmas", "smooth_l1_beta"):
+        for name in ("learning_rate", "max_grad_norm", "spike_sigmas", "smooth_l1_beta", "rank_timeout"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"--{name} is {value}; it must be a positive number")

@@ -19,6 +19,11 @@ class QuietConsole(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at exit goes there
 
 
+def silent_console() -> Console:
+    """A console of a process that does not speak."""
+    return QuietConsole(quiet=True)
+
+
 def make_console(stderr: bool = False) -> Console:
     """A console that prints text as it is (a path may hold square brackets); where the output is no terminal it is wide enough
     for a table's rows to stay on one line."""

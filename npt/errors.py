@@ -62,6 +62,14 @@ class StoppedError(BaseException):
         self.exit_status = 128 + number
 
 
+class RankError(NPTError, RuntimeError):
+    """Another process of the run failed, and this one ends as it does; or it was lost, or is no longer like the others: status 6."""
+
+    def __init__(self, message: str, exit_status: int = 6):
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
 

@@ -52,7 +52,13 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "verdict": (dict, type(None)),
     "failures": (dict,),
 }
-_REFUSAL: dict[str, tuple[type, ...]] = {"kind": (str,), "detail": (str,), "micro_batch": (int, type(None)), "sample_ids": (list,)}
+_REFUSAL: dict[str, tuple[type, ...]] = {
+    "kind": (str,),
+    "detail": (str,),
+    "micro_batch": (int, type(None)),
+    "sample_ids": (list,),
+    "rank": (int,),
+}
 _SCHEDULE: dict[str, tuple[type, ...]] = {
     "learning_rate": _NUMBER,
     "scheduler_type": (str,),
@@ -213,7 +219,7 @@ def _refusal(path: Path, entry: Any, size: int) -> Refusal:
         _refuse(path, f"refusals has the entry {shown(entry)}; kinds are {', '.join(KINDS)}")
     if index is not None and not 0 <= index < size:
         _refuse(path, f"a refusal is of micro-batch {index}, the window has {size}")
-    return Refusal(entry["kind"], entry["detail"], index, tuple(names))
+    return Refusal(entry["kind"], entry["detail"], index, tuple(names), entry["rank"])
 
 
 def _check_record(path: Path, record: dict[str, Any]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,13 +23,14 @@ from npt.data.loader import Position
 from npt.distill.postmortem import Situation, write_postmortem
 from npt.distill.progress import ProgressDisplay
 from npt.distill.random_state import random_state, set_random_state
+from npt.distill.ranks import Ranks, rank_failure, reason_of
 from npt.distill.run_folder import RunFolder
 from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
 from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distill.trackers import Trackers
-from npt.distill.transaction import Refusal, S, Transaction, WindowResult
+from npt.distill.transaction import EXACT, FAILED, HISTORY, Refusal, S, Trace, Transaction, WindowResult
 from npt.errors import StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
@@ -38,18 +40,31 @@ ADAM_BETAS = (0.9, 0.999)
 SHARE_COUNTS_FROM = 50
 """Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
 
-
 DIAGNOSES = 5
 """Refusals of a run that are looked into: what breaks more often than that breaks in the same place."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Window:
-    """K micro-batches, or fewer at the very end, the epoch in which the first of them lies, and where the data stand behind it."""
+    """K micro-batches of every rank, or fewer at the very end, the epoch in which the first of them lies, and where the data stand
+    behind it.
+
+    Every rank has all of them: number i is computed by rank i modulo the number of ranks.
+    """
 
     epoch: int
     batches: list[Batch]
     position: Position = field(default_factory=Position)
+
+    @property
+    def mark(self) -> int:
+        """A fingerprint of samples and tokens, from 1 on and below `EXACT`."""
+        checksum = 0
+        for batch in self.batches:
+            checksum = zlib.crc32(batch.input_ids.numpy().tobytes(), zlib.crc32("\n".join(batch.sample_ids).encode(), checksum))
+        return checksum % (EXACT - 1) + 1
 
 
 class Loop:
@@ -67,6 +82,7 @@ class Loop:
         save: save everything as it stands; False where that failed and training goes on all the same. save_best: keep the adapters
             as the best so far.
         record: what `run.json` holds, for a post-mortem.
+        ranks: the processes that train together, each in a loop like this one; default this one alone.
     """
 
     def __init__(
@@ -84,11 +100,13 @@ class Loop:
         save: Callable[[], bool],
         save_best: Callable[[Fidelity], None],
         record: Mapping[str, Any],
+        ranks: Ranks | None = None,
     ):
+        self.ranks = ranks if ranks is not None else Ranks()
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
         self._evaluate, self._save, self._save_best, self._record = evaluate, save, save_best, record
-        self.transaction = new_transaction(adapter_parameters(model), config, rates)
+        self.transaction = new_transaction(adapter_parameters(model), config, rates, self.ranks)
         self.optimizer = self.transaction.optimizer
         self.recording = StepRecording(folder, display, config)
         self.steps = self.tokens = self.micro_batches = 0
@@ -99,10 +117,13 @@ class Loop:
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
-        self._open: dict[int, Window] = {}  # committed, result not known yet
+        self._open: dict[int, Window | None] = {}  # committed, result not known yet; None behind the last one
         self._accepted: Window | None = None  # the last one of which nothing was refused
         self._refused: tuple[Window, WindowResult[MicroBatch]] | None = None  # the last other one, without its state
         self._epoch = self._diagnoses = 0
+        self._failure: Exception | None = None  # what this rank cannot go on for, until all know of it
+        self._halts: dict[int, int] = {}  # ranks that cannot go on, and why
+        self._ended = False  # the data are used up
         self._logged_at, self._logged_tokens = time.perf_counter(), 0
 
     @property
@@ -111,44 +132,73 @@ class Loop:
         return self.refused_by_kind.total()
 
     def run(self, windows: Iterable[Window]) -> None:
-        """Train until the windows or `max_steps` are used up, or a signal came.
+        """Train until the windows or `max_steps` are used up, or a signal came to any rank.
 
         Raises:
             TooManyRefusalsError: after the post-mortem was written.
+            RankError: another rank failed, was lost, or is no longer like this one.
         """
         self.model.eval()
         self.recording.announce()
-        self._evaluate_if_due()  # where a signal ended the evaluation of the step that is gone on from
+        self._safely(self._evaluate_if_due)  # where a signal ended the evaluation of the step that is gone on from
         self._logged_at = time.perf_counter()
-        for window in windows if self._wants_more else ():
-            if not self._fill_window(window):
-                break
+        coming = iter(windows)
+        # What ends the loop are results, which all ranks have alike and at the same window, and never what one rank alone knows.
+        while self._wants_more:
+            window = self._safely(partial(next, coming, None))
+            self._fill_window(window)
             self._open[self.transaction.committed] = window
-            self._account(self.transaction.commit())
+            mark = window.mark if self.ranks.size > 1 and window is not None else 0
+            self._account(self.transaction.commit(mark))
             # What depends on the state at an exact step must not see the window behind it. Where results come late this
             # waits for them; a window that turns out refused has merely been waited for in vain.
             if self._is_boundary(self.steps + self.transaction.in_flight):
                 self.settle()
-            if not self._wants_more:
-                break
         self.settle()
+        self._raise_failure()
         self._close_epoch()
 
-    def _fill_window(self, window: Window) -> bool:
-        """Compute its micro-batches; False where a signal came in front of the last of them, and none has happened."""
+    def _fill_window(self, window: Window | None) -> None:
+        """Compute this rank's micro-batches of it. Where a signal comes in front of its end it has not happened, on any rank."""
         before = random_state()
-        for index, batch in enumerate(window.batches):
-            if self.stop.number is not None:
-                self.transaction.abandon()
-                set_random_state(before)
-                return False
-            self._micro_batch(batch, index)
-        return True
+        for index, batch in enumerate(window.batches if window is not None else ()):
+            if self.stop.number is not None or self._failure is not None:
+                break
+            if index % self.ranks.size == self.ranks.rank:
+                self._safely(partial(self._micro_batch, batch, index))
+            else:
+                self.transaction.pass_over()
+        if self.stop.number is not None and self._failure is None:
+            self.transaction.halt(self.stop.number)
+            set_random_state(before)
 
     @property
     def _wants_more(self) -> bool:
-        """Whether `max_steps` leaves a step to be made; a run that is resumed may have made them all."""
+        """Whether there is a step to be made. `max_steps` may leave none; a run that is resumed may have made them all."""
+        if self._halts or self._ended:
+            return False
         return self.config.max_steps is None or self.steps < self.config.max_steps
+
+    def _safely(self, act: Callable[[], T]) -> T | None:
+        """Do what can fail on this rank alone. What fails on one of several ranks ends the next window on all of them; until then
+        it goes along, so that none waits for it in vain."""
+        if self.ranks.size == 1:
+            return act()
+        if self._failure is None:
+            try:
+                return act()
+            except Exception as error:
+                self._failure = error
+                self.transaction.halt(FAILED)
+        return None
+
+    def _raise_failure(self) -> None:
+        """End the loop, on every rank, with what one of them failed for, be it behind the last window."""
+        if self.ranks.size == 1:
+            return
+        reasons = self.ranks.gather_json(None if self._failure is None else reason_of(self._failure))
+        if any(reason is not None for reason in reasons):
+            raise self.ranks.everywhere(self._failure if self._failure is not None else rank_failure(reasons))
 
     def settle(self) -> None:
         """Wait for the windows whose results are still on their way, and account for them."""
@@ -172,6 +222,9 @@ class Loop:
     def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
         for result in results:
             window = self._open.pop(result.index)
+            if result.halts or window is None:
+                self._halts, self._ended = self._halts or result.halts, self._ended or window is None
+                continue
             if window.epoch != self._epoch:
                 self._close_epoch()
                 self._epoch = window.epoch
@@ -180,7 +233,7 @@ class Loop:
             for refusal in result.refusals:
                 self.refused_by_kind[refusal.kind] += 1
                 self.refused_by_epoch[window.epoch] += 1
-                self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, rank=0, **asdict(refusal))
+                self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, **asdict(refusal))
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
                 self._diagnose(window, refusal)
             if result.refusals:
@@ -196,6 +249,8 @@ class Loop:
         if refusal.micro_batch is None or refusal.kind == "data" or self._diagnoses == DIAGNOSES:
             return
         self._diagnoses += 1
+        if not self.ranks.main:
+            return
         try:
             finding = diagnose(self.model, window.batches[refusal.micro_batch])
             message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
@@ -222,11 +277,13 @@ class Loop:
             self.steps += known.applied
             self.tokens += known.tokens if known.applied else 0
         for known in later:
-            self.position = self._open.pop(known.index).position
+            behind = self._open.pop(known.index)
+            self.position = self.position if behind is None else behind.position
             self.micro_batches += known.micro_batches
             self.refused_by_kind.update(refusal.kind for refusal in known.refusals)
         if not result.refusals and self._refused is not None:
             window, result = self._refused  # the share of refusals was exceeded at a window that had none
+        self._gather_history()
         situation = Situation(
             model=self.model,
             transaction=self.transaction,
@@ -250,15 +307,28 @@ class Loop:
         )
         last = f", the last: {result.refusals[-1]}" if result.refusals else ""
         said = f"stopped at step {self.steps}: {reason}{last}"
+        bundle = self.ranks.first(lambda: self._postmortem(situation))
+        self.folder.event("stopped", step=self.steps, reason=reason, **bundle)
+        if bundle["postmortem"] is None:
+            why = f"no post-mortem could be written below {self.folder.path}: {bundle['error']}"
+            raise self.ranks.everywhere(TooManyRefusalsError(f"{said}; {why}; free or choose a disk that can be written to"))
+        where = self.folder.path / bundle["postmortem"]
+        raise self.ranks.everywhere(TooManyRefusalsError(f"{said}; look into it with: npt replay {where}"))
+
+    def _postmortem(self, situation: Situation) -> dict[str, Any]:
+        """Where below the run folder the bundle is, or why there is none: the run has to say why it stopped in either case."""
         try:
-            where = write_postmortem(self.folder.path, situation)
-        except Exception as error:  # why the run stopped has to be said whatever becomes of the bundle
-            self.folder.event("stopped", step=self.steps, reason=reason, postmortem=None, error=str(error))
-            raise TooManyRefusalsError(
-                f"{said}; no post-mortem could be written below {self.folder.path}: {error}; free or choose a disk that can be written to"
-            ) from error
-        self.folder.event("stopped", step=self.steps, reason=reason, postmortem=str(where.relative_to(self.folder.path)))
-        raise TooManyRefusalsError(f"{said}; look into it with: npt replay {where}")
+            return {"postmortem": str(write_postmortem(self.folder.path, situation).relative_to(self.folder.path))}
+        except Exception as error:
+            return {"postmortem": None, "error": str(error)}
+
+    def _gather_history(self) -> None:
+        """Remember the last micro-batches of every rank, in their order."""
+        if self.ranks.size == 1:
+            return
+        everyone = self.ranks.gather_json([asdict(trace) for trace in self.transaction.history])
+        traces = [Trace(**{**entry, "sample_ids": tuple(entry["sample_ids"])}) for entries in everyone for entry in entries]
+        self.transaction.history = deque(sorted(traces, key=lambda t: (t.window, t.micro_batch)), maxlen=HISTORY * self.ranks.size)
 
     def _after_step(self, result: WindowResult[MicroBatch]) -> None:
         c = self.config
@@ -267,14 +337,17 @@ class Loop:
         metrics = None
         if self.steps % c.log_steps == 0 or self.steps == 1 or self.steps == self.total_steps:
             metrics = self._metrics(result)
-            self.folder.metrics(metrics)
-            self.trackers.log(metrics, self.steps)
+            self._safely(partial(self._log, metrics))
         self.display.step(self.steps, metrics, self.refused)
         working_until = time.perf_counter()
-        self._evaluate_if_due()
+        self._safely(self._evaluate_if_due)
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
         self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        self.folder.metrics(metrics)
+        self.trackers.log(metrics, self.steps)
 
     @property
     def unsaved(self) -> bool:
@@ -342,18 +415,20 @@ class Loop:
         self._saved = self.micro_batches if saved else None
 
     def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
-        """One metrics line: means over the window's survivors, per valid token, of the loss on the logits per predicted token."""
-        parts = result.survivors
-
-        def mean(name: str) -> float:
-            return sum(float(getattr(part, name)) for part in parts) / result.tokens
-
+        """One metrics line: means over the window's survivors, those of every rank, per valid token, of the loss on the logits per
+        predicted token."""
+        names = ("loss", "nmse", "reg", *(("logit", "scored") if self.config.logit_kl_weight else ()))
+        parts, layers = result.survivors, [index for index, _ in npt_layers(self.model)]
+        per_layer = torch.stack([part.layer_nmse for part in parts]).sum(dim=0).tolist() if parts else [0.0] * len(layers)
+        sums = self.ranks.sums([*(sum(float(getattr(part, name)) for part in parts) for name in names), *per_layer])
+        of_all = dict(zip(names, sums, strict=False))
+        per_layer = (torch.tensor(sums[len(names) :]) / result.tokens).tolist()
         now = time.perf_counter()
         metrics = {
             "step": self.steps,
-            "loss": mean("loss"),
-            "loss_nmse": mean("nmse"),
-            "loss_reg": mean("reg"),
+            "loss": of_all["loss"] / result.tokens,
+            "loss_nmse": of_all["nmse"] / result.tokens,
+            "loss_reg": of_all["reg"] / result.tokens,
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "tokens": self.tokens,
@@ -363,12 +438,9 @@ class Loop:
         }
         self._logged_at, self._logged_tokens = now, self.tokens
         if self.config.logit_kl_weight:
-            scored = sum(part.scored for part in parts)  # a mean over what was predicted; the loss divides by all valid tokens
-            metrics[f"loss_{self.config.logit_loss}"] = sum(float(part.logit) for part in parts) / scored if scored else math.nan
-        per_layer = torch.stack([part.layer_nmse for part in parts]).sum(dim=0) / result.tokens
-        for (index, _), value in zip(npt_layers(self.model), per_layer.tolist(), strict=True):
-            metrics[f"layers.{index}.nmse"] = value
-        return metrics
+            scored = of_all["scored"]  # a mean over what was predicted; the loss divides by all valid tokens
+            metrics[f"loss_{self.config.logit_loss}"] = of_all["logit"] / scored if scored else math.nan
+        return metrics | {f"layers.{index}.nmse": value for index, value in zip(layers, per_layer, strict=True)}
 
     def _close_epoch(self) -> None:
         """Report an epoch in which something was refused."""
@@ -377,19 +449,22 @@ class Loop:
             self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
 
 
-def new_transaction(parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float]) -> Transaction[MicroBatch]:
+def new_transaction(
+    parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float], ranks: Ranks | None = None
+) -> Transaction[MicroBatch]:
     """The optimizer and the transaction of a run with these settings.
 
     Args:
         parameters: the trainable tensors by name.
         config: training settings.
         rates: learning rate of each applied step.
+        ranks: the processes that train together.
     """
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
     )
     spikes = SpikeGuard(config.spike_sigmas) if config.skip_spikes else None
-    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes)
+    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes, ranks=ranks)
 
 
 def fill_gradients(strategy: Strategy, model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:

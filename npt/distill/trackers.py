@@ -59,4 +59,5 @@ class Trackers:
 
     def close(self) -> None:
         if self._accelerator is not None:
-            self._accelerator.end_training()
+            for tracker in self._accelerator.trackers:  # accelerate's own ending takes the run's process group along
+                tracker.finish()

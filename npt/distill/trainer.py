@@ -10,26 +10,29 @@ import secrets
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
-from npt.console import make_console
+from npt.console import make_console, silent_console
 from npt.data.batch import Batch, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader, Position
 from npt.data.samples import Samples, evaluation_samples, no_sample
 from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
-from npt.distill.checkpoint import Checkpoint, write_checkpoint
+from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.random_state import random_state, set_random_state
+from npt.distill.ranks import Ranks, join_ranks
 from npt.distill.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.distill.run_folder import BROKEN, CHECKPOINTS, EVENTS, METRICS, RUN, SUPERSEDED, RunFolder, check_free, default_folder, versions
 from npt.distill.schedule import kind_of_run, rate_table
@@ -37,13 +40,18 @@ from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES
 from npt.distill.trackers import Trackers
+from npt.distill.transaction import EXACT
+from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
-from npt.errors import CheckpointError, ConfigError, DataError, NotSupportedError, StoppedError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, DataError, NotSupportedError, RankError, StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.health.guards import base_fault, require, tensor_fault
 from npt.quant.load import base_hash
 from npt.quant.precision import audit_precision, policy_dtype
 from npt.stored import read_json
+
+_PLACES = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset")
+"""Settings in which the ranks of a run may differ: where a machine keeps what has to be the same is shown by its content."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +135,14 @@ class Trainer:
             one sample in twenty of `data`, which training then leaves out.
         settings: further settings to put on record in `run.json`.
         console: where to report; default standard output.
+        ranks: the processes that train together; default those that a launcher started with this one, or this one alone.
+
+    Of several processes each makes a Trainer of the same arguments; they share every window, and rank 0 writes and speaks.
 
     Raises:
         ConfigError, DataError: settings or data that cannot work.
         NotSupportedError: the adapters keep the attention residual, so the student equals its teacher from the start.
+        RankError: another process failed or was lost.
     """
 
     def __init__(
@@ -145,23 +157,31 @@ class Trainer:
         replay_data: Iterable[Record] | None = None,
         settings: dict[str, Any] | None = None,
         console: Console | None = None,
+        ranks: Ranks | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
         self.config = config = config if config is not None else TrainConfig()
-        self.data_config = data_config = data_config if data_config is not None else DataConfig()
-        self.adapter_config = attached_config(model)
+        self.data_config = data_config if data_config is not None else DataConfig()
+        self.settings = settings or {}
+        self.ranks = ranks if ranks is not None else join_ranks(config.rank_timeout)
+        self.console = silent_console() if not self.ranks.main else console if console is not None else make_console()
+        with self.ranks.member():
+            self._prepare(data, eval_data, replay_data)
+
+    def _prepare(self, data: Iterable[Record] | None, eval_data: Iterable[Record] | None, replay_data: Iterable[Record] | None) -> None:
+        config, data_config = self.config, self.data_config
+        self.adapter_config = attached_config(self.model)
         check_trainable(self.adapter_config, data_config if data is None else None)
         check_replay(data_config, replay_data is not None)
-        check_length(data_config.max_length, model.config)
-        layer_weights(config, len(npt_layers(model)))  # a list has one for each
-        self.resumed = find_resumed(config.resume, config.output_dir) if config.resume is not None else None
-        self.folder_path = self._choose_folder()
-        self.settings = settings or {}
+        check_length(data_config.max_length, self.model.config)
+        layer_weights(config, len(npt_layers(self.model)))  # a list has one for each
+        self._check_window()
+        self.resumed = self._find_resumed()
+        self.folder_path = Path(self.ranks.first(lambda: str(self._choose_folder())))
         self.changed = {} if self._checkpoint is None else changed_settings(self._checkpoint.record["settings"], self._all_settings())
-        self.console = console if console is not None else make_console()
-        self.device = next(model.parameters()).device
+        self.device = next(self.model.parameters()).device
         self.strategy = STRATEGIES[config.strategy]
-        self.pad_id = pad_id_of(tokenizer)
+        self.pad_id = pad_id_of(self.tokenizer)
         if data is None:
             data = open_source(data_config)
             eval_data = eval_data if eval_data is not None else own_heldout(data_config)
@@ -173,6 +193,33 @@ class Trainer:
         self.total_steps = self._total_steps()
         self.stop = StopOnSignal()
         self._trained = False
+
+    @property
+    def window_size(self) -> int:
+        """Micro-batches of a window, over all ranks."""
+        return self.config.gradient_accumulation_steps * self.ranks.size
+
+    def _check_window(self) -> None:
+        tokens = self.window_size * self.config.batch_size * self.data_config.max_length
+        if tokens >= EXACT:
+            raise ConfigError(
+                f"a window may have {tokens} tokens (--gradient_accumulation_steps x --batch_size x --max_length x {self.ranks.size} "
+                f"processes), and is counted exactly below {EXACT} only; lower one of them"
+            )
+
+    def _find_resumed(self) -> Resumed | None:
+        """What to go on from. Rank 0 alone looks for it and knows what is to be set aside; the others read what it found."""
+        if self.config.resume is None:
+            return None
+        found: list[Resumed] = []
+
+        def find() -> tuple[str, str | None, bool]:
+            found.append(find_resumed(str(self.config.resume), self.config.output_dir))
+            checkpoint = found[0].checkpoint
+            return str(found[0].folder), None if checkpoint is None else str(checkpoint.folder), found[0].goes_on
+
+        folder, checkpoint, goes_on = self.ranks.first(find)
+        return found[0] if found else Resumed(Path(folder), None if checkpoint is None else read_checkpoint(Path(checkpoint)), goes_on)
 
     @property
     def _checkpoint(self) -> Checkpoint | None:
@@ -187,7 +234,8 @@ class Trainer:
         return folder
 
     def _all_settings(self) -> dict[str, Any]:
-        return {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)}
+        settings = {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)}
+        return {**settings, "processes": self.ranks.size}
 
     def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
@@ -242,17 +290,17 @@ class Trainer:
         """Optimizer steps of the run, as far as it can be known before it."""
         c, made, tried = self.config, self._counted_from["steps"], self._counted_from["micro_batches"]
         left = None if c.max_steps is None else max(0, c.max_steps - made)
-        micro_batches = self.loader.count(None if left is None else tried + left * c.gradient_accumulation_steps)
+        micro_batches = self.loader.count(None if left is None else tried + left * self.window_size)
         if micro_batches is None:
             return c.max_steps
-        steps = made + math.ceil(max(0, micro_batches - tried) / c.gradient_accumulation_steps)
+        steps = made + math.ceil(max(0, micro_batches - tried) / self.window_size)
         return steps if c.max_steps is None else min(steps, c.max_steps)
 
     def _last_change(self) -> dict[str, int]:
         """Steps made when the size of a window changed for the last time, and how many micro-batches of the present size those were."""
         if self._checkpoint is None:
             return {"steps": 0, "micro_batches": 0}
-        if not {"batch_size", "gradient_accumulation_steps"} & set(self.changed):
+        if not {"batch_size", "gradient_accumulation_steps", "processes"} & set(self.changed):
             return dict(self._checkpoint.record["counted_from"])
         tried = self._checkpoint.record["micro_batches"]
         if "batch_size" in self.changed:
@@ -266,14 +314,17 @@ class Trainer:
             NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one batch shows that training
                 cannot work; before anything is written.
             TooManyRefusalsError: after the post-mortem was written.
-            ConfigError: the run folder cannot be written.
+            ConfigError: the run folder cannot be written, or the processes of the run differ in something.
+            RankError: another process failed or was lost.
         """
         if self._trained:
             raise ConfigError("this Trainer has trained already; make a new one, its data and output folder are used up")
         self._trained = True
         self.stop.at_once = True  # until the loop there is nothing to save
-        with self.stop:
-            return self._train()
+        with self.ranks.member(), self.stop:
+            result = self._train()
+            self.ranks.wait()  # until rank 0 has written everything: a launcher may end the others when the first has ended
+            return result
 
     def _train(self) -> TrainResult:
         say = self._say
@@ -282,6 +333,7 @@ class Trainer:
         self.base_hash = base_hash(self.model)
         # A run that goes on has passed the smoke test, and what comes next may be a batch that it is going to refuse.
         self._state = None if self._checkpoint is None else self._checkpoint.state(self.model, self.base_hash)
+        self._agree()  # all have read the checkpoint then, before rank 0 changes anything in its folder
         if self.config.smoke_test and self._checkpoint is None:
             say(smoke_test(self.model, self._first_batch(), self.strategy, self.config))
         say(self._evaluation_note())
@@ -289,7 +341,7 @@ class Trainer:
         self.record = self._record()
         self.stop.check()
         self.stop.at_once = False  # from here on there is a folder, and it is soon left in order
-        folder = RunFolder(self.folder_path, resume_at=self.resumed.step if self.resumed is not None and self.resumed.goes_on else None)
+        folder = self._open_folder()
         try:
             self._begin(folder)
             trackers = self._start_trackers(folder)
@@ -300,6 +352,32 @@ class Trainer:
         finally:
             self._report_lost_lines(folder)
             folder.close()
+
+    def _agree(self) -> None:
+        """Refuse ranks that would not do the same: other settings, another base, other adapters to start from, other packages."""
+        if self.ranks.size == 1:
+            return
+        settings = {f"--{name}": value for name, value in plain_settings(self._all_settings()).items() if name not in _PLACES}
+        adapters = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in adapter_parameters(self.model).values())).hexdigest()
+        self.ranks.agree(
+            {
+                **settings,
+                "a base of hash": self.base_hash,
+                "adapters of hash": adapters,
+                **self.data_identity,
+                "a checkpoint of step": None if self._checkpoint is None else self._checkpoint.step,
+                "steps": self.total_steps,
+                "evaluation samples": len(self.eval_samples),
+                "a device of kind": self.device.type,
+                **{f"version of {name}": version for name, version in versions().items()},
+            }
+        )
+
+    def _open_folder(self) -> RunFolder:
+        """The run folder, which rank 0 writes."""
+        if not self.ranks.main:
+            return UnwrittenFolder(self.folder_path)
+        return RunFolder(self.folder_path, resume_at=self.resumed.step if self.resumed is not None and self.resumed.goes_on else None)
 
     def _begin(self, folder: RunFolder) -> None:
         """What stands in the folder before anything else is done.
@@ -343,7 +421,7 @@ class Trainer:
         try:
             self.stop.check()
             return Trackers(
-                self.config,
+                self.config if self.ranks.main else replace(self.config, use_wandb=False, use_tensorboard=False),
                 folder.path,
                 self.record["settings"],
                 wandb_run=self.record["wandb_run"],
@@ -366,7 +444,7 @@ class Trainer:
         return known if isinstance(known, str) and re.fullmatch(r"[0-9a-z]{8}", known) else secrets.token_hex(4)
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
-        folder.event("start", device=str(self.device), total_steps=self.total_steps)
+        folder.event("start", device=str(self.device), total_steps=self.total_steps, processes=self.ranks.size)
         if self.resumed is not None:
             self._report_resumed(folder, self.resumed)
         if self._schedule_kind() != self.config.scheduler_type:
@@ -419,13 +497,13 @@ class Trainer:
             lambda: self._save(folder, loop),
             lambda fidelity: self._save_best(folder, loop, fidelity),
             self.record,
+            self.ranks,
         )
+        torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
         if self._checkpoint is not None and self._state is not None and self.resumed is not None:
             self._state.restore(loop.transaction)
             loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)
-            set_random_state(self._state.random_states[0])
-        else:
-            torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
+            set_random_state(self._state.random_states.get(self.ranks.rank, {}))  # fewer ranks may have saved
         started = time.perf_counter()
         try:
             try:
@@ -437,22 +515,23 @@ class Trainer:
             finally:
                 display.close()
             seconds = time.perf_counter() - started
-            if self.stop.number is not None:
+            number = self._signal()
+            if number is not None:
                 self._report_data(folder)
-                folder.event("signal", number=self.stop.number, step=loop.steps)
+                folder.event("signal", number=number, step=loop.steps)
             elif loop.steps == 0:
                 folder.event("stopped", step=0, reason="no step was applied")
                 if not loop.micro_batches:
-                    raise no_sample(self.samples.counts)
-                raise DataError(f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / EVENTS})")
+                    raise self.ranks.everywhere(no_sample(self.samples.counts))
+                said = f"the data ended without one applied step ({loop.refused} refusals, see {folder.path / EVENTS})"
+                raise self.ranks.everywhere(DataError(said))
             if loop.unsaved:
                 self._save(folder, loop, last=True)
         finally:
             loop.recording.draw()  # pictures can wait until all is saved
-        if self.stop.number is not None:
-            self._say(
-                f"stopped by signal {self.stop.number} at step {loop.steps}; the adapters are saved below {folder.path / CHECKPOINTS}"
-            )
+        number = self._signal()
+        if number is not None:
+            self._say(f"stopped by signal {number} at step {loop.steps}; the adapters are saved below {folder.path / CHECKPOINTS}")
         result = TrainResult(
             folder=folder.path,
             steps=loop.steps,
@@ -463,9 +542,14 @@ class Trainer:
             seconds=seconds,
             fidelity=None,
             heldout=self.heldout,
-            signal=self.stop.number,
+            signal=number,
         )
         return result if result.signal is not None else self._finish(folder, trackers, loop, result)
+
+    def _signal(self) -> int | None:
+        """The number of the signal that came to this rank, or else to another; every rank has to ask."""
+        numbers = [number for number in (self.stop.number, *self.ranks.gather_json(self.stop.number)) if number is not None]
+        return numbers[0] if numbers else None
 
     def _rescue(self, folder: RunFolder, loop: Loop, error: BaseException) -> None:
         """Whatever ended the loop, broken data or a full disk, does not take the steps before it along; a second signal does not wait."""
@@ -473,8 +557,12 @@ class Trainer:
             return
         if not isinstance(error, TooManyRefusalsError):  # the loop has said that one itself
             folder.event("error", step=loop.steps, error=type(error).__name__, message=str(error)[:500])
+        if not self.ranks.met_by_all(error):  # the others are elsewhere: whatever would wait for them has to be left out
+            self.ranks.leave(error)
         try:
             loop.settle()  # a checkpoint has to bear the step that its weights are of
+            if self.ranks.broken and loop.transaction.applied_steps != loop.steps:
+                return  # they are of a step whose result could not be learnt from the others
             if loop.steps and loop.unsaved:
                 self._save(folder, loop, last=True)
         except Exception as second:  # the first one is what has to be seen
@@ -485,11 +573,13 @@ class Trainer:
         folder.event("warning", message=message)
 
     def _finish(self, folder: RunFolder, trackers: Trackers, loop: Loop, result: TrainResult) -> TrainResult:
-        try:
+        fidelity = None
+        with contextlib.suppress(StoppedError):  # everything is saved; only the figures are missing
             fidelity = self._evaluate().after(self.initial)
-        except StoppedError:  # everything is saved; only the figures are missing
-            folder.event("signal", number=self.stop.number, step=result.steps)
-            return replace(result, signal=self.stop.number)
+        number = self._signal()
+        if fidelity is None or (number is not None and self.ranks.size > 1):
+            folder.event("signal", number=number, step=result.steps)
+            return replace(result, signal=number)
         try:
             folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
         except OSError as error:
@@ -507,7 +597,7 @@ class Trainer:
             refused_by_kind=result.refused_by_kind,
             seconds=round(result.seconds, 3),
         )
-        return replace(result, fidelity=fidelity, signal=self.stop.number)
+        return replace(result, fidelity=fidelity, signal=self._signal())
 
     def _report_lost_lines(self, folder: RunFolder) -> None:
         if folder.lines_lost:
@@ -523,15 +613,42 @@ class Trainer:
                 self._warn(folder, f"{name}: of {samples.counts.records:,} records read, {lost}")
 
     def _save(self, folder: RunFolder, loop: Loop, last: bool = False) -> bool:
-        """A checkpoint; False where it cannot be written, an older one stands, and the run goes on and says so loudly.
+        """A checkpoint of what all ranks have, written by rank 0; False where it cannot be written, an older one stands, and the run
+        goes on and says so loudly.
 
         Args:
             last: the run is over, so that nothing would be written later.
 
         Raises:
             CheckpointError: it cannot be written, and it is the last or the only one.
+            RankError: another rank is lost, or its adapters and moments are not those of rank 0.
         """
         audit_precision(self.model, policy_dtype(self.model))
+        states = self._gathered_states(loop)
+        if self.ranks.broken:
+            return self.ranks.main and self._write(folder, loop, states, last)
+        return self.ranks.first(lambda: self._write(folder, loop, states, last))
+
+    def _gathered_states(self, loop: Loop) -> dict[int, dict[str, Tensor]]:
+        """The random state of every rank, that of this one where the others are gone; before it is saved, what they hold is compared."""
+        if self.ranks.size == 1 or self.ranks.broken:
+            return {self.ranks.rank: random_state()}
+        own = {"held": loop.transaction.checksum(), "random": {name: state.tolist() for name, state in random_state().items()}}
+        everyone = self.ranks.gather_json(own)
+        for rank, other in enumerate(everyone):
+            if other["held"] != everyone[0]["held"]:
+                raise self.ranks.everywhere(
+                    RankError(
+                        f"rank {rank} holds other adapters or moments than rank 0 at step {loop.steps} (checksums {other['held']} and "
+                        f"{everyone[0]['held']}); nothing was saved: look at the hardware of these processes, then go on with --resume auto"
+                    )
+                )
+        return {
+            rank: {name: torch.tensor(state, dtype=torch.uint8) for name, state in other["random"].items()}
+            for rank, other in enumerate(everyone)
+        }
+
+    def _write(self, folder: RunFolder, loop: Loop, states: dict[int, dict[str, Tensor]], last: bool) -> bool:
         record = {
             **loop.state(),
             "counted_from": self._counted_from,
@@ -543,7 +660,7 @@ class Trainer:
         }
 
         def write(path: Path) -> None:
-            write_checkpoint(path, self.model, loop.transaction, record, self.base_hash, {0: random_state()})
+            write_checkpoint(path, self.model, loop.transaction, record, self.base_hash, states)
 
         try:
             path = folder.save_checkpoint(loop.steps, write, self.config.save_total_limit)
@@ -577,16 +694,17 @@ class Trainer:
             "base_hash": self.base_hash,
             "precision": audit_precision(self.model, policy_dtype(self.model)).as_dict(),
             "device": str(self.device),
+            "processes": self.ranks.size,
             "versions": versions(),
             "heldout": self.heldout,
         }
 
     def _windows(self) -> Generator[Window]:
-        """Windows of K batches, on from one epoch into the next; the last window of all may be shorter. Closing it ends the thread
-        that prepares them."""
+        """Windows of K batches for every rank, on from one epoch into the next; the last window of all may be shorter. Closing it ends
+        the thread that prepares them."""
         with contextlib.closing(Ahead(self._coming, stop=lambda: self.stop.number is not None)) as ahead:
             stream = iter(ahead)
-            while window := list(itertools.islice(stream, self.config.gradient_accumulation_steps)):
+            while window := list(itertools.islice(stream, self.window_size)):
                 yield Window(window[0].epoch, [loaded.batch for loaded in window], window[-1].position)
 
     def _first_batch(self) -> Batch:

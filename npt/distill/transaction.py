@@ -17,6 +17,13 @@ read one window late; the learning rate follows the device's own count of applie
 the same order, and tests hold their results to bit equality. Only the limits of the spike guard, which are made on the host
 from steps whose results are known, are one step older there. And a step's snapshot, which a post-mortem needs if the window
 turns out bad, is kept until its result is known: one more copy of weights and moments.
+
+Several ranks share a window: each computes some of its micro-batches, and one all-reduce sums gradients, losses, token counts and
+flags in one flat tensor. Whatever is decided behind it is decided on these sums, so every rank decides the same. A rank that
+cannot go on, because a signal came or something failed, raises its hand in that sum: the window is then void on every rank, as
+if it had never been begun. A second sum, of one number per rank, follows the step: a fingerprint of what the step left behind. A
+step that is not finite on one rank, or not the same on all, is taken back on all. The host waits for neither sum. Counts and flags
+travel in fp32, which holds whole numbers exactly below `EXACT`.
 """
 
 from __future__ import annotations
@@ -24,13 +31,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from npt.distill.ranks import Ranks
 from npt.distill.spikes import SpikeGuard
+from npt.errors import DataError, RankError
 
 
 class Sums(Protocol):
@@ -51,22 +60,31 @@ Kept = dict[str, tuple[Tensor, dict[str, Any]]]
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with the samples they came from."""
 
+EXACT = 2**24
+"""Whole numbers below it are exact in fp32: the tokens of a window over all ranks, its mark, a fingerprint."""
+
+FAILED = 1000
+"""What a rank raises its hand with that met an error; any other number is that of a signal."""
+
 
 @dataclass(frozen=True)
 class Refusal:
     """One refused micro-batch or step: what was wrong, and where.
 
     kind: `data` (refused before anything was computed), `loss`, `gradient`; of a whole window `norm`, `spike` or `update`
-    (parameters or moments after the step). micro_batch: index in its window, None for a whole window.
+    (parameters or moments after the step). micro_batch: index in its window, over all ranks; None for a whole window. rank: that
+    computed it.
     """
 
     kind: str
     detail: str
     micro_batch: int | None = None
     sample_ids: tuple[str, ...] = ()
+    rank: int = 0
 
     def __str__(self) -> str:
         where = "the whole window" if self.micro_batch is None else f"micro-batch {self.micro_batch}"
+        where += f" on rank {self.rank}" if self.rank else ""
         samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
         return f"{where}{samples}: {self.kind}: {self.detail}"
 
@@ -90,7 +108,9 @@ class WindowResult(Generic[S]):
     rate: the learning rate it was, or would have been, applied with. loss, grad_norm: mean per surviving token, and before
     clipping; None without survivors. survivors: sums of the micro-batches that counted, in order. limits: of the spike guard,
     as they stood when it decided. before: where something was refused and the state may have moved on since, the state that
-    the window started from.
+    the window started from. halts: ranks that raised their hand, and with what; the window is void then, and all else empty.
+
+    Of several ranks everything is over all of them, but for `survivors`, which are this rank's.
     """
 
     index: int
@@ -105,6 +125,7 @@ class WindowResult(Generic[S]):
     refusals: list[Refusal] = field(default_factory=list)
     limits: tuple[float, float] = (math.inf, math.inf)
     before: Kept | None = None
+    halts: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -130,10 +151,24 @@ class _Window(Generic[S]):
     limits: tuple[float, float]  # of the spike guard when the decision was made
     state: tuple[list[str], Tensor] | None = None  # names of parameters and moments, and which were finite after the step
     before: Kept | None = None  # the step's own snapshot
+    halt: int = 0  # this rank's hand
+    mark: int = 0  # which micro-batches these are
+    prints: Tensor | None = None  # [W] fingerprints of what the step left behind, by rank; None without a step
 
 
-# Entries of a record behind its micro-batches' flags, losses and norms.
+# Entries of a record behind its micro-batches' flags, losses and norms. Those of several ranks come behind these.
 _SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
+
+
+@dataclass
+class _Across:
+    """What a window's sums say of the ranks. survivors, refused: micro-batches. halts, marks, prints: by rank."""
+
+    survivors: int
+    refused: int
+    halts: list[int]
+    marks: list[int]
+    prints: list[int]
 
 
 class Transaction(Generic[S]):
@@ -146,6 +181,7 @@ class Transaction(Generic[S]):
         rates: learning rate of each applied step, from the first; the last one stays.
         late: read the flags one window late (see above); default for a fused AdamW on CUDA, impossible without fused AdamW.
         spikes: refuse windows whose loss or norm leaves the range of the accepted ones; None refuses none.
+        ranks: the processes that share the windows; default this one alone.
     """
 
     def __init__(
@@ -157,7 +193,9 @@ class Transaction(Generic[S]):
         *,
         late: bool | None = None,
         spikes: SpikeGuard | None = None,
+        ranks: Ranks | None = None,
     ):
+        self.ranks = ranks if ranks is not None else Ranks()
         self.names = tuple(parameters)
         self.parameters = tuple(parameters.values())
         self.optimizer = optimizer
@@ -178,7 +216,7 @@ class Transaction(Generic[S]):
         self._window, self._window_views = _flat_like(self.parameters)
         self._ran: list[_MicroBatch[S]] = []
         self._refusals: list[Refusal] = []
-        self._index = self._windows = self._known_steps = 0
+        self._index = self._windows = self._known_steps = self._halt = 0
         self._launched: deque[_Window[S]] = deque()
         if self._obeys_found_inf and not optimizer.state:
             self._make_state()
@@ -192,6 +230,11 @@ class Transaction(Generic[S]):
     def in_flight(self) -> int:
         """Committed windows whose result is not known yet."""
         return len(self._launched)
+
+    @property
+    def applied_steps(self) -> int:
+        """Steps applied so far by the device's own count, for which this waits; results that nobody has asked for are included."""
+        return int(self._steps)
 
     def micro_batch(self, fill: Callable[[], S], sample_ids: tuple[str, ...] = ()) -> None:
         """Run one micro-batch. `fill` does forward and backward of the summed loss into `.grad` and returns the sums.
@@ -212,16 +255,37 @@ class Transaction(Generic[S]):
 
     def refuse(self, detail: str, sample_ids: tuple[str, ...] = ()) -> None:
         """Count a micro-batch that was found bad before anything was computed on it."""
-        self._refusals.append(Refusal("data", detail, self._index, sample_ids))
+        self._refusals.append(Refusal("data", detail, self._index, sample_ids, self.ranks.rank))
         self._index += 1
 
-    def commit(self) -> list[WindowResult[S]]:
+    def pass_over(self) -> None:
+        """Count a micro-batch that another rank computes."""
+        self._index += 1
+
+    def halt(self, code: int) -> None:
+        """Raise this rank's hand: the open window and every one behind it are void, on all ranks.
+
+        Args:
+            code: `FAILED`, or the number of a signal.
+        """
+        assert 0 < code < EXACT
+        self._halt = code
+
+    def commit(self, mark: int = 0) -> list[WindowResult[S]]:
         """Close the window: one optimizer step from its survivors, or none, and nothing kept of what was refused.
+
+        Every rank has to come here as often as the others, with micro-batches or without.
+
+        Args:
+            mark: a number below `EXACT` that says which micro-batches the window is of; ranks at different ones find out by it.
 
         Returns:
             Results that have become known, oldest first: this window's, or with `late` the one before it, if any.
+
+        Raises:
+            RankError: a rank is lost, or no longer like the others; nothing of this window is applied then.
         """
-        self._launched.append(self._launch())
+        self._launched.append(self._launch(mark))
         return self._finish(keep=1 if self.late else 0)
 
     def flush(self) -> list[WindowResult[S]]:
@@ -242,10 +306,11 @@ class Transaction(Generic[S]):
         self._steps.fill_(steps)
         self._known_steps = steps
 
-    def _launch(self) -> _Window[S]:
+    def _launch(self, mark: int) -> _Window[S]:
         window: _Window[S] = _Window(self._windows, self._index, self._ran, self._refusals, None, None, None, self._limits())
+        window.halt, window.mark = self._halt, mark
         self._windows += 1
-        if self._ran:
+        if self.ranks.size > 1 or (self._ran and not self._halt):
             window.norms = self._step(window)
         self.abandon()
         return window
@@ -256,20 +321,22 @@ class Transaction(Generic[S]):
     def _step(self, window: _Window[S]) -> Tensor:
         """Everything that happens on the device; fills in the window's record and returns the window's norms [P]."""
         ran = window.ran
-        flags = torch.stack([m.flag for m in ran])
-        losses = torch.stack([m.sums.loss.detach().to(self.home, torch.float32) for m in ran])
-        micro_norms = torch.stack([torch.linalg.vector_norm(m.norms) for m in ran])
-        counts = torch.tensor([m.sums.tokens for m in ran], dtype=torch.float32)
-        counts = counts.pin_memory().to(self.home, non_blocking=True) if self.home.type == "cuda" else counts
+        flags = self._stacked([m.flag for m in ran], torch.bool)
+        losses = self._stacked([m.sums.loss.detach().to(self.home, torch.float32) for m in ran])
+        micro_norms = self._stacked([torch.linalg.vector_norm(m.norms) for m in ran])
+        counts = self._sent([m.sums.tokens for m in ran])
         tokens = torch.where(flags, counts, 0.0).sum()
+        loss_sum = torch.where(flags, losses, 0.0).sum()
+        tokens, loss_sum, across, sound = self._over_all_ranks(window, flags, tokens, loss_sum)
         for flat in self._window:
             flat.div_(tokens.clamp_min(1.0).to(flat.device))
         norms = _norms(self._window_views)
         norm = torch.linalg.vector_norm(norms)
-        loss = torch.where(flags, losses, 0.0).sum() / tokens.clamp_min(1.0)
+        loss = loss_sum / tokens.clamp_min(1.0)
         finite_norm = torch.isfinite(norm)
         spike = torch.zeros_like(finite_norm) if self.spikes is None else self.spikes.exceeds(loss, norm)
         go = (tokens > 0) & finite_norm & ~spike
+        go = go if sound is None else go & sound
         scale = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
         for flat in self._window:
             flat.mul_(scale.to(flat.device))
@@ -280,13 +347,48 @@ class Transaction(Generic[S]):
         applied = self._guarded_update(window, go, rate)
         self._steps += applied
         scalars = (tokens, loss, norm, finite_norm, spike, applied, self._steps, rate)  # in the order of _SCALARS
-        parts = (flags, losses, micro_norms, torch.stack([scalar.to(torch.float64) for scalar in scalars]))
+        parts = [flags, losses, micro_norms, torch.stack([scalar.to(torch.float64) for scalar in scalars]), across]
+        if window.prints is not None:
+            parts.append(window.prints)
         record = torch.cat([part.to(torch.float64) for part in parts])
         window.record, window.arrived = _to_host(record)
         return norms
 
+    def _over_all_ranks(
+        self, window: _Window[S], flags: Tensor, tokens: Tensor, loss_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The one all-reduce: of the window's gradients, in place, and of everything else that is decided on.
+
+        Returns:
+            Tokens and loss of all ranks; what the record tells of the ranks; and whether these let the window be applied, None where
+            there is one rank.
+        """
+        size, rank = self.ranks.size, self.ranks.rank
+        if size == 1:
+            return tokens, loss_sum, flags.new_zeros(0), None
+        survivors = flags.sum()
+        counts = [tokens, loss_sum, survivors, flags.numel() - survivors + len(window.refusals)]
+        own = [0] * 2 * size
+        own[rank], own[size + rank] = window.halt, window.mark
+        parts = [*self._window, torch.stack([count.to(torch.float32) for count in counts]), self._sent(own)]
+        flat = self.ranks.sum_(torch.cat([part.to(self.home, torch.float32) for part in parts]))
+        *gradients, sums, of_ranks = flat.split([part.numel() for part in parts])
+        for window_flat, summed in zip(self._window, gradients, strict=True):
+            window_flat.copy_(summed)
+        halts, marks = of_ranks.split(size)
+        return sums[0], sums[1], torch.cat([sums[2:], of_ranks]), (halts == 0).all() & (marks == marks[0]).all()
+
+    def _stacked(self, scalars: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """[number of scalars]; there are none where this rank had no micro-batch."""
+        return torch.stack(scalars) if scalars else torch.zeros(0, dtype=dtype, device=self.home)
+
+    def _sent(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers of the host in fp32 on the device, without waiting for it."""
+        values = torch.tensor(numbers, dtype=torch.float32)
+        return values.pin_memory().to(self.home, non_blocking=True) if self.home.type == "cuda" else values
+
     def _guarded_update(self, window: _Window[S], go: Tensor, rate: Tensor) -> Tensor:
-        """Step where `go` says so, verify, put back what is not finite; returns the flag of a step that stands."""
+        """Step where `go` says so, verify, put back what does not stand; returns the flag of a step that stands."""
         if self.late:
             return self._update_unseen(window, go, rate)
         if not bool(go):
@@ -295,12 +397,12 @@ class Transaction(Generic[S]):
             group["lr"] = float(rate)
         before = self.snapshot()
         self.optimizer.step()
-        finite = self._verify(window)
-        if bool(finite):
+        stands = self._stands(window)
+        if bool(stands):
             window.before = before
         else:
             self.restore(before)
-        return finite
+        return stands
 
     def _update_unseen(self, window: _Window[S], go: Tensor, rate: Tensor) -> Tensor:
         """The update without a look at any flag: the optimizer skips by `found_inf`, the restore selects by `torch.where`."""
@@ -309,13 +411,23 @@ class Transaction(Generic[S]):
         window.before = before = self.snapshot()
         self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
-        finite = self._verify(window)
+        stands = self._stands(window)
         for parameter, (value, state) in zip(self.parameters, before.values(), strict=True):
             now = self.optimizer.state[parameter]
             pairs = [(now[key], old) for key, old in state.items() if isinstance(old, Tensor)]
             for tensor, old in [*pairs, (parameter.detach(), value)]:
-                torch.where(finite.to(tensor.device), tensor, old, out=tensor)
-        return go & finite
+                torch.where(stands.to(tensor.device), tensor, old, out=tensor)
+        return go & stands
+
+    def _stands(self, window: _Window[S]) -> Tensor:
+        """Scalar bool on the home device: what the step left behind is finite, on every rank, and the same on all."""
+        finite, largest = self._verify(window)
+        if self.ranks.size == 1:
+            return finite
+        # The largest number of each parameter and moment, bit for bit: the same in any order of summation, and never 0.
+        fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
+        window.prints = self.ranks.each(torch.where(finite, fingerprint, 0))
+        return (window.prints == window.prints[0]).all() & (window.prints[0] > 0)
 
     def _finish(self, keep: int) -> list[WindowResult[S]]:
         results = []
@@ -326,6 +438,8 @@ class Transaction(Generic[S]):
     def _result(self, window: _Window[S]) -> WindowResult[S]:
         """Read a window's record and say what became of it; whatever has to be looked up further was refused already."""
         result: WindowResult[S] = WindowResult(window.index, window.micro_batches, False, self._known_steps, 0, 0.0, None, None)
+        if window.halt and self.ranks.size == 1:
+            return replace(result, micro_batches=0, halts={0: window.halt})
         result.refusals, result.limits = list(window.refusals), window.limits
         if window.record is None:
             return result
@@ -334,16 +448,26 @@ class Transaction(Generic[S]):
         values = window.record.tolist()
         k = len(window.ran)
         flags, losses, norms = values[:k], values[k : 2 * k], values[2 * k : 3 * k]
-        scalars = dict(zip(_SCALARS, values[3 * k :], strict=True))
+        behind = 3 * k + len(_SCALARS)
+        scalars = dict(zip(_SCALARS, values[3 * k : behind], strict=True))
+        across = self._across(values[behind:])
+        if across is not None:
+            halts = {rank: code for rank, code in enumerate(across.halts) if code}
+            if halts:
+                return replace(result, micro_batches=0, refusals=[], halts=halts)
+            self._check_marks(window, across)
+            self._check_prints(across)
         for micro, good, loss, norm in zip(window.ran, flags, losses, norms, strict=True):
             self.history.append(Trace(window.index, micro.index, micro.sample_ids, loss / max(1, micro.sums.tokens), norm))
             if good:
                 result.survivors.append(micro.sums)
             else:
                 result.refusals.append(self._explain(micro, loss))
+        if across is not None and across.refused:
+            result.refusals = self._gathered(result.refusals)
         result.refusals.sort(key=lambda r: r.micro_batch or 0)
         result.tokens, result.rate = int(scalars["tokens"]), scalars["rate"]
-        if result.survivors:
+        if result.survivors if across is None else across.survivors:
             result.loss, result.grad_norm = scalars["loss"], scalars["norm"]
             result.applied = bool(scalars["applied"])
             refusal = self._explain_window(window, scalars)
@@ -355,10 +479,49 @@ class Transaction(Generic[S]):
             self.spikes.accept(scalars["loss"], scalars["norm"])
         return result
 
+    def _across(self, values: list[float]) -> _Across | None:
+        """The last part of a record, which several ranks have."""
+        size = self.ranks.size
+        if size == 1:
+            return None
+        numbers = [int(value) for value in values]
+        halts, marks, prints = (numbers[2 + i * size : 2 + (i + 1) * size] for i in range(3))
+        return _Across(numbers[0], numbers[1], halts, marks, prints)
+
+    def _gathered(self, refusals: list[Refusal]) -> list[Refusal]:
+        """Those of every rank. All ranks come here together, since the number of refused micro-batches is a sum over them."""
+        everyone = self.ranks.gather_json([asdict(refusal) for refusal in refusals])
+        return [Refusal(**{**entry, "sample_ids": tuple(entry["sample_ids"])}) for entries in everyone for entry in entries]
+
+    def _check_marks(self, window: _Window[S], across: _Across) -> None:
+        """Ranks that are at different data would train on some of it twice, and on some never."""
+        other = next((rank for rank, mark in enumerate(across.marks) if mark != across.marks[0]), None)
+        if other is not None:
+            raise self.ranks.everywhere(
+                RankError(
+                    f"rank {other} reads other data than rank 0 in window {window.index + 1} (fingerprints {across.marks[other]} and "
+                    f"{across.marks[0]}); give every process the same data in the same order",
+                    DataError.exit_status,
+                )
+            )
+
+    def _check_prints(self, across: _Across) -> None:
+        """A step that came out different on a rank was taken back on all; which of them computes wrong nobody here can say."""
+        bad = [rank for rank, found in enumerate(across.prints) if not found]
+        other = bad or [rank for rank, found in enumerate(across.prints) if found != across.prints[0]]
+        if other and len(bad) < len(across.prints):
+            left = f"what it left on rank {', '.join(map(str, other))} {'is not finite' if bad else 'differs'}"
+            raise self.ranks.everywhere(
+                RankError(
+                    f"every rank took step {self._known_steps + 1} alike, but {left}; it was taken back: look at the hardware of these "
+                    "processes, then go on with --resume auto"
+                )
+            )
+
     def _explain(self, micro: _MicroBatch[S], loss: float) -> Refusal:
         if not math.isfinite(loss):
-            return Refusal("loss", f"loss is {loss}", micro.index, micro.sample_ids)
-        return Refusal("gradient", self._first_bad(micro.norms), micro.index, micro.sample_ids)
+            return Refusal("loss", f"loss is {loss}", micro.index, micro.sample_ids, self.ranks.rank)
+        return Refusal("gradient", self._first_bad(micro.norms), micro.index, micro.sample_ids, self.ranks.rank)
 
     def _explain_window(self, window: _Window[S], scalars: dict[str, float]) -> Refusal | None:
         if scalars["applied"] or not scalars["tokens"]:  # survivors without a token are nothing to step on, and no fault
@@ -392,12 +555,14 @@ class Transaction(Generic[S]):
             named.append((name, parameter.detach()))
         return named
 
-    def _verify(self, window: _Window[S]) -> Tensor:
-        """Scalar bool on the home device: every parameter and moment is finite. Which one is not stays with the window."""
+    def _verify(self, window: _Window[S]) -> tuple[Tensor, Tensor]:
+        """On the home device: whether every parameter and moment is finite, and the largest size in each. Which one is not finite
+        stays with the window."""
         named = [(name, tensor) for name, tensor in self._state_tensors() if tensor.is_floating_point()]
-        finite = torch.isfinite(_norms([tensor for _, tensor in named], order=float("inf")))
+        largest = _norms([tensor for _, tensor in named], order=float("inf"))
+        finite = torch.isfinite(largest)
         window.state = ([name for name, _ in named], finite)
-        return finite.all()
+        return finite.all(), largest
 
     def snapshot(self) -> Kept:
         """Copies of the parameters and of what the optimizer keeps for them, on their devices."""
@@ -408,6 +573,13 @@ class Transaction(Generic[S]):
             )
             for name, p in zip(self.names, self.parameters, strict=True)
         }
+
+    def checksum(self) -> int:
+        """Every bit of parameters and moments, summed up: what ranks that hold the same have alike."""
+        total = torch.zeros((), dtype=torch.int64, device=self.home)
+        for _, tensor in self._state_tensors():
+            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
+        return int(total)
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:

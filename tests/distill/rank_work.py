@@ -1,0 +1,295 @@
+"""What the ranks of a test do: loops over planted micro-batches, and whole runs. Everything goes in and comes out as plain values."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import os
+import random
+import signal
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from rich.console import Console
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.sample import Sample
+from npt.distill.loop import Loop, Window
+from npt.distill.progress import ProgressDisplay
+from npt.distill.ranks import Ranks
+from npt.distill.run_folder import RunFolder
+from npt.distill.schedule import rate_table
+from npt.distill.signals import StopOnSignal
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.trackers import Trackers
+from npt.distill.trainer import Trainer
+from npt.distill.transaction import Transaction
+from npt.distill.unwritten import UnwrittenFolder
+from npt.faults.runs import NoTokenizer
+
+ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
+
+Windows = Sequence[Sequence[str]]
+"""The micro-batches of each window, by name: what its first word plants, then what its numbers are drawn from."""
+
+
+@functools.cache
+def loaded(base: str) -> Any:
+    return npt.load_base(base, quantization="nf4", device="cpu")[0]
+
+
+def student(base: str) -> Any:
+    """The base with fresh adapters."""
+    model = loaded(base)
+    npt.detach(model)
+    npt.attach(model, ADAPTERS)
+    return model
+
+
+def loops(ranks: Ranks, base: str, plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One loop after the other, in the same processes; none of them may lose a rank."""
+    return [looped(ranks, base, **plan) for plan in plans]
+
+
+def micro_batch(name: str) -> Batch:
+    """Two rows of four to nine tokens, the same for the same name; `data` has an id outside the vocabulary, `masked` no valid token."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    rows = [Sample(name, tuple(torch.randint(3, 128, (4 + (7 * i + len(name)) % 6,), generator=generator).tolist())) for i in (0, 1)]
+    if name.startswith("data"):
+        rows[1] = Sample(name, (5, 999, 7))
+    batch = collate(rows, 2)
+    return batch_from_tensors(batch.input_ids, torch.zeros_like(batch.input_ids), batch.sample_ids) if name.startswith("masked") else batch
+
+
+def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    """The local strategy, and what the micro-batch's name says."""
+    what = batch.sample_ids[0].split()[0]
+    if what == "raise":
+        raise KeyError("a planted error")
+    if what in ("term", "kill", "usr1"):
+        os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL, "usr1": signal.SIGUSR1}[what])
+    if what == "sleep":
+        time.sleep(4)
+    sums = STRATEGIES["local"](model, batch, config)
+    parameter = next(iter(adapter_parameters(model).values()))
+    if what == "nan":
+        parameter.grad[0, 0] = math.nan
+    if what == "inf":
+        return replace(sums, loss=sums.loss * math.inf)
+    if what == "weight":  # as if a bit had turned in this process's memory
+        parameter.data[0, 0] += 0.25
+    if what == "moment":
+        MOMENTS[0].optimizer.state[parameter]["exp_avg_sq"][0, 0] = math.nan
+    return sums
+
+
+MOMENTS: list[Loop] = []
+"""The loop that runs, for what is planted in its optimizer."""
+
+
+def state_of(loop: Loop) -> dict[str, np.ndarray]:
+    """Every bit of weights and moments."""
+    held = {}
+    for name, parameter in adapter_parameters(loop.model).items():
+        held[name] = parameter.detach().numpy().copy()
+        held |= {f"{key} of {name}": value.numpy().copy() for key, value in loop.optimizer.state[parameter].items()}
+    return held
+
+
+def looped(ranks: Ranks, base: str, out: str, windows: Windows | dict[int, Windows], late: bool = False, **settings: Any) -> dict[str, Any]:
+    """Train on these windows in the loop itself; what it comes to. A dict gives every rank windows of its own."""
+    windows = windows[ranks.rank] if isinstance(windows, dict) else windows
+    config = TrainConfig(**{"log_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "eval_samples": 1, **settings})
+    folder = RunFolder(out) if ranks.main else UnwrittenFolder(out)
+    stop = StopOnSignal()
+    saved: list[int] = []
+    with mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)):
+        loop = Loop(
+            student(base),
+            planting,
+            config,
+            rate_table(1e-2, "linear", 0, 20),
+            len(windows),
+            folder,
+            Trackers(config, folder.path, {}),
+            ProgressDisplay(len(windows), Console(file=io.StringIO())),
+            stop,
+            evaluate=lambda: None,  # type: ignore[arg-type, return-value]
+            save=lambda: saved.append(loop.steps) is None,
+            save_best=lambda fidelity: None,
+            record={"settings": {}, "base_hash": "", "versions": {}, "device": "cpu"},
+            ranks=ranks,
+        )
+    MOMENTS[:] = [loop]
+    error = None
+    with stop:
+        try:
+            loop.run(Window(0, [micro_batch(name) for name in window]) for window in windows)
+        except Exception as raised:
+            error = raised
+            if not ranks.met_by_all(raised):
+                ranks.leave(raised)
+    folder.close()
+    return {
+        "steps": loop.steps,
+        "tokens": loop.tokens,
+        "micro_batches": loop.micro_batches,
+        "refused": dict(loop.refused_by_kind),
+        "state": state_of(loop),
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "status": getattr(error, "exit_status", None),
+        "stop": stop.number,
+        "halts": loop._halts,
+        "saved": saved,
+        "metrics": lines(out, "metrics") if ranks.main else [],
+        "events": lines(out, "events") if ranks.main else [],
+    }
+
+
+def lines(folder: str | Path, name: str) -> list[dict[str, Any]]:
+    path = Path(folder) / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def records(count: int) -> list[dict[str, Any]]:
+    """Records of six to nine token ids, all different."""
+    return [{"id": f"r{i}", "input_ids": [3 + (11 * i + 7 * j) % 90 for j in range(6 + i % 4)]} for i in range(count)]
+
+
+def trained(
+    ranks: Ranks, base: str, out: str, count: int = 40, plant: str = "", own: dict[int, dict[str, Any]] | None = None, **config: Any
+):
+    """A whole run; `plant` is done on rank 1 in front of its micro-batch number `at`, `own` are settings of one rank alone."""
+    at = config.pop("at", 0)
+    said = io.StringIO()
+    settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2, "eval_samples": 2, "smoke_test": False, "output_dir": out, **config}
+    trainer = Trainer(
+        student(base),
+        NoTokenizer(),
+        records(count),
+        TrainConfig(**(settings | (own or {}).get(ranks.rank, {}))),
+        data_config=DataConfig(max_length=16),
+        eval_data=records(3),
+        console=Console(file=said, width=200),
+        ranks=ranks,
+    )
+    seen: list[str] = []
+    calls = iter(range(10**6))
+
+    def watching(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+        seen.extend(batch.sample_ids)
+        if next(calls) == at and ranks.rank == ranks.size - 1:
+            planted(plant, model)
+        return STRATEGIES["local"](model, batch, config)
+
+    trainer.strategy = watching
+    with mock.patch("npt.distill.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)):
+        result = trainer.train()
+    folder = Path(out)
+    return {
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "status": result.exit_status,
+        "refused": result.refused_by_kind,
+        "seen": seen,
+        "said": said.getvalue(),
+        "weights": {name: p.detach().numpy().copy() for name, p in adapter_parameters(trainer.model).items()},
+        "fidelity": None if result.fidelity is None else result.fidelity.student.as_dict(),
+        "metrics": lines(folder, "metrics"),
+        "events": lines(folder, "events"),
+    }
+
+
+def planted(plant: str, model: Any) -> None:
+    if plant in ("term", "kill"):
+        os.kill(os.getpid(), signal.SIGTERM if plant == "term" else signal.SIGKILL)
+    if plant == "raise":
+        raise KeyError("a planted error")
+    if plant == "weight":
+        next(iter(adapter_parameters(model).values())).data[0, 0] += 1e-6
+
+
+def failing_at(save_steps: int | None, plant: str) -> Any:
+    """`write_checkpoint`, which finds the disk full: at its second call, or at its first."""
+    from npt.distill.checkpoint import write_checkpoint
+
+    calls = iter(range(10**6))
+
+    def write(*arguments: Any) -> None:
+        number = next(calls)
+        if (plant == "second save" and number == 1) or (plant == "first save" and number == 0):
+            raise OSError(28, "No space left on device")
+        write_checkpoint(*arguments)
+
+    return write
+
+
+SHAPES = {"A": (3, 4), "B": (5, 3), "M": (5, 3), "C": (2,)}
+
+
+def random_windows(ranks: Ranks, cases: int) -> list[str]:
+    """Random windows with refused micro-batches on any rank, against the same ones without them; what went wrong, if anything."""
+    complaints = []
+    for case in range(cases):
+        draw, late = random.Random(case), bool(case % 2)
+        plan = [[[draw.choice("gggbdz") for _ in range(draw.randrange(4))] for _ in range(ranks.size)] for _ in range(4)]
+        states = []
+        for keep in (True, False):
+            parameters = {
+                name: torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i)))
+                for i, (name, shape) in enumerate(SHAPES.items())
+            }
+            optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.01, fused=True)
+            transaction: Transaction[Any] = Transaction(parameters, optimizer, 0.5, [0.1, 0.05, 0.02, 0.01], late=late, ranks=ranks)
+            results = []
+            for window, of_ranks in enumerate(plan):
+                for number, kind in enumerate(of_ranks[ranks.rank]):
+                    if keep or kind in "gz":
+                        _small(transaction, parameters, kind, f"{case}/{window}/{ranks.rank}/{number}")
+                results += transaction.commit()
+            results += transaction.flush()
+            bad = sum(kind in "bd" for of_ranks in plan for kinds in of_ranks for kind in kinds)
+            if sum(len(r.refusals) for r in results) != (bad if keep else 0):
+                complaints.append(f"case {case}: refused {[len(r.refusals) for r in results]} of {bad}")
+            states.append((transaction.checksum(), [(r.applied, r.steps, r.tokens, r.loss, r.grad_norm) for r in results]))
+        if states[0] != states[1]:
+            complaints.append(f"case {case}: {states}")
+        if any(other != [states[0][0], repr(states[0][1])] for other in ranks.gather_json([states[0][0], repr(states[0][1])])):
+            complaints.append(f"case {case}: the ranks differ")
+    return complaints
+
+
+def _small(transaction: Transaction[Any], parameters: dict[str, torch.nn.Parameter], kind: str, name: str) -> None:
+    """One micro-batch: good, broken in its gradient, refused on the host, or good without a token."""
+    if kind == "d":
+        transaction.refuse("broken", (name,))
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def fill() -> Any:
+        for parameter in parameters.values():
+            parameter.grad += torch.randn(parameter.shape, generator=generator) * (0.0 if kind == "z" else 1.0)
+        if kind == "b":
+            parameters["B"].grad[1, 1] = math.nan
+        tokens = 0 if kind == "z" else int(torch.randint(1, 9, (), generator=generator))
+        return Sums(torch.rand((), generator=generator) * tokens, tokens)
+
+    transaction.micro_batch(fill, (name,))
+
+
+@dataclass
+class Sums:
+    loss: torch.Tensor
+    tokens: int

@@ -1,0 +1,127 @@
+"""Real processes that train together on this machine: rank 1 is as real as rank 0, and can be killed.
+
+They are forked from a server that has imported everything and computed nothing, so that a start takes a fraction of a second. The
+key-value store lies in the test's own process, as it lies in the launcher's: it outlives a rank that dies.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from npt.distill.ranks import Ranks, exit_status_of, join_ranks
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["npt.distill.trainer", "npt.demo", "npt.faults.runs", "torch.distributed"])
+
+DEADLINE = 60.0
+"""Seconds after which a rank counts as hanging: many times what any of these takes on a busy machine."""
+
+TIMEOUT = 20.0
+"""Seconds that the ranks wait for one another."""
+
+
+@dataclass
+class Ended:
+    """How a rank ended: what its function returned, or the error it met, and the status that the command line would end with."""
+
+    value: Any = None
+    error: str | None = None
+    kind: str | None = None
+    status: int | None = None
+    seconds: float = 0.0
+    trace: str = ""
+
+
+class Several:
+    """Ranks that were started and not yet waited for."""
+
+    def __init__(self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        for rank in range(size):
+            here, there = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_rank, args=(there, rank, size, store.port, timeout, act, arguments), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes.append(here)
+
+    def wait(self) -> list[Ended]:
+        """Until all have ended. A rank that was killed has no status of its own but the signal's, negative."""
+        until = time.monotonic() + DEADLINE
+        found = []
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            ended = Ended()
+            try:
+                if pipe.poll(max(0.0, until - time.monotonic())):
+                    ended = pipe.recv()
+            except EOFError:
+                pass
+            process.join(max(0.0, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                raise AssertionError(f"rank {len(found)} hangs")
+            ended.status = ended.status if ended.status is not None else process.exitcode
+            found.append(ended)
+        return found
+
+
+def several(size: int, act: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT, **settings: Any) -> list[Ended]:
+    """Run `act(ranks, *arguments)` as each of `size` ranks; how they ended, by rank."""
+    return Several(size, partial(act, **settings), arguments, timeout).wait()
+
+
+def values(ended: list[Ended]) -> list[Any]:
+    """What the ranks returned; none of them may have met an error."""
+    for rank, one in enumerate(ended):
+        assert one.error is None and one.status == 0, f"rank {rank} ended with {one.status}: {one.trace}"
+    return [one.value for one in ended]
+
+
+def _rank(pipe: Connection, rank: int, size: int, port: int, timeout: float, act: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    started = time.monotonic()
+    ended = Ended(status=0)
+    ranks = Ranks()
+    try:
+        ranks = join_ranks(timeout)
+        with ranks.member():
+            ended.value = act(ranks, *arguments)
+    except BaseException as error:
+        ended = Ended(None, str(error), type(error).__name__, exit_status_of(error), trace=traceback.format_exc())
+    finally:
+        ranks.close()
+    ended.seconds = time.monotonic() - started
+    pipe.send(ended)
+    pipe.close()
+
+
+@contextmanager
+def no_gpu():
+    """Within the context no GPU is seen."""
+    with mock.patch("torch.cuda.is_available", lambda: False):
+        yield
