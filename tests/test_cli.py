@@ -104,7 +104,6 @@ BAD = {
     "safe mode with a multiplicative term": (["--safe_mode", "--modulation", "both"], ["safe_mode", "both"]),
     "calibrated start": (["--init", "calibrated"], ["not supported yet"]),
     "propagated strategy": (["--strategy", "propagated"], ["not supported yet"]),
-    "resume": (["--resume", "auto"], ["not supported yet"]),
     "steps that are none": (["--trace_steps", "3-1"], ["trace_steps", "3-1", "1-5"]),
     "a ratio of nothing to replay": (["--replay_ratio", "0.3"], ["replay_ratio", "0.3", "replay_dataset"]),
     "a missing file to replay": (["--replay_dataset", "none.txt"], ["none.txt"]),
@@ -165,12 +164,13 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pyte
     assert "output_dir" in capsys.readouterr().err
 
 
-def test_several_processes_are_refused_until_they_are_supported(
+def test_one_of_several_processes_that_no_launcher_started_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(tmp_path / "run") == 2
-    assert "2 processes" in capsys.readouterr().err
+    assert "WORLD_SIZE is set, but RANK is not; start the processes with accelerate launch or torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_text_file_of_ones_own_trains_and_holds_samples_out(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def trained(
         seen.extend(batch.sample_ids)
         if next(calls) == at and ranks.rank == ranks.size - 1:
             planted(plant, model)
-        return STRATEGIES["local"](model, batch, config)
+        return STRATEGIES[config.strategy](model, batch, config)
 
     trainer.strategy = watching
     with mock.patch("npt.distill.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)):

@@ -155,6 +155,12 @@ def test_an_error_on_rank_1_ends_both_in_front_of_its_window(train: Loops) -> No
         assert [rank["steps"] for rank in ranks] == [1, 1]
 
 
+def test_an_error_behind_the_last_step_is_not_lost(train: Loops) -> None:
+    for (ranks,) in train(GOOD, max_steps=2, eval_steps=2):  # these loops have no figures to evaluate
+        assert [rank["steps"] for rank in ranks] == [2, 2]
+        assert all(rank["error"].startswith("AttributeError: ") for rank in ranks)
+
+
 def test_a_signal_to_rank_1_stops_both_in_front_of_the_window_it_came_in(train: Loops) -> None:
     for ranks, before in train([GOOD[0], ["good", "term", "good", "good"], GOOD[2]], [GOOD[0]]):
         assert [rank["halts"] for rank in ranks] == [{1: signal.SIGTERM}] * 2
@@ -220,6 +226,15 @@ def test_accumulation_and_ranks_make_one_window_and_lose_or_repeat_no_sample(bas
     assert_equal(ranks[0]["weights"], ranks[1]["weights"])
     assert_close(alone[8]["weights"], ranks[0]["weights"], steps=5)
     assert ranks[0]["fidelity"] == ranks[1]["fidelity"]
+
+
+def test_the_loss_on_the_logits_is_a_mean_over_what_all_ranks_predicted(base: str, tmp_path: Path, run: Any) -> None:
+    config = {"strategy": "end_to_end", "logit_kl_weight": 0.5}
+    alone = trained(Ranks(), base, str(tmp_path / "alone"), gradient_accumulation_steps=4, **config)
+    ranks = values(run("ranks", gradient_accumulation_steps=2, **config))
+    assert len(ranks[0]["metrics"]) == 5
+    for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
+        assert line["loss_kl"] == pytest.approx(expected["loss_kl"], rel=1e-4)  # fp32 sums in another order, then steps of Adam
 
 
 def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_rounding(base: str, tmp_path: Path, run: Any) -> None:
