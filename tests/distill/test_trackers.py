@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,9 @@ def test_wandb_offline_keeps_a_run_below_the_run_folder(tmp_path, monkeypatch) -
     trackers.log(VALUES, 3)
     trackers.close()
     (record,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    content = record.read_bytes()  # its strings are stored as they are
+    content, until = b"", time.monotonic() + 30
+    while b"layers.1.nmse" not in content and time.monotonic() < until:  # another process writes it, in its own time
+        time.sleep(0.05)
+        content = record.read_bytes()  # its strings are stored as they are
     assert b"layers.1.nmse" in content
     assert not [name for name in NOT_FINITE if name.encode() in content]
