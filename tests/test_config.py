@@ -90,7 +90,6 @@ NOT_BUILT_YET = [
     (DataConfig, {"replay_dataset": "other"}, "--replay_dataset"),
     (DataConfig, {"replay_ratio": 0.1}, "--replay_ratio"),
     (TrainConfig, {"strategy": "propagated"}, "--strategy propagated"),
-    (TrainConfig, {"resume": "auto"}, "--resume"),
 ]
 
 # As a YAML file or a caller may hand them in.

@@ -290,6 +290,20 @@ def test_a_place_that_may_not_be_written_to_is_refused_before_anything_is_comput
     assert unprivileged(act) == 0
 
 
+def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
+    here.place = open_place
+    assert unprivileged(lambda: here.run("run", at(1)).exit_status) == 143
+    (open_place / "run" / "checkpoints").chmod(0)
+
+    def act() -> int:
+        for resume, folder in (("auto", "run"), (str(open_place / "run"), None)):
+            with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: Permission denied"):
+                here.trainer(folder, resume=resume)
+        return 0
+
+    assert unprivileged(act) == 0
+
+
 # --- folders that go away ----------------------------------------------------------------------------------------------
 
 
