@@ -482,7 +482,7 @@ class Trainer:
     def _loop(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         c = self.config
         rates = rate_table(c.learning_rate, self._schedule_kind(), c.warmup_steps, self.total_steps)
-        display = ProgressDisplay(self.total_steps, self.console)
+        display = ProgressDisplay(self.total_steps, self.console, first=0 if self.resumed is None else self.resumed.step)
         loop = Loop(
             self.model,
             self.strategy,
@@ -504,6 +504,7 @@ class Trainer:
             self._state.restore(loop.transaction)
             loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)
             set_random_state(self._state.random_states.get(self.ranks.rank, {}))  # fewer ranks may have saved
+            self._state = None  # a copy of everything
         started = time.perf_counter()
         try:
             try:
