@@ -104,7 +104,6 @@ BAD = {
     "safe mode with a multiplicative term": (["--safe_mode", "--modulation", "both"], ["safe_mode", "both"]),
     "calibrated start": (["--init", "calibrated"], ["not supported yet"]),
     "propagated strategy": (["--strategy", "propagated"], ["not supported yet"]),
-    "resume": (["--resume", "auto"], ["not supported yet"]),
     "steps that are none": (["--trace_steps", "3-1"], ["trace_steps", "3-1", "1-5"]),
     "a ratio of nothing to replay": (["--replay_ratio", "0.3"], ["replay_ratio", "0.3", "replay_dataset"]),
     "a missing file to replay": (["--replay_dataset", "none.txt"], ["none.txt"]),
@@ -326,6 +325,92 @@ def test_sigterm_saves_and_ends_143(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 143, process.stderr.read().decode() if process.stderr else ""
     events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
     assert events[-2:] == ["signal", "save"]
+
+
+def checkpoint_of(folder: Path, step: int) -> dict[str, bytes]:
+    """The tensors of a checkpoint, byte by byte."""
+    checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+    return {name: (checkpoint / name).read_bytes() for name in ("state.safetensors", "adapter/adapter_model.safetensors")}
+
+
+def test_a_run_is_taken_up_exactly_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    constant = ["--scheduler_type", "constant", "--save_steps", "1", "--learning_rate", "1e-3", "--num_samples", "12"]
+    assert run(tmp_path / "whole", *constant, "--max_steps", "4") == 0
+    assert run(tmp_path / "part", *constant, "--max_steps", "2") == 0
+    capsys.readouterr()
+    assert run(tmp_path / "part", *constant, "--max_steps", "4", "--resume", "auto") == 0
+    out = capsys.readouterr().out
+    assert "going on from" in out and "changed since: max_steps was 2, is 4" in out and "smoke test" not in out
+    assert checkpoint_of(tmp_path / "part", 4) == checkpoint_of(tmp_path / "whole", 4)
+    read = [json.loads((tmp_path / name / "fidelity.json").read_text()) for name in ("whole", "part")]
+    assert read[0] == read[1]
+    assert [line["step"] for line in metrics(tmp_path / "part")] == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> Path:
+    """The folder of a run of one step."""
+    assert run(tmp_path / "run", "--max_steps", "1", "--no_smoke_test", "--num_samples", "4") == 0
+    return tmp_path / "run"
+
+
+def test_what_cannot_be_resumed_is_one_line_and_status_5_before_the_base_is_loaded(
+    stopped_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import npt
+
+    monkeypatch.setattr(npt, "load_base", lambda *_, **__: pytest.fail("the base was loaded"))
+    checkpoint = stopped_run / "checkpoints" / "step-00000001"
+    cases = [
+        (["--resume", "auto", "--adapter_rank", "8"], 5, ["--adapter_rank 16", "asks for 8"]),
+        (["--resume", "auto", "--seed", "3"], 5, ["--seed 0", "asks for 3"]),
+        (["--resume", "auto", "--max_length", "64"], 5, ["--max_length 32", "asks for 64"]),
+        (["--resume", "auto", "--quant_type", "fp4"], 5, ["--quant_type nf4", "asks for fp4"]),
+        (["--resume", "none"], 5, ["no checkpoint or run folder none"]),
+    ]
+    damaged = bytearray((checkpoint / "state.json").read_bytes())
+    for arguments, status, named in cases:
+        assert run(stopped_run, "--num_samples", "4", *arguments) == status
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and [word for word in named if word not in lines[0]] == []
+    damaged[7] ^= 1
+    (checkpoint / "state.json").write_bytes(damaged)
+    for resume in ("auto", str(checkpoint), str(stopped_run)):
+        assert run(stopped_run, "--num_samples", "4", "--resume", resume) == 5
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{checkpoint}/state.json: sha256 " in line and "the manifest says" in line
+    assert main(["pretrain", *SHORT, "--resume", "auto"]) == 2
+    assert "--output_dir" in capsys.readouterr().err
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_SecretOfTheHub0123456789",
+    "WANDB_API_KEY": "5ec4e7" + "ab" * 17,
+    "AWS_SECRET_ACCESS_KEY": "SecretOfTheCloud/0123456789",
+    "MY_PASSWORD": "correct horse battery staple",
+}
+
+
+def test_nothing_that_a_run_writes_holds_a_secret_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)
+    file = tmp_path / "ids.jsonl"
+    rows = [[3 + i, 4, 5, 6] if i < 200 else [3, 99_999, i % 7, 6 + i] for i in range(400)]
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    arguments = ["--dataset_name", str(file), "--streaming", "--max_consecutive_bad", "3", "--eval_samples", "1", "--save_steps", "5"]
+    arguments += ["--use_tensorboard", "--use_wandb", "--eval_steps", "10", "--max_steps", "150", "--batch_size", "4"]
+    assert run(tmp_path / "run", *arguments) == 3
+    assert run(tmp_path / "run", *arguments, "--resume", "auto", "--max_steps", "1") == 0
+    said = capsys.readouterr()
+    written = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {"postmortem", "checkpoints", "best", "wandb", "npt"} <= {path.relative_to(tmp_path / "run").parts[0] for path in written}
+    for name, value in SECRETS.items():
+        assert value not in said.out + said.err, name
+        assert [path for path, content in written.items() if value.encode() in content] == [], name
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -111,10 +111,10 @@ def read_adapter(
     trained_on = record.get("base_hash")
     base_hash = base_hash if base_hash is not None or not check_base else hash_of(model)
     if check_base and base_hash != trained_on:
+        its = shown(str(trained_on)[:12])[1:-1]
         name = f" ({shown(record['base_model_name_or_path'])})" if record.get("base_model_name_or_path") else ""
         raise AdapterFileError(
-            f"{folder} was trained on base {str(trained_on)[:12]}{name}, this base is {str(base_hash)[:12]}; load the same model with the "
-            "same quantisation"
+            f"{folder} was trained on base {its}{name}, this base is {str(base_hash)[:12]}; load the same model with the same quantisation"
         )
     if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(f"{folder} holds {config}, but the model has {attached_config(model)}; call npt.detach(model) first")

@@ -15,11 +15,12 @@ class ProgressDisplay:
     Args:
         total_steps: of the run; None where unknown (no time left is shown then).
         console: where to; default standard output.
+        first: steps that were made before, by the run that is gone on with.
     """
 
-    def __init__(self, total_steps: int | None, console: Console):
+    def __init__(self, total_steps: int | None, console: Console, first: int = 0):
         self.console = console
-        self._total = total_steps
+        self._total, self._first = total_steps, first
         self._started = time.perf_counter()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -31,7 +32,7 @@ class ProgressDisplay:
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("train", total=total_steps, figures="")
+            self._task = self._bar.add_task("train", total=total_steps, completed=first, figures="")
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any] | None, refused: int) -> None:
@@ -59,5 +60,5 @@ class ProgressDisplay:
     def _left(self, step: int) -> str:
         if self._total is None:
             return ""
-        seconds = (time.perf_counter() - self._started) / max(1, step) * (self._total - step)
+        seconds = (time.perf_counter() - self._started) / max(1, step - self._first) * (self._total - step)
         return f"  {int(seconds) // 60}:{int(seconds) % 60:02d} left"

@@ -17,9 +17,9 @@ _CUDA_BYTES = 16
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of this process, by device: `cpu`, and `cuda.INDEX` for every CUDA device."""
+    """Of this process, by device: `cpu`, and `cuda.INDEX` for every CUDA device once CUDA is in use."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
     return states
 
@@ -51,7 +51,7 @@ def read_random_state(path: Path, prefix: str, headers: Mapping[str, Header], er
         raise error(f"{path} lacks the tensor {prefix}cpu; copy it again")
     states = {name.removeprefix(prefix): tensor for name, tensor in read_tensors(path, names, error).items()}
     for name, state in states.items():
-        if name == "cpu" or torch.cuda.is_available():
+        if name == "cpu" or torch.cuda.is_initialized():
             try:
                 torch.Generator(name.split(".")[0]).set_state(state)
             except RuntimeError as problem:

@@ -56,8 +56,15 @@ def find_resumed(resume: str, output_dir: str | None) -> Resumed:
     Raises:
         ConfigError: `auto` without a folder, or with one that holds something other than a run; a checkpoint that lies in no run
             folder without `output_dir`; another process is writing the folder.
-        CheckpointError: there is none, or none that verifies.
+        CheckpointError: there is none, or none that verifies, or it cannot be read.
     """
+    try:
+        return _find(resume, output_dir)
+    except OSError as error:
+        raise CheckpointError(f"--resume {resume}: {error.filename or 'it'} cannot be read: {error.strerror}; check its rights") from error
+
+
+def _find(resume: str, output_dir: str | None) -> Resumed:
     if resume == AUTO:
         if output_dir is None:
             raise ConfigError("--resume auto looks for checkpoints below --output_dir; name that folder")

@@ -165,8 +165,11 @@ class RunFolder:
         return (self.path / BEST).is_dir()
 
     def checkpoints(self) -> list[Path]:
-        """Checkpoint folders, oldest first."""
-        return checkpoints(self.path / CHECKPOINTS)
+        """Checkpoint folders, oldest first; none where they cannot be looked for."""
+        try:
+            return checkpoints(self.path / CHECKPOINTS)
+        except OSError:
+            return []
 
     def set_aside(self, checkpoint: Path, why: str) -> Path:
         """Rename a checkpoint so that nobody picks it again; where that fails it stays as it is.
@@ -272,18 +275,16 @@ def tidy(path: Path) -> None:
     """Clear away what a killed process left half-written in the folder of a run, before anything is looked for in it.
 
     Raises:
-        ConfigError: another process is writing it, or it cannot be opened.
+        ConfigError: another process is writing it.
+        OSError: it cannot be read.
     """
+    lock = _locked(path)
     try:
-        lock = _locked(path)
-        try:
-            for folder in (path, path / CHECKPOINTS):
-                if folder.is_dir():
-                    clean(folder)
-        finally:
-            os.close(lock)
-    except OSError as error:
-        raise ConfigError(f"--output_dir {path} cannot be used: {error.strerror}; choose another folder") from error
+        for folder in (path, path / CHECKPOINTS):
+            if folder.is_dir():
+                clean(folder)
+    finally:
+        os.close(lock)
 
 
 def check_free(path: Path) -> None:

@@ -17,9 +17,9 @@ class Trackers:
         config: which ones, and the run's name.
         folder: the run's.
         resolved: settings to show beside the figures.
-        wandb_run: what Weights & Biases is to know the run by: a run that it knows is gone on with.
+        wandb_run: what Weights & Biases is to know the run by; one that it knows is gone on with.
         resume_at: the step that the run in this folder goes on from. TensorBoard forgets what it has of later ones; Weights & Biases
-            keeps it and takes no step twice, which is the same, since the steps are.
+            keeps the figures that it had first, which differ from those to come only where settings were changed.
     """
 
     def __init__(

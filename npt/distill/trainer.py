@@ -404,7 +404,7 @@ class Trainer:
     def _loop(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         c = self.config
         rates = rate_table(c.learning_rate, self._schedule_kind(), c.warmup_steps, self.total_steps)
-        display = ProgressDisplay(self.total_steps, self.console)
+        display = ProgressDisplay(self.total_steps, self.console, first=0 if self.resumed is None else self.resumed.step)
         loop = Loop(
             self.model,
             self.strategy,
@@ -424,6 +424,7 @@ class Trainer:
             self._state.restore(loop.transaction)
             loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)
             set_random_state(self._state.random_states[0])
+            self._state = None  # a copy of everything
         else:
             torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
         started = time.perf_counter()

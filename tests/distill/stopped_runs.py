@@ -47,7 +47,7 @@ def make_trainer(
     """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
     model, _ = npt.load_base(str(base), quantization=quantization, device="cpu", use_fp16=use_fp16)
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, **config}
+    settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, "seed": 3, **config}
     return Trainer(
         model,
         NoTokenizer(),

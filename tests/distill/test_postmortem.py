@@ -158,7 +158,7 @@ def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_
     """A share counts from the fiftieth micro-batch on, and that one was accepted."""
     bad, fine = (collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7))))
     windows = [Window(0, [bad])] * 12 + [Window(0, [fine])] * 60
-    monkeypatch.setattr(Trainer, "_windows", lambda self: iter(windows))
+    monkeypatch.setattr(Trainer, "_windows", lambda self: (window for window in windows))
     folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100))
     record = said(folder)
     assert record["reason"].startswith("12 of 50 micro-batches refused")

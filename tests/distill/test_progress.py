@@ -41,6 +41,15 @@ def test_without_a_terminal_each_logged_step_is_one_plain_line(width) -> None:
     assert re.search(r"\d+:\d\d left$", last)
 
 
+def test_a_run_that_goes_on_has_no_steps_of_its_own_before_it(monkeypatch) -> None:
+    """Ten of a hundred steps took ten seconds, whoever made the fifty in front of them."""
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr("npt.distill.progress.time.perf_counter", lambda: next(clock))
+    out = console(False)
+    ProgressDisplay(100, out, first=50).step(60, METRICS, 0)
+    assert text(out).rstrip().endswith("0:40 left")
+
+
 def test_without_a_known_end_neither_total_nor_time_left_is_shown() -> None:
     out = console(False)
     ProgressDisplay(None, out).step(7, METRICS, 0)

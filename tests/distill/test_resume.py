@@ -20,12 +20,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import npt
+from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill import spikes
 from npt.distill.checkpoint import MANIFEST, write_manifest
 from npt.distill.identity import check_same_data, data_identity
 from npt.distill.resume import changed_settings, find_resumed
 from npt.distill.run_folder import RunFolder
+from npt.distill.trackers import Trackers
 from npt.distill.transaction import Transaction
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
 
@@ -137,7 +139,7 @@ def whole(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stop=st.integers(0, 24), kill=st.booleans())
 def test_stopped_or_killed_at_any_micro_batch_it_goes_on_exactly(whole, stop, kill) -> None:
     folder = f"{'killed' if kill else 'stopped'}-{stop}"
@@ -169,7 +171,7 @@ def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(run
 
     for name in operations:
         monkeypatch.setattr(os, name, counted(name))
-    for first in range(3, 400, 17):
+    for first in range(3, 400, 29):
         folder, limit = f"killed-{first}", first
         if here.killed(folder, nothing) == 0:
             break
@@ -178,7 +180,7 @@ def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(run
         limit = 0
         assert here.killed(folder, nothing, resume="auto") == 0
         here.outcome(folder).assert_equal(here.outcome("whole"))
-    assert kills > 10
+    assert kills > 6
 
 
 def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
@@ -476,6 +478,48 @@ def test_a_tracker_that_cannot_start_costs_a_resumed_run_nothing(stopped, monkey
     assert checkpoint_names(stopped.place / "run") == ["step-00000001", "step-00000002", "step-00000003"]
     monkeypatch.undo()
     assert stopped.run("run", resume="auto").steps == 5
+
+
+def test_trackers_are_told_which_run_they_go_on_with_and_from_where(runs, monkeypatch) -> None:
+    told: list[dict[str, Any]] = []
+    original = Trackers.__init__
+
+    def note(self: Trackers, config: TrainConfig, folder: Path, resolved: dict[str, Any], **more: Any) -> None:
+        told.append(more)
+        original(self, TrainConfig(), folder, resolved)  # none is started
+
+    monkeypatch.setattr(Trackers, "__init__", note)
+    here = runs(settings={"batch_size": 2, "use_wandb": True})
+    here.run("run", at(2))
+    here.run("run", at(0), resume="auto")
+    here.run("new", resume=str(here.place / "run"))
+    first, again, new = told
+    assert first["resume_at"] is None and len(first["wandb_run"]) == 8
+    assert (
+        again == {"wandb_run": first["wandb_run"], "resume_at": 3}
+        and strict(here.place / "run" / "run.json")["wandb_run"] == first["wandb_run"]
+    )
+    assert new["resume_at"] is None and new["wandb_run"] != first["wandb_run"]
+    here.run("plain", use_wandb=False, max_steps=1)
+    assert told[-1] == {"wandb_run": None, "resume_at": None}
+
+
+@pytest.mark.parametrize("known", [3, "../../x", "", "A" * 8, None, {}])
+def test_a_name_in_run_json_that_cannot_be_one_is_not_used(runs, monkeypatch, known) -> None:
+    told: list[Any] = []
+    original = Trackers.__init__
+
+    def note(self: Trackers, config: TrainConfig, folder: Path, resolved: dict[str, Any], **more: Any) -> None:
+        told.append(more["wandb_run"])
+        original(self, TrainConfig(), folder, resolved)
+
+    monkeypatch.setattr(Trackers, "__init__", note)
+    here = runs(settings={"batch_size": 2, "use_wandb": True, "max_steps": 1})
+    here.run("run")
+    record = strict(here.place / "run" / "run.json")
+    (here.place / "run" / "run.json").write_text(json.dumps(record | {"wandb_run": known}))
+    here.run("run", resume="auto")
+    assert told[1] != known and len(told[1]) == 8
 
 
 # --- what may change, and what may not ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,35 @@ def test_wandb_offline_keeps_a_run_below_the_run_folder(tmp_path, monkeypatch) -
     trackers.log(VALUES, 3)
     trackers.close()
     (record,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    content = record.read_bytes()  # its strings are stored as they are
+    content, until = b"", time.monotonic() + 30
+    while b"layers.1.nmse" not in content and time.monotonic() < until:  # another process writes it, in its own time
+        time.sleep(0.05)
+        content = record.read_bytes()  # its strings are stored as they are
     assert b"layers.1.nmse" in content
     assert not [name for name in NOT_FINITE if name.encode() in content]
+
+
+def test_tensorboard_shows_the_steps_that_are_made_again_once(tmp_path) -> None:
+    for resume_at, values in ((None, {3: 0.5, 4: 0.25, 5: 0.125}), (3, {4: 0.75, 5: 0.0625})):
+        trackers = Trackers(TrainConfig(use_tensorboard=True), tmp_path, RESOLVED, resume_at=resume_at)
+        for step, value in values.items():
+            trackers.log({"loss": value}, step)
+        trackers.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "npt")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 0.5), (4, 0.75), (5, 0.0625)]
+
+
+def test_wandb_goes_on_with_the_run_that_it_is_told(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    for number in range(2):
+        trackers = Trackers(TrainConfig(use_wandb=True), tmp_path, RESOLVED, wandb_run="a1b2c3d4", resume_at=3 if number else None)
+        assert wandb.run.id == "a1b2c3d4"
+        trackers.log({"loss": 0.5}, 3 + number)
+        trackers.close()
+    names = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(names) == 2 and all("-a1b2c3d4" in name for name in names)

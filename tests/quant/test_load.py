@@ -1,3 +1,4 @@
+import io
 import json
 import shutil
 import warnings
@@ -230,3 +231,51 @@ class TestBaseHash:
         changed, _ = npt.load_base(str(copy), device="cpu")
         assert not torch.allclose(changed(batch.input_ids).logits, original(batch.input_ids).logits, atol=1e-2)
         assert npt.base_hash(changed) != npt.base_hash(original)
+
+
+class TestNothingOfACheckpointIsRun:
+    """Code beside the weights, a pickle instead of them: refused or passed over, without a question on the terminal."""
+
+    @pytest.fixture
+    def trapped(self, copy, monkeypatch) -> Path:
+        """A model folder with code that leaves a trace; `y` is on standard input, as the answer to a question."""
+        (copy / "trap.py").write_text(f"from pathlib import Path\nPath({str(copy / 'sprung')!r}).touch()\nclass Trap: pass\n")
+        monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+        monkeypatch.setattr("builtins.input", lambda *_: "y")
+        return copy
+
+    def in_tokenizer(self, folder: Path, **entries) -> None:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | entries))
+
+    def test_code_of_a_known_kind_of_model_is_passed_over(self, trapped):
+        in_config(auto_map={"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"})(trapped)
+        self.in_tokenizer(trapped, auto_map={"AutoTokenizer": ["trap.Trap", "trap.Trap"]})
+        model, _ = npt.load_base(str(trapped), quantization="nf4", device="cpu")
+        assert type(model).__name__ == "LlamaForCausalLM"
+        assert not (trapped / "sprung").exists()
+
+    def test_code_of_an_unknown_kind_is_refused(self, trapped):
+        in_config(model_type="trap", auto_map={"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"})(trapped)
+        for load in (read_config, npt.load_base):
+            with pytest.raises(ModelError, match=r"cannot load the configuration of .*custom code"):
+                load(str(trapped))
+        assert not (trapped / "sprung").exists()
+
+    def test_code_of_a_tokenizer_is_refused(self, trapped):
+        self.in_tokenizer(trapped, tokenizer_class="Trap", auto_map={"AutoTokenizer": ["trap.Trap", None]})
+        with pytest.raises(ModelError, match=r"cannot load the tokenizer of .*custom code"):
+            npt.load_base(str(trapped), device="cpu")
+        assert not (trapped / "sprung").exists()
+
+    def test_a_pickle_of_weights_is_refused(self, trapped):
+        class Trap:
+            def __reduce__(self):
+                return (Path.touch, (trapped / "sprung",))
+
+        (trapped / "model.safetensors").unlink()
+        for weights in (Trap(), {SOME_WEIGHT: torch.zeros(2)}):
+            torch.save(weights, trapped / "pytorch_model.bin")
+            with pytest.raises(ModelError, match=r"cannot load the weights of .*model\.safetensors"):
+                npt.load_base(str(trapped), device="cpu")
+        assert not (trapped / "sprung").exists()

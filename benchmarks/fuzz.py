@@ -1,0 +1,391 @@
+"""What the loaders do with files that nobody wrote: adapters, checkpoints and post-mortem bundles, changed at random.
+
+    python benchmarks/fuzz.py [--inputs 100000] [--json]
+
+Each input is a valid folder with one file changed: bits, bytes and pieces of it; values anywhere in its JSON; names, dtypes, shapes
+and offsets in the header of its tensors; or it is missing, a folder, or another one's. In most of the checkpoints the sums are made
+right again, so that what stands behind them is reached. Whatever comes of it, it has to be read or refused by an error of one
+line that is meant for the user, in less than SLOW seconds, with the model as it was.
+
+    inputs      that were tried
+    read        that were valid all the same
+    refused     by a clean error
+    failures    anything else: these are bugs
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import shutil
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.adapters.io import read_adapter
+from npt.distill.bundle import read_bundle
+from npt.distill.checkpoint import MANIFEST, read_checkpoint, write_manifest
+from npt.distill.identity import check_same_data
+from npt.distill.resume import changed_settings
+from npt.errors import NPTError, TooManyRefusalsError
+
+SLOW = 5.0
+MODEL = "tiny"
+NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, -0.0, 1e308, 1e-320, 2**31, 2**62, 2**63, 2**64, -(2**63), 10**30]
+TEXTS: list[Any] = [
+    "",
+    "x",
+    "0",
+    "nf4",
+    "1,3",
+    "../../etc/passwd",
+    "a\nb",
+    "\ud800",
+    "\x00",
+    "9" * 5000,
+    "x" * 10_000,
+    "F32",
+    "cuda.0",
+    "0-99999999999",
+]
+OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], [0] * 1000]
+DTYPES = ["F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL", "F8_E4M3", "F4", "Q4", "", 3, None]
+
+
+@dataclass
+class Target:
+    """A loader, and a folder that it reads.
+
+    files: of it that are changed. finish: done to the folder after a change, before it is read.
+    """
+
+    name: str
+    folder: Path
+    read: Callable[[Path], Any]
+    files: list[str]
+    finish: Callable[[Path, random.Random], None] = lambda folder, source: None
+
+
+class Fuzzer:
+    """Changed copies of what a small run has written, one after the other.
+
+    Args:
+        place: a folder to write in, best in memory.
+        seed: of all changes; an input is found again by seed and number.
+    """
+
+    def __init__(self, place: Path, seed: int):
+        self.seed = seed
+        self.outcomes: Counter[str] = Counter()
+        self.by_target: dict[str, Counter[str]] = {}
+        self.failures: list[str] = []
+        self.model, tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
+        npt.attach(self.model, npt.NPTConfig(rank=1, layers="7", targets=("down", "up")))
+        checkpoint, bundle = make_seeds(self.model, tokenizer, place / "seeds")
+        self.base_hash = npt.base_hash(self.model)
+        self.record = read_checkpoint(checkpoint).record
+        self.parameters = adapter_parameters(self.model)
+        self.before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.targets = [
+            self._target("adapter", checkpoint / "adapter", place, self._read_adapter),
+            self._target("checkpoint", checkpoint, place, self._read_checkpoint, right_sums),
+            self._target("bundle", bundle, place, self._read_bundle),
+        ]
+        self.others = [path.read_bytes() for target in self.targets for path in sorted(target.folder.rglob("*")) if path.is_file()]
+
+    def _target(self, name: str, folder: Path, place: Path, read: Callable[[Path], Any], finish: Any = None) -> Target:
+        copy = Path(shutil.copytree(folder, place / name))
+        files = sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file() and path.suffix != ".md")
+        target = Target(name, copy, read, files) if finish is None else Target(name, copy, read, files, finish)
+        target.read(copy)  # what is changed is valid
+        return target
+
+    def _read_adapter(self, folder: Path) -> Any:
+        return read_adapter(self.model, folder, base_hash=self.base_hash)
+
+    def _read_checkpoint(self, folder: Path) -> Any:
+        read = read_checkpoint(folder)
+        changed_settings(read.record["settings"], self.record["settings"])
+        check_same_data(read.record["data"], self.record["data"])
+        return read.state(self.model, self.base_hash), read.position, read.initial
+
+    def _read_bundle(self, folder: Path) -> Any:
+        return read_bundle(folder).kept(self.parameters)
+
+    def run(self, inputs: int, first: int = 0) -> None:
+        """Try inputs by their numbers."""
+        for number in range(first, first + inputs):
+            self.one(number)
+        for name, parameter in self.parameters.items():
+            if not torch.equal(parameter, self.before[name]):
+                self.failures.append(f"{name} of the model was changed")
+
+    def one(self, number: int) -> None:
+        """Change, read, and put back."""
+        source = random.Random(f"{self.seed}/{number}")
+        target = self.targets[number % len(self.targets)]
+        path = target.folder / source.choice(target.files)
+        original = path.read_bytes()
+        manifest = target.folder / MANIFEST
+        sums = manifest.read_bytes() if manifest.is_file() else None
+        change(path, original, source, self.others)
+        target.finish(target.folder, source)
+        started = time.perf_counter()
+        try:
+            target.read(target.folder)
+            outcome = "read"
+        except NPTError as error:
+            outcome = "refused"
+            if not str(error).isprintable():
+                self._fail(number, target, f"a message that is not one line: {error!r}")
+        except BaseException as error:
+            outcome = "failed"
+            self._fail(number, target, "".join(traceback.format_exception(error)[-3:]))
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        if time.perf_counter() - started > SLOW:
+            self._fail(number, target, f"it took {time.perf_counter() - started:.1f} s")
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(original)
+        if sums is not None:
+            manifest.write_bytes(sums)
+        self.outcomes[outcome] += 1
+        self.by_target.setdefault(target.name, Counter())[outcome] += 1
+
+    def _fail(self, number: int, target: Target, why: str) -> None:
+        self.failures.append(f"input {number} of seed {self.seed} ({target.name}): {why}")
+
+
+def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
+    """A checkpoint and a bundle: of a run that takes three steps and then meets two samples that it refuses."""
+
+    def break_down(strategy: Callable[..., Any]) -> Callable[..., Any]:
+        calls = iter(range(10**6))
+
+        def broken(*arguments: Any) -> Any:
+            sums = strategy(*arguments)
+            if next(calls) > 2:
+                first = next(iter(adapter_parameters(model).values()))
+                assert first.grad is not None
+                first.grad.fill_(float("nan"))
+            return sums
+
+        return broken
+
+    data = [{"input_ids": [3 + (7 * i + j) % 90 for j in range(5)]} for i in range(6)]
+    config = npt.TrainConfig(
+        batch_size=1, save_steps=3, max_consecutive_bad=2, skip_spikes=True, smoke_test=False, output_dir=str(place / "run")
+    )
+    settings = npt.DataConfig(max_length=8)
+    console = Console(file=io.StringIO())
+    trainer = npt.Trainer(model, tokenizer, data, config, data_config=settings, eval_data=data[:1], console=console)
+    trainer.strategy = break_down(trainer.strategy)
+    with contextlib.suppress(TooManyRefusalsError):
+        trainer.train()
+    (bundle,) = (place / "run" / "postmortem").iterdir()
+    return place / "run" / "checkpoints" / "step-00000003", bundle
+
+
+def right_sums(folder: Path, source: random.Random) -> None:
+    """Sums of what there is now, as somebody would make them who wants it to be loaded."""
+    if (
+        source.random() < 0.9
+        and (folder / MANIFEST).is_file()
+        and not any(path.is_dir() and path.name != "adapter" for path in folder.iterdir())
+    ):
+        write_manifest(folder)
+
+
+# --- changes -----------------------------------------------------------------------------------------------------------
+
+
+def change(path: Path, content: bytes, source: random.Random, others: list[bytes]) -> None:
+    """Change one file in one of the ways there are."""
+    way = source.random()
+    if way < 0.01:
+        path.unlink()
+        if way < 0.005:
+            path.mkdir()
+        return
+    if way < 0.03:
+        path.write_bytes(source.choice(others))
+        return
+    if way < 0.35:
+        path.write_bytes(changed_bytes(content, source))
+        return
+    if path.suffix == ".json":
+        path.write_bytes(changed_json(content, source))
+    else:
+        path.write_bytes(changed_tensors(content, source))
+
+
+def changed_bytes(content: bytes, source: random.Random) -> bytes:
+    """Bits, bytes and pieces; half of them in the first kilobytes, where a header is."""
+    made = bytearray(content)
+    for _ in range(source.choice([1, 1, 1, 2, 5])):
+        size = max(1, len(made))
+        at = source.randrange(min(size, 2048) if source.random() < 0.5 else size)
+        length = source.choice([1, 1, 2, 8, 64, size])
+        way = source.randrange(6)
+        if way == 0 and made:
+            made[at] ^= 1 << source.randrange(8)
+        elif way == 1:
+            made[at : at + length] = source.randbytes(min(length, 256))
+        elif way == 2:
+            del made[at : at + length]
+        elif way == 3:
+            made[at:at] = made[at : at + length]
+        elif way == 4:
+            del made[at:]
+        else:
+            made[at : at + length] = bytes([source.choice([0, 255, 0x22, 0x5B, 0x7B, 0x7D])]) * min(length, 4096)
+    return bytes(made)
+
+
+def changed_json(content: bytes, source: random.Random) -> bytes:
+    value = json.loads(content)
+    for _ in range(source.choice([1, 1, 2, 4])):
+        value = changed_value(value, source)
+    text = json.dumps(value)
+    way = source.random()
+    if way < 0.02:
+        return text.replace("1", source.choice(["NaN", "Infinity", "1e999", "1" * 5000, "01", "1.", "0x1"]), 1).encode()
+    if way < 0.03:
+        return (source.choice(["[", '{"a":']) * source.choice([10, 500, 50_000]) + text).encode()
+    return text.encode()
+
+
+def changed_value(value: Any, source: random.Random) -> Any:
+    """One value somewhere in it is another, is gone, is there twice or has moved."""
+    if isinstance(value, dict) and value and source.random() < 0.9:
+        key = source.choice(list(value))
+        made = dict(value)
+        way = source.random()
+        if way < 0.1:
+            del made[key]
+        elif way < 0.2:
+            made[source.choice([*map(str, TEXTS), key + "x", key[:-1]])] = made[key]
+        elif way < 0.25:
+            other = source.choice(list(value))
+            made[key], made[other] = made[other], made[key]
+        else:
+            made[key] = changed_value(made[key], source)
+        return made
+    if isinstance(value, list) and value and source.random() < 0.8:
+        index = source.randrange(len(value))
+        way = source.random()
+        if way < 0.15:
+            return value[:index] + value[index + 1 :]
+        if way < 0.3:
+            return [*value, value[index]]
+        return [*value[:index], changed_value(value[index], source), *value[index + 1 :]]
+    if isinstance(value, int | float) and not isinstance(value, bool) and source.random() < 0.5:
+        return source.choice([value + 1, value - 1, -value, value * 2, float(value), str(value)])
+    if isinstance(value, str) and value and source.random() < 0.5:
+        at = source.randrange(len(value))
+        return value[:at] + source.choice(["", "x", "\n", "é", "9"]) + value[at + 1 :]
+    return source.choice(source.choice([NUMBERS, TEXTS, OTHERS]))
+
+
+def changed_tensors(content: bytes, source: random.Random) -> bytes:
+    """The header of a safetensors file: entries, dtypes, shapes, offsets, its own length; or numbers behind it."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header, body = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
+    way = source.random()
+    if way < 0.15:
+        return struct.pack("<Q", source.choice([0, 1, length - 1, length + 1, 2**20, 101 << 20, 2**40, 2**63, 2**64 - 1])) + content[8:]
+    if way < 0.35 and len(body) >= 8:  # numbers that are not finite, or far away
+        at = source.randrange(len(body) // 4) * 4
+        number = source.choice([float("nan"), float("inf"), -float("inf"), 3e38, -1.0, 1e-45])
+        body[at : at + 4] = struct.pack("<f", number)
+    else:
+        for _ in range(source.choice([1, 1, 2])):
+            change_header(header, len(body), source)
+    made = json.dumps(header).encode()
+    made += b" " * (-len(made) % 8)
+    if source.random() < 0.1:
+        body += source.randbytes(source.choice([1, 4, 4096]))
+    return struct.pack("<Q", len(made)) + made + bytes(body)
+
+
+def change_header(header: dict[str, Any], size: int, source: random.Random) -> None:
+    names = [name for name in header if name != "__metadata__"]
+    if not names:
+        return
+    name = source.choice(names)
+    entry = dict(header[name]) if isinstance(header[name], dict) else {}
+    way = source.randrange(8)
+    if way == 0:
+        entry["dtype"] = source.choice(DTYPES)
+    elif way == 1 and isinstance(entry.get("shape"), list):
+        entry["shape"] = source.choice([entry["shape"][::-1], [*entry["shape"], 1], [2**40, 2**40], [0], [], [-1], ["1"], None])
+    elif way == 2:
+        entry["data_offsets"] = source.choice([[0, size], [0, 0], [size, size + 4], [4, 0], [-1, 3], [0, 2**63], [0], None, [0.5, 4]])
+    elif way == 3:
+        del header[name]
+        return
+    elif way == 4:
+        header[source.choice([*map(str, TEXTS), name + "x", name.replace("rng", "RNG"), name.replace("7", "8")])] = header.pop(name)
+        return
+    elif way == 5:
+        header[source.choice([name + "x", "rng.1.cpu", "spikes.x", "stranger"])] = entry
+        return
+    elif way == 6:
+        other = source.choice(names)
+        header[name], header[other] = header[other], header[name]
+        return
+    else:
+        header["__metadata__"] = source.choice([{}, {"format": 3}, {"a": "b" * 1000}, [], None])
+        return
+    header[name] = entry
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first input, to try one again")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    memory = Path("/dev/shm")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place:
+        fuzzer = Fuzzer(Path(place), args.seed)
+        fuzzer.run(args.inputs, args.first)
+    figures = {
+        "inputs": fuzzer.outcomes.total(),
+        "read": fuzzer.outcomes["read"],
+        "refused": fuzzer.outcomes["refused"],
+        "failures": len(fuzzer.failures),
+        "by_loader": {name: dict(outcomes) for name, outcomes in fuzzer.by_target.items()},
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        for name, outcomes in fuzzer.by_target.items():
+            print(f"{name}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}")
+        print(f"{figures['inputs']} inputs in {figures['seconds']} s, {figures['failures']} failures")
+    for failure in fuzzer.failures[:20]:
+        print(failure, file=sys.stderr)
+    return 1 if fuzzer.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

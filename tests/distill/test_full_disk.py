@@ -1,0 +1,376 @@
+"""A disk that is full, a folder that may not be written to or goes away: training goes on where a checkpoint stands, and says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resumed_runs import Runs, at, checkpoint_names, events, lines, records, strict
+from test_run_folder import files_of_at_most
+
+import npt
+from npt.cli import main
+from npt.data.batch import Batch
+from npt.distill import checkpoint as checkpoint_module
+from npt.distill import run_folder
+from npt.distill.checkpoint import newest_good
+from npt.errors import CheckpointError, ConfigError, DataError
+
+ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO]
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+@pytest.fixture
+def here(load_model: Any, tmp_path: Path) -> Runs:
+    """Six steps, a checkpoint after each."""
+    return Runs(load_model(), tmp_path, lambda: records(6), settings={"save_steps": 1})
+
+
+@pytest.fixture(scope="module")
+def whole(load_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = Runs(load_model(), tmp_path_factory.mktemp("whole"), lambda: records(6), settings={"save_steps": 1})
+    made.run("whole")
+    return made
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, calls: range) -> None:
+    """An error of the disk in these calls of a function."""
+    original, count = getattr(owner, name), iter(range(10**6))
+
+    def function(*arguments: Any, **more: Any) -> Any:
+        if next(count) in calls:
+            raise OSError(number, os.strerror(number))
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize("part", ["save_file", "save_adapter", "write_json", "write_manifest", "new_folder", "_sums"])
+def test_a_checkpoint_that_cannot_be_written_costs_itself_only(here, whole, monkeypatch, part, number) -> None:
+    per_save = 10 if part == "_sums" else 1
+    with monkeypatch.context() as patched:
+        failing(patched, checkpoint_module, part, number, range(2 * per_save, 4 * per_save if part != "_sums" else 2 * per_save + 1))
+        here.run("run")
+    lost = [3, 4] if part != "_sums" else [3]
+    run = here.place / "run"
+    assert checkpoint_names(run) == names(*(step for step in range(1, 7) if step not in lost))
+    failed = events(run, "save_failed")
+    assert [event["step"] for event in failed] == lost
+    assert all(os.strerror(number) in event["message"] and "step-00000002" in event["message"] for event in failed)
+    assert here.said.getvalue().count("WARNING: no checkpoint at step") == len(lost)
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_what_does_not_read_back_as_it_was_written_is_set_aside(here, whole, monkeypatch) -> None:
+    original = checkpoint_module.write_manifest
+    calls = iter(range(9))
+
+    def write(folder: Path) -> None:
+        original(folder)
+        if next(calls) == 3:
+            (folder / "state.json").write_text("{}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_module, "write_manifest", write)
+        here.run("run", at(5, signal.SIGTERM))
+    run = here.place / "run"
+    assert "step-00000004.broken" in checkpoint_names(run)
+    assert "state.json: sha256" in events(run, "save_failed")[0]["message"]
+    here.run("run", resume="auto")
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_without_any_checkpoint_the_run_ends_in_one_line_and_status_5(here, monkeypatch) -> None:
+    failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(99))
+    with pytest.raises(CheckpointError, match=r"no checkpoint could be written at step 1: .*No space left.*there is no other") as caught:
+        here.run("run")
+    assert caught.value.exit_status == 5 and "\n" not in str(caught.value)
+    assert list((here.place / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(here, whole, monkeypatch) -> None:
+    """The adapters that the run was for are not on the disk: that is no success."""
+    with monkeypatch.context() as patched:
+        failing(patched, checkpoint_module, "save_file", errno.ENOSPC, range(5, 99))
+        with pytest.raises(CheckpointError, match=r"at step 6: .*the last good one is .*step-00000005; make room and go on with --resume"):
+            here.run("run")
+    here.run("run", resume="auto")
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_a_checkpoint_that_failed_at_the_last_step_is_tried_once_more(here, whole, monkeypatch) -> None:
+    failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(5, 6))
+    here.run("run")
+    assert checkpoint_names(here.place / "run") == names(1, 2, 3, 4, 5, 6)
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_a_signal_that_cannot_be_followed_by_a_save_is_status_5(here, monkeypatch) -> None:
+    failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(2, 99))
+    with pytest.raises(CheckpointError, match=r"the last good one is .*step-00000002"):
+        here.run("run", at(3))
+    assert events(here.place / "run", "signal")
+
+
+def test_broken_data_on_a_full_disk_are_still_what_is_said(here, monkeypatch) -> None:
+    def act(number: int, batch: Batch) -> None:
+        if number == 3:
+            raise DataError("line 4 is broken")
+
+    failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(2, 99))
+    with pytest.raises(DataError, match="line 4 is broken"):
+        here.run("run", act)
+    assert [event["message"][:9] for event in events(here.place / "run", "error")] == ["line 4 is", "not saved"]
+    assert checkpoint_names(here.place / "run") == names(1, 2)
+
+
+def test_figures_that_cannot_be_written_are_warned_of(here, monkeypatch) -> None:
+    original = run_folder.write_json
+
+    def write(path: Path, value: Any) -> None:
+        if path.name == "fidelity.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(path, value)
+
+    monkeypatch.setattr(run_folder, "write_json", write)
+    result = here.run("run", eval_steps=2)
+    assert result.fidelity is not None and not (here.place / "run" / "fidelity.json").exists()
+    assert any("fidelity.json could not be written" in event["message"] for event in events(here.place / "run", "warning"))
+    assert any("best:" in event["message"] for event in events(here.place / "run", "save_failed"))
+
+
+def test_a_run_folder_that_takes_no_first_file_is_refused_and_removed(here, monkeypatch) -> None:
+    failing(monkeypatch, run_folder, "write_json", errno.ENOSPC, range(1))
+    with pytest.raises(ConfigError, match=r"--output_dir .*run cannot be written: No space left"):
+        here.run("run")
+    assert list(here.place.iterdir()) == []
+
+
+def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
+    """Files may not grow beyond a hundred bytes while the third step is made: neither its lines nor its checkpoint are written."""
+
+    def act(number: int, batch: Batch) -> None:
+        if number == 2:
+            limit.__enter__()
+        if number == 3:
+            limit.__exit__(None, None, None)
+
+    limit = files_of_at_most(100)
+    here.run("run", act)
+    run = here.place / "run"
+    assert "warning: 2 lines of metrics.jsonl and events.jsonl could not be written" in here.said.getvalue()
+    assert [line["step"] for line in lines(run, "metrics")] == [1, 2, 4, 5, 6]
+    assert checkpoint_names(run) == names(1, 2, 4, 5, 6)
+    one, other = here.outcome("run"), whole.outcome("whole")
+    del other.metrics[2]
+    one.assert_equal(other)
+
+
+# --- real disks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 kB, where this process may make one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)], capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_on_a_disk_that_fills_up_a_run_goes_on_until_its_last_checkpoint_and_can_be_taken_up(here, whole, small_disk) -> None:
+    here.place = small_disk
+    with pytest.raises(CheckpointError, match=r"no checkpoint could be written at step 6.*the last good one is "):
+        here.run("run")
+    run = small_disk / "run"
+    standing = checkpoint_names(run)
+    assert 1 < len(standing) < 6 and standing == names(*range(1, len(standing) + 1))
+    assert events(run, "save_failed")[0]["step"] == len(standing) + 1
+    found, broken = newest_good(run / "checkpoints")
+    assert found is not None and found.step == len(standing) and broken == {}
+    with pytest.raises(CheckpointError):  # nothing has become better, nor worse
+        here.run("run", resume="auto")
+    assert checkpoint_names(run) == standing
+    subprocess.run(["mount", "-o", "remount,size=3m", str(small_disk)], check=True)
+    here.run("run", resume="auto")
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_with_room_for_two_checkpoints_rotation_keeps_a_run_going(here, whole, small_disk) -> None:
+    here.place = small_disk
+    here.run("run", save_total_limit=1)
+    assert events(small_disk / "run", "save_failed") == [] and checkpoint_names(small_disk / "run") == names(6)
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_on_a_disk_that_somebody_else_fills_a_run_recovers_when_there_is_room_again(here, whole, small_disk) -> None:
+    here.place = small_disk
+
+    def act(number: int, batch: Batch) -> None:
+        if number == 2:
+            with (small_disk / "other").open("wb", buffering=0) as stream, pytest.raises(OSError):
+                while True:
+                    stream.write(b"x" * 1024)
+        if number == 4:
+            (small_disk / "other").unlink()
+
+    here.run("run", act, save_total_limit=2)
+    run = small_disk / "run"
+    assert [event["step"] for event in events(run, "save_failed")] == [3, 4] or "could not be written" in here.said.getvalue()
+    assert checkpoint_names(run) == names(5, 6)
+    one, other = here.outcome("run"), whole.outcome("whole")
+    assert one.tensors.keys() == other.tensors.keys()
+    one.metrics = other.metrics  # lines may have been lost, which is said
+    one.assert_equal(other)
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A folder that everybody may use: the test's own are for their owner only."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    place.chmod(0o777)
+    yield place
+    shutil.rmtree(place)
+
+
+def unprivileged(act: Callable[[], int]) -> int:
+    """The exit status of a process without the rights of an administrator, whom no mode keeps out."""
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            status = act()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_folder_that_may_not_be_written_to_any_more_costs_checkpoints_only(here, whole, open_place) -> None:
+    here.place = open_place
+
+    def act(number: int, batch: Batch) -> None:
+        if number in (2, 4):
+            mode = 0o555 if number == 2 else 0o755
+            (open_place / "run" / "checkpoints").chmod(mode)
+
+    assert unprivileged(lambda: here.run("run", act).exit_status) == 0
+    run = open_place / "run"
+    assert checkpoint_names(run) == names(1, 2, 5, 6)
+    assert ["Permission denied" in event["message"] for event in events(run, "save_failed")] == [True, True]
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_a_place_that_may_not_be_written_to_is_refused_before_anything_is_computed(here, open_place) -> None:
+    here.place = open_place
+    (open_place / "closed").mkdir(mode=0o555)
+
+    def act() -> int:
+        with pytest.raises(ConfigError, match=r"cannot be made: .*closed is not a folder that may be written to"):
+            here.trainer("closed/run")
+        return 0
+
+    assert unprivileged(act) == 0
+
+
+def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
+    here.place = open_place
+    assert unprivileged(lambda: here.run("run", at(1)).exit_status) == 143
+    (open_place / "run" / "checkpoints").chmod(0)
+
+    def act() -> int:
+        for resume, folder in (("auto", "run"), (str(open_place / "run"), None)):
+            with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: Permission denied"):
+                here.trainer(folder, resume=resume)
+        return 0
+
+    assert unprivileged(act) == 0
+
+
+# --- folders that go away ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["", "checkpoints", "checkpoints/step-00000002"])
+def test_what_is_removed_under_way_is_made_anew_and_the_run_can_be_taken_up(here, whole, what) -> None:
+    run = here.place / "run"
+
+    def act(number: int, batch: Batch) -> None:
+        if number == 2:
+            shutil.rmtree(run / what)
+        at(3)(number, batch)
+
+    here.run("run", act)
+    assert checkpoint_names(run) == (names(1, 3, 4) if what.endswith("2") else names(3, 4))
+    assert (run / "run.json").is_file() and strict(run / "run.json")["seed"] == 0
+    here.run("run", resume="auto")
+    one, other = here.outcome("run"), whole.outcome("whole")
+    if what == "":
+        assert "removed or renamed under way" in events(run, "warning")[0]["message"]
+        del other.metrics[:2]
+    one.assert_equal(other)
+
+
+def test_a_run_whose_folder_was_renamed_goes_on_in_a_new_one(here, whole) -> None:
+    run, moved = here.place / "run", here.place / "moved"
+    here.run("run", lambda number, batch: run.rename(moved) and None if number == 3 else None)
+    assert checkpoint_names(moved) == names(1, 2, 3) and checkpoint_names(run) == names(4, 5, 6)
+    assert [line["step"] for line in lines(moved, "metrics")] == [1, 2, 3]
+    one, other = here.outcome("run"), whole.outcome("whole")
+    del other.metrics[:3]
+    one.assert_equal(other)
+
+
+def test_a_folder_that_became_a_file_ends_the_run_in_one_line(here) -> None:
+    run = here.place / "run"
+
+    def act(number: int, batch: Batch) -> None:
+        if number == 2:
+            shutil.rmtree(run)
+            run.touch()
+
+    with pytest.raises(CheckpointError, match="no checkpoint could be written at step 3") as caught:
+        here.run("run", act)
+    assert "\n" not in str(caught.value)
+    assert "lines of metrics.jsonl and events.jsonl could not be written" in here.said.getvalue()
+
+
+# --- as a user sees it -------------------------------------------------------------------------------------------------
+
+
+def test_the_program_says_it_in_one_line(tmp_path, monkeypatch, capsys) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    arguments = ["--use_quantization", "--max_length", "32", "--batch_size", "2", "--eval_samples", "1", "--max_steps", "1"]
+    assert main(["pretrain", *arguments, "--no_smoke_test", "--output_dir", str(tmp_path / "run")]) == 5
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and "no checkpoint could be written at step 1: [Errno 28] No space left on device" in error[0]
+
+
+def test_modes_of_everything_below_a_run_follow_the_umask(here) -> None:
+    before = os.umask(0o027)
+    try:
+        here.run("run", eval_steps=2)
+    finally:
+        os.umask(before)
+    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (here.place / "run").rglob("*")}
+    assert modes == {True: 0o750, False: 0o640}
+    assert npt.load_adapter(here.model, here.place / "run" / "best" / "adapter")

@@ -1,0 +1,385 @@
+"""Signals: in whatever phase one comes, the run ends with 128 + its number, in a state that it can be taken up from exactly."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resumed_runs import Runs, at, events, lines, records
+from torch import nn
+
+import npt
+from npt.cli import main
+from npt.distill import checkpoint as checkpoint_module
+from npt.distill import trainer as trainer_module
+from npt.distill.run_folder import RunFolder
+from npt.distill.signals import SIGNALS, StopOnSignal
+from npt.distill.trackers import Trackers
+from npt.errors import StoppedError
+from npt.fidelity import evaluate as evaluate_module
+
+NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+each_signal = pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+
+
+def with_signals(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Each value with one of the signals, which take turns."""
+    return pytest.mark.parametrize((name, "number"), list(zip(values, itertools.cycle(NUMBERS))))
+
+
+def handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in SIGNALS}
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    before = handlers()
+    yield
+    assert handlers() == before
+
+
+def raised(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def in_a_child(act: Callable[[], Any]) -> int:
+    """The exit status of a process that does it; negative for the signal that ended it, 70 for an exception."""
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# --- the context -------------------------------------------------------------------------------------------------------
+
+
+@each_signal
+def test_a_signal_is_noted_and_the_handlers_are_as_before_from_then_on(number) -> None:
+    before = handlers()
+    with StopOnSignal() as stop:
+        stop.check()
+        assert handlers() != before
+        raised(number)
+        assert stop.number == number and handlers() == before
+        with pytest.raises(StoppedError, match=f"stopped by signal {int(number)}") as caught:
+            stop.check()
+    assert caught.value.exit_status == 128 + number
+
+
+def test_without_a_signal_the_handlers_are_put_back_at_the_end() -> None:
+    before = handlers()
+    with StopOnSignal() as stop:
+        pass
+    assert stop.number is None and handlers() == before
+
+
+@each_signal
+def test_at_once_it_is_raised_where_it_arrives_and_no_library_can_swallow_it(number) -> None:
+    with pytest.raises(StoppedError), StopOnSignal(at_once=True):
+        try:
+            raised(number)
+        except Exception as error:  # as libraries do
+            raise AssertionError("swallowed") from error
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_second_signal_ends_the_process_as_it_would_have_outside(number) -> None:
+    def twice() -> None:
+        with StopOnSignal(at_once=True), StopOnSignal():
+            raised(number)
+            raised(number)
+
+    assert in_a_child(twice) == -number
+
+
+def test_a_second_interrupt_is_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt), StopOnSignal(at_once=True), StopOnSignal():
+        raised(signal.SIGINT)
+        raised(signal.SIGINT)
+
+
+def test_what_the_process_ignores_it_goes_on_ignoring() -> None:
+    """`nohup` asks a run to outlive its terminal in this way."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopOnSignal(at_once=True) as stop:
+            raised(signal.SIGHUP)
+            assert stop.number is None
+            with pytest.raises(StoppedError):
+                raised(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_outside_the_main_thread_it_does_nothing() -> None:
+    found: list[int | None] = []
+
+    def work() -> None:
+        with StopOnSignal() as stop:
+            found.append(stop.number)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [None]
+
+
+# --- every phase of a run ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(load_model: Any, tmp_path: Path) -> Runs:
+    settings = {"gradient_accumulation_steps": 2, "warmup_steps": 2, "save_steps": 2, "eval_steps": 2, "smoke_test": True}
+    return Runs(load_model(), tmp_path, lambda: records(8), settings=settings)
+
+
+@pytest.fixture(scope="module")
+def whole(load_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    settings = {"gradient_accumulation_steps": 2, "warmup_steps": 2, "save_steps": 2, "eval_steps": 2, "smoke_test": True}
+    made = Runs(load_model(), tmp_path_factory.mktemp("whole"), lambda: records(8), settings=settings)
+    made.run("whole")
+    return made
+
+
+def in_front_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, call: int = 0) -> None:
+    """A signal in front of one call of a function."""
+    original, calls = getattr(owner, name), iter(range(10**6))
+
+    def function(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == call:
+            raised(number)
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+BEFORE: dict[str, tuple[Any, str, int]] = {
+    "the check of the base": (trainer_module, "base_fault", 0),
+    "the base's hash": (trainer_module, "base_hash", 0),
+    "the smoke test": (trainer_module, "smoke_test", 0),
+    "the first evaluation": (evaluate_module, "_compare", 0),
+    "the middle of the first evaluation": (evaluate_module, "_compare_layers", 2),
+    "the audit": (trainer_module, "audit_precision", 0),
+    "the folder": (RunFolder, "__init__", 0),
+    "its first file": (RunFolder, "write", 0),
+}
+
+
+@with_signals("phase", BEFORE)
+def test_before_training_a_signal_ends_the_run_and_nothing_is_left(here, monkeypatch, phase, number) -> None:
+    owner, name, call = BEFORE[phase]
+    in_front_of(monkeypatch, owner, name, number, call)
+    with pytest.raises(StoppedError) as caught:
+        here.run("run")
+    assert caught.value.exit_status == 128 + number
+    assert list(here.place.iterdir()) == []
+
+
+def test_in_the_middle_of_the_smoke_test_a_signal_leaves_the_adapters_as_they_were(here, whole) -> None:
+    with pytest.raises(StoppedError):
+        here.run("run", at(1))  # the first micro-batch after the smoke test's first
+    assert list(here.place.iterdir()) == []
+    here.run("run")
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+WITHIN: dict[str, tuple[Any, str, int, int]] = {
+    "the first evaluation inside the run": (evaluate_module, "_compare", 3, 2),
+    "the end of that": (evaluate_module, "_compare_layers", 5, 2),
+    "the best adapters": (RunFolder, "save_best", 0, 2),
+    "a save": (RunFolder, "save_checkpoint", 0, 2),
+    "the tensors of a save": (checkpoint_module, "save_file", 0, 2),
+    "the manifest of a save": (checkpoint_module, "write_manifest", 0, 2),
+    "the check of a save": (checkpoint_module, "_sums", 7, 2),
+    "the last save": (RunFolder, "save_checkpoint", 1, 4),
+    "the last evaluation": (evaluate_module, "_compare", 7, 4),
+    "its file": (RunFolder, "write", 1, 4),
+    "the end": (Trackers, "close", 0, 4),
+}
+"""What is called, at which call of it, and the step that the run is at."""
+
+
+@with_signals("phase", WITHIN)
+def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactly(here, whole, monkeypatch, phase, number) -> None:
+    owner, name, call, step = WITHIN[phase]
+    with monkeypatch.context() as patched:
+        in_front_of(patched, owner, name, number, call)
+        trainer = here.trainer("run")
+        result = trainer.train()
+    assert trainer.stop.number == number, "the phase was not met"
+    assert result.steps == step
+    if phase not in ("its file", "the end"):
+        assert result.exit_status == 128 + number and result.fidelity is None
+        assert events(here.place / "run", "signal")[0]["number"] == number
+    here.run("run", resume="auto")
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+@with_signals("call", range(8))
+def test_in_front_of_every_micro_batch_of_warm_up_and_after_it(here, whole, number, call) -> None:
+    result = here.run("run", at(call, number), smoke_test=False)
+    assert (result.steps, result.exit_status) == ((call + 1) // 2, 128 + number)
+    here.run("run", resume="auto", smoke_test=False)
+    one, other = here.outcome("run"), whole.outcome("whole")
+    one.assert_equal(other)
+
+
+def test_while_trackers_are_waited_for_a_signal_ends_at_once(here, whole, monkeypatch) -> None:
+    def wait(self: Any, *_: Any, **__: Any) -> None:
+        raised(signal.SIGTERM)
+        raise AssertionError("went on waiting")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trackers, "__init__", wait)
+        with pytest.raises(StoppedError):
+            here.run("run")
+    assert list(here.place.iterdir()) == []
+    here.run("run", at(3), smoke_test=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trackers, "__init__", wait)
+        with pytest.raises(StoppedError):
+            here.run("run", resume="auto")
+    here.run("run", resume="auto")
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_a_source_that_never_answers_does_not_hold_a_signal_up(load_model, tmp_path) -> None:
+    answered = threading.Event()
+
+    class Stalled:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            yield from records(400)
+            answered.wait()
+
+    here = Runs(load_model(), tmp_path, Stalled, data_settings={"streaming": True}, settings={"batch_size": 200, "max_steps": 9})
+    timer = threading.Timer(2.0, raised, [signal.SIGTERM])
+    timer.start()
+    try:
+        started = time.monotonic()
+        result = here.run("run")
+        assert result.exit_status == 143 and time.monotonic() - started < 30  # 2 until the signal, 2 for the thread; the rest is spare
+    finally:
+        answered.set()
+        timer.cancel()
+    assert events(tmp_path / "run", "save")
+
+
+# --- a second signal ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("where", ["save_file", "write_manifest", "_sums"])
+def test_a_second_signal_in_the_middle_of_saving_ends_at_once_and_leaves_a_folder_in_order(here, whole, monkeypatch, where, number) -> None:
+    def ended() -> None:
+        in_front_of(monkeypatch, checkpoint_module, where, number, 15 if where == "_sums" else 1)
+        here.run("run", at(5, number), smoke_test=False)
+
+    assert in_a_child(ended) == -number
+    assert events(here.place / "run", "save")[-1]["step"] == 2
+    here.run("run", resume="auto", smoke_test=False)
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+def test_a_second_interrupt_does_not_save_either(here, whole, monkeypatch) -> None:
+    saves = iter(range(9))
+    original = RunFolder.save_checkpoint
+
+    def counted(self: RunFolder, *arguments: Any) -> Path:
+        next(saves)
+        return original(self, *arguments)
+
+    def twice(number: int, batch: Any) -> None:
+        if number == 5:
+            raised(signal.SIGINT)
+            raised(signal.SIGINT)
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", counted)
+    with pytest.raises(KeyboardInterrupt):
+        here.run("run", twice, smoke_test=False)
+    assert next(saves) == 1  # that of step 2
+    monkeypatch.undo()
+    here.run("run", resume="auto", smoke_test=False)
+    here.outcome("run").assert_equal(whole.outcome("whole"))
+
+
+# --- in front of the trainer -------------------------------------------------------------------------------------------
+
+
+@each_signal
+def test_while_the_data_are_prepared(here, number) -> None:
+    def stopping() -> Iterator[dict[str, Any]]:
+        for count, record in enumerate(records(8)):
+            if count == 5:
+                raised(number)
+            yield record
+
+    with pytest.raises(StoppedError), StopOnSignal(at_once=True):
+        here.trainer("run", data=lambda: stopping())
+    assert list(here.place.iterdir()) == []
+
+
+@each_signal
+def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(llama_folder, load_model, monkeypatch, number) -> None:
+    from npt.quant import load as loading
+
+    class Interrupted:
+        @staticmethod
+        def from_pretrained(*_: Any, **__: Any) -> nn.Module:
+            raised(number)
+            raise AssertionError("went on loading")
+
+    monkeypatch.setattr(loading, "AutoModelForCausalLM", Interrupted)
+    with pytest.raises(StoppedError), StopOnSignal(at_once=True):
+        npt.load_base(str(llama_folder), quantization="nf4", device="cpu")
+
+
+@each_signal
+def test_the_program_ends_in_one_line_and_128_and_the_number(tmp_path, monkeypatch, capsys, number) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raised(number)
+        raise AssertionError("went on loading")
+
+    monkeypatch.setattr(npt, "load_base", interrupted)
+    assert main(["pretrain", "--use_quantization", "--output_dir", str(tmp_path / "run")]) == 128 + number
+    assert capsys.readouterr().err == f"npt: error: stopped by signal {int(number)}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_that_a_destructor_swallowed_ends_the_program_all_the_same(tmp_path, monkeypatch, capsys) -> None:
+    class Swallowing:
+        def __del__(self) -> None:
+            raised(signal.SIGTERM)
+
+    original = npt.load_base
+
+    def loading(*arguments: Any, **more: Any) -> Any:
+        Swallowing()
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(npt, "load_base", loading)
+    monkeypatch.setattr("sys.unraisablehook", lambda *_: None)
+    arguments = ["--use_quantization", "--max_length", "32", "--eval_samples", "1", "--num_samples", "4"]
+    assert main(["pretrain", *arguments, "--output_dir", str(tmp_path / "run")]) == 143
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_logged_of_a_signal_says_number_and_step(here) -> None:
+    here.run("run", at(5), smoke_test=False)
+    assert [(e["event"], e.get("number"), e.get("step")) for e in lines(here.place / "run", "events")][-2:] == [
+        ("signal", 15, 3),
+        ("save", None, 3),
+    ]
+    assert f"stopped by signal {int(signal.SIGTERM)} at step 3" in here.said.getvalue()
