@@ -24,7 +24,7 @@ _PROBE = "a"  # a text that no tokenizer drops
 PROMPT, COMPLETION = "prompt", "completion"
 """Columns that are taken as prompt and completion where nothing else is asked for and there is no text."""
 
-_NO_ANSWER = ("user", "system")  # a conversation that ends with one of them has none
+_NO_ANSWER = ("system", "developer", "user", "tool")  # a conversation that ends with one of them has none
 
 
 @dataclass

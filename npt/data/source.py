@@ -63,8 +63,10 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
         config: the settings of the first source.
         records: of the second; iterable more than once.
     """
+    if config.prompt_column is None:
+        return config
     first = next(iter(records), None)
-    if config.prompt_column is None or not isinstance(first, Mapping) or config.prompt_column in first:
+    if not isinstance(first, Mapping) or config.prompt_column in first:
         return config
     return replace(config, prompt_column=None, completion_column=None)
 

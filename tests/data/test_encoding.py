@@ -24,7 +24,7 @@ from npt.errors import DataError
 from npt.quant.load import EMBEDDED_FOLDER
 
 BOS, EOS, PAD = 0, 1, 2  # of the tokenizer fixture and of the embedded one
-SHARED = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -357,6 +357,7 @@ class TestConversations:
             [],
             chat(("user", "a")),
             chat(("system", "a")),
+            chat(("user", "a"), ("assistant", "look"), ("tool", "found")),
             *(chat(("user", "a"), ("assistant", content)) for content in ("", " \n", None)),
         ],
     )

@@ -10,7 +10,9 @@ from npt.data.samples import Samples, cut, evaluation_samples, held_out, spread,
 from npt.errors import DataError
 
 # The tokenizer fixture keeps no state, so that one serves all examples of a property.
-SHARED_TOKENIZER = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED_TOKENIZER = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 TEXTS = [{"text": f"document {number}: " + "abcdefghij"[number % 10] * (number % 23)} for number in range(60)]
 

@@ -31,7 +31,16 @@ from npt.distill.loop import Window
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Transaction
-from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, NumericalError, SmokeTestError, TooManyRefusalsError
+from npt.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NotSupportedError,
+    NPTError,
+    NumericalError,
+    SmokeTestError,
+    TooManyRefusalsError,
+)
 
 MAX_LENGTH = 12
 
@@ -752,7 +761,7 @@ def broken_behind(count: int) -> Iterator[dict[str, str]]:
         ("refusals", TooManyRefusalsError),
         ("a bug", ZeroDivisionError),
         ("an interrupt", KeyboardInterrupt),
-        ("a full disk", OSError),
+        ("a full disk", CheckpointError),
         ("the smoke test", SmokeTestError),
     ],
 )
@@ -780,7 +789,7 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("npt.distill.run_folder.save_adapter", full)
+        monkeypatch.setattr("npt.distill.trainer.write_checkpoint", full)
     elif how == "the smoke test":
         data, settings["smoke_test"] = [record("broken", [5, 999, 7])] * 20, True
     replace_strategy(monkeypatch, act)
