@@ -10,7 +10,7 @@ The same as `npt pretrain`.
 
 import sys
 
-from npt.cli import main
+from npt.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["pretrain", *sys.argv[1:]], prog="pretrain_npt_safe.py"))

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from npt.cli import main as npt
+from npt.cli.main import main as npt
 from npt.console import make_console
 from npt.faults.traced import all_cases, false_alarms, find_fault, print_lines, summary
 from npt.files import to_json

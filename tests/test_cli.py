@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from npt.cli import main
+from npt.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "pretrain_npt_safe.py"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import npt
-from npt.cli import main
+from npt.cli.main import main
 
 NEW = ["--max_length", "40", "--max_new_tokens", "12"]
 PROMPTS = 14

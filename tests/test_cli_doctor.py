@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import npt
-from npt.cli import main
+from npt.cli.main import main
 
 
 @pytest.fixture(autouse=True)

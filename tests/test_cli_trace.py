@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import npt
-from npt.cli import main
+from npt.cli.main import main
 
 SHORT = ["--max_length", "16", "--batch_size", "2"]
 

@@ -37,7 +37,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "__init__.py",
         "health/",
         "faults/",
-        "cli.py",
+        "cli/",
         "distill/trainer.py",
         "distill/loop.py",
         "distill/postmortem.py",
@@ -47,7 +47,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "distill/run_folder.py",
         "distill/step_recording.py",
     ),
-    "demo": ("demo/", "cli.py"),
+    "demo": ("demo/", "cli/"),
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

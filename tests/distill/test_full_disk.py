@@ -18,7 +18,7 @@ from resumed_runs import Runs, at, checkpoint_names, events, lines, records, str
 from test_run_folder import files_of_at_most
 
 import npt
-from npt.cli import main
+from npt.cli.main import main
 from npt.data.batch import Batch
 from npt.distill import checkpoint as checkpoint_module
 from npt.distill import run_folder

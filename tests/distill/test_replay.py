@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from stopped_runs import BAD, acting, good, stop
 
 import npt
-from npt.cli import main
+from npt.cli.main import main
 from npt.data.batch import IGNORE_INDEX, batch_from_tensors
 from npt.data.samples import Sample
 from npt.distill.bundle import read_bundle

@@ -16,7 +16,7 @@ from resumed_runs import Runs, at, events, lines, records
 from torch import nn
 
 import npt
-from npt.cli import main
+from npt.cli.main import main
 from npt.distill import checkpoint as checkpoint_module
 from npt.distill import trainer as trainer_module
 from npt.distill.run_folder import RunFolder

@@ -1,0 +1,7 @@
+"""`python -m npt.cli`."""
+
+import sys
+
+from npt.cli.main import main
+
+sys.exit(main())

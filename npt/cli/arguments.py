@@ -1,0 +1,57 @@
+"""Kinds of flag values, and what several verbs have in common."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from npt.config import BaseConfig
+
+
+def jsonl(text: str) -> str:
+    if not text.endswith(".jsonl"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .jsonl, by which --dataset_name will know it")
+    return text
+
+
+def natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 0")
+    return value
+
+
+def positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def limit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def load(base: BaseConfig, console: Any, device: Any = None) -> tuple[Any, Any]:
+    import torch
+
+    import npt
+    from npt.quant.precision import quantization_of
+
+    torch.set_float32_matmul_precision(base.matmul_precision)
+    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, device=device)
+    packed = quantization_of(model)
+    dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
+    console.print(
+        f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {model.device}",
+    )
+    return model, tokenizer

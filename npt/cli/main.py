@@ -1,0 +1,75 @@
+"""`npt <verb>`: the command line. A verb is a module that adds its flags and is a function of parsed settings to an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from npt.cli import collect, doctor, evaluate, pretrain, replay, trace
+from npt.errors import NPTError, StoppedError
+from npt.flags import OneLineParser
+from npt.version import __version__
+
+VERBS = (pretrain, evaluate, trace, replay, doctor, collect)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
+    """Parse, run, and turn an error meant for the user into one line and its exit status.
+
+    Args:
+        argv: arguments behind the program's name; default the process's.
+        prog: name shown in messages.
+
+    Returns:
+        The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter,
+        checkpoint or bundle unusable, 6 another process of the run was lost (of one that failed its status), 128+n after signal n.
+    """
+    parser = _parser(prog)
+    args = parser.parse_args(argv)
+    given = vars(args)
+    debug, verb = given.pop("debug"), given.pop("verb")
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return verb(given)
+    except (NPTError, StoppedError) as error:
+        if debug:
+            raise
+        print(f"{_speaker(prog)}: error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print(f"{_speaker(prog)}: interrupted", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        if debug or type(error).__name__ != "OutOfMemoryError":  # by name: torch need not be loaded to say that a flag is wrong
+            raise
+        reason = str(error).split(". ")[0]
+        print(f"{_speaker(prog)}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)
+        return 2
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
+    parser.add_argument("--version", action="version", version=f"npt {__version__}")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
+    for module in VERBS:
+        name = module.__name__.rpartition(".")[2]
+        run = getattr(module, name)
+        sub = verbs.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
+        sub.set_defaults(verb=run)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        module.add_flags(sub)
+    return parser
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {message}", file=sys.stderr)
+
+
+def _speaker(prog: str) -> str:
+    """Who says it, where several processes share a terminal."""
+    return f"{prog}: rank {os.environ.get('RANK')}" if os.environ.get("WORLD_SIZE", "1") != "1" else prog

@@ -1,0 +1,99 @@
+"""`npt pretrain`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from npt.cli.arguments import load
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.console import make_console, silent_console
+from npt.errors import ConfigError
+from npt.flags import add_settings, build, read_yaml
+
+REFUSED_SHARE_WORTH_SAYING = 0.01
+
+_TRAINING = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+
+
+def pretrain(given: dict[str, Any]) -> int:
+    """Distil adapters from a base: load, convert, train, evaluate."""
+    if "config" in given:
+        given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool}), **given}
+    if given.pop("safe_mode", False):
+        if given.get("modulation", "additive") != "additive":
+            raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
+        given = {**given, "modulation": "additive"}
+    base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
+    from npt.distill.ranks import join_ranks
+
+    ranks = join_ranks(training.rank_timeout)
+    try:
+        with ranks.member():
+            return _pretrain(ranks, base, adapter, data, training)
+    finally:
+        ranks.close()
+
+
+def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig) -> int:
+    """One process of a run, whose ranks it is one of."""
+    import npt
+    from npt.adapters.attach import check_fit
+    from npt.data.source import check_source
+    from npt.distill.resume import changed_settings, find_resumed
+    from npt.distill.run_folder import check_free
+    from npt.distill.signals import StopOnSignal
+    from npt.distill.trainer import check_replay, check_trainable
+    from npt.fidelity.table import print_fidelity
+    from npt.quant.load import read_config
+
+    def check_folder() -> None:
+        if training.resume is not None:
+            resumed = find_resumed(training.resume, training.output_dir)
+            if resumed.checkpoint is not None:
+                now = {name: value for part in (base, adapter, data, training) for name, value in asdict(part).items()}
+                changed_settings(resumed.checkpoint.record["settings"], now)
+        elif training.output_dir is not None:
+            check_free(Path(training.output_dir))
+
+    console = make_console() if ranks.main else silent_console()
+    ranks.first(check_folder)  # before the minutes that loading a large base takes
+    check_fit(adapter, read_config(base.model_name), data.max_length)
+    check_source(data)
+    check_trainable(adapter, data)
+    check_replay(data)
+    with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
+        model, tokenizer = load(base, console, ranks.device)
+        if base.share_embeddings:
+            console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
+        report = npt.attach(model, adapter, seed=training.seed)
+        console.print(str(report), soft_wrap=True)
+        trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console, ranks=ranks)
+        stop.check()  # what is raised inside a destructor goes no further
+        result = trainer.train()
+    if result.fidelity is not None:
+        console.print()
+        print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")
+    console.print(
+        f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s, {result.refused} refusals; "
+        f"everything is in {result.folder}",
+        soft_wrap=True,
+    )
+    if result.refused_share > REFUSED_SHARE_WORTH_SAYING:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.refused_by_kind.items()))
+        console.print(
+            f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were refused ({kinds}); see events.jsonl before "
+            "trusting this run",
+            soft_wrap=True,
+        )
+    return result.exit_status
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="settings by flag name; flags given beside it win")
+    parser.add_argument(
+        "--safe_mode", action="store_true", default=argparse.SUPPRESS, help="additive modulation only: short for --modulation additive"
+    )
+    add_settings(parser, *_TRAINING)
