@@ -161,16 +161,21 @@ class Loop:
     def _fill_window(self, window: Window | None) -> None:
         """Compute this rank's micro-batches of it. Where a signal comes in front of its end it has not happened, on any rank."""
         before = random_state()
-        for index, batch in enumerate(window.batches if window is not None else ()):
-            if self.stop.number is not None or self._failure is not None:
-                break
+        if window is None:  # the data are used up, or a signal ended their preparation
+            if self.stop.number is not None and self._failure is None:
+                self.transaction.halt(self.stop.number)
+            return
+        for index, batch in enumerate(window.batches):
+            if self._failure is not None:
+                return
+            if self.stop.number is not None:
+                self.transaction.halt(self.stop.number)
+                set_random_state(before)
+                return
             if index % self.ranks.size == self.ranks.rank:
                 self._safely(partial(self._micro_batch, batch, index))
             else:
                 self.transaction.pass_over()
-        if self.stop.number is not None and self._failure is None:
-            self.transaction.halt(self.stop.number)
-            set_random_state(before)
 
     @property
     def _wants_more(self) -> bool:
