@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from npt.fidelity.evaluate import Fidelity, evaluate
     from npt.health.trace import trace
     from npt.health.verdict import Verdict
-    from npt.quant.load import base_hash, load_base
+    from npt.quant.load import base_hash, load_base, load_teacher
 
 _HOME = {
     "AttachReport": "npt.adapters.attach",
@@ -39,6 +39,7 @@ _HOME = {
     "evaluate": "npt.fidelity.evaluate",
     "load_adapter": "npt.adapters.io",
     "load_base": "npt.quant.load",
+    "load_teacher": "npt.quant.load",
     "save_adapter": "npt.adapters.io",
     "trace": "npt.health.trace",
 }
@@ -62,6 +63,7 @@ __all__ = [
     "evaluate",
     "load_adapter",
     "load_base",
+    "load_teacher",
     "save_adapter",
     "trace",
 ]

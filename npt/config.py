@@ -12,7 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from npt.errors import ConfigError, NotSupportedError
@@ -22,6 +22,7 @@ MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
 QUANT_TYPES = ("nf4", "fp4")
+TEACHER_PRECISIONS = ("bf16", "fp32")
 MATMUL_PRECISIONS = ("highest", "high")
 STRATEGIES = ("local", "propagated", "end_to_end")
 LOSSES = ("nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine")
@@ -159,12 +160,20 @@ class BaseConfig:
     quant_type: str = setting("nf4", "4-bit code", choices=QUANT_TYPES)
     use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation")
     matmul_precision: str = setting("highest", "fp32 products: highest (fp32) or high (TF32 on CUDA)", choices=MATMUL_PRECISIONS)
+    teacher_precision: str | None = setting(
+        None, "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory", choices=TEACHER_PRECISIONS
+    )
     share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case")
 
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.quant_type != "nf4" and not self.use_quantization:
             raise ConfigError(f"--quant_type {self.quant_type} means nothing without --use_quantization; add it or drop the other")
+        if self.teacher_precision is not None and not self.use_quantization:
+            raise ConfigError(
+                f"--teacher_precision is {self.teacher_precision}, but the base is not quantised and is its own best teacher; add "
+                "--use_quantization or drop the other"
+            )
 
     @property
     def quantization(self) -> str | None:
@@ -210,6 +219,7 @@ class TrainConfig:
     """How the adapters are trained, and what the run writes."""
 
     strategy: str = setting("local", "how the student is driven", choices=STRATEGIES)
+    stages: str | None = setting(None, "strategies one after the other with their shares of the steps: local:0.7,end_to_end:0.3")
     loss: str = setting("nmse", "hidden-state loss per valid token", choices=LOSSES)
     smooth_l1_beta: float = setting(1.0, "of the loss smooth_l1: errors up to this count squared, larger ones linearly")
     cosine_weight: float = setting(0.5, "of the loss cosine: share of 1 - cos, the rest being NMSE")
@@ -288,14 +298,17 @@ class TrainConfig:
                 raise ConfigError(f"--{name} is {value}; it must be a positive number")
         if self.seed > SEED_MAX:
             raise ConfigError(f"--seed is {self.seed}; it must be at most {SEED_MAX}")
-        if self.logit_kl_weight and self.strategy != "end_to_end":
+        if self.stages is not None and self.strategy != "local":
             raise ConfigError(
-                f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {self.strategy}, which computes no logits; "
+                f"--strategy is {self.strategy} and --stages is {self.stages}; the stages name the strategies, drop --strategy"
+            )
+        driven = [name for name, _ in self.stage_shares]
+        if self.logit_kl_weight and "end_to_end" not in driven:
+            raise ConfigError(
+                f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {','.join(driven)}, which computes no logits; "
                 "use --strategy end_to_end"
             )
         self._check_losses()
-        if self.strategy == "propagated":
-            raise NotSupportedError("--strategy propagated is not supported yet; use local or end_to_end")
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
 
@@ -319,6 +332,35 @@ class TrainConfig:
                 raise ConfigError(f"--{name} {getattr(self, name)} means nothing without {needed}; add it or drop the other")
         if not all(weight > 0 and math.isfinite(weight) for weight in self.layer_weight_list or ()):
             raise ConfigError(f"--layer_weights is {self.layer_weights}; weights are finite numbers above 0")
+
+    @property
+    def stage_shares(self) -> tuple[tuple[str, float], ...]:
+        """Strategies in their order, each with its share of the steps; one of all of them where there are no stages."""
+        if self.stages is None:
+            return ((self.strategy, 1.0),)
+        found = []
+        for part in self.stages.split(","):
+            name, _, share = part.partition(":")
+            try:
+                found.append((name.strip(), float(share)))
+            except ValueError:
+                raise ConfigError(f"--stages is {self.stages!r}; write strategies with shares, like local:0.7,end_to_end:0.3") from None
+        for name, part_of_all in found:
+            if name not in STRATEGIES:
+                raise ConfigError(f"--stages names {name!r}; choose from {', '.join(STRATEGIES)}")
+            if not 0 < part_of_all <= 1:
+                raise ConfigError(f"--stages gives {name} a share of {part_of_all}; shares lie above 0 and sum to 1")
+        total = sum(part_of_all for _, part_of_all in found)
+        if abs(total - 1) > 1e-6:
+            raise ConfigError(f"--stages has shares that sum to {total:g}; they are shares of the steps and sum to 1")
+        return tuple(found)
+
+    def in_stage(self, strategy: str) -> TrainConfig:
+        """These settings where this strategy drives the student: without what only the others take."""
+        if self.stages is None:
+            return self
+        of_logits = {name: getattr(TrainConfig, name) for name in ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")}
+        return replace(self, strategy=strategy, stages=None, **({} if strategy == "end_to_end" else of_logits))
 
     @property
     def layer_weight_list(self) -> tuple[float, ...] | None:

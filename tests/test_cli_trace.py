@@ -141,7 +141,6 @@ def test_wrong_flags_are_one_line_and_status_2(case, capsys) -> None:
 
 REFUSED = {
     "a strategy without an adapter": (["--strategy", "local"], 2, ["--strategy local", "--adapter"]),
-    "a strategy that is not built": (["--strategy", "propagated", "--adapter", "none"], 2, ["propagated", "not supported"]),
     "an unknown model": (["--model_name", "./no/such"], 2, ["./no/such", "--model_name"]),
     "a missing file": (["--dataset_name", "none.txt"], 2, ["none.txt", "--dataset_name"]),
     "a folder without an adapter": (["--adapter", "/none"], 5, ["/none", "adapter_config.json"]),

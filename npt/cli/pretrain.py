@@ -62,15 +62,21 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     ranks.first(check_folder)  # before the minutes that loading a large base takes
     check_fit(adapter, read_config(base.model_name), data.max_length)
     check_source(data)
-    check_trainable(adapter, data)
+    check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         model, tokenizer = load(base, console, ranks.device)
         if base.share_embeddings:
             console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
+        teacher = None
+        if base.teacher_precision is not None:
+            teacher = npt.load_teacher(base.model_name, base.teacher_precision, device=model.device)
+            console.print(f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision}, computes in fp32")
         report = npt.attach(model, adapter, seed=training.seed)
         console.print(str(report), soft_wrap=True)
-        trainer = npt.Trainer(model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console, ranks=ranks)
+        trainer = npt.Trainer(
+            model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console, ranks=ranks, teacher=teacher
+        )
         stop.check()  # what is raised inside a destructor goes no further
         result = trainer.train()
     if result.fidelity is not None:

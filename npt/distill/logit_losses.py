@@ -76,7 +76,14 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, *, weights: Tensor | No
 
 
 def through_head(
-    head: nn.Module, loss: RowLoss, student: Tensor, teacher: Tensor, vocab_size: int, weights: Tensor | None = None
+    head: nn.Module,
+    loss: RowLoss,
+    student: Tensor,
+    teacher: Tensor,
+    vocab_size: int,
+    weights: Tensor | None = None,
+    *,
+    teacher_head: nn.Module | None = None,
 ) -> SumAndCount:
     """A loss of the logits that `head` makes of states, in chunks of tokens whose logits are recomputed in backward.
 
@@ -90,11 +97,13 @@ def through_head(
         teacher: [N, D], the teacher's; or targets, [N] int64, which no head is applied to. No gradient reaches it.
         vocab_size: V, which sets the chunk length.
         weights: [N], of the tokens.
+        teacher_head: the teacher's lm_head, where it has one of its own.
     """
     of_states = teacher.is_floating_point()
+    guide = head if teacher_head is None else teacher_head
 
     def chunk_sum(student: Tensor, teacher: Tensor, weights: Tensor | None) -> Tensor:
-        return loss(head(student), head(teacher) if of_states else teacher, weights)[0]
+        return loss(head(student), guide(teacher) if of_states else teacher, weights)[0]
 
     rows = max(1, CHUNK // vocab_size)
     chunks = zip(

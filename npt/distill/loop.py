@@ -27,6 +27,7 @@ from npt.distill.ranks import Ranks, rank_failure, reason_of
 from npt.distill.run_folder import RunFolder
 from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
+from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distill.trackers import Trackers
@@ -104,6 +105,7 @@ class Loop:
     ):
         self.ranks = ranks if ranks is not None else Ranks()
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
+        self.stages = stages_of(config, total_steps)
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
         self._evaluate, self._save, self._save_best, self._record = evaluate, save, save_best, record
         self.transaction = new_transaction(adapter_parameters(model), config, rates, self.ranks)
@@ -218,11 +220,18 @@ class Loop:
         self._logged_at += self.recording.take_seconds()  # reading and writing a record is not training
 
     def _fill(self, batch: Batch) -> MicroBatch:
-        return fill_gradients(self.strategy, self.model, batch, self.config)
+        return fill_gradients(self.strategy, self.model, batch, self.stage.config)
+
+    @property
+    def stage(self) -> Stage:
+        """That of the step which comes next. Where results come late, those in front of a stage's first step are waited for."""
+        return stage_at(self.stages, self.steps)
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
-        return step == c.max_steps or any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
+        if step == c.max_steps or any(step == stage.start for stage in self.stages):
+            return True
+        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
 
     def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
         for result in results:
@@ -299,7 +308,7 @@ class Loop:
             reason=reason,
             step=self.steps if result.before is None else before,
             total_steps=self.total_steps,
-            config=self.config,
+            config=self.stage.config,
             counters={
                 "steps": self.steps,
                 "tokens": self.tokens,
@@ -344,11 +353,21 @@ class Loop:
             metrics = self._metrics(result)
             self._safely(partial(self._log, metrics))
         self.display.step(self.steps, metrics, self.refused)
+        if self.stage.start == self.steps:
+            self._begin_stage()
         working_until = time.perf_counter()
         self._safely(self._evaluate_if_due)
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
         self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
+
+    def _begin_stage(self) -> None:
+        """The next step is driven in another way: its losses are not to be measured by those before."""
+        strategy = self.stage.config.strategy
+        if self.transaction.spikes is not None:
+            self.transaction.spikes = SpikeGuard(self.config.spike_sigmas)
+        self.folder.event("stage", step=self.steps, strategy=strategy)
+        self.display.say(f"step {self.steps}: {strategy} from here on")
 
     def _log(self, metrics: dict[str, Any]) -> None:
         self.folder.metrics(metrics)
@@ -422,7 +441,8 @@ class Loop:
     def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
         """One metrics line: means over the window's survivors, those of every rank, per valid token, of the loss on the logits per
         predicted token."""
-        names = ("loss", "nmse", "reg", *(("logit", "scored") if self.config.logit_kl_weight else ()))
+        config = stage_at(self.stages, self.steps - 1).config
+        names = ("loss", "nmse", "reg", *(("logit", "scored") if config.logit_kl_weight else ()))
         parts, layers = result.survivors, [index for index, _ in npt_layers(self.model)]
         per_layer = torch.stack([part.layer_nmse for part in parts]).sum(dim=0).tolist() if parts else [0.0] * len(layers)
         sums = self.ranks.sums([*(sum(float(getattr(part, name)) for part in parts) for name in names), *per_layer])
@@ -442,9 +462,11 @@ class Loop:
             **{f"refused.{kind}": count for kind, count in sorted(self.refused_by_kind.items())},
         }
         self._logged_at, self._logged_tokens = now, self.tokens
-        if self.config.logit_kl_weight:
+        if config.logit_kl_weight:
             scored = of_all["scored"]  # a mean over what was predicted; the loss divides by all valid tokens
-            metrics[f"loss_{self.config.logit_loss}"] = of_all["logit"] / scored if scored else math.nan
+            metrics[f"loss_{config.logit_loss}"] = of_all["logit"] / scored if scored else math.nan
+        if len(self.stages) > 1:
+            metrics["stage"] = self.stages.index(stage_at(self.stages, self.steps - 1))
         return metrics | {f"layers.{index}.nmse": value for index, value in zip(layers, per_layer, strict=True)}
 
     def _close_epoch(self) -> None:

@@ -173,7 +173,7 @@ def _known(situation: Situation) -> dict[str, Any]:
             "next_rate": rate_at(step, c.learning_rate, kind, c.warmup_steps, situation.total_steps),
         },
         "spike_limits": None if situation.transaction.spikes is None else list(result.limits),
-        "settings": situation.record["settings"],
+        "settings": {**situation.record["settings"], **asdict(c)},  # of this stage
         "base": {
             "name": getattr(situation.model.config, "_name_or_path", ""),
             "hash": situation.record["base_hash"],

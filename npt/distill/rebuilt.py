@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from npt.data.batch import Batch
 from npt.distill.bundle import Bundle
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
 from npt.distill.random_state import set_random_state
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.strategies import MicroBatch, drive
 from npt.distill.transaction import Kept, Refusal, Trace
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.health.guards import base_fault, moments_fault, tensor_fault
-from npt.quant.load import base_hash, load_base
+from npt.quant.load import base_hash, load_base, load_teacher
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,14 @@ class Rebuilt:
     Args:
         bundle: whose state it is.
         model: its base, with adapters attached.
+        teacher: the run's teacher, where it had one of its own.
 
     Raises:
         BundleError: the bundle's tensors do not fit the model.
     """
 
-    def __init__(self, bundle: Bundle, model: LlamaForCausalLM):
-        self.bundle, self.model = bundle, model.eval()
+    def __init__(self, bundle: Bundle, model: LlamaForCausalLM, teacher: LlamaForCausalLM | None = None):
+        self.bundle, self.model, self._teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
         self._kept = bundle.kept(self.parameters)
         self.device = next(model.parameters()).device
@@ -60,7 +62,7 @@ class Rebuilt:
     def fill(self, batch: Batch) -> MicroBatch:
         """Gradients and sums of one micro-batch."""
         config = self.bundle.train_config
-        return fill_gradients(STRATEGIES[config.strategy], self.model, batch, config)
+        return fill_gradients(partial(drive, teacher=self._teacher), self.model, batch, config)
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
         """One window through a transaction of its own, as the run would have taken it; the state is restored around it.
@@ -124,8 +126,9 @@ def rebuilt(bundle: Bundle, *, model_name: str | None = None, device: str | torc
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             torch.set_float32_matmul_precision(bundle.base.matmul_precision)
-            model = _load(bundle, model_name if model_name is not None else bundle.base.name, device)
-            yield Rebuilt(bundle, model)
+            name = model_name if model_name is not None else bundle.base.name
+            model = _load(bundle, name, device)
+            yield Rebuilt(bundle, model, _load_teacher(bundle, name, model.device))
         finally:
             torch.set_float32_matmul_precision(precision)
 
@@ -160,3 +163,13 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> Llama
     except ConfigError as error:
         raise BundleError(f"{bundle.folder} does not fit its base: {error}") from error
     return model
+
+
+def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> LlamaForCausalLM | None:
+    precision = bundle.said["settings"].get("teacher_precision")
+    if precision is None:
+        return None
+    try:
+        return load_teacher(name, precision, device=device)
+    except (ConfigError, ModelError) as error:
+        raise BundleError(f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}") from error

@@ -20,6 +20,8 @@ _MATTERS = {
     "seed": "seed",
     "use_quantization": "use_quantization",
     "quant_type": "quant_type",
+    "teacher_precision": "teacher_precision",
+    "teacher": "teacher (its hash)",
 }
 """Settings that a run cannot go on with in another form: the adapters', the base's, and what the order of its samples is made of."""
 

@@ -2,7 +2,8 @@
 
 A strategy is a function of (model, batch, config) that runs forward and backward, leaves the gradient of the *summed* loss
 in the adapters' `.grad` (added to what is there) and returns the sums. It divides by nothing and steps nothing; what to do
-with the result is the transaction's business.
+with the result is the transaction's business. The teacher is the student's own base with its adapters off, or a model of its own
+that is not quantised, so that the adapters can make good what quantisation has cost.
 """
 
 from __future__ import annotations
@@ -87,89 +88,146 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple
     return teacher, student, terms
 
 
-def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:
+def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
     """Each converted layer is fed the teacher's h; its loss is backpropagated at once and its graph freed.
 
     One pass over the layers up to the last converted one, no lm_head. Attention is computed once per layer and shared: the
     teacher's output needs it, the student's modulation is made of it. Padding never enters an MLP: valid rows are gathered
-    before it and scattered behind it.
+    before it and scattered behind it. Of a `teacher` of its own the student's base shares h and nothing else.
     """
-    converted = npt_layers(model)
-    last = converted[-1][0]
-    weights = iter(layer_weights(config, len(converted)))
-    losses: list[Tensor] = []
-    nmses: list[Tensor] = []
-    regs: list[Tensor] = []
+    layers = decoder_layers(model)
+    sums = _Sums(model, config, batch)
     with torch.no_grad(), adapters_disabled(model):
-        stream = open_stream(model, batch)
+        stream = open_stream(model if teacher is None else teacher, batch)
         hidden = stream.hidden
-        for layer in decoder_layers(model)[: last + 1]:
+        for index in range(sums.last + 1):
+            layer = layers[index]
+            behind = None if teacher is None else _run(stream, decoder_layers(teacher), hidden, index, index + 1)
             if not isinstance(layer, NPTLayer):
-                hidden = stream.clean(layer(hidden, **stream.context))
+                hidden = behind if behind is not None else _run(stream, layers, hidden, index, index + 1)
                 continue
-            attention = stream.rows(attention_output(layer, hidden, **stream.context))
+            h, attention = stream.rows(hidden), stream.rows(attention_output(layer, hidden, **stream.context))
             with torch.enable_grad():
-                h = stream.rows(hidden)
-                teacher, student, terms = stacked_outputs(layer, h, attention)
-                distance, nmse = _layer_loss(config, batch, student, teacher, h)
-                reg = _energy_sum(terms, distance)
-                loss = (next(weights) * distance + config.regularization_lambda * reg) / len(converted)
-                loss.backward()
-            losses.append(loss.detach())
-            nmses.append(nmse)
-            regs.append(reg.detach())
-            hidden = stream.scatter(teacher)
-    return _micro_batch(losses, nmses, regs, None, batch)
+                if behind is None:
+                    target, student, terms = stacked_outputs(layer, h, attention)
+                else:
+                    target, (student, terms) = stream.rows(behind), student_output(layer, h, attention)
+                sums.add(student, target, h, terms).backward()
+            hidden = behind if behind is not None else stream.scatter(target)
+    return sums.micro_batch()
 
 
-def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:
+def propagated(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
+    """Each converted layer is fed the student's own h, and taught the teacher's output of that depth; gradients stay inside the layer.
+
+    So a layer learns to make good what the converted layers below it got wrong, at the memory of one layer's graph. Up to the first
+    converted layer teacher and student are the same and run once, unless the `teacher` is a model of its own.
+    """
+    layers = decoder_layers(model)
+    sums = _Sums(model, config, batch)
+    with torch.no_grad(), adapters_disabled(model):
+        stream, taught, hidden, first = _begin(model, teacher, batch, layers, sums.first)
+        taught_layers = layers if teacher is None else decoder_layers(teacher)
+        for index in range(first, sums.last + 1):
+            layer, before = layers[index], taught
+            taught = _run(stream, taught_layers, taught, index, index + 1)
+            if not isinstance(layer, NPTLayer):
+                hidden = _run(stream, layers, hidden, index, index + 1)
+                continue
+            h, attention = stream.rows(hidden), stream.rows(attention_output(layer, hidden, **stream.context))
+            with torch.enable_grad():
+                student, terms = student_output(layer, h, attention)
+                sums.add(student, stream.rows(taught), stream.rows(before), terms).backward()
+            hidden = stream.scatter(student.detach())
+    return sums.micro_batch()
+
+
+def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
     """The student runs on its own stream, gradients flow through all of it; a loss per converted layer, optionally on the logits.
 
-    Up to the first converted layer teacher and student are the same and run once. Without a loss on the logits nothing is
-    computed after the last converted layer. That loss is summed over the S scored positions and divided, as the rest is, by the
-    valid tokens.
+    Up to the first converted layer teacher and student are the same and run once, unless the `teacher` is a model of its own.
+    Without a loss on the logits nothing is computed after the last converted layer. That loss is summed over the S scored positions
+    and divided, as the rest is, by the valid tokens.
     """
-    converted = npt_layers(model)
-    first, last = converted[0][0], converted[-1][0]
     layers = decoder_layers(model)
-    depth = len(layers) if config.logit_kl_weight else last + 1
+    sums = _Sums(model, config, batch)
+    depth = len(layers) if config.logit_kl_weight else sums.last + 1
     with torch.no_grad(), adapters_disabled(model):
-        stream = open_stream(model, batch)
-        shared = _run(stream, layers, stream.hidden, 0, first)
-        teacher_hidden, inputs, targets = shared, {}, {}
+        stream, taught, hidden, first = _begin(model, teacher, batch, layers, sums.first)
+        taught_layers = layers if teacher is None else decoder_layers(teacher)
+        inputs, targets = {}, {}
         for index in range(first, depth):
             if isinstance(layers[index], NPTLayer) and config.loss == "nmse_update":
-                inputs[index] = teacher_hidden
-            teacher_hidden = _run(stream, layers, teacher_hidden, index, index + 1)
+                inputs[index] = taught
+            taught = _run(stream, taught_layers, taught, index, index + 1)
             if isinstance(layers[index], NPTLayer):
-                targets[index] = teacher_hidden
-    weights = layer_weights(config, len(converted))
-    distances: list[Tensor] = []
-    nmses: list[Tensor] = []
-    regs: list[Tensor] = []
-    hidden = shared
+                targets[index] = taught
+    parts = []
     with adapter_mode(model, "student"):
         for index in range(first, depth):
             layer = layers[index]
             if not isinstance(layer, NPTLayer):
-                hidden = stream.clean(layer(hidden, **stream.context))
+                hidden = _run(stream, layers, hidden, index, index + 1)
                 continue
             attention = attention_output(layer, hidden, **stream.context)
             student, terms = student_output(layer, stream.rows(hidden), stream.rows(attention))
             h = stream.rows(inputs.pop(index)) if inputs else None
-            distance, nmse = _layer_loss(config, batch, student, stream.rows(targets.pop(index)), h)
-            distances.append(distance)
-            nmses.append(nmse)
-            regs.append(_energy_sum(terms, distance))
+            parts.append(sums.add(student, stream.rows(targets.pop(index)), h, terms))
             hidden = stream.scatter(student)
-        parts = [w * d + config.regularization_lambda * r for w, d, r in zip(weights, distances, regs, strict=True)]
-        loss = torch.stack(parts).sum() / len(converted)
-        logit = None
+        loss = torch.stack(parts).sum()
         if config.logit_kl_weight:
-            logit = _logit_loss(config, model, batch, hidden, teacher_hidden)
-            loss = loss + config.logit_kl_weight * logit
+            sums.logit = _logit_loss(config, (model, hidden), (model if teacher is None else teacher, taught), batch)
+            loss = loss + config.logit_kl_weight * sums.logit
         loss.backward()
-    return _micro_batch([loss.detach()], nmses, [r.detach() for r in regs], logit, batch)
+    return sums.micro_batch()
+
+
+class _Sums:
+    """What the converted layers of one micro-batch come to, in their order.
+
+    first, last: indices of the first and the last converted layer.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, config: TrainConfig, batch: Batch):
+        converted = npt_layers(model)
+        self.first, self.last = converted[0][0], converted[-1][0]
+        self.logit: Tensor | None = None
+        self._config, self._batch, self._count = config, batch, len(converted)
+        self._weights = iter(layer_weights(config, len(converted)))
+        self._losses: list[Tensor] = []
+        self._nmses: list[Tensor] = []
+        self._regs: list[Tensor] = []
+
+    def add(self, student: Tensor, target: Tensor, hidden: Tensor | None, terms: Terms) -> Tensor:
+        """The next layer's share of the loss, with its graph, from rows [N, D]; hidden is the teacher's h, for the loss that needs it."""
+        distance, nmse = _layer_loss(self._config, self._batch, student, target, hidden)
+        reg = _energy_sum(terms, distance)
+        loss = (next(self._weights) * distance + self._config.regularization_lambda * reg) / self._count
+        self._losses.append(loss.detach())
+        self._nmses.append(nmse)
+        self._regs.append(reg.detach())
+        return loss
+
+    def micro_batch(self) -> MicroBatch:
+        home = self._losses[-1].device  # the layers of a model spread over several devices report from each of them
+        losses, nmses, regs = (torch.stack([part.to(home) for part in parts]) for parts in (self._losses, self._nmses, self._regs))
+        loss, logit = losses.sum(), torch.zeros_like(losses[0])
+        if self.logit is not None:
+            logit = self.logit.detach().to(home)
+            loss = loss + self._config.logit_kl_weight * logit
+        scored = 0 if self.logit is None else self._batch.scored
+        return MicroBatch(loss, nmses.mean(), regs.mean(), logit, nmses, self._batch.tokens, scored)
+
+
+def _begin(
+    model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: Batch, layers: nn.ModuleList, first: int
+) -> tuple[Stream, Tensor, Tensor, int]:
+    """The stream's context, teacher's and student's h in front of the first layer at which they part, and that layer's index."""
+    stream = open_stream(model, batch)
+    if teacher is not None:
+        return stream, open_stream(teacher, batch).hidden, stream.hidden, 0
+    shared = _run(stream, layers, stream.hidden, 0, first)
+    return stream, shared, shared, first
 
 
 def _layer_loss(config: TrainConfig, batch: Batch, student: Tensor, teacher: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -181,13 +239,16 @@ def _layer_loss(config: TrainConfig, batch: Batch, student: Tensor, teacher: Ten
     return loss, nmse_per_token(student.detach(), teacher).sum()
 
 
-def _logit_loss(config: TrainConfig, model: LlamaForCausalLM, batch: Batch, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-    """The loss on the logits, summed over the scored positions, from the last layer's [B, T, D] states."""
+def _logit_loss(
+    config: TrainConfig, student: tuple[LlamaForCausalLM, Tensor], teacher: tuple[LlamaForCausalLM, Tensor], batch: Batch
+) -> Tensor:
+    """The loss on the logits, summed over the scored positions, from each model and its last layer's [B, T, D] states."""
     index = batch.scored_index
-    student, teacher = (model.model.norm(states.flatten(0, 1).index_select(0, index)) for states in (hidden, teacher_hidden))
-    weights = disagreement_weights(student, teacher, batch.scored_lengths) if config.token_weighting == "disagreement" else None
-    other = batch.labels.flatten().index_select(0, index + 1) if config.logit_loss == "cross_entropy" else teacher
-    return through_head(model.lm_head, row_loss(config), student, other, model.config.vocab_size, weights)[0]
+    rows, taught = (model.model.norm(states.flatten(0, 1).index_select(0, index)) for model, states in (student, teacher))
+    weights = disagreement_weights(rows, taught, batch.scored_lengths) if config.token_weighting == "disagreement" else None
+    other = batch.labels.flatten().index_select(0, index + 1) if config.logit_loss == "cross_entropy" else taught
+    model, guide = student[0], teacher[0]
+    return through_head(model.lm_head, row_loss(config), rows, other, model.config.vocab_size, weights, teacher_head=guide.lm_head)[0]
 
 
 def _run(stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop: int) -> Tensor:
@@ -201,18 +262,14 @@ def _energy_sum(terms: Terms, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if energy is None else energy.sum()
 
 
-def _micro_batch(losses: list[Tensor], nmses: list[Tensor], regs: list[Tensor], logit: Tensor | None, batch: Batch) -> MicroBatch:
-    home = losses[-1].device  # the layers of a model spread over several devices report from each of them
-    layer_nmse = torch.stack([n.to(home) for n in nmses])
-    return MicroBatch(
-        loss=torch.stack([part.to(home) for part in losses]).sum(),
-        nmse=layer_nmse.mean(),
-        reg=torch.stack([r.to(home) for r in regs]).mean(),
-        logit=torch.zeros_like(layer_nmse[0]) if logit is None else logit.detach().to(home),
-        layer_nmse=layer_nmse,
-        tokens=batch.tokens,
-        scored=0 if logit is None else batch.scored,
-    )
+STRATEGIES: dict[str, Callable[..., MicroBatch]] = {"local": local, "propagated": propagated, "end_to_end": end_to_end}
 
 
-STRATEGIES: dict[str, Strategy] = {"local": local, "end_to_end": end_to_end}
+def drive(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
+    """The strategy that `config` names.
+
+    Args:
+        model, batch, config: of the student.
+        teacher: an unquantised model of the same shapes; None where the student's own base teaches.
+    """
+    return STRATEGIES[config.strategy](model, batch, config, teacher)

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -38,16 +39,17 @@ from npt.distill.run_folder import BROKEN, CHECKPOINTS, EVENTS, METRICS, RUN, SU
 from npt.distill.schedule import kind_of_run, rate_table
 from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
-from npt.distill.strategies import STRATEGIES
+from npt.distill.stages import stages_of
+from npt.distill.strategies import Strategy, drive
 from npt.distill.trackers import Trackers
 from npt.distill.transaction import EXACT
 from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
-from npt.errors import CheckpointError, ConfigError, DataError, NotSupportedError, RankError, StoppedError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.health.guards import base_fault, require, tensor_fault
-from npt.quant.load import base_hash
-from npt.quant.precision import audit_precision, policy_dtype
+from npt.quant.load import TEACHERS, base_hash
+from npt.quant.precision import audit_precision, policy_dtype, quantization_of
 from npt.stored import read_json
 
 _PLACES = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset")
@@ -83,21 +85,22 @@ class TrainResult:
         return 0 if self.signal is None else 128 + self.signal
 
 
-def check_trainable(config: NPTConfig, data: DataConfig | None) -> None:
+def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:
     """Refuse combinations that cannot be trained, before a base is loaded.
 
     Args:
         config: of the adapters.
         data: what is trained on, where the settings say it.
+        own_teacher: whether the teacher is another model than the student's base.
 
     Raises:
-        NotSupportedError: the adapters keep the attention residual, so the student equals its teacher from the start.
+        ConfigError: the adapters keep the attention residual and the base is the teacher, so both are the same from the start.
         DataError: the built-in text's held-out files, which every evaluation is on.
     """
-    if config.residual == "keep":
-        raise NotSupportedError(
-            "--residual keep starts equal to its teacher, so there is nothing to distil until a teacher of higher precision is "
-            "supported; use --residual modulate"
+    if config.residual == "keep" and not own_teacher:
+        raise ConfigError(
+            "--residual keep starts equal to its base, so there is nothing to learn from it; give a 4-bit base an unquantised teacher with "
+            "--teacher_precision bf16, or use --residual modulate"
         )
     if data is not None and data.dataset_name == BUILTIN and data.dataset_split != "train":
         raise DataError(f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated on; train on 'train'")
@@ -117,8 +120,26 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
         raise ConfigError(f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set")
 
 
+def _teacher_settings(model: LlamaForCausalLM, teacher: LlamaForCausalLM) -> dict[str, Any]:
+    """What is put on record of a teacher of its own.
+
+    Raises:
+        ConfigError: it has other shapes than the student, is quantised, or lies elsewhere.
+    """
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        one, other = getattr(teacher.config, name), getattr(model.config, name)
+        if one != other:
+            raise ConfigError(f"the teacher has {name} {one}, the student's base {other}; load both from the same model")
+    if quantization_of(teacher) is not None:
+        raise ConfigError("the teacher is quantised as well; load it with npt.load_teacher")
+    if teacher.device != model.device:
+        raise ConfigError(f"the teacher is on {teacher.device}, the student's base on {model.device}; load both on one device")
+    stored = next(name for name, dtype in TEACHERS.items() if dtype == teacher.model.layers[0].mlp.up_proj.weight.dtype)
+    return {"teacher_precision": stored, "teacher": base_hash(teacher)}
+
+
 class Trainer:
-    """Distil the attached adapters of `model` from the model itself.
+    """Distil the attached adapters of `model` from the model itself, or from a teacher of its own.
 
     Everything that can be refused is refused before the run folder is made.
 
@@ -136,12 +157,12 @@ class Trainer:
         settings: further settings to put on record in `run.json`.
         console: where to report; default standard output.
         ranks: the processes that train together; default those that a launcher started with this one, or this one alone.
+        teacher: from `npt.load_teacher`, an unquantised model to learn from; default the student's own base.
 
     Of several processes each makes a Trainer of the same arguments; they share every window, and rank 0 writes and speaks.
 
     Raises:
         ConfigError, DataError: settings or data that cannot work.
-        NotSupportedError: the adapters keep the attention residual, so the student equals its teacher from the start.
         RankError: another process failed or was lost.
     """
 
@@ -158,8 +179,9 @@ class Trainer:
         settings: dict[str, Any] | None = None,
         console: Console | None = None,
         ranks: Ranks | None = None,
+        teacher: LlamaForCausalLM | None = None,
     ):
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.teacher = model, tokenizer, teacher
         self.config = config = config if config is not None else TrainConfig()
         self.data_config = data_config if data_config is not None else DataConfig()
         self.settings = settings or {}
@@ -171,7 +193,8 @@ class Trainer:
     def _prepare(self, data: Iterable[Record] | None, eval_data: Iterable[Record] | None, replay_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
         self.adapter_config = attached_config(self.model)
-        check_trainable(self.adapter_config, data_config if data is None else None)
+        check_trainable(self.adapter_config, data_config if data is None else None, self.teacher is not None)
+        self._teacher_settings = {} if self.teacher is None else _teacher_settings(self.model, self.teacher)
         check_replay(data_config, replay_data is not None)
         check_length(data_config.max_length, self.model.config)
         layer_weights(config, len(npt_layers(self.model)))  # a list has one for each
@@ -180,7 +203,7 @@ class Trainer:
         self.folder_path = Path(self.ranks.first(lambda: str(self._choose_folder())))
         self.changed = {} if self._checkpoint is None else changed_settings(self._checkpoint.record["settings"], self._all_settings())
         self.device = next(self.model.parameters()).device
-        self.strategy = STRATEGIES[config.strategy]
+        self.strategy: Strategy = drive if self.teacher is None else partial(drive, teacher=self.teacher)
         self.pad_id = pad_id_of(self.tokenizer)
         if data is None:
             data = open_source(data_config)
@@ -191,6 +214,7 @@ class Trainer:
         self._coming: Iterator[Loaded] = self.loader.batches(Position() if self._checkpoint is None else self._checkpoint.position)
         self._counted_from = self._last_change()
         self.total_steps = self._total_steps()
+        self.stages = stages_of(config, self.total_steps)
         self.stop = StopOnSignal()
         self._trained = False
 
@@ -235,7 +259,7 @@ class Trainer:
 
     def _all_settings(self) -> dict[str, Any]:
         settings = {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)}
-        return {**settings, "processes": self.ranks.size}
+        return {**settings, **self._teacher_settings, "processes": self.ranks.size}
 
     def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
@@ -330,12 +354,15 @@ class Trainer:
         say = self._say
         require(tensor_fault(adapter_parameters(self.model)))
         require(base_fault(self.model))
+        if self.teacher is not None:
+            require(base_fault(self.teacher))
         self.base_hash = base_hash(self.model)
         # A run that goes on has passed the smoke test, and what comes next may be a batch that it is going to refuse.
         self._state = None if self._checkpoint is None else self._checkpoint.state(self.model, self.base_hash)
         self._agree()  # all have read the checkpoint then, before rank 0 changes anything in its folder
         if self.config.smoke_test and self._checkpoint is None:
-            say(smoke_test(self.model, self._first_batch(), self.strategy, self.config))
+            for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
+                say(smoke_test(self.model, self._first_batch(), self.strategy, config))
         say(self._evaluation_note())
         self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
         self.record = self._record()

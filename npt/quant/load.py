@@ -37,6 +37,8 @@ _COMPUTING = (
 )
 
 
+TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 # Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes whatever is piped in for the answer.
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
@@ -105,6 +107,38 @@ def load_base(
     model.eval()
     audit_precision(model, torch.float16 if use_fp16 and not packed else torch.float32)
     return model, tokenizer
+
+
+def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.device | None = None) -> Any:
+    """Load an unquantised teacher for a quantised student: what quantisation has cost can only be learnt from the model before it.
+
+    Args:
+        name: as in `load_base`; that of the student's base.
+        precision: what it is stored in, `bf16` (2 bytes a weight) or `fp32` (4). It computes in fp32 either way.
+        device: where the student is.
+
+    Raises:
+        ConfigError: unknown precision.
+        ModelError: as `load_base`, or the checkpoint is itself stored in 4 bit.
+    """
+    if precision not in TEACHERS:
+        raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(TEACHERS)}")
+    config = read_config(name)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{name} is itself stored in 4 bit and teaches nothing that its student has lost; name its unquantised original")
+    source = _locate(name)
+    device = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arguments = {"device_map": {"": device}, "ignore_mismatched_sizes": True, "use_safetensors": True, "dtype": TEACHERS[precision]}
+    with _Quiet():
+        model, report = _read(
+            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **arguments, **_NO_CODE)
+        )
+    _check_complete(name, model, report)
+    enforce_fp32(model)
+    model.requires_grad_(False)
+    model.eval()
+    audit_precision(model, torch.float32)
+    return model
 
 
 def read_config(name: str = EMBEDDED) -> PreTrainedConfig:

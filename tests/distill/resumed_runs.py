@@ -78,7 +78,7 @@ class Runs:
         """A trainer, with `act` done in front of every micro-batch."""
         npt.detach(self.model)
         npt.attach(self.model, NPTConfig(**{**self.adapter, **changed.pop("adapter", {})}), seed=changed.get("seed", 0))
-        data = changed.pop("data", self.data)()
+        data, teacher = changed.pop("data", self.data)(), changed.pop("teacher", None)
         data_settings = {"max_length": 12, **self.data_settings, **changed.pop("data_settings", {})}
         settings = {
             "batch_size": 1,
@@ -100,6 +100,7 @@ class Runs:
             eval_data=records(3, seed=7) if self.eval_data is None else self.eval_data,
             replay_data=None if self.replay is None else self.replay(),
             console=Console(file=self.said, width=300),
+            teacher=teacher,
         )
         return acting(trainer, act)
 

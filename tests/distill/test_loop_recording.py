@@ -81,11 +81,11 @@ def act_before(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, nn.Module, B
     original = STRATEGIES["local"]
     calls = iter(range(10**6))
 
-    def strategy(model: nn.Module, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def strategy(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> MicroBatch:
         number = next(calls)
         if not after:
             act(number, model, batch)
-        sums = original(model, batch, config)
+        sums = original(model, batch, config, teacher)
         if after:
             act(number, model, batch)
         return sums

@@ -45,6 +45,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "settings": {"num_epochs": 2, "gradient_accumulation_steps": 2, "regularization_lambda": 0.1},
         "data_settings": {"streaming": True, "packing": True},
     },
+    "stages, each with its own strategy": {
+        "data": lambda: with_faults(records(24)),
+        "settings": {
+            "stages": "local:0.3,propagated:0.4,end_to_end:0.3",
+            "logit_kl_weight": 0.5,
+            "gradient_accumulation_steps": 2,
+            "batch_size": 1,
+            "save_steps": 3,
+            "skip_spikes": True,
+        },
+    },
     "replayed samples mixed in, spikes refused": {
         "data": lambda: records(20),
         "replay": lambda: with_faults(records(12, seed=3)),

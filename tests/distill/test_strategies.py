@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors, collate
 from npt.data.samples import Sample
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.strategies import MicroBatch, drive
 
 # fp32 sums of a few hundred terms, in another order than the reference's: a few units of 2^-24 times their square root,
 # carried through four layers. Relative to the largest entry, because single entries may cancel.
 ROUNDING = 2e-5
 
-NAMES = ("local", "end_to_end")
+NAMES = ("local", "propagated", "end_to_end")
 PAD = 2
 FORMS = (
     NPTConfig(rank=4, layers="all"),
@@ -59,7 +60,7 @@ LOGIT_LOSSES: dict[str, dict[str, Any]] = {
     "weighted kl": {"token_weighting": "disagreement"},
     "weighted cross_entropy": {"logit_loss": "cross_entropy", "token_weighting": "disagreement"},
 }
-VARIANTS = [("local", own) for own in HIDDEN_LOSSES.values()] + [
+VARIANTS = [(name, own) for name in ("local", "propagated") for own in HIDDEN_LOSSES.values()] + [
     ("end_to_end", own) for own in (*HIDDEN_LOSSES.values(), *({"logit_kl_weight": 0.7, **own} for own in LOGIT_LOSSES.values()))
 ]
 
@@ -80,12 +81,12 @@ def move_adapters(model: nn.Module) -> None:
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
-def run(model: nn.Module, batch: Batch, config: TrainConfig) -> tuple[MicroBatch, dict[str, Tensor]]:
+def run(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> tuple[MicroBatch, dict[str, Tensor]]:
     """Sums and gradients of one micro-batch."""
     parameters = adapter_parameters(model)
     for parameter in parameters.values():
         parameter.grad = None
-    sums = STRATEGIES[config.strategy](model, batch, config)
+    sums = drive(model, batch, config, teacher)
     return sums, {name: p.grad.clone() for name, p in parameters.items()}
 
 
@@ -255,7 +256,12 @@ def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConf
     layers = dict(npt_layers(model))
     plain = TrainConfig()
     if config.strategy == "local":
-        states = {i: (converted_output(layer, teacher.h[i], teacher.a[i]), teacher.a[i]) for i, layer in layers.items()}
+        context = open_stream(model, batch).context
+        attention = {i: layer.self_attn(hidden_states=layer.input_layernorm(teacher.h[i]), **context)[0] for i, layer in layers.items()}
+        states = {i: (converted_output(layer, teacher.h[i], attention[i]), attention[i]) for i, layer in layers.items()}
+    elif config.strategy == "propagated":
+        inputs = {i: (student.h[i].detach(), student.a[i].detach()) for i in layers}
+        states = {i: (converted_output(layer, *inputs[i]), inputs[i][1]) for i, layer in layers.items()}
     else:
         states = {i: (student.out[i], student.a[i]) for i in layers}
     # h is the teacher's input: what a layer does to it is the teacher's t - h, whatever the student's stream is.
@@ -277,7 +283,7 @@ def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConf
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("form", FORMS, ids=form_id)
-@pytest.mark.parametrize(("name", "kl"), [("local", 0.0), ("end_to_end", 0.0), ("end_to_end", 0.7)])
+@pytest.mark.parametrize(("name", "kl"), [("local", 0.0), ("propagated", 0.0), ("end_to_end", 0.0), ("end_to_end", 0.7)])
 def test_losses_and_gradients_equal_the_plain_reference(load_model, batch, quantization, form, name, kl) -> None:
     base, model = load_model(quantization), load_model(quantization)
     npt.attach(model, form)
@@ -297,6 +303,22 @@ def test_every_loss_and_weight_equals_the_plain_reference(load_model, batch, nam
     result = run(model, batch, config)
     assert float(result[0].loss) > 1e-3 and (float(result[0].logit) > 1e-3) == bool(config.logit_kl_weight)
     assert_same_result(result, reference(base, model, batch, config))
+
+
+@pytest.mark.parametrize("residual", ["keep", "modulate"])
+@pytest.mark.parametrize("quantization", ["nf4", None])  # None: the student learns from another model that is unquantised as well
+@pytest.mark.parametrize(("name", "own"), [*((name, {}) for name in NAMES), ("propagated", {"loss": "nmse_update"}), *VARIANTS[-2:]])
+def test_a_teacher_of_its_own_teaches_what_it_computes(load_model, batch, name, own, quantization, residual) -> None:
+    teacher, model = load_model(None), load_model(quantization)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.01)
+    npt.attach(model, NPTConfig(rank=4, layers="1,3", residual=residual))
+    move_adapters(model)
+    config = config_for(name, **own)
+    result = run(model, batch, config, teacher)
+    assert float(result[0].nmse) > 1e-3
+    assert_same_result(result, reference(teacher, model, batch, config))
 
 
 # --- one attached model for what follows -----------------------------------------------------------------------------
@@ -387,7 +409,7 @@ def test_gradients_are_added_to_what_is_there(student, batch, name) -> None:
     _, once = run(student, batch, config)
     for parameter in adapter_parameters(student).values():
         parameter.grad = torch.ones_like(parameter)
-    STRATEGIES[name](student, batch, config)
+    drive(student, batch, config)
     for key, parameter in adapter_parameters(student).items():
         torch.testing.assert_close(parameter.grad, once[key] + 1)  # the fp32 defaults: the sum is rounded at 1
 
@@ -432,7 +454,7 @@ def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_local_keeps_gradients_inside_the_layer_and_end_to_end_does_not(load_model, batch, name) -> None:
+def test_gradients_leave_the_layer_end_to_end_only(load_model, batch, name) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     move_adapters(model)
@@ -441,7 +463,7 @@ def test_local_keeps_gradients_inside_the_layer_and_end_to_end_does_not(load_mod
         model.model.layers[3].npt.B["down"].mul_(3)
     _, after = run(model, batch, config_for(name))
     key = "model.layers.1.npt.A"
-    assert torch.equal(before[key], after[key]) == (name == "local")
+    assert torch.equal(before[key], after[key]) == (name != "end_to_end")
     assert not torch.equal(before["model.layers.3.npt.A"], after["model.layers.3.npt.A"])
 
 

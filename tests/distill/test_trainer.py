@@ -35,7 +35,6 @@ from npt.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    NotSupportedError,
     NPTError,
     NumericalError,
     SmokeTestError,
@@ -135,9 +134,9 @@ def replace_strategy(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Batch]
     original = STRATEGIES["local"]
     calls = iter(range(10**6))
 
-    def strategy(model: nn.Module, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def strategy(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> MicroBatch:
         act(next(calls), batch)
-        return original(model, batch, config)
+        return original(model, batch, config, teacher)
 
     monkeypatch.setitem(STRATEGIES, "local", strategy)
 
@@ -344,8 +343,8 @@ def test_the_loss_on_the_logits_is_logged_as_a_mean_per_predicted_token(build) -
 def test_a_window_that_predicts_nothing_has_no_mean_of_it(build, monkeypatch) -> None:
     original = STRATEGIES["end_to_end"]
 
-    def unlabelled(model: nn.Module, batch: Batch, config: TrainConfig) -> MicroBatch:
-        return original(model, replace(batch, labels=torch.full_like(batch.labels, -100)), config)
+    def unlabelled(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> MicroBatch:
+        return original(model, replace(batch, labels=torch.full_like(batch.labels, -100)), config, teacher)
 
     monkeypatch.setitem(STRATEGIES, "end_to_end", unlabelled)
     result = build(texts(4), strategy="end_to_end", logit_kl_weight=0.5).train()
@@ -557,7 +556,7 @@ def test_making_a_trainer_writes_nothing(build, tmp_path) -> None:
 def test_a_kept_attention_residual_is_refused_before_the_data_is_read(build, load_model) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=2, residual="keep"))
-    with pytest.raises(NotSupportedError, match="residual"):
+    with pytest.raises(ConfigError, match=r"--residual keep .* --teacher_precision bf16"):
         build(unreadable(), model=model)
 
 

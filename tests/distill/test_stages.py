@@ -1,0 +1,157 @@
+"""Stages: which strategy drives the student at which step, and that a run of several is the runs of each in turn."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from resumed_runs import Runs, lines, records
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import STRATEGIES, TrainConfig
+from npt.distill import strategies as strategies_module
+from npt.distill.replay import replay
+from npt.distill.stages import stage_at, stages_of
+from npt.distill.trainer import Trainer
+from npt.distill.transaction import Transaction
+from npt.errors import ConfigError, TooManyRefusalsError
+from npt.quant.load import load_teacher
+from npt.stored import read_json
+
+
+def staged(*shares: float, **more: Any) -> TrainConfig:
+    names = [STRATEGIES[i % len(STRATEGIES)] for i in range(len(shares))]
+    return TrainConfig(stages=",".join(f"{name}:{share}" for name, share in zip(names, shares, strict=True)), **more)
+
+
+@given(parts=st.lists(st.integers(1, 50), min_size=2, max_size=6), total=st.integers(0, 5000))
+def test_stages_share_out_every_step_in_their_order(parts, total) -> None:
+    shares = [part / sum(parts) for part in parts]
+    config = staged(*shares)
+    try:
+        stages = stages_of(config, total)
+    except ConfigError as error:
+        assert f"none of {total} steps" in str(error)
+        assert any(round(share * total) <= 1 for share in shares)  # only a stage of about a step or less may lose it to rounding
+        return
+    assert stages[0].start == 0 and [stage.config.strategy for stage in stages] == [name for name, _ in config.stage_shares]
+    ends = [*(stage.start for stage in stages[1:]), total]
+    for stage, end, share in zip(stages, ends, shares, strict=True):
+        assert abs(end - stage.start - share * total) <= 1 + 1e-6  # both ends are rounded to a step
+    for step in {0, total // 3, total // 2, max(0, total - 1)}:
+        found = stages.index(stage_at(stages, step))
+        assert stages[found].start <= step and (found + 1 == len(stages) or step < stages[found + 1].start or total == 0)
+
+
+def test_without_stages_there_is_one_of_the_settings_as_they_are() -> None:
+    config = TrainConfig(strategy="end_to_end", logit_kl_weight=0.5)
+    (stage,) = stages_of(config, None)
+    assert stage.start == 0 and stage.config is config
+
+
+def test_a_loss_on_the_logits_is_of_the_stages_that_have_logits() -> None:
+    config = staged(0.5, 0.25, 0.25, logit_kl_weight=0.5, logit_loss="jsd", jsd_weight=0.3, logit_temperature=2.0)
+    weights = [(stage.config.strategy, stage.config.logit_kl_weight, stage.config.jsd_weight) for stage in stages_of(config, 8)]
+    assert weights == [("local", 0.0, 0.5), ("propagated", 0.0, 0.5), ("end_to_end", 0.5, 0.3)]
+
+
+def test_shares_of_an_unknown_number_of_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--stages .* length of the stream is unknown; give --max_steps"):
+        stages_of(staged(0.5, 0.5), None)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(load_model: Any, tmp_path: Path) -> Runs:
+    return Runs(load_model("nf4"), tmp_path, data=lambda: records(16), settings={"batch_size": 2, "eval_samples": 2})
+
+
+def test_each_step_is_driven_by_its_stage_and_the_run_says_when_the_next_begins(here, monkeypatch) -> None:
+    driven: list[str] = []
+    for name, strategy in list(strategies_module.STRATEGIES.items()):
+
+        def noted(*arguments: Any, name: str = name, strategy: Any = strategy) -> Any:
+            driven.append(name)
+            return strategy(*arguments)
+
+        monkeypatch.setitem(strategies_module.STRATEGIES, name, noted)
+    result = here.run("run", stages="local:0.5,propagated:0.25,end_to_end:0.25", max_steps=8, num_epochs=2, logit_kl_weight=1.0)
+    assert driven == ["local"] * 4 + ["propagated"] * 2 + ["end_to_end"] * 2
+    told = [(e["step"], e["strategy"]) for e in lines(result.folder, "events") if e["event"] == "stage"]
+    assert told == [(4, "propagated"), (6, "end_to_end")]
+    metrics = lines(result.folder, "metrics")
+    assert [line["stage"] for line in metrics] == [0] * 4 + [1] * 2 + [2] * 2
+    assert ["loss_kl" in line for line in metrics] == [False] * 6 + [True] * 2
+
+
+def test_results_that_come_late_begin_a_stage_at_the_same_step(here, monkeypatch) -> None:
+    outcomes = []
+    for late in (False, True):
+        monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
+        here.run(f"run-{late}", stages="local:0.5,end_to_end:0.5", max_steps=6)
+        outcomes.append({name: p.detach().clone() for name, p in adapter_parameters(here.model).items()})
+    for name, value in outcomes[0].items():
+        assert torch.equal(value, outcomes[1][name]), name
+
+
+def test_the_smoke_test_tries_every_strategy_once(here) -> None:
+    here.run("run", stages="local:0.4,end_to_end:0.3,local:0.3", max_steps=8, smoke_test=True)
+    assert here.said.getvalue().count("smoke test passed") == 2
+
+
+# --- a teacher of its own ----------------------------------------------------------------------------------------------
+
+
+def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any) -> Trainer:
+    return here.trainer(folder, teacher=load_teacher(str(source), precision, device="cpu"), **changed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_kept_residual_learns_from_the_unquantised_base_what_quantisation_has_cost(here, llama_folder, precision) -> None:
+    adapter = {"rank": 8, "residual": "keep", "layers": "all"}
+    result = taught(here, "run", precision, llama_folder, adapter=adapter, max_steps=60, num_epochs=20).train()
+    metrics = [line["loss_nmse"] for line in lines(result.folder, "metrics")]
+    assert sum(metrics[-8:]) < 0.9 * sum(metrics[:8])  # means of an epoch each
+    settings = read_json(result.folder / "run.json", ConfigError)["settings"]
+    assert settings["teacher_precision"] == precision and len(settings["teacher"]) == 64
+
+
+def test_another_teacher_is_refused_on_resume_and_none_as_well(here, llama_folder) -> None:
+    adapter = {"rank": 2, "residual": "keep", "layers": "all"}
+    taught(here, "run", "fp32", llama_folder, adapter=adapter, max_steps=2).train()
+    with pytest.raises(npt.NPTError, match="--teacher_precision fp32, this run asks for bf16"):
+        taught(here, "run", "bf16", llama_folder, adapter=adapter, max_steps=4, resume="auto")
+
+
+def test_a_teacher_of_other_shapes_is_refused_with_both_values(here) -> None:
+    with pytest.raises(ConfigError, match="the teacher has num_hidden_layers 8, the student's base 4"):
+        taught(here, "run", "fp32", "tiny", max_steps=1)
+
+
+def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(here, llama_folder, monkeypatch) -> None:
+    trainer = taught(
+        here, "run", "fp32", llama_folder, stages="local:0.5,propagated:0.5", max_steps=4, max_consecutive_bad=1, adapter={"rank": 4}
+    )
+    strategy, calls = trainer.strategy, iter(range(100))
+
+    def broken(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            with torch.no_grad():
+                next(iter(adapter_parameters(here.model).values()))[0, 0] = float("nan")
+        return strategy(*arguments)
+
+    trainer.strategy = broken
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    (bundle,) = (here.place / "run" / "postmortem").iterdir()
+    result = replay(str(bundle), model_name=str(llama_folder))
+    assert "propagated" in (bundle / "postmortem.json").read_text(encoding="utf-8")
+    assert "state" in str(result)
