@@ -120,12 +120,14 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
         raise ConfigError(f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set")
 
 
-def _teacher_settings(model: LlamaForCausalLM, teacher: LlamaForCausalLM) -> dict[str, Any]:
-    """What is put on record of a teacher of its own.
+def _teacher_settings(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None) -> dict[str, Any]:
+    """What is put on record of a teacher of its own, or that there is none.
 
     Raises:
         ConfigError: it has other shapes than the student, is quantised, or lies elsewhere.
     """
+    if teacher is None:
+        return {"teacher_precision": None, "teacher": None}
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         one, other = getattr(teacher.config, name), getattr(model.config, name)
         if one != other:
@@ -194,7 +196,7 @@ class Trainer:
         config, data_config = self.config, self.data_config
         self.adapter_config = attached_config(self.model)
         check_trainable(self.adapter_config, data_config if data is None else None, self.teacher is not None)
-        self._teacher_settings = {} if self.teacher is None else _teacher_settings(self.model, self.teacher)
+        self._teacher_settings = _teacher_settings(self.model, self.teacher)
         check_replay(data_config, replay_data is not None)
         check_length(data_config.max_length, self.model.config)
         layer_weights(config, len(npt_layers(self.model)))  # a list has one for each

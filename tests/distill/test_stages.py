@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resumed_runs import Runs, lines, records
 
-import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import STRATEGIES, TrainConfig
 from npt.distill import strategies as strategies_module
@@ -20,7 +19,7 @@ from npt.distill.replay import replay
 from npt.distill.stages import stage_at, stages_of
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Transaction
-from npt.errors import ConfigError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
 from npt.quant.load import load_teacher
 from npt.stored import read_json
 
@@ -127,8 +126,11 @@ def test_a_kept_residual_learns_from_the_unquantised_base_what_quantisation_has_
 def test_another_teacher_is_refused_on_resume_and_none_as_well(here, llama_folder) -> None:
     adapter = {"rank": 2, "residual": "keep", "layers": "all"}
     taught(here, "run", "fp32", llama_folder, adapter=adapter, max_steps=2).train()
-    with pytest.raises(npt.NPTError, match="--teacher_precision fp32, this run asks for bf16"):
+    with pytest.raises(CheckpointError, match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for [0-9a-f]{64}"):
         taught(here, "run", "bf16", llama_folder, adapter=adapter, max_steps=4, resume="auto")
+    taught(here, "other", "fp32", llama_folder, max_steps=2).train()
+    with pytest.raises(CheckpointError, match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for None"):
+        here.trainer("other", max_steps=4, resume="auto")
 
 
 def test_a_teacher_of_other_shapes_is_refused_with_both_values(here) -> None:
