@@ -23,6 +23,7 @@ RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
 QUANT_TYPES = ("nf4", "fp4")
 MATMUL_PRECISIONS = ("highest", "high")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 STRATEGIES = ("local", "propagated", "end_to_end")
 LOSSES = ("nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine")
 LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
@@ -159,6 +160,7 @@ class BaseConfig:
     quant_type: str = setting("nf4", "4-bit code", choices=QUANT_TYPES)
     use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation")
     matmul_precision: str = setting("highest", "fp32 products: highest (fp32) or high (TF32 on CUDA)", choices=MATMUL_PRECISIONS)
+    device_map: str | None = setting(None, "spread the base over all GPUs of this one process, layer by layer", choices=DEVICE_MAPS)
     share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case")
 
     def __post_init__(self) -> None:

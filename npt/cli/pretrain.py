@@ -32,6 +32,10 @@ def pretrain(given: dict[str, Any]) -> int:
     ranks = join_ranks(training.rank_timeout)
     try:
         with ranks.member():
+            if ranks.size > 1 and base.device_map is not None:
+                raise ConfigError(
+                    f"--device_map {base.device_map} gives all GPUs to one process, but {ranks.size} were started; drop one of the two"
+                )
             return _pretrain(ranks, base, adapter, data, training)
     finally:
         ranks.close()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, Terms, attention_output, student_output, student_stream
+from npt.adapters.layer import NPTLayer, Terms, attention_output, device_of, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
 from npt.adapters.stream import Stream, open_stream
 from npt.config import TrainConfig
@@ -104,21 +104,22 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBa
         stream = open_stream(model, batch)
         hidden = stream.hidden
         for layer in decoder_layers(model)[: last + 1]:
+            here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
             if not isinstance(layer, NPTLayer):
-                hidden = stream.clean(layer(hidden, **stream.context))
+                hidden = here.clean(layer(hidden, **here.context))
                 continue
-            attention = stream.rows(attention_output(layer, hidden, **stream.context))
+            attention = here.rows(attention_output(layer, hidden, **here.context))
             with torch.enable_grad():
-                h = stream.rows(hidden)
+                h = here.rows(hidden)
                 teacher, student, terms = stacked_outputs(layer, h, attention)
-                distance, nmse = _layer_loss(config, batch, student, teacher, h)
+                distance, nmse = _layer_loss(config, here.batch, student, teacher, h)
                 reg = _energy_sum(terms, distance)
                 loss = (next(weights) * distance + config.regularization_lambda * reg) / len(converted)
                 loss.backward()
             losses.append(loss.detach())
             nmses.append(nmse)
             regs.append(reg.detach())
-            hidden = stream.scatter(teacher)
+            hidden = here.scatter(teacher)
     return _micro_batch(losses, nmses, regs, None, batch)
 
 
@@ -138,6 +139,7 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> Mi
         shared = _run(stream, layers, stream.hidden, 0, first)
         teacher_hidden, inputs, targets = shared, {}, {}
         for index in range(first, depth):
+            teacher_hidden = teacher_hidden.to(device_of(layers[index]))
             if isinstance(layers[index], NPTLayer) and config.loss == "nmse_update":
                 inputs[index] = teacher_hidden
             teacher_hidden = _run(stream, layers, teacher_hidden, index, index + 1)
@@ -151,23 +153,24 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> Mi
     with adapter_mode(model, "student"):
         for index in range(first, depth):
             layer = layers[index]
+            here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
             if not isinstance(layer, NPTLayer):
-                hidden = stream.clean(layer(hidden, **stream.context))
+                hidden = here.clean(layer(hidden, **here.context))
                 continue
-            attention = attention_output(layer, hidden, **stream.context)
-            student, terms = student_output(layer, stream.rows(hidden), stream.rows(attention))
-            h = stream.rows(inputs.pop(index)) if inputs else None
-            distance, nmse = _layer_loss(config, batch, student, stream.rows(targets.pop(index)), h)
+            attention = attention_output(layer, hidden, **here.context)
+            student, terms = student_output(layer, here.rows(hidden), here.rows(attention))
+            h = here.rows(inputs.pop(index)) if inputs else None
+            distance, nmse = _layer_loss(config, here.batch, student, here.rows(targets.pop(index)), h)
             distances.append(distance)
             nmses.append(nmse)
             regs.append(_energy_sum(terms, distance))
-            hidden = stream.scatter(student)
+            hidden = here.scatter(student)
         parts = [w * d + config.regularization_lambda * r for w, d, r in zip(weights, distances, regs, strict=True)]
-        loss = torch.stack(parts).sum() / len(converted)
+        loss = torch.stack([part.to(hidden.device) for part in parts]).sum() / len(converted)
         logit = None
         if config.logit_kl_weight:
-            logit = _logit_loss(config, model, batch, hidden, teacher_hidden)
-            loss = loss + config.logit_kl_weight * logit
+            logit = _logit_loss(config, model, stream, hidden, teacher_hidden)
+            loss = loss + config.logit_kl_weight * logit.to(loss.device)
         loss.backward()
     return _micro_batch([loss.detach()], nmses, [r.detach() for r in regs], logit, batch)
 
@@ -181,18 +184,22 @@ def _layer_loss(config: TrainConfig, batch: Batch, student: Tensor, teacher: Ten
     return loss, nmse_per_token(student.detach(), teacher).sum()
 
 
-def _logit_loss(config: TrainConfig, model: LlamaForCausalLM, batch: Batch, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-    """The loss on the logits, summed over the scored positions, from the last layer's [B, T, D] states."""
-    index = batch.scored_index
-    student, teacher = (model.model.norm(states.flatten(0, 1).index_select(0, index)) for states in (hidden, teacher_hidden))
+def _logit_loss(config: TrainConfig, model: LlamaForCausalLM, stream: Stream, hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """The loss on the logits, summed over the scored positions, from the last layer's [B, T, D] states, on the device of lm_head."""
+    norm, head = model.model.norm, model.lm_head
+    batch = stream.at(hidden.device).batch
+    rows = (states.flatten(0, 1).index_select(0, batch.scored_index) for states in (hidden, teacher_hidden))
+    student, teacher = (norm(h.to(norm.weight.device)).to(head.weight.device) for h in rows)
+    batch = stream.at(student.device).batch
     weights = disagreement_weights(student, teacher, batch.scored_lengths) if config.token_weighting == "disagreement" else None
-    other = batch.labels.flatten().index_select(0, index + 1) if config.logit_loss == "cross_entropy" else teacher
-    return through_head(model.lm_head, row_loss(config), student, other, model.config.vocab_size, weights)[0]
+    other = batch.labels.flatten().index_select(0, batch.scored_index + 1) if config.logit_loss == "cross_entropy" else teacher
+    return through_head(head, row_loss(config), student, other, model.config.vocab_size, weights)[0]
 
 
 def _run(stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop: int) -> Tensor:
     for layer in layers[start:stop]:
-        hidden = stream.clean(layer(hidden, **stream.context))
+        here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
+        hidden = here.clean(layer(hidden, **here.context))
     return hidden
 
 
