@@ -170,11 +170,18 @@ def attach(model: LlamaForCausalLM, config: NPTConfig | None = None, *, seed: in
 
 
 def detach(model: LlamaForCausalLM) -> None:
-    """Give the base model back as it was before `attach`: classes, parameters, `requires_grad`. Without adapters: nothing."""
+    """Give the base model back as it was before `attach`: classes, parameters, `requires_grad`. Without adapters: nothing.
+
+    Raises:
+        ModelError: somebody else has changed the class of a layer since, as sharding does; nothing is changed.
+    """
     if not is_attached(model):
         return
     state: _State = getattr(model, _STATE)
     back = {npt_class: base_class for base_class, npt_class in FAMILIES.items()}
+    for index, layer in npt_layers(model):
+        if type(layer) not in back:
+            raise ModelError(f"layer {index} has become a {type(layer).__name__} and cannot be given back; load the base again")
     for _, layer in npt_layers(model):
         del layer.npt
         _become(layer, back[type(layer)])

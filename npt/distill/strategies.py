@@ -17,12 +17,14 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, Terms, attention_output, device_of, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
+from npt.adapters.sharding import is_sharded, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.logit_losses import row_loss, through_head
 from npt.distill.losses import hidden_loss
 from npt.distill.weights import disagreement_weights, layer_weights
+from npt.errors import NotSupportedError
 from npt.fidelity.divergence import nmse_per_token
 from npt.quant.linear import stacked_product
 
@@ -108,14 +110,15 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBa
             if not isinstance(layer, NPTLayer):
                 hidden = here.clean(layer(hidden, **here.context))
                 continue
-            attention = here.rows(attention_output(layer, hidden, **here.context))
-            with torch.enable_grad():
-                h = here.rows(hidden)
-                teacher, student, terms = stacked_outputs(layer, h, attention)
-                distance, nmse = _layer_loss(config, here.batch, student, teacher, h)
-                reg = _energy_sum(terms, distance)
-                loss = (next(weights) * distance + config.regularization_lambda * reg) / len(converted)
-                loss.backward()
+            with whole(layer):
+                attention = here.rows(attention_output(layer, hidden, **here.context))
+                with torch.enable_grad():
+                    h = here.rows(hidden)
+                    teacher, student, terms = stacked_outputs(layer, h, attention)
+                    distance, nmse = _layer_loss(config, here.batch, student, teacher, h)
+                    reg = _energy_sum(terms, distance)
+                    loss = (next(weights) * distance + config.regularization_lambda * reg) / len(converted)
+                    loss.backward()
             losses.append(loss.detach())
             nmses.append(nmse)
             regs.append(reg.detach())
@@ -129,7 +132,12 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> Mi
     Up to the first converted layer teacher and student are the same and run once. Without a loss on the logits nothing is
     computed after the last converted layer. That loss is summed over the S scored positions and divided, as the rest is, by the
     valid tokens.
+
+    Raises:
+        NotSupportedError: the base is sharded; its layers are whole one at a time, and backward through all of them needs all.
     """
+    if is_sharded(model):
+        raise NotSupportedError("--strategy end_to_end needs every layer of the base, which is sharded; use --strategy local")
     converted = npt_layers(model)
     first, last = converted[0][0], converted[-1][0]
     layers = decoder_layers(model)

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config, decoder_layers
 from npt.adapters.layer import NPTLayer, attention_output, device_of, student_output
+from npt.adapters.sharding import whole
 from npt.adapters.stream import model_inputs, open_stream
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault, pad_id_of
@@ -168,12 +169,13 @@ def _compare_layers(model: LlamaForCausalLM, batch: Batch, sums: dict[int, dict[
             output = here.clean(layer(hidden, **here.context))
             if isinstance(layer, NPTLayer):
                 h = here.rows(hidden)
-                a = here.rows(attention_output(layer, hidden, **here.context))
                 t = here.rows(output)
-                for mode in ("floor", "student"):
-                    layer.npt.mode = mode
-                    nmse = nmse_per_token(student_output(layer, h, a)[0], t).sum(dtype=torch.float64).cpu()
-                    layer.npt.mode = "teacher"
-                    by_mode = sums.setdefault(index, {})
-                    by_mode[mode] = by_mode.get(mode, torch.zeros((), dtype=torch.float64)) + nmse
+                with whole(layer):
+                    a = here.rows(attention_output(layer, hidden, **here.context))
+                    for mode in ("floor", "student"):
+                        layer.npt.mode = mode
+                        nmse = nmse_per_token(student_output(layer, h, a)[0], t).sum(dtype=torch.float64).cpu()
+                        layer.npt.mode = "teacher"
+                        by_mode = sums.setdefault(index, {})
+                        by_mode[mode] = by_mode.get(mode, torch.zeros((), dtype=torch.float64)) + nmse
             hidden = output

@@ -37,6 +37,7 @@ _COMPUTING = (
     "max_position_embeddings",
 )
 
+_HASH = "_npt_base_hash"
 
 # Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes whatever is piped in for the answer.
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -143,6 +144,8 @@ def base_hash(model: LlamaForCausalLM) -> str:
 
     Two models with the same hash compute the same; an adapter belongs to the hash it was trained on.
     """
+    if hasattr(model, _HASH):
+        return getattr(model, _HASH)
     settings = model.config.to_dict()
     digest = hashlib.sha256(json.dumps({key: settings.get(key) for key in _COMPUTING}, sort_keys=True, default=str).encode())
     seen: dict[int, str] = {}
@@ -156,6 +159,11 @@ def base_hash(model: LlamaForCausalLM) -> str:
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def keep_hash(model: LlamaForCausalLM) -> None:
+    """Remember the hash of a base that is about to be taken apart, so that no process has all of it to compute it from."""
+    setattr(model, _HASH, base_hash(model))
 
 
 def _places(device: str | torch.device | None, device_map: str | Mapping[str, Any] | None) -> Any:
