@@ -161,10 +161,13 @@ class BaseConfig:
     use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation")
     matmul_precision: str = setting("highest", "fp32 products: highest (fp32) or high (TF32 on CUDA)", choices=MATMUL_PRECISIONS)
     device_map: str | None = setting(None, "spread the base over all GPUs of this one process, layer by layer", choices=DEVICE_MAPS)
+    shard_base: bool = setting(False, "share the base among all processes, layer by layer (FSDP2); it is loaded on the host")
     share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case")
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.shard_base and self.device_map is not None:
+            raise ConfigError(f"--shard_base is for several processes, --device_map {self.device_map} for one; drop one of the two")
         if self.quant_type != "nf4" and not self.use_quantization:
             raise ConfigError(f"--quant_type {self.quant_type} means nothing without --use_quantization; add it or drop the other")
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from rank_work import micro_batch, trained
+from rank_work import looped, micro_batch, trained
 
 import npt
 from npt.adapters.attach import adapter_parameters
+from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.ranks import Ranks
 from npt.distill.strategies import STRATEGIES
@@ -73,8 +75,8 @@ def in_any_order(ranks: Ranks, base: str) -> list[bool]:
     return [*equal, total == 5.0]  # 2, then 2 + 1
 
 
-def attempted(ranks: Ranks, base: str, what: str) -> str:
-    """The error of something that cannot be done with a sharded base; all ranks meet it alike."""
+def attempted(ranks: Ranks, base: str) -> dict[str, str]:
+    """The errors of what cannot be done with a sharded base; all ranks meet them alike."""
     model = fresh(base, "nf4")
     acts: dict[str, Callable[[], Any]] = {
         "shard": lambda: npt.shard_base(model, ranks),
@@ -82,15 +84,19 @@ def attempted(ranks: Ranks, base: str, what: str) -> str:
         "end_to_end": lambda: STRATEGIES["end_to_end"](model, micro_batch("good"), TrainConfig(strategy="end_to_end")),
     }
     npt.shard_base(model, ranks)
-    try:
-        acts[what]()
-    except npt.NPTError as error:
-        return str(error)
-    return ""
+    errors = {}
+    for what, act in acts.items():
+        try:
+            act()
+        except npt.NPTError as error:
+            errors[what] = str(error)
+    return errors
 
 
-def run(ranks: Ranks, base: str, out: str, sharded: bool, **settings: Any) -> dict[str, Any]:
-    """A whole run, on a base that is sharded or not."""
+def run(
+    ranks: Ranks, base: str, out: str, sharded: bool, windows: Sequence[Sequence[str]] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """A whole run, or a loop over planted windows, on a base that is sharded or not."""
     made: list[Any] = []
 
     def student(_: str) -> Any:
@@ -99,11 +105,14 @@ def run(ranks: Ranks, base: str, out: str, sharded: bool, **settings: Any) -> di
             npt.shard_base(made[0], ranks)
         return made[0]
 
-    from unittest import mock
-
     with mock.patch("rank_work.student", student):
-        found = trained(ranks, base, out, **settings)
+        found = trained(ranks, base, out, **settings) if windows is None else looped(ranks, base, out, windows, **settings)
     return found | {"whole": whole_weights(made[0])}
+
+
+def from_the_command_line(_: Ranks, out: str) -> int:
+    arguments = ["--use_quantization", "--max_length", "32", "--batch_size", "2", "--eval_samples", "2", "--max_steps", "1"]
+    return main(["pretrain", *arguments, "--output_dir", out, "--shard_base"])
 
 
 def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
