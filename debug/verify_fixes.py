@@ -33,7 +33,9 @@ def main() -> int:
     parser.add_argument("--use_quantization", action="store_true", default=True, help="load the base in 4 bit (default)")
     parser.add_argument("--no_use_quantization", dest="use_quantization", action="store_false", help="load the base as it is stored")
     unused = [flag_of(f) for f in fields(TrainConfig) if flag_of(f) not in TRAINING]
-    add_settings(parser, BaseConfig, NPTConfig, TrainConfig, leave_out=("use_quantization", "share_embeddings", *unused))
+    add_settings(
+        parser, BaseConfig, NPTConfig, TrainConfig, leave_out=("use_quantization", "share_embeddings", "device_map", "shard_base", *unused)
+    )
     given = vars(parser.parse_args())
     console, progress = make_console(), make_console(stderr=True)
 

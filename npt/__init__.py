@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach
     from npt.adapters.io import load_adapter, save_adapter
     from npt.config import DataConfig, NPTConfig, TrainConfig
+    from npt.distill.sharded import shard_base
     from npt.distill.trainer import Trainer, TrainResult
     from npt.errors import NPTError
     from npt.fidelity.evaluate import Fidelity, evaluate
@@ -41,6 +42,7 @@ _HOME = {
     "load_base": "npt.quant.load",
     "load_teacher": "npt.quant.load",
     "save_adapter": "npt.adapters.io",
+    "shard_base": "npt.distill.sharded",
     "trace": "npt.health.trace",
 }
 
@@ -65,6 +67,7 @@ __all__ = [
     "load_base",
     "load_teacher",
     "save_adapter",
+    "shard_base",
     "trace",
 ]
 

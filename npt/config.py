@@ -24,6 +24,7 @@ INITS = ("random", "calibrated")
 QUANT_TYPES = ("nf4", "fp4")
 TEACHER_PRECISIONS = ("bf16", "fp32")
 MATMUL_PRECISIONS = ("highest", "high")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 STRATEGIES = ("local", "propagated", "end_to_end")
 LOSSES = ("nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine")
 LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
@@ -163,10 +164,14 @@ class BaseConfig:
     teacher_precision: str | None = setting(
         None, "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory", choices=TEACHER_PRECISIONS
     )
+    device_map: str | None = setting(None, "spread the base over all GPUs of this one process, layer by layer", choices=DEVICE_MAPS)
+    shard_base: bool = setting(False, "share the base among all processes, layer by layer (FSDP2); it is loaded on the host")
     share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case")
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.shard_base and self.device_map is not None:
+            raise ConfigError(f"--shard_base is for several processes, --device_map {self.device_map} for one; drop one of the two")
         if self.quant_type != "nf4" and not self.use_quantization:
             raise ConfigError(f"--quant_type {self.quant_type} means nothing without --use_quantization; add it or drop the other")
         if self.teacher_precision is not None and not self.use_quantization:

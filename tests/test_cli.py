@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from npt.cli.main import main
+from npt.cli.pretrain import _check_placing
+from npt.config import BaseConfig
+from npt.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "pretrain_npt_safe.py"
@@ -111,6 +114,8 @@ BAD = {
     "steps that are none": (["--trace_steps", "3-1"], ["trace_steps", "3-1", "1-5"]),
     "a ratio of nothing to replay": (["--replay_ratio", "0.3"], ["replay_ratio", "0.3", "replay_dataset"]),
     "a missing file to replay": (["--replay_dataset", "none.txt"], ["none.txt"]),
+    "shares of a base for one process": (["--shard_base"], ["shard_base", "torchrun", "device_map"]),
+    "two ways to place a base": (["--shard_base", "--device_map", "auto"], ["shard_base", "device_map auto"]),
     "completions without prompts": (["--completion_column", "a"], ["completion_column", "prompt_column"]),
     "prompts of text that has none": (["--prompt_column", "q", "--completion_column", "a"], ["'q'", "prompt_column"]),
     "kept residual": (["--residual", "keep"], ["residual", "keep", "--teacher_precision"]),
@@ -175,6 +180,24 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
     assert run(tmp_path / "run") == 2
     assert "WORLD_SIZE is set, but RANK is not; start the processes with accelerate launch or torchrun" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "strategy", "said"),
+    [
+        (BaseConfig(device_map="auto"), "local", "--device_map auto gives all GPUs to one process, but 2 were started; take --shard_base"),
+        (BaseConfig(shard_base=True), "end_to_end", "--strategy end_to_end does not go with --shard_base"),
+    ],
+)
+def test_what_several_processes_cannot_do_with_a_base_is_refused_before_it_is_loaded(base: BaseConfig, strategy: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _check_placing(base, [strategy], 2)
+
+
+def test_a_base_spread_over_what_there_is_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "run", "--max_steps", "1", "--device_map", "auto") == 0
+    assert "computes in fp32 on " in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["device_map"] == "auto"
 
 
 def test_a_text_file_of_ones_own_trains_and_holds_samples_out(tmp_path: Path) -> None:

@@ -167,6 +167,49 @@ def test_statistics_on_a_gpu_are_those_on_a_cpu(dtype: torch.dtype) -> None:
         torch.testing.assert_close(summarise(values.cuda(), mask).cpu(), summarise(values, mask), rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
+# --- a base on several devices ---------------------------------------------------------------------------------------------
+
+
+def on(first: str, second: str) -> dict[str, str]:
+    """The first six of the embedded model's layers and lm_head, which is its embedding, on one device; the rest on another."""
+    places = {"model.embed_tokens": first, "lm_head": first, "model.rotary_emb": first, "model.norm": second}
+    return places | {f"model.layers.{i}": first if i < 6 else second for i in range(8)}
+
+
+def test_a_base_half_on_the_host_computes_what_the_host_computes() -> None:
+    results = []
+    for spread in (False, True):
+        model, _ = student("cpu")
+        if spread:
+            for layer in model.model.layers[6:]:  # packed weights keep the codes that the host made
+                layer.to("cuda")
+        sums = STRATEGIES["local"](model, micro_batch(0), npt.TrainConfig())
+        results.append((sums, {name: p.grad for name, p in adapter_parameters(model).items()}))
+    (alone, expected), (sums, gradients) = results
+    assert sums.loss.is_cuda and sums.layer_nmse.is_cuda
+    # fp32 on both, by kernels that sum in different orders.
+    torch.testing.assert_close(sums.layer_nmse.cpu(), alone.layer_nmse, rtol=1e-3, atol=0)
+    for name, gradient in gradients.items():
+        assert gradient.is_cuda == (int(name.split(".")[2]) >= 6)
+        assert float((gradient.cpu() - expected[name]).abs().max()) <= 1e-3 * float(expected[name].abs().max()), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_a_run_on_two_gpus_of_one_process_is_that_on_one(tmp_path: Path) -> None:
+    losses = []
+    for name, places in (("one", on("cuda:0", "cuda:0")), ("two", on("cuda:0", "cuda:1"))):
+        model, tokenizer = npt.load_base("tiny", quantization="nf4", device_map=places)
+        npt.attach(model, npt.NPTConfig(additive_scale=1.0, layers="6-7"))
+        config = npt.TrainConfig(
+            max_steps=10, batch_size=4, learning_rate=1e-2, log_steps=1, eval_samples=4, output_dir=str(tmp_path / name)
+        )
+        result = npt.Trainer(model, tokenizer, None, config, console=Console(file=io.StringIO())).train()
+        assert result.steps == 10 and result.refused == 0
+        assert {str(p.device) for p in adapter_parameters(model).values()} == {places["model.norm"]}
+        losses.append([json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # the same kernels; what is added up across devices may be so in another order
+
+
 # --- the tracer: on a GPU backward runs in a thread of its own, without the caller's frames and counters ---------------------
 
 

@@ -6,18 +6,22 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from npt.adapters.adapter import Mode, NPTAdapter
-from npt.adapters.layer import FAMILIES, NPTLayer
+from npt.adapters.layer import FAMILIES, NPTLayer, device_of
 from npt.config import NPTConfig
 from npt.errors import ConfigError, ModelError
 
 _STATE = "_npt_state"
+
+_FORWARDS = ("_old_forward", "forward")
+"""Where a module may keep a forward of its own: under accelerate's hook, or in front of its class's."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ def attach(model: LlamaForCausalLM, config: NPTConfig | None = None, *, seed: in
         raise ModelError("the model has NPT adapters already; call npt.detach(model) first")
     layers = decoder_layers(model)
     chosen = check_fit(config, model.config)
+    _check_forwards(layers)
     hidden_size, ffn_size = model.config.hidden_size, model.config.intermediate_size
     adapters = {
         index: NPTAdapter(config, hidden_size, ffn_size, torch.Generator().manual_seed(seed * 1_000_003 + index)) for index in chosen
@@ -156,26 +161,54 @@ def attach(model: LlamaForCausalLM, config: NPTConfig | None = None, *, seed: in
         parameter.requires_grad_(False)
     for index, adapter in adapters.items():
         layer: Any = layers[index]
-        adapter.to(layer.input_layernorm.weight.device)
+        adapter.to(device_of(layer))
         layer.npt = adapter
-        layer.__class__ = FAMILIES[type(layer)]
+        _become(layer, FAMILIES[type(layer)])
     setattr(model, _STATE, _State(config, chosen, trainable_before))
     trainable = sum(p.numel() for p in adapter_parameters(model).values())
     return AttachReport(chosen, len(layers), trainable, base_parameters)
 
 
 def detach(model: LlamaForCausalLM) -> None:
-    """Give the base model back as it was before `attach`: classes, parameters, `requires_grad`. Without adapters: nothing."""
+    """Give the base model back as it was before `attach`: classes, parameters, `requires_grad`. Without adapters: nothing.
+
+    Raises:
+        ModelError: somebody else has changed the class of a layer since, as sharding does; nothing is changed.
+    """
     if not is_attached(model):
         return
     state: _State = getattr(model, _STATE)
     back = {npt_class: base_class for base_class, npt_class in FAMILIES.items()}
+    for index, layer in npt_layers(model):
+        if type(layer) not in back:
+            raise ModelError(f"layer {index} has become a {type(layer).__name__} and cannot be given back; load the base again")
     for _, layer in npt_layers(model):
         del layer.npt
-        cast(Any, layer).__class__ = back[type(layer)]
+        _become(layer, back[type(layer)])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in state.trainable_before)
     delattr(model, _STATE)
+
+
+def _become(layer: Any, cls: type) -> None:
+    """Give a layer another class. Where a forward is kept on the layer itself it is that of the class before, and would be called in
+    its place for ever: so accelerate's hooks keep it, which carry tensors between the devices of a model that is spread over several.
+    """
+    before = type(layer).forward
+    layer.__class__ = cls
+    for name in _FORWARDS:
+        if getattr(vars(layer).get(name), "__func__", None) is before:
+            setattr(layer, name, MethodType(cls.forward, layer))  # type: ignore[attr-defined]
+
+
+def _check_forwards(layers: nn.ModuleList) -> None:
+    """Refuse layers whose own forward hides that of their class."""
+    for index, layer in enumerate(layers):
+        kept = [vars(layer)[name] for name in _FORWARDS if name in vars(layer)]
+        if kept and not any(getattr(forward, "__func__", None) is type(layer).forward for forward in kept):
+            raise ModelError(
+                f"the forward of layer {index} was replaced, so no adapter could take part in it; load the model with npt.load_base"
+            )
 
 
 def is_attached(model: LlamaForCausalLM) -> bool:

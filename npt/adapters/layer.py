@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -58,6 +59,11 @@ FAMILIES: dict[type[nn.Module], type[NPTLayer]] = {LlamaDecoderLayer: NPTLlamaDe
 
 Terms = list[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, in the order gate, up, down."""
+
+
+def device_of(layer: Any) -> torch.device:
+    """Where a decoder layer computes."""
+    return layer.input_layernorm.weight.device
 
 
 def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:

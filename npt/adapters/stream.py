@@ -7,7 +7,7 @@ against that forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,19 @@ class Stream:
     hidden: Tensor
     context: dict[str, Any]
     batch: Batch
+    elsewhere: dict[torch.device, Stream] = field(default_factory=dict, repr=False)
+
+    def at(self, device: torch.device) -> Stream:
+        """The same on the device of a layer, where a model is spread over several; copied once and kept.
+
+        What comes back keeps nothing itself: in a ring of streams tensors would live until the garbage collector comes by.
+        """
+        if device == self.hidden.device:
+            return self
+        if device not in self.elsewhere:
+            context = {name: _moved(value, device) for name, value in self.context.items()}
+            self.elsewhere[device] = Stream(self.hidden.to(device), context, self.batch.to(device))
+        return self.elsewhere[device]
 
     def rows(self, states: Tensor) -> Tensor:
         """The valid tokens' rows of [B, T, D] states: [N, D]."""
@@ -45,6 +58,13 @@ class Stream:
         if not self.batch.padded:
             return states
         return torch.where(self.batch.attention_mask.unsqueeze(-1).bool(), states, 0.0)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or a tuple of some, on a device; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device) for item in value)
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def open_stream(model: LlamaForCausalLM, batch: Batch) -> Stream:

@@ -48,10 +48,10 @@ def load(base: BaseConfig, console: Any, device: Any = None) -> tuple[Any, Any]:
     from npt.quant.precision import quantization_of
 
     torch.set_float32_matmul_precision(base.matmul_precision)
-    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, device=device)
+    places = {"device": device} if base.device_map is None else {"device_map": base.device_map}
+    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, **places)
     packed = quantization_of(model)
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
-    console.print(
-        f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {model.device}",
-    )
+    devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
+    console.print(f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {devices}")
     return model, tokenizer

@@ -43,4 +43,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval_samples", type=positive, default=64, metavar="INT", help="samples to evaluate on (default: 64)")
     parser.add_argument("--batch_size", type=positive, default=8, metavar="INT", help="samples at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
-    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples",))
+    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples", "shard_base"))

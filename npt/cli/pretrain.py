@@ -32,9 +32,25 @@ def pretrain(given: dict[str, Any]) -> int:
     ranks = join_ranks(training.rank_timeout)
     try:
         with ranks.member():
+            _check_placing(base, [name for name, _ in training.stage_shares], ranks.size)
             return _pretrain(ranks, base, adapter, data, training)
     finally:
         ranks.close()
+
+
+def _check_placing(base: BaseConfig, strategies: list[str], processes: int) -> None:
+    """Refuse ways to place the base that do not go with the processes or the strategy."""
+    if processes > 1 and base.device_map is not None:
+        raise ConfigError(f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were started; take --shard_base")
+    if processes == 1 and base.shard_base:
+        raise ConfigError(
+            "--shard_base shares the base among processes, but there is one; start several with torchrun, or take --device_map"
+        )
+    other = next((strategy for strategy in strategies if strategy != "local"), None)
+    if base.shard_base and other is not None:
+        raise ConfigError(
+            f"--strategy {other} does not go with --shard_base, which has one layer of the base at a time; take --strategy local"
+        )
 
 
 def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig) -> int:
@@ -65,7 +81,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
-        model, tokenizer = load(base, console, ranks.device)
+        model, tokenizer = load(base, console, "cpu" if base.shard_base else ranks.device)
         if base.share_embeddings:
             console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
         teacher = None
@@ -74,6 +90,9 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
             console.print(f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision}, computes in fp32")
         report = npt.attach(model, adapter, seed=training.seed)
         console.print(str(report), soft_wrap=True)
+        if base.shard_base:
+            npt.shard_base(model, ranks)
+            console.print(f"the base is sharded over {ranks.size} processes", soft_wrap=True)
         trainer = npt.Trainer(
             model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console, ranks=ranks, teacher=teacher
         )

@@ -230,7 +230,7 @@ def compare_prompts(model: LlamaForCausalLM, prompts: Sequence[Sample], max_new_
         added = continue_greedily(model, [p.input_ids for p in prompts], [max_new_tokens] * len(prompts), ends, names)
     rows = [Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new)) for p, new in zip(prompts, added, strict=True)]
     hidden = {mode: _states(model, rows, mode) for mode in ("teacher", "student")}
-    tokens = torch.tensor([token for new in added for token in new], device=hidden["teacher"].device)
+    tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
     figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, model.lm_head, model.config.vocab_size)
     written = {mode: _argmax(states, model.lm_head, model.config.vocab_size) for mode, states in hidden.items()}
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
@@ -254,11 +254,11 @@ def _states(model: LlamaForCausalLM, rows: Sequence[Sample], mode: Mode) -> Tens
         states = model.model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False
         ).last_hidden_state
-    return states[:, :-1][batch.labels[:, 1:] != IGNORE_INDEX]
+    return states[:, :-1][(batch.labels[:, 1:] != IGNORE_INDEX).to(states.device)]
 
 
 def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
-    return torch.cat([head(part).argmax(dim=-1) for part in hidden.split(max(1, LOGIT_CHUNK // vocab_size))])
+    return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in hidden.split(max(1, LOGIT_CHUNK // vocab_size))])
 
 
 def _records(

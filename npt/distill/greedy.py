@@ -51,7 +51,7 @@ def continue_greedily(
     while open_rows:
         out = model.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         cache, states = out.past_key_values, out.last_hidden_state
-        logits = model.lm_head(states[torch.arange(len(states), device=device), last])
+        logits = model.lm_head(states.to(device)[torch.arange(len(states), device=device), last]).to(device)
         ids = logits.argmax(dim=-1, keepdim=True)
         # One answer from the device for both: which token, and whether it is one.
         answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()

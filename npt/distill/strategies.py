@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, Terms, attention_output, student_output, student_stream
+from npt.adapters.layer import NPTLayer, Terms, attention_output, device_of, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
+from npt.adapters.sharding import is_sharded, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.logit_losses import row_loss, through_head
 from npt.distill.losses import hidden_loss
 from npt.distill.weights import disagreement_weights, layer_weights
+from npt.errors import NotSupportedError
 from npt.fidelity.divergence import nmse_per_token
 from npt.quant.linear import stacked_product
 
@@ -102,18 +104,20 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: L
         hidden = stream.hidden
         for index in range(sums.last + 1):
             layer = layers[index]
-            behind = None if teacher is None else _run(stream, decoder_layers(teacher), hidden, index, index + 1)
+            here, hidden = _at(stream, layer, hidden)
+            behind = None if teacher is None else _run(stream, decoder_layers(teacher), hidden, index, index + 1).to(hidden.device)
             if not isinstance(layer, NPTLayer):
                 hidden = behind if behind is not None else _run(stream, layers, hidden, index, index + 1)
                 continue
-            h, attention = stream.rows(hidden), stream.rows(attention_output(layer, hidden, **stream.context))
-            with torch.enable_grad():
-                if behind is None:
-                    target, student, terms = stacked_outputs(layer, h, attention)
-                else:
-                    target, (student, terms) = stream.rows(behind), student_output(layer, h, attention)
-                sums.add(student, target, h, terms).backward()
-            hidden = behind if behind is not None else stream.scatter(target)
+            with whole(layer):
+                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context))
+                with torch.enable_grad():
+                    if behind is None:
+                        target, student, terms = stacked_outputs(layer, h, attention)
+                    else:
+                        target, (student, terms) = here.rows(behind), student_output(layer, h, attention)
+                    sums.add(here.batch, student, target, h, terms).backward()
+            hidden = behind if behind is not None else here.scatter(target)
     return sums.micro_batch()
 
 
@@ -122,6 +126,9 @@ def propagated(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teach
 
     So a layer learns to make good what the converted layers below it got wrong, at the memory of one layer's graph. Up to the first
     converted layer teacher and student are the same and run once, unless the `teacher` is a model of its own.
+
+    Raises:
+        NotSupportedError: the base is sharded.
     """
     layers = decoder_layers(model)
     sums = _Sums(model, config, batch)
@@ -134,11 +141,14 @@ def propagated(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teach
             if not isinstance(layer, NPTLayer):
                 hidden = _run(stream, layers, hidden, index, index + 1)
                 continue
-            h, attention = stream.rows(hidden), stream.rows(attention_output(layer, hidden, **stream.context))
-            with torch.enable_grad():
-                student, terms = student_output(layer, h, attention)
-                sums.add(student, stream.rows(taught), stream.rows(before), terms).backward()
-            hidden = stream.scatter(student.detach())
+            here, hidden = _at(stream, layer, hidden)
+            target, was = (here.rows(states.to(hidden.device)) for states in (taught, before))
+            with whole(layer):
+                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context))
+                with torch.enable_grad():
+                    student, terms = student_output(layer, h, attention)
+                    sums.add(here.batch, student, target, was, terms).backward()
+            hidden = here.scatter(student.detach())
     return sums.micro_batch()
 
 
@@ -148,6 +158,9 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teach
     Up to the first converted layer teacher and student are the same and run once, unless the `teacher` is a model of its own.
     Without a loss on the logits nothing is computed after the last converted layer. That loss is summed over the S scored positions
     and divided, as the rest is, by the valid tokens.
+
+    Raises:
+        NotSupportedError: the base is sharded.
     """
     layers = decoder_layers(model)
     sums = _Sums(model, config, batch)
@@ -169,15 +182,17 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teach
             if not isinstance(layer, NPTLayer):
                 hidden = _run(stream, layers, hidden, index, index + 1)
                 continue
-            attention = attention_output(layer, hidden, **stream.context)
-            student, terms = student_output(layer, stream.rows(hidden), stream.rows(attention))
-            h = stream.rows(inputs.pop(index)) if inputs else None
-            parts.append(sums.add(student, stream.rows(targets.pop(index)), h, terms))
-            hidden = stream.scatter(student)
-        loss = torch.stack(parts).sum()
+            here, hidden = _at(stream, layer, hidden)
+            attention = attention_output(layer, hidden, **here.context)
+            student, terms = student_output(layer, here.rows(hidden), here.rows(attention))
+            h = here.rows(inputs.pop(index).to(hidden.device)) if inputs else None
+            target = here.rows(targets.pop(index).to(hidden.device))
+            parts.append(sums.add(here.batch, student, target, h, terms))
+            hidden = here.scatter(student)
+        loss = torch.stack([part.to(hidden.device) for part in parts]).sum()
         if config.logit_kl_weight:
-            sums.logit = _logit_loss(config, (model, hidden), (model if teacher is None else teacher, taught), batch)
-            loss = loss + config.logit_kl_weight * sums.logit
+            sums.logit = _logit_loss(config, (model, hidden), (model if teacher is None else teacher, taught), stream)
+            loss = loss + config.logit_kl_weight * sums.logit.to(loss.device)
         loss.backward()
     return sums.micro_batch()
 
@@ -198,9 +213,16 @@ class _Sums:
         self._nmses: list[Tensor] = []
         self._regs: list[Tensor] = []
 
-    def add(self, student: Tensor, target: Tensor, hidden: Tensor | None, terms: Terms) -> Tensor:
-        """The next layer's share of the loss, with its graph, from rows [N, D]; hidden is the teacher's h, for the loss that needs it."""
-        distance, nmse = _layer_loss(self._config, self._batch, student, target, hidden)
+    def add(self, batch: Batch, student: Tensor, target: Tensor, hidden: Tensor | None, terms: Terms) -> Tensor:
+        """The next layer's share of the loss, with its graph.
+
+        Args:
+            batch: on the layer's device.
+            student, target: [N, D].
+            hidden: [N, D], the teacher's h, for the loss that needs it.
+            terms: of the modulation.
+        """
+        distance, nmse = _layer_loss(self._config, batch, student, target, hidden)
         reg = _energy_sum(terms, distance)
         loss = (next(self._weights) * distance + self._config.regularization_lambda * reg) / self._count
         self._losses.append(loss.detach())
@@ -222,7 +244,13 @@ class _Sums:
 def _begin(
     model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: Batch, layers: nn.ModuleList, first: int
 ) -> tuple[Stream, Tensor, Tensor, int]:
-    """The stream's context, teacher's and student's h in front of the first layer at which they part, and that layer's index."""
+    """The stream's context, teacher's and student's h in front of the first layer at which they part, and that layer's index.
+
+    Raises:
+        NotSupportedError: the base is sharded, and its layers are whole one at a time.
+    """
+    if is_sharded(model):
+        raise NotSupportedError("a sharded base has one whole layer at a time, which only --strategy local can do with; use it")
     stream = open_stream(model, batch)
     if teacher is not None:
         return stream, open_stream(teacher, batch).hidden, stream.hidden, 0
@@ -240,20 +268,35 @@ def _layer_loss(config: TrainConfig, batch: Batch, student: Tensor, teacher: Ten
 
 
 def _logit_loss(
-    config: TrainConfig, student: tuple[LlamaForCausalLM, Tensor], teacher: tuple[LlamaForCausalLM, Tensor], batch: Batch
+    config: TrainConfig, student: tuple[LlamaForCausalLM, Tensor], teacher: tuple[LlamaForCausalLM, Tensor], stream: Stream
 ) -> Tensor:
-    """The loss on the logits, summed over the scored positions, from each model and its last layer's [B, T, D] states."""
-    index = batch.scored_index
-    rows, taught = (model.model.norm(states.flatten(0, 1).index_select(0, index)) for model, states in (student, teacher))
+    """The loss on the logits, summed over the scored positions, from each model and its last layer's [B, T, D] states, on the device
+    of lm_head."""
+    rows, taught = (_scored_states(model, states, stream) for model, states in (student, teacher))
+    batch = stream.at(rows.device).batch
     weights = disagreement_weights(rows, taught, batch.scored_lengths) if config.token_weighting == "disagreement" else None
-    other = batch.labels.flatten().index_select(0, index + 1) if config.logit_loss == "cross_entropy" else taught
+    other = batch.labels.flatten().index_select(0, batch.scored_index + 1) if config.logit_loss == "cross_entropy" else taught
     model, guide = student[0], teacher[0]
     return through_head(model.lm_head, row_loss(config), rows, other, model.config.vocab_size, weights, teacher_head=guide.lm_head)[0]
 
 
+def _scored_states(model: LlamaForCausalLM, states: Tensor, stream: Stream) -> Tensor:
+    """What lm_head is given at the scored positions, on its device: [S, D] of the last layer's [B, T, D]."""
+    norm = model.model.norm
+    rows = states.flatten(0, 1).index_select(0, stream.at(states.device).batch.scored_index)
+    return norm(rows.to(norm.weight.device)).to(model.lm_head.weight.device)
+
+
+def _at(stream: Stream, layer: nn.Module, hidden: Tensor) -> tuple[Stream, Tensor]:
+    """Stream and states on the device of a layer."""
+    device = device_of(layer)
+    return stream.at(device), hidden.to(device)
+
+
 def _run(stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop: int) -> Tensor:
     for layer in layers[start:stop]:
-        hidden = stream.clean(layer(hidden, **stream.context))
+        here, hidden = _at(stream, layer, hidden)
+        hidden = here.clean(layer(hidden, **here.context))
     return hidden
 
 

@@ -37,6 +37,7 @@ from npt.distill.ranks import Ranks, join_ranks
 from npt.distill.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.distill.run_folder import BROKEN, CHECKPOINTS, EVENTS, METRICS, RUN, SUPERSEDED, RunFolder, check_free, default_folder, versions
 from npt.distill.schedule import kind_of_run, rate_table
+from npt.distill.sharded import ranks_of
 from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
 from npt.distill.stages import stages_of
@@ -187,7 +188,10 @@ class Trainer:
         self.config = config = config if config is not None else TrainConfig()
         self.data_config = data_config if data_config is not None else DataConfig()
         self.settings = settings or {}
-        self.ranks = ranks if ranks is not None else join_ranks(config.rank_timeout)
+        sharing = ranks_of(model)
+        if sharing is not None and ranks not in (None, sharing):
+            raise ConfigError("the base is sharded over other ranks than the Trainer was given; leave the argument ranks out")
+        self.ranks = sharing or ranks or join_ranks(config.rank_timeout)
         self.console = silent_console() if not self.ranks.main else console if console is not None else make_console()
         with self.ranks.member():
             self._prepare(data, eval_data, replay_data)
@@ -537,7 +541,9 @@ class Trainer:
         started = time.perf_counter()
         try:
             try:
-                with contextlib.closing(self._windows()) as windows:
+                # Events that nothing names a device for are made on the current one: it has to be that of the window's record.
+                home = next(iter(adapter_parameters(self.model).values()))
+                with torch.cuda.device_of(home), contextlib.closing(self._windows()) as windows:
                     loop.run(windows)
             except BaseException as error:
                 self._rescue(folder, loop, error)

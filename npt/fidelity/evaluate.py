@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config, decoder_layers
-from npt.adapters.layer import NPTLayer, attention_output, student_output
+from npt.adapters.layer import NPTLayer, attention_output, device_of, student_output
+from npt.adapters.sharding import whole
 from npt.adapters.stream import model_inputs, open_stream
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault, pad_id_of
@@ -152,7 +153,7 @@ def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor
     for mode in sums:
         with adapter_mode(model, mode):
             states = model.model(**inputs, use_cache=False).last_hidden_state
-        hidden[mode] = states[:, :-1][predicted]
+        hidden[mode] = states[:, :-1][predicted.to(states.device)]
     for mode, parts in sums.items():
         per_token = compare_tokens(hidden[mode], hidden["teacher"], targets[predicted], model.lm_head, model.config.vocab_size)
         parts.append(per_sample_sums(per_token, rows, len(targets)))
@@ -164,15 +165,17 @@ def _compare_layers(model: LlamaForCausalLM, batch: Batch, sums: dict[int, dict[
         stream = open_stream(model, batch)
         hidden = stream.hidden
         for index, layer in enumerate(decoder_layers(model)):
-            output = stream.clean(layer(hidden, **stream.context))
+            here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
+            output = here.clean(layer(hidden, **here.context))
             if isinstance(layer, NPTLayer):
-                h = stream.rows(hidden)
-                a = stream.rows(attention_output(layer, hidden, **stream.context))
-                t = stream.rows(output)
-                for mode in ("floor", "student"):
-                    layer.npt.mode = mode
-                    nmse = nmse_per_token(student_output(layer, h, a)[0], t).sum(dtype=torch.float64).cpu()
-                    layer.npt.mode = "teacher"
-                    by_mode = sums.setdefault(index, {})
-                    by_mode[mode] = by_mode.get(mode, torch.zeros((), dtype=torch.float64)) + nmse
+                h = here.rows(hidden)
+                t = here.rows(output)
+                with whole(layer):
+                    a = here.rows(attention_output(layer, hidden, **here.context))
+                    for mode in ("floor", "student"):
+                        layer.npt.mode = mode
+                        nmse = nmse_per_token(student_output(layer, h, a)[0], t).sum(dtype=torch.float64).cpu()
+                        layer.npt.mode = "teacher"
+                        by_mode = sums.setdefault(index, {})
+                        by_mode[mode] = by_mode.get(mode, torch.zeros((), dtype=torch.float64)) + nmse
             hidden = output

@@ -71,6 +71,7 @@ def compare_tokens(
     rows = max(1, LOGIT_CHUNK // vocab_size)
     for h, t, target in zip(hidden.split(rows), teacher_hidden.split(rows), targets.split(rows), strict=True):
         logits, teacher_logits = head(h).to(torch.float32), teacher_head(t).to(torch.float32)
+        target = target.to(logits.device)  # lm_head of a model that is spread over several devices may be on another
         log_q, log_p = torch.log_softmax(logits, dim=-1), torch.log_softmax(teacher_logits, dim=-1)
         pick = target.unsqueeze(-1)
         parts.append(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from npt.adapters.sharding import in_parts, is_share, whole
 from npt.data.batch import IGNORE_INDEX
 from npt.errors import NumericalError
 from npt.quant.linear import dense_weight, quantized_linears
@@ -148,15 +149,29 @@ def base_fault(model: nn.Module) -> Finding | None:
     Args:
         model: quantised, partly or not at all; adapters are left to `tensor_fault`.
     """
+    for name, layer in model.named_modules():
+        if in_parts(layer):
+            with whole(layer):
+                finding = _fault_of(layer, f"{name}.")
+            if finding is not None:
+                return finding
+    return _fault_of(model, "")
+
+
+def _fault_of(model: nn.Module, prefix: str) -> Finding | None:
+    """What `base_fault` finds among the tensors that are whole here, as they are called behind `prefix`."""
     packed: set[int] = set()
     for name, module in quantized_linears(model):
+        if is_share(module.weight):
+            continue
+        name = f"{prefix}{name}"
         packed.add(id(module.weight))
         finding = tensor_fault(_statistics(name, module)) or tensor_fault({f"{name}: dequantised weight": dense_weight(module)})
         if finding is not None:
             return finding
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) not in packed and ADAPTER not in name and tensor.is_floating_point():
-            finding = tensor_fault({name: tensor})
+        if id(tensor) not in packed and ADAPTER not in f".{name}" and tensor.is_floating_point() and not is_share(tensor):
+            finding = tensor_fault({f"{prefix}{name}": tensor})
             if finding is not None:
                 return finding
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from npt.config import QUANT_TYPES
+from npt.config import DEVICE_MAPS, QUANT_TYPES
 from npt.errors import ConfigError, ModelError
 from npt.quant.linear import quantized_linears
 from npt.quant.precision import audit_precision, enforce_fp32, quantization_of
@@ -36,6 +37,7 @@ _COMPUTING = (
     "max_position_embeddings",
 )
 
+_HASH = "_npt_base_hash"
 
 TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -48,6 +50,7 @@ def load_base(
     *,
     quantization: str | None = None,
     device: str | torch.device | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
     use_fp16: bool = False,
 ) -> tuple[Any, Any]:
     """Load a base model, frozen and in evaluation mode, and its tokenizer. Nothing that comes with the weights is run: no code
@@ -57,6 +60,8 @@ def load_base(
         name: `tiny` (embedded, nothing is downloaded), a folder, or a hub id.
         quantization: `nf4`, `fp4` (both with double quantisation) or None. A checkpoint that is stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
+        device_map: instead of one device, several: `auto`, `balanced`, `balanced_low_0` or `sequential` spread the layers over all
+            GPUs of this process, and a mapping of module names to devices does as it says. A layer stays in one piece.
         use_fp16: compute an unquantised base in fp16. Under quantisation fp32 is used all the same, with a warning.
 
     Returns:
@@ -64,8 +69,9 @@ def load_base(
         not packed (embedding, norms, lm_head) stay stored so.
 
     Raises:
-        ConfigError: unknown quantisation.
-        ModelError: no such model, not a Llama, or weights missing or unreadable.
+        ConfigError: unknown quantisation or device_map, or a device beside a device_map.
+        ModelError: no such model, not a Llama, weights missing or unreadable, or a layer in pieces, on disk or on the host
+            beside GPUs.
         PrecisionError: a module would compute in another dtype.
     """
     if quantization is not None and quantization not in QUANT_TYPES:
@@ -73,7 +79,7 @@ def load_base(
     config = read_config(name)
     source = _locate(name)
     tokenizer = load_tokenizer(name)
-    device = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    places = _places(device, device_map)
     packed = quantization is not None or getattr(config, "quantization_config", None) is not None
     if packed and use_fp16:
         warnings.warn(
@@ -81,7 +87,7 @@ def load_base(
             stacklevel=2,
         )
     # Misshapen tensors are reported rather than raised on, so that the error can name them.
-    arguments: dict[str, Any] = {"device_map": {"": device}, "ignore_mismatched_sizes": True, "use_safetensors": True, **_NO_CODE}
+    arguments: dict[str, Any] = {"device_map": places, "ignore_mismatched_sizes": True, "use_safetensors": True, **_NO_CODE}
     if packed:
         arguments["dtype"] = "auto"
         if quantization is not None and getattr(config, "quantization_config", None) is None:
@@ -96,6 +102,8 @@ def load_base(
     with _Quiet():
         model, report = _read("weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **arguments))
     _check_complete(name, model, report)
+    _check_placed(name, model)
+    _check_pieces(name, model)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass --quant_type accordingly")
     if packed:
@@ -170,6 +178,8 @@ def base_hash(model: LlamaForCausalLM) -> str:
 
     Two models with the same hash compute the same; an adapter belongs to the hash it was trained on.
     """
+    if hasattr(model, _HASH):
+        return getattr(model, _HASH)
     settings = model.config.to_dict()
     digest = hashlib.sha256(json.dumps({key: settings.get(key) for key in _COMPUTING}, sort_keys=True, default=str).encode())
     seen: dict[int, str] = {}
@@ -183,6 +193,41 @@ def base_hash(model: LlamaForCausalLM) -> str:
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def keep_hash(model: LlamaForCausalLM) -> None:
+    """Remember the hash of a base that is about to be taken apart, so that no process has all of it to compute it from."""
+    setattr(model, _HASH, base_hash(model))
+
+
+def _places(device: str | torch.device | None, device_map: str | Mapping[str, Any] | None) -> Any:
+    """What transformers calls a device map."""
+    if device_map is None:
+        return {"": torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")}
+    if device is not None:
+        raise ConfigError(f"device is {device} beside device_map {device_map!r}; drop one of the two")
+    if isinstance(device_map, Mapping):
+        return dict(device_map)
+    if device_map not in DEVICE_MAPS:
+        raise ConfigError(f"device_map is {device_map!r}; choose from {', '.join(DEVICE_MAPS)}, or map module names to devices")
+    return device_map
+
+
+def _check_placed(name: str, model: LlamaForCausalLM) -> None:
+    """Refuse weights that would have to be fetched from disk or host at every step."""
+    places = {key: tensor.device for key, tensor in model.state_dict().items()}
+    on_gpu = any(place.type not in ("cpu", "meta") for place in places.values())
+    left = next((key for key, place in places.items() if place.type == "meta" or (on_gpu and place.type == "cpu")), None)
+    if left is not None:
+        raise ModelError(f"{name} is not all on the GPUs: {left} was left to the host or the disk; load it in 4 bit, or take more GPUs")
+
+
+def _check_pieces(name: str, model: LlamaForCausalLM) -> None:
+    """Refuse layers of which no one device has all."""
+    for index, layer in enumerate(model.model.layers):
+        devices = list(dict.fromkeys(str(parameter.device) for parameter in layer.parameters()))
+        if len(devices) > 1:
+            raise ModelError(f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer has to stay in one piece")
 
 
 def _check_complete(name: str, model: LlamaForCausalLM, report: dict[str, Any]) -> None:

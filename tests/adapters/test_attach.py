@@ -1,5 +1,7 @@
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import remove_hook_from_submodules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -330,3 +332,44 @@ def test_converted_layers_are_still_found_by_their_own_class(load_model):
     assert all(isinstance(layer, LlamaDecoderLayer) for layer in model.model.layers)
     assert [name for name, _ in model.named_parameters() if ".npt." not in name] == names
     assert [index for index, _ in npt_layers(model)] == [1]
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    """The hooks that accelerate puts on a model which is spread over several devices; the only one here is the CPU."""
+    parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
+    places = dict.fromkeys([*parts, *(f"model.layers.{i}" for i in range(len(model.model.layers)))], "cpu")
+    return dispatch_model(model, places, force_hooks=True)
+
+
+def test_adapters_take_part_in_a_model_that_is_spread_over_devices(load_model, batch):
+    config = npt.NPTConfig(layers="1,3", additive_scale=1.0)
+    plain, spread = load_model(), hooked(load_model())
+    teacher = logits(spread, batch)
+    for model in (plain, spread):
+        npt.attach(model, config)
+    assert torch.equal(logits(spread, batch), logits(plain, batch))
+    assert not torch.equal(logits(spread, batch), teacher)
+    with npt.adapters_disabled(spread):
+        assert torch.equal(logits(spread, batch), teacher)
+    npt.detach(spread)
+    assert torch.equal(logits(spread, batch), teacher)
+
+
+def test_adapters_still_take_part_when_the_hooks_are_taken_off(load_model, batch):
+    model = hooked(load_model())
+    npt.attach(model, npt.NPTConfig(layers="1,3", additive_scale=1.0))
+    student = logits(model, batch)
+    assert not torch.equal(student, logits(load_model(), batch))
+    remove_hook_from_submodules(model)
+    assert torch.equal(logits(model, batch), student)
+    npt.detach(model)
+    assert torch.equal(logits(model, batch), logits(load_model(), batch))
+
+
+def test_a_layer_whose_forward_was_replaced_is_refused_and_left_alone(load_model):
+    model = load_model()
+    model.model.layers[2].forward = lambda hidden, **context: hidden
+    before = structure(model)
+    with pytest.raises(ModelError, match="the forward of layer 2 was replaced"):
+        npt.attach(model, npt.NPTConfig(layers="1"))
+    assert structure(model) == before

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.errors import ConfigError, ModelError
-from npt.quant.load import read_config
+from npt.quant.load import _check_pieces, read_config
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
 SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -279,3 +279,42 @@ class TestNothingOfACheckpointIsRun:
             with pytest.raises(ModelError, match=r"cannot load the weights of .*model\.safetensors"):
                 npt.load_base(str(trapped), device="cpu")
         assert not (trapped / "sprung").exists()
+
+
+@pytest.mark.parametrize("places", ["auto", "sequential", {"": "cpu"}])
+def test_a_base_can_be_spread_over_what_there_is(llama_folder, load_model, batch, monkeypatch, places):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    expected = load_model()
+    with torch.no_grad():
+        model, _ = npt.load_base(str(llama_folder), quantization="nf4", device_map=places)
+        assert torch.equal(model(batch.input_ids).logits, expected(batch.input_ids).logits)
+    assert npt.base_hash(model) == npt.base_hash(expected)
+
+
+def places(**elsewhere: str) -> dict[str, str]:
+    parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(4))]
+    return dict.fromkeys(parts, "cpu") | {f"model.layers.{layer.removeprefix('layer')}": place for layer, place in elsewhere.items()}
+
+
+def test_a_base_of_which_a_part_would_stay_on_disk_is_refused(llama_folder, load_model):
+    with pytest.raises(ModelError, match=r"not all on the GPUs: model\.layers\.3\."):
+        npt.load_base(str(llama_folder), device_map=places(layer3="disk"))
+
+
+def test_a_layer_in_pieces_is_refused(load_model):
+    model = load_model(None)
+    model.model.layers[2].mlp.to("meta")
+    with pytest.raises(ModelError, match="device_map puts layer 2 on cpu and meta; a layer has to stay in one piece"):
+        _check_pieces("it", model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"device_map": "everywhere"}, "device_map is 'everywhere'; choose from auto"),
+        ({"device_map": "auto", "device": "cpu"}, "device is cpu beside device_map 'auto'; drop one"),
+    ],
+)
+def test_a_device_map_that_means_nothing_is_refused(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        npt.load_base("tiny", **arguments)

@@ -1,0 +1,122 @@
+"""What the ranks of a test do with a base that is sharded over them, or whole. Everything goes in and comes out as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from rank_work import looped, micro_batch, trained
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.cli.main import main
+from npt.config import NPTConfig, TrainConfig
+from npt.distill.ranks import Ranks
+from npt.distill.strategies import STRATEGIES
+from npt.faults.runs import NoTokenizer
+
+ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
+
+
+def fresh(base: str, quantization: str | None) -> Any:
+    model = npt.load_base(base, quantization=quantization, device="cpu")[0]
+    npt.attach(model, ADAPTERS)
+    return model
+
+
+def whole_weights(model: Any) -> list[str]:
+    """Weights of the decoder layers, adapters not, of which this rank has all."""
+    return [
+        name
+        for name, parameter in model.model.layers.named_parameters()
+        if "npt." not in name and not hasattr(parameter, "full_tensor") and parameter.numel() > 0
+    ]
+
+
+def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any]:
+    """Teacher, student, loss, gradients and figures; with more than one rank the base is sharded, and each rank has its own batch."""
+    model = fresh(base, quantization)
+    hash_before = npt.base_hash(model)
+    if ranks.size > 1:
+        npt.shard_base(model, ranks)
+    found: dict[str, Any] = {"hash": npt.base_hash(model) == hash_before}
+    batches = [micro_batch(f"good {rank}") for rank in range(2)]
+    for rank in [ranks.rank] if ranks.size > 1 else [0, 1]:
+        batch = batches[rank]
+        with torch.no_grad():
+            student = model(batch.input_ids, attention_mask=batch.attention_mask).logits
+            with npt.adapters_disabled(model):
+                teacher = model(batch.input_ids, attention_mask=batch.attention_mask).logits
+        for parameter in adapter_parameters(model).values():
+            parameter.grad = None
+        sums = STRATEGIES["local"](model, batch, TrainConfig(regularization_lambda=0.1))
+        gradients = {name: p.grad.numpy().copy() for name, p in adapter_parameters(model).items()}
+        found[f"rank {rank}"] = {"student": student.numpy(), "teacher": teacher.numpy(), "loss": sums.loss.numpy(), **gradients}
+    found["figures"] = npt.evaluate(model, NoTokenizer(), [{"input_ids": list(range(5, 15))}, {"input_ids": [9, 8, 7]}]).as_dict()
+    found["whole"] = whole_weights(model)
+    return found
+
+
+def in_any_order(ranks: Ranks, base: str) -> list[bool]:
+    """Rank 0 makes two passes where rank 1 makes none, then rank 1 one where rank 0 makes none, with a sum between and behind them."""
+    expected = fresh(base, "nf4")
+    model = fresh(base, "nf4")
+    npt.shard_base(model, ranks)
+    batch = micro_batch("good")
+    equal, total = [], 0.0
+    for rank, passes in ((0, 2), (1, 1)):
+        for _ in range(passes if ranks.rank == rank else 0):
+            sums = [STRATEGIES["local"](m, batch, TrainConfig()).loss for m in (model, expected)]
+            equal.append(torch.equal(*sums))
+        total += ranks.sums([len(equal)])[0]
+    return [*equal, total == 5.0]  # 2, then 2 + 1
+
+
+def attempted(ranks: Ranks, base: str) -> dict[str, str]:
+    """The errors of what cannot be done with a sharded base; all ranks meet them alike."""
+    model = fresh(base, "nf4")
+    acts: dict[str, Callable[[], Any]] = {
+        "shard": lambda: npt.shard_base(model, ranks),
+        "detach": lambda: npt.detach(model),
+        "end_to_end": lambda: STRATEGIES["end_to_end"](model, micro_batch("good"), TrainConfig(strategy="end_to_end")),
+    }
+    npt.shard_base(model, ranks)
+    errors = {}
+    for what, act in acts.items():
+        try:
+            act()
+        except npt.NPTError as error:
+            errors[what] = str(error)
+    return errors
+
+
+def run(
+    ranks: Ranks, base: str, out: str, sharded: bool, windows: Sequence[Sequence[str]] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """A whole run, or a loop over planted windows, on a base that is sharded or not."""
+    made: list[Any] = []
+
+    def student(_: str) -> Any:
+        made.append(fresh(base, "nf4"))
+        if sharded:
+            npt.shard_base(made[0], ranks)
+        return made[0]
+
+    with mock.patch("rank_work.student", student):
+        found = trained(ranks, base, out, **settings) if windows is None else looped(ranks, base, out, windows, **settings)
+    return found | {"whole": whole_weights(made[0])}
+
+
+def from_the_command_line(_: Ranks, out: str) -> int:
+    arguments = ["--use_quantization", "--max_length", "32", "--batch_size", "2", "--eval_samples", "2", "--max_steps", "1"]
+    return main(["pretrain", *arguments, "--output_dir", out, "--shard_base"])
+
+
+def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """Not one bit differs."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.tobytes() == other[name].tobytes(), name

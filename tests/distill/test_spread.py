@@ -1,0 +1,162 @@
+"""A base that is spread over several devices of one process computes, trains, saves and evaluates as on one."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from second_device import AWAY, Away, second_device, spread
+from torch import Tensor
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.data.batch import Batch
+from npt.data.sample import Sample
+from npt.distill.collect import compare_prompts
+from npt.distill.strategies import STRATEGIES
+from npt.distill.transaction import Transaction
+from npt.faults.runs import NoTokenizer
+from npt.health.diagnose import diagnose
+
+# The second device takes other kernels where torch has one of several steps and one of one (attention, for one): a few units
+# of 2^-24 in every layer, relative to the largest entry.
+ROUNDING = 2e-5
+
+
+@pytest.fixture
+def models(load_model) -> Iterator[tuple[Any, ...]]:
+    """The random Llama in NF4 three times: on one device, and twice with its upper half on another. They are loaded in front of the
+    context, since loading has a use of its own for `meta`."""
+    one, two, three = (load_model() for _ in range(3))
+    with second_device():
+        yield one, spread(two, 2), spread(three, 2)
+
+
+def held(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.held if isinstance(tensor, Away) else tensor
+
+
+def assert_near(one: Tensor, other: Tensor, what: str, tolerance: float = ROUNDING) -> None:
+    one, other = held(one), held(other)
+    error, scale = float((one - other).abs().max()), float(other.abs().max())
+    assert error <= tolerance * scale, f"{what}: off by {error} at scale {scale}"
+
+
+def filled(model: Any, batch: Batch, config: TrainConfig) -> dict[str, Tensor]:
+    """Sums and gradients of a micro-batch."""
+    parameters = adapter_parameters(model)
+    for parameter in parameters.values():
+        parameter.grad = None
+    sums = STRATEGIES[config.strategy](model, batch, config)
+    return {"loss": sums.loss, "layer_nmse": sums.layer_nmse, "logit": sums.logit, **{name: p.grad for name, p in parameters.items()}}
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"loss": "nmse_update", "token_weighting": "disagreement"},
+    {"strategy": "end_to_end"},
+    {"strategy": "end_to_end", "loss": "nmse_update", "token_weighting": "disagreement", "logit_kl_weight": 0.5},
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "cross_entropy"},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: ",".join(map(str, way.values())) or "local")
+@pytest.mark.parametrize("layers", ["0,1", "1,2", "all"])
+def test_losses_and_gradients_are_those_of_one_device(models, batch, way, layers) -> None:
+    for model in models[:2]:
+        npt.attach(model, NPTConfig(rank=4, layers=layers, additive_scale=1.0))
+    expected, found = (filled(model, batch, TrainConfig(regularization_lambda=0.1, **way)) for model in models[:2])
+    for name, value in found.items():
+        assert_near(value, expected[name], name)
+        if ".npt." in name:
+            assert value.device == (AWAY if int(name.split(".")[2]) >= 2 else torch.device("cpu")), name
+
+
+def test_the_second_device_finds_an_operation_that_mixes_devices() -> None:
+    here = torch.ones(2)
+    with second_device():
+        there = here.to(AWAY)
+        assert torch.equal(held(there * 2), here * 2)
+        with pytest.raises(AssertionError, match=r"mul\.Tensor on tensors of two devices"):
+            here * there
+
+
+def trained(model: Any, out: Path, **config: Any) -> dict[str, Tensor]:
+    """Weights and moments behind a run of four steps."""
+    kept: dict[str, Tensor] = {}
+    settings = {"batch_size": 2, "learning_rate": 1e-2, "log_steps": 1, "eval_samples": 2, "max_steps": 4, "output_dir": str(out), **config}
+    trainer = npt.Trainer(
+        model,
+        NoTokenizer(),
+        [{"input_ids": [3 + (11 * i + 7 * j) % 90 for j in range(6 + i % 4)]} for i in range(40)],
+        TrainConfig(gradient_accumulation_steps=2, **settings),
+        data_config=DataConfig(max_length=16),
+        eval_data=[{"input_ids": list(range(5, 15))}],
+        console=Console(file=io.StringIO()),
+    )
+    result = trainer.train()
+    kept |= {name: held(p).clone() for name, p in adapter_parameters(model).items()}
+    assert result.fidelity is not None
+    return kept | {"fidelity": torch.tensor([result.fidelity.student.kl, result.fidelity.student.perplexity])}
+
+
+ADAPTERS = NPTConfig(rank=4, layers="1-3", additive_scale=1.0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(models, tmp_path, monkeypatch, late) -> None:
+    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
+    for model in models:
+        npt.attach(model, ADAPTERS)
+    expected = trained(models[0], tmp_path / "one")
+    found = trained(models[1], tmp_path / "two", save_steps=2)
+    for name, value in found.items():
+        assert_near(value, expected[name], name, 1e-2)  # Adam divides by the size of gradients, and of the smallest rounding is a good part
+    resumed = trained(models[2], tmp_path / "again", resume=str(tmp_path / "two" / "checkpoints" / "step-00000002"))
+    assert all(torch.equal(value, found[name]) for name, value in resumed.items())
+
+
+def test_a_nan_on_the_second_device_is_refused_there_and_leaves_no_trace(models, tmp_path, monkeypatch) -> None:
+    local, calls = STRATEGIES["local"], iter(range(1000))
+
+    def poisoned(model: Any, batch: Batch, config: TrainConfig, teacher: Any = None) -> Any:
+        sums = local(model, batch, config)
+        if next(calls) == 3:
+            held(adapter_parameters(model)["model.layers.3.npt.A"].grad)[0, 0] = float("nan")
+        return sums
+
+    model = models[1]
+    npt.attach(model, ADAPTERS)
+    monkeypatch.setitem(STRATEGIES, "local", poisoned)
+    found = trained(model, tmp_path / "run", smoke_test=False)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (refusal,) = (event for event in events if event["event"] == "refusal")
+    assert refusal["kind"] == "gradient" and "model.layers.3.npt.A" in refusal["detail"]
+    (diagnosis,) = (event for event in events if event["event"] == "diagnosis")
+    assert diagnosis["message"] == "no bad number in adapters, base or logits now"
+    assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) -> None:
+    one, two, _ = models
+    for model in (one, two):
+        npt.attach(model, ADAPTERS, seed=3)
+    npt.save_adapter(two, tmp_path / "adapter")
+    npt.load_adapter(one, tmp_path / "adapter")  # the base is the same, so its hash is
+    prompts = [Sample("a", (3, 4, 5)), Sample("b", (9, 8, 7, 6))]
+    alone, spread_out = (compare_prompts(model, prompts, 6, frozenset()) for model in (one, two))
+    for expected, found in zip(alone, spread_out, strict=True):
+        assert (found.completion, found.position, found.student_token) == (expected.completion, expected.position, expected.student_token)
+    assert diagnose(two, batch) is None
+    held(two.get_parameter("model.layers.3.npt.A"))[1, 2] = float("inf")
+    finding = diagnose(two, batch)
+    assert finding is not None and finding.name == "model.layers.3.npt.A" and finding.index == (1, 2)
