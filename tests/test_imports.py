@@ -19,6 +19,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("adapters",),
     ("fidelity",),
     ("health",),
+    ("report",),
     ("distill",),
     ("cli", "flags", "demo", "faults", "__init__"),
 )

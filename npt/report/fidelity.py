@@ -1,0 +1,149 @@
+"""The student between its floor and its teacher."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from npt.report.charts import Stop, track
+from npt.report.lines import number as as_number
+from npt.report.markup import number, plus_minus, table, text
+from npt.report.run import RunRecord
+
+MODELS = {"floor": "floor (attention dropped)", "initial": "student before training", "student": "student", "teacher": "teacher (the base)"}
+
+FIGURES: dict[str, tuple[str, float]] = {
+    "kl": ("KL(teacher, model), nats", 0.0),
+    "kl_reverse": ("KL(model, teacher), nats", 0.0),
+    "reverse_kl": ("KL(model, teacher), nats", 0.0),
+    "top1": ("top-1 agreement", 1.0),
+    "top5": ("top-5 agreement", 1.0),
+    "acceptance": ("speculative acceptance", 1.0),
+    "perplexity_ratio": ("perplexity over the teacher's", 1.0),
+}
+"""What is drawn: its name, and what the teacher has against itself."""
+
+LAYERS = 512
+
+
+def fidelity_section(record: RunRecord) -> str:
+    """The picture, what it says in a sentence, and the table."""
+    models = {name: values for name in MODELS if isinstance(values := record.fidelity.get(name), dict) and values}
+    if not models:
+        why = record.missing.get("fidelity.json", "it holds no figures")
+        return f'<p class="missing"><code>fidelity.json</code> says nothing: {text(why)}.</p>'
+    said = []
+    if record.fidelity_of:
+        said.append(f'<p class="missing">There is no <code>fidelity.json</code> yet: {text(record.fidelity_of)}.</p>')
+    elif "fidelity.json" in record.stale:
+        said.append(f'<p class="missing"><code>fidelity.json</code>: {text(record.stale["fidelity.json"])}.</p>')
+    if record.fidelity.get("heldout") is False:
+        said.append('<p class="missing">There was too little text to hold any out: these figures are of TRAINING text.</p>')
+    rows, headline = [], ""
+    for key, (name, ideal) in FIGURES.items():
+        drawn = _drawn(models, key, name, ideal)
+        if drawn:
+            picture, way = drawn
+            rows.append(f'<div class="row"><dt>{name}</dt><dd>{picture}</dd><dd class="told">{_figures(models, key)}</dd></div>')
+            headline = headline or way
+    key = (
+        '<p class="key"><i class="floor"></i> floor <i class="initial"></i> before training <i class="student"></i> student, '
+        'with its standard error <i class="teacher"></i> teacher</p>'
+    )
+    pictures = (
+        f'{key}<dl class="tracks">{"".join(rows)}</dl>'
+        if rows
+        else '<p class="missing">There is nothing to draw between floor and teacher.</p>'
+    )
+    tokens = next((count for values in models.values() if (count := as_number(values.get("tokens")))), None)
+    note = f'<p class="soft">On {tokens:,.0f} tokens; ± is one standard error.</p>' if tokens else ""
+    return "\n".join([*said, f'<p class="headline">{headline}</p>' if headline else "", pictures, note, _table(models)])
+
+
+def share(models: Mapping[str, Mapping[str, Any]], key: str, ideal: float) -> float | None:
+    """How much of the way from floor to teacher the student has gone, 1 being all of it; None where there is no such way."""
+    floor, student = (as_number(models.get(name, {}).get(key)) for name in ("floor", "student"))
+    teacher = _teacher(models, key, ideal)
+    if floor is None or student is None or not _is_way(key, floor, teacher) or not math.isfinite(student):
+        return None
+    return (student - floor) / (teacher - floor)
+
+
+def _teacher(models: Mapping[str, Mapping[str, Any]], key: str, ideal: float) -> float:
+    found = as_number(models.get("teacher", {}).get(key))
+    return ideal if found is None or not math.isfinite(found) else found
+
+
+def _is_way(key: str, floor: float, teacher: float) -> bool:
+    """Whether the floor is worse than the teacher, by more than rounding."""
+    if not math.isfinite(floor):
+        return False
+    worse = floor < teacher if key in ("top1", "top5", "acceptance") else floor > teacher
+    return worse and abs(floor - teacher) > 1e-6
+
+
+def _drawn(models: Mapping[str, Mapping[str, Any]], key: str, name: str, ideal: float) -> tuple[str, str] | None:
+    floor = as_number(models.get("floor", {}).get(key))
+    teacher = _teacher(models, key, ideal)
+    if floor is None or not _is_way(key, floor, teacher):
+        return None
+    stops = []
+    for kind in ("floor", "teacher", "initial", "student"):
+        value = teacher if kind == "teacher" else as_number(models.get(kind, {}).get(key))
+        if value is None or not math.isfinite(value):
+            continue
+        error = as_number(models.get(kind, {}).get(f"{key}_se"))
+        place = (value - floor) / (teacher - floor)
+        room = 0.0 if error is None or not math.isfinite(error) else abs(error / (teacher - floor))
+        stops.append(Stop(kind, place, place - room, place + room, text(f"{MODELS[kind]}: {plus_minus(value, error)}")))
+    gone = share(models, key, ideal)
+    student, error = (as_number(models.get("student", {}).get(part)) for part in (key, f"{key}_se"))
+    said = "not measured" if gone is None else f"{100 * gone:.1f}% of the way from floor to teacher"
+    way = "" if gone is None else (
+        f"The student has gone <strong>{_percent(gone)}</strong> of the way from its floor to its teacher in {text(name)}: "
+        f"{plus_minus(student, error)}, from {number(floor)} at the floor to {number(teacher)}."
+    )  # fmt: skip
+    return track(stops, text(f"{name}: the student is {said}")), way
+
+
+def _percent(part: float) -> str:
+    """A share; one short of all of it never reads as all."""
+    shown = f"{100 * part:.1f}%"
+    return f"{100 * part:.3f}%" if shown == "100.0%" and part < 1 else shown
+
+
+def _figures(models: Mapping[str, Mapping[str, Any]], key: str) -> str:
+    parts = []
+    for kind in ("student", "initial", "floor"):
+        value = as_number(models.get(kind, {}).get(key))
+        if kind in models:
+            parts.append(f"{'start' if kind == 'initial' else kind} {plus_minus(value, as_number(models[kind].get(f'{key}_se')))}")
+    return " · ".join(parts)
+
+
+def _table(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Every figure that any of the models has; one beside `<name>_se` bears that error."""
+    keys = [key for values in models.values() for key in values if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)]
+    keys = [key for key in dict.fromkeys(keys) if not key.endswith("_se") or key.removesuffix("_se") not in keys][:40]
+    rows = [
+        (name, *(plus_minus(as_number(values.get(key)), as_number(values.get(f"{key}_se"))) for key in keys))
+        for kind, name in MODELS.items()
+        if (values := models.get(kind))
+    ]
+    return table(("model", *(f"*{text(key.replace('_', ' '))}" for key in keys)), rows, "Fidelity to the teacher")
+
+
+def bars_of(fidelity: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """Each converted layer's NMSE with the teacher's input: its name, and the finite ones of floor, initial and student."""
+    layers = fidelity.get("layers")
+    rows = []
+    for name, values in list(layers.items())[:LAYERS] if isinstance(layers, dict) else ():
+        found = (
+            {kind: as_number(values.get(f"nmse_{kind}")) for kind in ("floor", "initial", "student")} if isinstance(values, dict) else {}
+        )
+        finite = {kind: value for kind, value in found.items() if value is not None and math.isfinite(value)}
+        if finite:
+            rows.append((str(name), finite))
+    return rows
