@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 COLUMNS = 480
@@ -25,42 +26,38 @@ class Axis:
         first, last = (min(found), max(found)) if found else (1, 1)
         return cls(first, last, min(columns, last - first + 1))
 
+    @property
+    def span(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether several steps share a column."""
+        return self.columns < self.span
+
     def column(self, step: int) -> int:
-        return (step - self.first) * self.columns // (self.last - self.first + 1)
-
-    def position(self, step: int) -> float:
-        """Where a step stands, from 0 to 1: the middle of its column."""
-        return self.middle(self.column(step))
-
-    def middle(self, column: int) -> float:
-        return (column + 0.5) / self.columns
+        return (step - self.first) * self.columns // self.span
 
     def steps(self, column: int) -> tuple[int, int]:
         """The first and the last step of a column."""
-        span = self.last - self.first + 1
-        low, high = -(-column * span // self.columns), -(-(column + 1) * span // self.columns) - 1
-        return self.first + low, self.first + high
+        low, high = (-(-edge * self.span // self.columns) for edge in (column, column + 1))
+        return self.first + low, self.first + high - 1
+
+    def middle(self, column: int) -> float:
+        """Where a column stands, from 0 to 1."""
+        return (column + 0.5) / self.columns
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bucket:
-    """A column's values. low, high: of the finite ones, of which there are `count`. rising: the smallest came first. bad: others."""
+    """A column's values. low, high: of the finite ones, of which there are `count`. rising: the smallest came first. bad: how many
+    were not finite."""
 
-    low: float = math.inf
-    high: float = -math.inf
-    count: int = 0
+    low: float
+    high: float
+    count: int
     bad: int = 0
     rising: bool = True
-
-    def add(self, value: float) -> None:
-        if not math.isfinite(value):
-            self.bad += 1
-            return
-        if value > self.high:
-            self.high, self.rising = value, True
-        if value < self.low:
-            self.low, self.rising = value, value == self.high
-        self.count += 1
 
 
 def buckets(axis: Axis, steps: Sequence[int], values: Sequence[float]) -> dict[int, Bucket]:
@@ -68,11 +65,38 @@ def buckets(axis: Axis, steps: Sequence[int], values: Sequence[float]) -> dict[i
 
     Args:
         axis: of the picture.
-        steps: ascending.
+        steps: ascending, on the axis.
         values: one for each step; NaN where there is none, an infinity where it was not finite.
     """
     found: dict[int, Bucket] = {}
-    for step, value in zip(steps, values, strict=True):
-        if not math.isnan(value):
-            found.setdefault(axis.column(step), Bucket()).add(value)
+    start = 0
+    while start < len(steps):
+        column = axis.column(steps[start])
+        end = bisect_left(steps, axis.steps(column)[1] + 1, start)
+        bucket = _bucket(values[start:end])
+        if bucket is not None:
+            found[column] = bucket
+        start = end
     return found
+
+
+def _bucket(values: Sequence[float]) -> Bucket | None:
+    bad = 0
+    if not math.isfinite(sum(values)):
+        bad = sum(math.isinf(value) for value in values)
+        values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return Bucket(math.inf, -math.inf, 0, bad) if bad else None
+    low, high = min(values), max(values)
+    return Bucket(low, high, len(values), bad, low == high or values.index(low) < values.index(high))
+
+
+def coarser(fine: Axis, coarse: Axis, found: Mapping[int, Bucket]) -> dict[int, Bucket]:
+    """The same on fewer columns, each of which holds whole columns of the finer axis over the same steps."""
+    groups: dict[int, list[Bucket]] = {}
+    for column, bucket in found.items():
+        groups.setdefault(coarse.column(fine.steps(column)[0]), []).append(bucket)
+    return {
+        column: Bucket(min(b.low for b in group), max(b.high for b in group), sum(b.count for b in group), sum(b.bad for b in group))
+        for column, group in groups.items()
+    }

@@ -272,17 +272,15 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], scale: Scale, label: s
     for i, (name, values) in enumerate(rows):
         top, y = _ROW * i, _ROW * i + _ROW // 2
         parts.append(f'<text class="tick end" dx="-8" y="{y}" dy="4">{text(name, 12)}</text>')
-        told = ", ".join(f"{kind} {number(value)}" for kind, value in values.items())
+        told = f"<title>{text(name)}: {', '.join(f'{kind} {number(value)}' for kind, value in values.items())}</title>"
         if "student" in values:
             width = _percent(scale.place(values["student"]))
-            parts.append(f'<rect class="bar" y="{top + 4}" width="{width}" height="{_ROW - 8}"><title>{text(name)}: {told}</title></rect>')
+            parts.append(f'<rect class="bar" y="{top + 4}" width="{width}" height="{_ROW - 8}">{told}</rect>')
         for kind in ("floor", "initial"):
             if kind in values:
                 x = _percent(scale.place(values[kind]))
-                shape = "M-1.5-7h3V7h-3z" if kind == "floor" else "M0-5 5 0 0 5-5 0z"
-                parts.append(
-                    f'<svg class="at" x="{x}" y="{y}"><path class="stop {kind}" d="{shape}"><title>{text(name)}: {told}</title></path></svg>'
-                )
+                shape = "M-1.5-9h3V9h-3z" if kind == "floor" else "M0-4 4 0 0 4-4 0z"
+                parts.append(f'<svg class="at" x="{x}" y="{y}"><path class="stop {kind}" d="{shape}">{told}</path></svg>')
     return _svg("plot bars", height, label, "".join(parts))
 
 
@@ -334,10 +332,10 @@ def _grid(scale: Scale | None) -> str:
 def _steps(axis: Axis, lines: bool = True) -> str:
     """The steps below a picture."""
     span = axis.last - axis.first
-    wanted = [axis.first] if span == 0 else [int(x) for x in _round_numbers(axis.first, axis.last, 4) if x == int(x)]
+    wanted = [axis.first] if span == 0 else [int(x) for x in _round_numbers(axis.first, axis.last, 5) if x == int(x)]
     parts = []
     for step in wanted:
-        x = _percent(axis.position(step))
+        x = _percent(axis.middle(axis.column(step)))
         line = f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>' if lines else ""
         parts.append(f'{line}<text class="tick mid" x="{x}" y="100%" dy="15">{step:,}</text>')
     return "".join(parts)

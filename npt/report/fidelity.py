@@ -9,7 +9,7 @@ from typing import Any
 
 from npt.report.charts import Stop, track
 from npt.report.lines import number as as_number
-from npt.report.markup import number, plus_minus, table, text
+from npt.report.markup import lacking, number, plus_minus, table, text
 from npt.report.run import RunRecord
 
 MODELS = {"floor": "floor (attention dropped)", "initial": "student before training", "student": "student", "teacher": "teacher (the base)"}
@@ -25,15 +25,12 @@ FIGURES: dict[str, tuple[str, float]] = {
 }
 """What is drawn: its name, and what the teacher has against itself."""
 
-LAYERS = 512
-
 
 def fidelity_section(record: RunRecord) -> str:
     """The picture, what it says in a sentence, and the table."""
     models = {name: values for name in MODELS if isinstance(values := record.fidelity.get(name), dict) and values}
     if not models:
-        why = record.missing.get("fidelity.json", "it holds no figures")
-        return f'<p class="missing"><code>fidelity.json</code> says nothing: {text(why)}.</p>'
+        return lacking(record.missing, "fidelity.json", "it holds no figures of teacher, floor or student")
     said = []
     if record.fidelity_of:
         said.append(f'<p class="missing">There is no <code>fidelity.json</code> yet: {text(record.fidelity_of)}.</p>')
@@ -133,17 +130,3 @@ def _table(models: Mapping[str, Mapping[str, Any]]) -> str:
         if (values := models.get(kind))
     ]
     return table(("model", *(f"*{text(key.replace('_', ' '))}" for key in keys)), rows, "Fidelity to the teacher")
-
-
-def bars_of(fidelity: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """Each converted layer's NMSE with the teacher's input: its name, and the finite ones of floor, initial and student."""
-    layers = fidelity.get("layers")
-    rows = []
-    for name, values in list(layers.items())[:LAYERS] if isinstance(layers, dict) else ():
-        found = (
-            {kind: as_number(values.get(f"nmse_{kind}")) for kind in ("floor", "initial", "student")} if isinstance(values, dict) else {}
-        )
-        finite = {kind: value for kind, value in found.items() if value is not None and math.isfinite(value)}
-        if finite:
-            rows.append((str(name), finite))
-    return rows

@@ -7,13 +7,18 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 TEXT = 300
 """Letters that are shown of a text."""
+
+SHOWN = 200
+"""Items that are listed one by one: refusals, events, checkpoints."""
+
+Item = TypeVar("Item")
 
 _SECRETS = (
     (re.compile(r"(?<=://)[^/@\s]+(?=@)"), "…"),  # user and password in front of a host
@@ -22,18 +27,23 @@ _SECRETS = (
 )
 
 
-def text(value: Any, limit: int = TEXT) -> str:
-    """A value as HTML text, also fit for an attribute in double quotes."""
-    shown = value if isinstance(value, str) else "null" if value is None else str(value)
+def clean(value: Any, limit: int = TEXT) -> str:
+    """A value as plain text of so many letters at most, all of which can be seen."""
+    shown = value if isinstance(value, str) else "none" if value is None else str(value)
     for pattern, instead in _SECRETS:
         shown = pattern.sub(instead, shown[: 16 * limit])
     if len(shown) > limit:
         shown = shown[: limit - 1] + "…"
-    return html.escape("".join(map(_visible, shown)))
+    return "".join(map(_visible, shown))
+
+
+def text(value: Any, limit: int = TEXT) -> str:
+    """A value as HTML text, also fit for an attribute in double quotes."""
+    return html.escape(clean(value, limit))
 
 
 def _visible(letter: str) -> str:
-    """Control characters and those that turn the direction of a line would make it say something else; halves of characters no encoding has."""
+    """A letter, or its number where it would do something else than stand there: end the text, turn the line's direction, hide."""
     if letter in "\n\t":
         return " "
     if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
@@ -69,6 +79,40 @@ def plus_minus(value: float | None, error: float | None) -> str:
     return f"{value:.{digits}f} ± {error:.{digits}f}".replace("-", "−")
 
 
+def flat(value: Any, depth: int = 0) -> str:
+    """A value of a JSON file on one line, not escaped yet."""
+    if isinstance(value, dict) and depth < 3:
+        return ", ".join(f"{key} {flat(entry, depth + 1)}" for key, entry in list(value.items())[:30])
+    if isinstance(value, list) and depth < 3:
+        return ", ".join(flat(entry, depth + 1) for entry in value[:60]) + (" …" if len(value) > 60 else "")
+    if isinstance(value, float):
+        return number(value)
+    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)[:2000]
+
+
+def both_ends(items: Sequence[Item]) -> Sequence[Item]:
+    """All, or the first and the last of them, SHOWN together."""
+    return items if len(items) <= SHOWN else [*items[: SHOWN // 2], *items[-SHOWN // 2 :]]
+
+
+def cut(items: Sequence[Any], what: str) -> str:
+    """What stands above the items that `both_ends` left."""
+    return f"{what}, the first and last {SHOWN // 2} of {len(items):,}" if len(items) > SHOWN else f"{what}, {len(items):,}"
+
+
+def lacking(missing: Mapping[str, str], file: str, otherwise: str) -> str:
+    """What stands where a part would.
+
+    Args:
+        missing: by file, what is wrong with it.
+        file: that the part would come from.
+        otherwise: what to say where nothing is wrong with the file.
+    """
+    why = missing.get(file)
+    said = f"<code>{text(file)}</code> says nothing: {text(why)}" if why else text(otherwise[:1].upper() + otherwise[1:])
+    return f'<p class="missing">{said}.</p>'
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
     """A table that scrolls by itself where it is wider than the screen. Cells are HTML already; a star before a heading makes its
     column one of numbers, a tilde one of names."""
@@ -79,8 +123,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> s
 
     heads = "".join(cell("th scope=col", kind, name.lstrip("*~")) for kind, name in zip(kinds, head, strict=True))
     body = "\n".join("<tr>" + "".join(cell("td", kind, x) for kind, x in zip(kinds, row, strict=True)) for row in rows)
+    name = text(caption)
     return (
-        f'<div class="scroll" role="region" aria-label="{text(caption)}" tabindex="0"><table class="list"><caption>{text(caption)}</caption>'
+        f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table class="list"><caption>{name}</caption>'
         f"<thead><tr>{heads}</thead>\n<tbody>{body}</tbody></table></div>"
     )
 

@@ -8,13 +8,16 @@ from typing import Any
 from npt.report.charts import histogram
 from npt.report.lines import count
 from npt.report.lines import number as as_number
-from npt.report.markup import number, table, text
+from npt.report.markup import lacking, number, table, text
 from npt.report.run import RunRecord
 
 LAYERS, BINS = 512, 200
 
 WORTH_SAYING = 0.05
 """Share of multipliers at their bounds from which it is said: these have next to no gradient left."""
+
+Layer = tuple[str, Mapping[str, Any]]
+"""Its index as text, and what was measured."""
 
 _TARGETS = ("gate", "up", "down")
 
@@ -24,27 +27,29 @@ def modulation_section(record: RunRecord) -> str:
     measured = record.modulation
     layers = measured.get("layers")
     if not isinstance(layers, dict) or not layers:
-        why = record.missing.get("modulation.json", "it holds no layer")
-        return f'<p class="missing"><code>modulation.json</code> says nothing: {text(why)}.</p>'
-    found = [(str(name), layer) for name, layer in list(layers.items())[:LAYERS] if isinstance(layer, dict)]
+        return lacking(record.missing, "modulation.json", "it holds no layer")
+    found: list[Layer] = [(str(name), layer) for name, layer in list(layers.items())[:LAYERS] if isinstance(layer, dict)]
     targets = [target for target in _TARGETS if any(target in _of(layer, "targets") for _, layer in found)]
     stale = record.stale.get("modulation.json")
     said = [f'<p class="missing"><code>modulation.json</code>: {text(stale)}.</p>'] if stale else []
-    said.append(f"<p>{_summary(found, targets, measured)}</p>")
+    said.append(f"<p>{_summary(found, targets)}</p>")
     heads: list[str] = []
     for target in targets:
-        heads += [f"{target}: m", "*at bounds", "*s / product"]
+        heads += [f"{target}: m", "*at bounds", "*s / product"] + ["*s / stream"] * (target == "down")
     rows = []
     for name, layer in found:
         cells = [text(name, 12), number(as_number(layer.get("stream_rms")), 3)]
         for target in targets:
-            cells += _cells(_of(_of(layer, "targets"), target), name, target)
+            measured_ = _of(_of(layer, "targets"), target)
+            cells += _cells(measured_, name, target)
+            cells += [number(_quotient(measured_.get("add_rms"), layer.get("stream_rms")), 3)] * (target == "down")
         rows.append(cells)
     bound = as_number(measured.get("mult_bound"))
     range_ = f"({number(1 - bound)}, {number(1 + bound)})" if bound is not None else "its range"
     said.append(
         f'<p class="soft">m: how the multipliers lie in {range_}, 1 at the line, heights by the root of their share. At bounds: the share '
-        "within a hundredth of the way of a bound. s / product: RMS of the additive term over that of what it is added to. "
+        "within a hundredth of the way of a bound. s / product: RMS of the additive term over that of the product that it is added to; of "
+        "down also over that of the residual stream. "
         f"{_tokens(measured)}</p>"
     )
     return "\n".join([*said, table(("*layer", "*stream RMS", *heads), rows, "Modulation by layer and target")])
@@ -61,9 +66,14 @@ def _tokens(measured: Mapping[str, Any]) -> str:
     return f"Over {tokens or 0:,} {kind} tokens" + (f" after step {step:,}." if step is not None else ".")
 
 
+def _quotient(one: Any, other: Any) -> float | None:
+    one, other = as_number(one), as_number(other)
+    return one / other if one is not None and other else None
+
+
 def _ratio(target: Mapping[str, Any]) -> float | None:
-    added, product = as_number(target.get("add_rms")), as_number(target.get("product_rms"))
-    return added / product if added is not None and product else None
+    """The size of the additive term beside that of the product which it is added to."""
+    return _quotient(target.get("add_rms"), target.get("product_rms"))
 
 
 def _cells(target: Mapping[str, Any], layer: str, name: str) -> list[str]:
@@ -79,7 +89,7 @@ def _cells(target: Mapping[str, Any], layer: str, name: str) -> list[str]:
     return [picture, share, number(_ratio(target), 3)]
 
 
-def _summary(found: list[tuple[str, Mapping[str, Any]]], targets: list[str], measured: Mapping[str, Any]) -> str:
+def _summary(found: list[Layer], targets: list[str]) -> str:
     cells = [(name, target, _of(_of(layer, "targets"), target)) for name, layer in found for target in targets]
     saturated = [(share, name, target) for name, target, cell in cells if (share := as_number(cell.get("saturated"))) is not None]
     ratios = [(ratio, name, target) for name, target, cell in cells if (ratio := _ratio(cell)) is not None]
@@ -95,5 +105,7 @@ def _summary(found: list[tuple[str, Mapping[str, Any]]], targets: list[str], mea
         parts.append("There are no multipliers: the modulation is additive only.")
     if ratios:
         ratio, name, target = max(ratios)
-        parts.append(f"The largest additive term is {number(ratio, 3)} times what it is added to (layer {text(name)}, {target}).")
+        parts.append(
+            f"The largest additive term is {number(ratio, 3)} times the product that it is added to (layer {text(name)}, {target})."
+        )
     return " ".join(parts)

@@ -82,7 +82,9 @@ class Browser:
     def press(self, key: str) -> None:
         """A key, on what has the focus."""
         for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode={"ArrowLeft": 37, "Home": 36}.get(key, 0))
+            self._call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode={"ArrowLeft": 37, "Home": 36}.get(key, 0)
+            )
 
     def picture(self, path: Path) -> None:
         """The whole page as a .png file."""
