@@ -8,11 +8,14 @@ from pathlib import Path
 
 from npt.report.events import Event
 from npt.report.lines import number as as_number
-from npt.report.markup import both_ends, clean, cut, flat, lacking, link, plus_minus, table, text
+from npt.report.markup import SHOWN, both_ends, clean, cut, flat, lacking, link, plus_minus, table, text
 from npt.report.run import Postmortem, RunRecord, Saved
 
 POSTMORTEMS = 20
 """Bundles that are shown, the last ones."""
+
+_ROUTINE = frozenset({"save", "evaluation", "diagnosis", "epoch", "trace"})
+"""Events of which a long run has so many that the others would be lost among them."""
 
 _LOUD = ("warning", "error", "stopped", "save_failed")
 
@@ -90,8 +93,11 @@ def events_section(record: RunRecord) -> str:
         undone = ' <span class="soft">(undone: the run was taken up further back)</span>' if event.undone else ""
         return _clock(event.time), f"{event.step:,}" if event.step is not None else "", kind, text(_told(event)) + undone
 
-    rows = [row(event) for event in both_ends(events)]
-    return table(("time, UTC", "*step", "event", "~what"), rows, cut(events, "Events"))
+    others = [event for event in events if event.kind not in _ROUTINE]
+    shown = events if len(events) <= SHOWN else others
+    left = f"{len(events) - len(others):,} saves, evaluations and other routine left out; " if shown is others else ""
+    rows = [row(event) for event in both_ends(shown)]
+    return table(("time, UTC", "*step", "event", "~what"), rows, left + cut(shown, "events" if left else "Events"))
 
 
 def _told(event: Event) -> str:

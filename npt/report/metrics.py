@@ -30,6 +30,7 @@ class Metrics:
     steps: list[int] = field(default_factory=list)
     columns: dict[str, array[float]] = field(default_factory=dict)
     again: int = 0
+    _seen: set[str] = field(default_factory=set)
 
     @property
     def layers(self) -> list[int]:
@@ -55,12 +56,14 @@ class Metrics:
             del self.steps[place:]
             for column in self.columns.values():
                 del column[place:]
-        for key in line:
-            if _known(key) and key not in self.columns and len(self.columns) < LAYERS + len(_PLAIN):
+        for key in line.keys() - self._seen:
+            self._seen.add(key)
+            if _known(key) and len(self.columns) < LAYERS + len(_PLAIN):
                 self.columns[key] = array("d", [ABSENT] * len(self.steps))
         self.steps.append(step)
         for key, column in self.columns.items():
-            column.append(_cell(line, key))
+            value = line.get(key, ABSENT)
+            column.append(value if type(value) is float and -math.inf < value < math.inf else _cell(line, key))
         return True
 
 

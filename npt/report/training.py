@@ -18,6 +18,9 @@ from npt.report.run import RunRecord
 HEAT_COLUMNS = 120
 """Columns of the heat map."""
 
+MARKED = 120_000
+"""Letters for what all marks together say; of more marks each says less, and the table beside them tells the rest."""
+
 READ_OFF = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_second": "tokens per second"}
 """What the script reads off at a step."""
 
@@ -42,6 +45,7 @@ class Training:
         self.layers = record.metrics.layers
         self.by_layer = {i: buckets(self.axis, record.metrics.steps, record.metrics.columns[f"layers.{i}.nmse"]) for i in self.layers}
         self.marks = self._marks()
+        self.room = max(60, min(600, MARKED // max(1, sum(map(len, self.marks.values())))))
 
     def section(self) -> str:
         """Every chart, the refusals with their reasons, and the numbers as tables."""
@@ -143,7 +147,7 @@ class Training:
             return ""
         drawn = []
         for (name, shape), columns in self.marks.items():
-            marks = {i: Mark(text(_several(found), 600), all(undone for _, undone in found)) for i, found in columns.items()}
+            marks = {i: Mark(text(_several(found), self.room), all(undone for _, undone in found)) for i, found in columns.items()}
             drawn.append((name, shape, marks))
         counts = ", ".join(f"{name} {sum(map(len, columns.values())):,}" for (name, _), columns in self.marks.items())
         return lanes(self.axis, drawn, f"At their steps, refusals by kind and other events: {counts}")
@@ -222,7 +226,7 @@ class Training:
         told: dict[int, list[str]] = {}
         for columns in self.marks.values():
             for column, found_ in columns.items():
-                told.setdefault(column, []).append(clean(_several(found_)))
+                told.setdefault(column, []).append(clean(_several(found_), self.room))
         known = sorted({*told, *(column for one in series for column in one["at"])})
         value = {
             "columns": self.axis.columns,
