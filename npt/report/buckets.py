@@ -50,14 +50,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A column's values. low, high: of the finite ones, of which there are `count`. rising: the smallest came first. bad: how many
-    were not finite."""
+    """A column's values. low, high, mean: of the finite ones, of which there are `count`. bad: how many were not finite."""
 
     low: float
     high: float
+    mean: float
     count: int
     bad: int = 0
-    rising: bool = True
 
 
 def buckets(axis: Axis, steps: Sequence[int], values: Sequence[float]) -> dict[int, Bucket]:
@@ -86,9 +85,10 @@ def _bucket(values: Sequence[float]) -> Bucket | None:
         bad = sum(math.isinf(value) for value in values)
         values = [value for value in values if math.isfinite(value)]
     if not values:
-        return Bucket(math.inf, -math.inf, 0, bad) if bad else None
+        return Bucket(math.inf, -math.inf, math.nan, 0, bad) if bad else None
     low, high = min(values), max(values)
-    return Bucket(low, high, len(values), bad, low == high or values.index(low) < values.index(high))
+    mean = min(high, max(low, sum(value / len(values) for value in values)))
+    return Bucket(low, high, mean, len(values), bad)
 
 
 def coarser(fine: Axis, coarse: Axis, found: Mapping[int, Bucket]) -> dict[int, Bucket]:
@@ -96,7 +96,11 @@ def coarser(fine: Axis, coarse: Axis, found: Mapping[int, Bucket]) -> dict[int, 
     groups: dict[int, list[Bucket]] = {}
     for column, bucket in found.items():
         groups.setdefault(coarse.column(fine.steps(column)[0]), []).append(bucket)
-    return {
-        column: Bucket(min(b.low for b in group), max(b.high for b in group), sum(b.count for b in group), sum(b.bad for b in group))
-        for column, group in groups.items()
-    }
+    return {column: _merged(group) for column, group in groups.items()}
+
+
+def _merged(group: Sequence[Bucket]) -> Bucket:
+    low, high = min(b.low for b in group), max(b.high for b in group)
+    count, bad = sum(b.count for b in group), sum(b.bad for b in group)
+    mean = sum(b.mean * (b.count / count) for b in group if b.count) if count else math.nan
+    return Bucket(low, high, mean, count, bad)

@@ -8,7 +8,7 @@ shape or a word beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from npt.report.buckets import Axis, Bucket
@@ -22,6 +22,9 @@ PALETTE = (
 
 DOTS = 80
 """Columns up to which each value gets a dot of its own."""
+
+CROWDED = 60
+"""Marks in a lane from which each is a line only."""
 
 _ROW = 20  # of lanes and bars, in pixels
 
@@ -81,7 +84,7 @@ def _round_numbers(low: float, high: float, count: int) -> list[float]:
 
 
 def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], label: str, log: bool | None = None) -> str:
-    """Lines over the steps. Of columns that hold several values a line goes through the smallest and the largest.
+    """Lines over the steps. Of columns that hold several values a line shows the mean, a band around it all of them.
 
     Args:
         axis: of the steps.
@@ -94,7 +97,7 @@ def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], l
     parts = [_grid(scale), _steps(axis)]
     if scale is not None:
         for kind, found in series:
-            parts.append(_inner(f'<path class="line {kind}" d="{_path(axis, found, scale)}"/>'))
+            parts.append(_inner(_paths(axis, found, scale, kind)))
             if len(found) <= DOTS:
                 parts += [
                     f'<circle class="dot {kind}" cx="{_percent(axis.middle(i))}" cy="{_percent(1 - scale.place(x))}" r="2.5"/>'
@@ -106,17 +109,31 @@ def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], l
     return _svg("plot", 150, label, "".join(parts))
 
 
-def _path(axis: Axis, found: Mapping[int, Bucket], scale: Scale) -> str:
-    parts, pen = [], "M"
-    for i, bucket in found.items():
+def _stretches(found: Mapping[int, Bucket]) -> list[list[tuple[int, Bucket]]]:
+    """The columns in stretches that end where a number was not finite: a line through that would hide it."""
+    stretches: list[list[tuple[int, Bucket]]] = [[]]
+    for column, bucket in found.items():
         if bucket.count:
-            ends = (bucket.low, bucket.high) if bucket.rising else (bucket.high, bucket.low)
-            for value in ends if bucket.low != bucket.high else ends[:1]:
-                parts.append(f"{pen}{1000 * axis.middle(i):.1f} {1000 * (1 - scale.place(value)):.1f}")
-                pen = "L"
+            stretches[-1].append((column, bucket))
         if bucket.bad:
-            pen = "M"  # a line through a number that is none would hide it
-    return "".join(parts)
+            stretches.append([])
+    return [stretch for stretch in stretches if stretch]
+
+
+def _paths(axis: Axis, found: Mapping[int, Bucket], scale: Scale, kind: str) -> str:
+    """The line of the means, and around it a band from the smallest to the largest values where a column has several."""
+    line, band = [], []
+
+    def points(ends: Iterable[tuple[int, float]]) -> str:
+        return "L".join(f"{1000 * axis.middle(i):.1f} {1000 * (1 - scale.place(value)):.1f}" for i, value in ends)
+
+    for stretch in _stretches(found):
+        line.append(f"M{points((i, b.mean) for i, b in stretch)}")
+        if any(b.low < b.high for _, b in stretch):
+            there, back = points((i, b.high) for i, b in stretch), points((i, b.low) for i, b in reversed(stretch))
+            band.append(f"M{there}L{back}z")
+    drawn = f'<path class="band {kind}" d="{"".join(band)}"/>' if band else ""
+    return f'{drawn}<path class="line {kind}" d="{"".join(line)}"/>'
 
 
 @dataclass(frozen=True)
@@ -142,7 +159,8 @@ def lanes(axis: Axis, rows: Sequence[tuple[str, str, Mapping[int, Mark]]], label
         parts.append(
             f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8" y="{y}" dy="4">{text(name, 12)}</text>'
         )
-        parts += [_mark(axis.middle(column), str(y), shape, mark.told, mark.hollow) for column, mark in marks.items()]
+        thin = " thin" if len(marks) > CROWDED else ""
+        parts += [_mark(axis.middle(column), str(y), shape + thin, mark.told, mark.hollow) for column, mark in marks.items()]
     return _svg("plot lanes", height, label, "".join(parts))
 
 
@@ -150,6 +168,7 @@ _SHAPES = {
     "refusal": "M-4.5-4.5h9L0 5z",
     "cross": "M-4-4 4 4M4-4-4 4",
     "bar": "M0-8V8",
+    "thin": "M0-6V6",
     "square": "M-3-3h6v6h-6z",
     "diamond": "M0-5 5 0 0 5-5 0z",
 }
@@ -157,7 +176,8 @@ _SHAPES = {
 
 def _mark(x: float, y: str, shape: str, told: str, hollow: bool = False) -> str:
     kind = f"mark {shape}{' hollow' if hollow else ''}"
-    return f'<svg class="at" x="{_percent(x)}" y="{y}"><path class="{kind}" d="{_SHAPES[shape]}"><title>{told}</title></path></svg>'
+    outline = _SHAPES["thin" if shape.endswith("thin") else shape]
+    return f'<svg class="at" x="{_percent(x)}" y="{y}"><path class="{kind}" d="{outline}"><title>{told}</title></path></svg>'
 
 
 def heat_map(axis: Axis, layers: Sequence[int], cells: Mapping[int, Mapping[int, Bucket]], label: str) -> tuple[str, Scale | None]:

@@ -112,21 +112,20 @@ def _percent(part: float) -> str:
 
 
 def _figures(models: Mapping[str, Mapping[str, Any]], key: str) -> str:
-    parts = []
-    for kind in ("student", "initial", "floor"):
-        value = as_number(models.get(kind, {}).get(key))
-        if kind in models:
-            parts.append(f"{'start' if kind == 'initial' else kind} {plus_minus(value, as_number(models[kind].get(f'{key}_se')))}")
-    return " · ".join(parts)
+    names = {"student": "student", "initial": "start", "floor": "floor"}
+    return " · ".join(f"{name} {_figure(models[kind], key)}" for kind, name in names.items() if kind in models)
+
+
+def _figure(values: Mapping[str, Any], key: str) -> str:
+    """A model's figure with its standard error."""
+    if key in values and values[key] is None:
+        return number(math.inf)
+    return plus_minus(as_number(values.get(key)), as_number(values.get(f"{key}_se")))
 
 
 def _table(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Every figure that any of the models has; one beside `<name>_se` bears that error."""
     keys = [key for values in models.values() for key in values if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)]
     keys = [key for key in dict.fromkeys(keys) if not key.endswith("_se") or key.removesuffix("_se") not in keys][:40]
-    rows = [
-        (name, *(plus_minus(as_number(values.get(key)), as_number(values.get(f"{key}_se"))) for key in keys))
-        for kind, name in MODELS.items()
-        if (values := models.get(kind))
-    ]
+    rows = [(name, *(_figure(values, key) for key in keys)) for kind, name in MODELS.items() if (values := models.get(kind))]
     return table(("model", *(f"*{text(key.replace('_', ' '))}" for key in keys)), rows, "Fidelity to the teacher")

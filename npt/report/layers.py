@@ -35,7 +35,7 @@ def layers_section(record: RunRecord) -> str:
     students = [(value, name) for name, values in rows if math.isfinite(value := values.get("student", math.nan))]
     said += f" The hardest is layer {max(students)[1]} with {number(max(students)[0])}." if students else " There is no student's yet."
     bad = sum(not math.isfinite(values.get("student", 0.0)) for _, values in rows)
-    said += f" In {bad} layers the student's is not finite." if bad else ""
+    said += f" In {bad} of {len(rows)} layers the student's is not finite." if bad else ""
     shape = {"floor": "floor", "initial": "initial", "student": "bar"}
     key = "".join(f'<i class="{shape[kind]}"></i> {_KINDS[kind]} ' for kind in kinds)
     finite = [(name, {kind: value for kind, value in values.items() if math.isfinite(value)}) for name, values in rows]

@@ -59,13 +59,14 @@ def link(path: Path, page: Path, shown: str) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for reading: a few digits of it, a long one by its power of ten."""
+    """A number for reading: a few digits of it, a long one by its power of ten. None and NaN: there is none. Infinite: it was not
+    finite, which a file says of NaN and infinities alike."""
     if value is None or not math.isfinite(value):
-        return "–" if value is None or math.isnan(value) else "∞" if value > 0 else "−∞"
+        return "–" if value is None or math.isnan(value) else "not finite"
     if value == 0:
         return "0"
     if not 1e-4 <= abs(value) < 1e6:
-        return re.sub(r"e([+-])0*", lambda e: "e−" if e[1] == "-" else "e", f"{value:.{digits - 1}g}").replace("-", "−")
+        return re.sub(r"e([+-])0*", lambda e: "e−" if e[1] == "-" else "e", f"{value:.{digits}g}").replace("-", "−")
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}".replace("-", "−")
     return f"{value:.{digits}g}".replace("-", "−")

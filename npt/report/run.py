@@ -21,6 +21,9 @@ Verify = Callable[[Path], None]
 VERIFIED_BYTES = 16 << 30
 """Of checkpoints that are read through to verify them, newest first: a report is not to take an hour."""
 
+_MADE = frozenset({"save", "evaluation", "resume", "signal", "stopped", "error"})
+"""Events that bear the step that was made last; others bear the one that was tried."""
+
 _CHECKPOINT = re.compile(r"step-[0-9]{8,18}(\.[a-z]+(-[0-9]+)?)?")
 _POSTMORTEM = re.compile(r"step-[0-9]{1,18}")
 
@@ -85,7 +88,7 @@ class RunRecord:
     @property
     def step(self) -> int:
         """The last step on record."""
-        steps = [event.step for event in self.events.all if event.step is not None and not event.undone and event.kind != "refusal"]
+        steps = [event.step for event in self.events.all if event.step is not None and not event.undone and event.kind in _MADE]
         done = [found for event in self.events.of("done") if (found := count(event.details.get("steps"))) is not None]
         return max([*self.metrics.steps[-1:], *steps, *done], default=0)
 
@@ -159,7 +162,7 @@ def _judge(record: RunRecord) -> None:
 
 def _stand_in(record: RunRecord) -> None:
     """Figures from before the end: the newest checkpoint has those of the start, the last evaluation under way those of the student."""
-    for saved in reversed(record.checkpoints):
+    for saved in reversed([saved for saved in record.checkpoints if saved.verified is not False]):
         path = saved.path / "state.json"
         try:
             found = read_json(path, NPTError)

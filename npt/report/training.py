@@ -73,7 +73,7 @@ class Training:
         axis, again = self.axis, self.record.metrics.again
         said = f"{len(self.record.metrics.steps):,} logged steps"
         if axis.shared:
-            said += f", {axis.first:,} to {axis.last:,}, on {axis.columns} columns; each shows its smallest and its largest value"
+            said += f", {axis.first:,} to {axis.last:,}, on {axis.columns} columns: a line shows their means, the band around it all values"
         if again:
             said += f"; {again:,} lines of steps that were made again are left out"
         return (
