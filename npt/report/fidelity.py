@@ -97,11 +97,16 @@ def _drawn(models: Mapping[str, Mapping[str, Any]], key: str, name: str, ideal: 
         stops.append(Stop(kind, place, place - room, place + room, text(f"{MODELS[kind]}: {plus_minus(value, error)}")))
     gone = share(models, key, ideal)
     student, error = (as_number(models.get("student", {}).get(part)) for part in (key, f"{key}_se"))
-    said = "not measured" if gone is None else f"{100 * gone:.1f}% of the way from floor to teacher"
-    way = "" if gone is None else (
-        f"The student has gone <strong>{_percent(gone)}</strong> of the way from its floor to its teacher in {text(name)}: "
-        f"{plus_minus(student, error)}, from {number(floor)} at the floor to {number(teacher)}."
-    )  # fmt: skip
+    said, way = "not measured", ""
+    if gone is not None:
+        said = f"{100 * gone:.1f}% of the way from floor to teacher"
+        way = (
+            f"The student has gone <strong>{_percent(gone)}</strong> of the way from its floor to its teacher in {text(name)}: "
+            f"{plus_minus(student, error)}, from {number(floor)} at the floor to {number(teacher)}."
+        )
+    elif "student" in models and models["student"].get(key, 0) is None:
+        said = "not finite"
+        way = f"The student's {text(name)} is not finite."
     return track(stops, text(f"{name}: the student is {said}")), way
 
 
