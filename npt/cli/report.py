@@ -34,7 +34,7 @@ def report(given: dict[str, Any]) -> int:
         print(to_json({"report": str(output), **found}, indent=2))
         return 0
     console = make_console()
-    console.print(f"{found['status']}; {found['refused']} refusals", soft_wrap=True)
+    console.print(f"{found['status']}; refused: {found['refused']:,}", soft_wrap=True)
     for name, why in found["missing"].items():
         console.print(f"{name}: {why}", soft_wrap=True)
     console.print(f"written to {output}", soft_wrap=True)

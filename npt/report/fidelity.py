@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from npt.report.charts import Stop, track
@@ -24,6 +24,12 @@ FIGURES: dict[str, tuple[str, float]] = {
     "perplexity_ratio": ("perplexity over the teacher's", 1.0),
 }
 """What is drawn: its name, and what the teacher has against itself."""
+
+_COMPARISONS = {
+    "unquantized_to_4bit": "unquantised to 4-bit",
+    "4bit_to_npt": "4-bit to NPT",
+    "unquantized_to_npt": "unquantised to NPT",
+}
 
 
 def fidelity_section(record: RunRecord) -> str:
@@ -56,7 +62,20 @@ def fidelity_section(record: RunRecord) -> str:
     )
     tokens = next((count for values in models.values() if (count := as_number(values.get("tokens")))), None)
     note = f'<p class="soft">On {tokens:,.0f} tokens; ± is one standard error.</p>' if tokens else ""
-    return "\n".join([*said, f'<p class="headline">{headline}</p>' if headline else "", pictures, note, _table(models)])
+    named = {label: models[name] for name, label in MODELS.items() if name in models}
+    tables = [_table(named, "Fidelity to the teacher"), *_asked_for(record.fidelity)]
+    return "\n".join([*said, f'<p class="headline">{headline}</p>' if headline else "", pictures, note, *tables])
+
+
+def _asked_for(fidelity: Mapping[str, Any]) -> Iterator[str]:
+    """What only some evaluations measure: where the student's distance comes from, and where its greedy texts part."""
+    attribution = fidelity.get("attribution")
+    parts = {name: values for name, values in attribution.items() if isinstance(values, dict)} if isinstance(attribution, dict) else {}
+    if parts:
+        yield _table({_COMPARISONS.get(name, str(name)[:60]): values for name, values in list(parts.items())[:10]}, "What costs how much")
+    divergence = fidelity.get("divergence")
+    if isinstance(divergence, dict) and divergence:
+        yield _table({"student and teacher": divergence}, "Greedy texts behind the same prompts, until they part")
 
 
 def share(models: Mapping[str, Mapping[str, Any]], key: str, ideal: float) -> float | None:
@@ -128,9 +147,9 @@ def _figure(values: Mapping[str, Any], key: str) -> str:
     return plus_minus(as_number(values.get(key)), as_number(values.get(f"{key}_se")))
 
 
-def _table(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Every figure that any of the models has; one beside `<name>_se` bears that error."""
-    keys = [key for values in models.values() for key in values if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)]
+def _table(named: Mapping[str, Mapping[str, Any]], caption: str) -> str:
+    """Every figure that any of them has, by name; one beside `<name>_se` bears that error."""
+    keys = [key for values in named.values() for key in values if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)]
     keys = [key for key in dict.fromkeys(keys) if not key.endswith("_se") or key.removesuffix("_se") not in keys][:40]
-    rows = [(name, *(_figure(values, key) for key in keys)) for kind, name in MODELS.items() if (values := models.get(kind))]
-    return table(("model", *(f"*{text(key.replace('_', ' '))}" for key in keys)), rows, "Fidelity to the teacher")
+    rows = [(text(name, 60), *(_figure(values, key) for key in keys)) for name, values in named.items()]
+    return table(("of", *(f"*{text(key.replace('_', ' '))}" for key in keys)), rows, caption)

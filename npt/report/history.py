@@ -42,15 +42,16 @@ def _checkpoints(record: RunRecord, place: Path) -> Iterator[str]:
 
 
 def _others(record: RunRecord, place: Path) -> Iterator[str]:
-    best, trace = record.folder / "best", record.folder / "trace" / "trace.html"
+    best = record.folder / "best"
     if best.is_dir():
         student = record.best.get("student")
         figures = student if isinstance(student, dict) else {}
         kl = plus_minus(as_number(figures.get("kl")), as_number(figures.get("kl_se")))
         step = clean(record.best.get("step", "unknown"), 20)
         yield f"<p>The best student so far: {link(best, place, 'best')}, of step {text(step)}, KL {kl} nats.</p>"
-    if trace.is_file():
-        yield f"<p>Tensor health of the recorded steps: {link(trace, place, 'trace/trace.html')}.</p>"
+    pages = sorted((record.folder / "trace").glob("*.html"))[:POSTMORTEMS]
+    if pages:
+        yield f"<p>Tensor health of the recorded steps: {', '.join(link(path, place, f'trace/{path.name}') for path in pages)}.</p>"
 
 
 def _postmortems(record: RunRecord, place: Path) -> Iterator[str]:

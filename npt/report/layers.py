@@ -16,6 +16,8 @@ LAYERS = 512
 
 _KINDS = {"floor": "floor (attention dropped)", "initial": "before training", "student": "student"}
 
+Row = tuple[str, dict[str, float]]
+
 
 def layers_section(record: RunRecord) -> str:
     """A bar for each layer, and the numbers."""
@@ -23,11 +25,7 @@ def layers_section(record: RunRecord) -> str:
     if not rows:
         return lacking(record.missing, "fidelity.json", "the layers' NMSE on held-out text was not measured")
     kinds = [kind for kind in _KINDS if any(kind in values for _, values in rows)]
-    listed = table(
-        ("*layer", *(f"*{_KINDS[kind]}" for kind in kinds)),
-        [(text(name, 12), *(number(values.get(kind)) for kind in kinds)) for name, values in rows],
-        "NMSE by layer",
-    )
+    listed = _table(record.fidelity, rows, kinds)
     scale = Scale.of([value for _, values in rows for value in values.values() if value > 0 and math.isfinite(value)], log=True)
     if scale is None:
         return f'<p class="missing">No layer has an NMSE that can be drawn.</p>\n{listed}'
@@ -43,13 +41,25 @@ def layers_section(record: RunRecord) -> str:
     return f'<p>{text(said)}</p>\n<p class="key">{key}</p>\n<figure>{picture}</figure>\n' + details("As a table", listed)
 
 
-def rows_of(fidelity: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
+def _table(fidelity: Mapping[str, Any], rows: list[Row], kinds: list[str]) -> str:
+    """Every layer's NMSE, and behind it that of the model's own stream where it was measured."""
+    free = dict(rows_of(fidelity, "free_running"))
+    own = [kind for kind in _KINDS if any(kind in values for values in free.values())]
+    heads = ["*layer", *(f"*{_KINDS[kind]}" for kind in kinds), *(f"*{_KINDS[kind]}, on its own" for kind in own)]
+    cells = [
+        (text(name, 12), *(number(values.get(k)) for k in kinds), *(number(free.get(name, {}).get(k)) for k in own))
+        for name, values in rows
+    ]
+    return table(heads, cells, "NMSE by layer" + ("; on its own: fed by the layers before it" if own else ""))
+
+
+def rows_of(fidelity: Mapping[str, Any], what: str = "nmse") -> list[Row]:
     """Each converted layer's name and NMSE, of floor, initial and student what is there; infinite where it was not finite."""
     layers = fidelity.get("layers")
     rows = []
     for name, values in list(layers.items())[:LAYERS] if isinstance(layers, dict) else ():
-        there = [kind for kind in _KINDS if isinstance(values, dict) and f"nmse_{kind}" in values]
-        found = {kind: as_number(values[f"nmse_{kind}"]) for kind in there}
+        there = [kind for kind in _KINDS if isinstance(values, dict) and f"{what}_{kind}" in values]
+        found = {kind: as_number(values[f"{what}_{kind}"]) for kind in there}
         if found:
             rows.append((str(name), {kind: math.inf if value is None or math.isnan(value) else value for kind, value in found.items()}))
     return rows

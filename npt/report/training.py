@@ -71,7 +71,8 @@ class Training:
     def _readout(self) -> str:
         """Where the script shows the numbers of a step, and what the charts are of."""
         axis, again = self.axis, self.record.metrics.again
-        said = f"{len(self.record.metrics.steps):,} logged steps"
+        logged = len(self.record.metrics.steps)
+        said = f"{logged:,} logged step{'s' if logged > 1 else ''}"
         if axis.shared:
             said += f", {axis.first:,} to {axis.last:,}, on {axis.columns} columns: a line shows their means, the band around it all values"
         if again:
@@ -163,7 +164,7 @@ class Training:
         said = f'<span class="alarm">{kept:,} refused</span>' + (", of which nothing is left in the adapters: " if kept else ".")
         said += ", ".join(f"{count:,} for {text(kind, 30)}" for kind, count in sorted(kinds.items())) + "." * bool(kept)
         if kept < len(events):
-            said += f" {len(events) - kept:,} more were undone when the run was taken up further back; their marks are hollow."
+            said += f" Undone when the run was taken up further back, with hollow marks: {len(events) - kept:,}."
         rows = [
             (
                 f"{event.step:,}" if event.step is not None else "–",

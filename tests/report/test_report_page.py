@@ -74,7 +74,7 @@ def test_what_a_resume_undid_is_hollow_and_not_counted(tmp_path) -> None:
     lines = [event("start"), refusal(2), saved, refusal(6), event("start"), resumed, event("done", steps=12)]
     reader = read(make_run(tmp_path / "run", events=lines))
     assert len(reader.of("path", class_="hollow")) == 1
-    assert "1 refused, of which" in reader.text and "1 more were undone" in reader.text
+    assert "1 refused, of which" in reader.text and "with hollow marks: 1." in reader.text
     assert "was 0.02 before step 4" in reader.sections["configuration"]
 
 
@@ -182,7 +182,7 @@ def test_the_end_of_a_run_is_told(tmp_path, last, kind, words) -> None:
 
 def test_one_step_makes_a_page(tmp_path) -> None:
     reader = read(make_run(tmp_path / "run", steps=1))
-    assert "1 logged steps" in reader.text and len(reader.of("svg", class_="plot")) == 6
+    assert "1 logged step." in reader.text and len(reader.of("svg", class_="plot")) == 6
 
 
 def test_numbers_that_are_not_finite_are_said_and_drawn_as_such(tmp_path) -> None:
@@ -214,6 +214,18 @@ def test_a_student_worse_than_its_floor_or_better_than_its_teacher_stays_in_the_
 
 def test_a_student_that_is_almost_its_teacher_is_not_said_to_be_it(tmp_path) -> None:
     assert "99.998%" in read(make_run(tmp_path / "run", fidelity=fidelity(0.00002))).sections["fidelity"]
+
+
+def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
+    more = fidelity()
+    more["attribution"] = {"unquantized_to_4bit": figures(0.016), "unquantized_to_npt": figures(0.03)}
+    more["divergence"] = {"prompts": 12, "agreed": 31.5, "agreed_se": 4.0, "median": None}
+    for values in more["layers"].values():
+        values["free_running_student"] = 0.0625
+    reader = read(make_run(tmp_path / "run", fidelity=more))
+    assert "unquantised to 4-bit" in reader.sections["fidelity"] and "0.0160 ± 0.0010" in reader.sections["fidelity"]
+    assert "31.5 ± 4.0" in reader.sections["fidelity"]
+    assert "student, on its own" in reader.sections["layers"] and reader.sections["layers"].count("0.0625") == 3
 
 
 def test_additive_adapters_have_no_histograms(tmp_path) -> None:
