@@ -49,6 +49,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "distill/step_recording.py",
     ),
     "demo": ("demo/", "cli/"),
+    "report": ("report/", "cli/report.py", "distill/run_report.py"),
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

@@ -76,7 +76,8 @@ def _finding(bundle: Postmortem) -> str:
     if isinstance(refusals, list) and refusals and isinstance(refusals[-1], dict):
         found.append(f"Refused last: {clean(refusals[-1].get('kind', ''), 30)}: {clean(refusals[-1].get('detail', ''), 200)}.")
     if isinstance(verdict, dict):
-        found.append(f"The first bad number: {clean(flat(verdict), 300)}.")
+        said = [verdict[name] for name in ("explanation", "remedy") if isinstance(verdict.get(name), str)]
+        found.append(f"The first bad number: {clean('; '.join(said) or flat(verdict), 400)}.")
     return " ".join(found)
 
 
