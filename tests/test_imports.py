@@ -19,6 +19,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("adapters",),
     ("fidelity",),
     ("health",),
+    ("report",),
     ("distill",),
     ("cli", "flags", "demo", "faults", "__init__"),
 )
@@ -48,6 +49,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "distill/step_recording.py",
     ),
     "demo": ("demo/", "cli/"),
+    "report": ("report/", "cli/report.py", "distill/run_report.py"),
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

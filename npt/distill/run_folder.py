@@ -24,7 +24,8 @@ from npt.files import clean, new_folder, remove_folder, to_json, write_json, wri
 
 CHECKPOINTS, BEST = "checkpoints", "best"
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
-_STARTED_WITH = frozenset({RUN, METRICS, EVENTS})
+REPORT, MODULATION = "report.html", "modulation.json"
+_STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT})
 """What may stand in the folder of a run that was killed before it had a `run.json`."""
 
 BROKEN, SUPERSEDED = "broken", "superseded"
@@ -47,7 +48,7 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `fidelity.json` below one folder.
+    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `fidelity.json`, `modulation.json` below one folder.
 
     One process writes it at a time. A line that the disk has no room for is lost and counted; the run goes on. A folder that is
     removed or renamed under way is made anew with what comes from then on.

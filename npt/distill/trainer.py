@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console, silent_console
-from npt.data.batch import Batch, pad_id_of
+from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader, Position
 from npt.data.samples import Samples, evaluation_samples, no_sample
 from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
@@ -35,7 +35,21 @@ from npt.distill.progress import ProgressDisplay
 from npt.distill.random_state import random_state, set_random_state
 from npt.distill.ranks import Ranks, join_ranks
 from npt.distill.resume import Resumed, changed_settings, find_resumed, plain_settings
-from npt.distill.run_folder import BROKEN, CHECKPOINTS, EVENTS, METRICS, RUN, SUPERSEDED, RunFolder, check_free, default_folder, versions
+from npt.distill.run_folder import (
+    BROKEN,
+    CHECKPOINTS,
+    EVENTS,
+    METRICS,
+    MODULATION,
+    REPORT,
+    RUN,
+    SUPERSEDED,
+    RunFolder,
+    check_free,
+    default_folder,
+    versions,
+)
+from npt.distill.run_report import write_report
 from npt.distill.schedule import kind_of_run, rate_table
 from npt.distill.sharded import ranks_of
 from npt.distill.signals import StopOnSignal
@@ -48,10 +62,14 @@ from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
 from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity, evaluate
+from npt.fidelity.modulation import measure_modulation
 from npt.health.guards import base_fault, require, tensor_fault
 from npt.quant.load import TEACHERS, base_hash
 from npt.quant.precision import audit_precision, policy_dtype, quantization_of
 from npt.stored import read_json
+
+MODULATION_SAMPLES = 8
+"""Evaluation samples that the modulation is looked at on: thousands of multipliers for each of a thousand tokens or two."""
 
 _PLACES = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset")
 """Settings in which the ranks of a run may differ: where a machine keeps what has to be the same is shown by its content."""
@@ -379,9 +397,14 @@ class Trainer:
             self._begin(folder)
             trackers = self._start_trackers(folder)
             try:
-                return self._run(folder, trackers)
+                result = self._run(folder, trackers)
+            except Exception:
+                self._write_report(folder)
+                raise
             finally:
                 trackers.close()
+            self._write_report(folder)
+            return result
         finally:
             self._report_lost_lines(folder)
             folder.close()
@@ -601,6 +624,8 @@ class Trainer:
                 return  # they are of a step whose result could not be learnt from the others
             if loop.steps and loop.unsaved:
                 self._save(folder, loop, last=True)
+            if isinstance(error, TooManyRefusalsError):  # a multiplier at its bound may be why
+                self._measure_modulation(folder, loop.steps)
         except Exception as second:  # the first one is what has to be seen
             folder.event("error", step=loop.steps, error=type(second).__name__, message=f"not saved: {second}"[:500])
 
@@ -625,6 +650,7 @@ class Trainer:
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
         self._report_data(folder)
+        self._measure_modulation(folder, result.steps)
         folder.event(
             "done",
             steps=result.steps,
@@ -634,6 +660,27 @@ class Trainer:
             seconds=round(result.seconds, 3),
         )
         return replace(result, fidelity=fidelity, signal=self._signal())
+
+    def _write_report(self, folder: RunFolder) -> None:
+        """`report.html`, however the run ended but for a second signal; nothing that goes wrong with it changes that end."""
+        if not self.ranks.main:
+            return
+        try:
+            write_report(folder.path)
+        except Exception as error:  # an observer must not end the run that it looks at
+            self._warn(folder, f"{REPORT} could not be written below {folder.path}: {type(error).__name__}: {error}"[:500])
+
+    def _measure_modulation(self, folder: RunFolder, step: int) -> None:
+        """`modulation.json`, for the report: on a few of the samples that the run is evaluated on."""
+        if not self.ranks.main:
+            return
+        few = batches(self.eval_samples[:MODULATION_SAMPLES], self.config.batch_size, self.pad_id)
+        try:
+            with contextlib.suppress(StoppedError):  # the report does without
+                found = measure_modulation(self.model, few, between=self.stop.check)
+                folder.write(MODULATION, {"step": step, "heldout": self.heldout, **found.as_dict()})
+        except Exception as error:  # an observer must not end the run that it looks at
+            self._warn(folder, f"{MODULATION} could not be written below {folder.path}: {type(error).__name__}: {error}"[:500])
 
     def _report_lost_lines(self, folder: RunFolder) -> None:
         if folder.lines_lost:

@@ -150,7 +150,15 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
     trainer = build(strategy=strategy, save_steps=4, regularization_lambda=0.1, **kl)
     result = trainer.train()
     folder = result.folder
-    assert {p.name for p in folder.iterdir()} == {"run.json", "metrics.jsonl", "events.jsonl", "fidelity.json", "checkpoints"}
+    assert {p.name for p in folder.iterdir()} == {
+        "run.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "fidelity.json",
+        "modulation.json",
+        "report.html",
+        "checkpoints",
+    }
     metrics = lines(folder, "metrics")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
     promised = {"step", "loss", "loss_nmse", "loss_reg", "grad_norm", "lr", "tokens", "tokens_per_second", "refused_total"}

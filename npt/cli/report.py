@@ -1,0 +1,47 @@
+"""`npt report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from npt.console import make_console
+
+
+def report(given: dict[str, Any]) -> int:
+    """Make report.html of a run anew from its folder: a finished, stopped or killed run, or one that is under way."""
+    from npt.distill.run_folder import REPORT, is_run
+    from npt.distill.run_report import write_report
+    from npt.errors import ConfigError
+    from npt.files import to_json
+    from npt.report.summary import summary
+
+    folder = Path(given["folder"])
+    output = folder / REPORT if given["output"] is None else Path(given["output"])
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}; name the one that a run wrote")
+        if not is_run(folder):
+            raise ConfigError(f"{folder} holds no run; name a folder with run.json, metrics.jsonl or checkpoints")
+        if output.is_dir():
+            raise ConfigError(f"--output {output} is a folder; name a file")
+        record = write_report(folder, output)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or output} cannot be read or written: {error.strerror}; check its rights") from error
+    found = summary(record)
+    if given["json"]:
+        print(to_json({"report": str(output), **found}, indent=2))
+        return 0
+    console = make_console()
+    console.print(f"{found['status']}; refused: {found['refused']:,}", soft_wrap=True)
+    for name, why in found["missing"].items():
+        console.print(f"{name}: {why}", soft_wrap=True)
+    console.print(f"written to {output}", soft_wrap=True)
+    return 0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="RUN", help="the run's folder")
+    parser.add_argument("--output", metavar="FILE", help="where to write the page (default: RUN/report.html)")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")

@@ -1,0 +1,200 @@
+"""What the adapters do to a student's tokens: how far the multipliers move, how many sit at their bounds, how large the additive terms are.
+
+A loss does not show that a multiplicative term has run into its bounds, where it has no gradient left, or that an additive term
+has outgrown the product it corrects. Batches stream through the student as it is used, each layer fed by the one before it; only
+counts and sums of squares are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from npt.adapters.adapter import NPTAdapter
+from npt.adapters.attach import adapter_mode, attached_config, decoder_layers, npt_layers
+from npt.adapters.stream import open_stream
+from npt.data.batch import Batch, find_fault
+from npt.errors import DataError
+
+BINS = 40
+"""Of a histogram of multipliers over (1 - beta, 1 + beta); an even number, so that 1 is an edge."""
+
+SATURATED = 0.99
+"""A multiplier is saturated beyond this share of the way from 1 to a bound."""
+
+_PRODUCTS = {"gate": "gate", "up": "up", "down": "mlp"}
+"""The stage that an adapter shows of each target's product once it is modulated."""
+
+
+@dataclass(frozen=True)
+class TargetModulation:
+    """One target of one layer; what its form does not have is None.
+
+    counts: finite multipliers in each of BINS equal parts of the range. saturated, bad: shares of multipliers at their bounds, and
+    not finite. mean, std: of the finite ones. add_rms: of the additive term. product_rms: of what it is added to.
+    """
+
+    counts: list[int] | None
+    saturated: float | None
+    bad: float | None
+    mean: float | None
+    std: float | None
+    add_rms: float | None
+    product_rms: float
+
+
+@dataclass(frozen=True)
+class LayerModulation:
+    """One converted layer. stream_rms: of the residual stream that its MLP adds to."""
+
+    stream_rms: float
+    targets: dict[str, TargetModulation]
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """All converted layers by index, over `tokens` valid tokens. mult_bound: beta. additive_scale: alpha."""
+
+    tokens: int
+    mult_bound: float
+    additive_scale: float
+    layers: dict[int, LayerModulation]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; `layers` by the index as text."""
+        return {**asdict(self), "layers": {str(index): asdict(layer) for index, layer in self.layers.items()}}
+
+
+def measure_modulation(model: LlamaForCausalLM, batches: Iterable[Batch], between: Callable[[], None] | None = None) -> Modulation:
+    """Run the student over some batches and look at its modulation.
+
+    Args:
+        model: with adapters attached; left as it was, observers of its adapters included.
+        batches: valid tokens count, padding does not.
+        between: called in front of every batch; what it raises ends the measurement.
+
+    Raises:
+        DataError: no batch, or token ids outside the vocabulary.
+        ModelError: no adapters are attached.
+    """
+    config = attached_config(model)
+    layers = npt_layers(model)
+    looks = {index: _Look(layer.npt) for index, layer in layers}
+    before = {index: layer.npt.observer for index, layer in layers}
+    in_training = [module for module in model.modules() if module.training]
+    tokens = 0
+    model.eval()
+    try:
+        for index, layer in layers:
+            layer.npt.observer = looks[index]
+        with torch.no_grad(), adapter_mode(model, "student"):
+            for batch in batches:
+                if between is not None:
+                    between()
+                fault = find_fault(batch, model.config.vocab_size)
+                if fault is not None:
+                    raise DataError(f"modulation data: {fault}; is this the tokenizer of the model?")
+                batch = batch.to(next(model.parameters()).device)
+                for look in looks.values():
+                    look.valid = batch.valid_index
+                _pass(model, batch, layers[-1][0])
+                tokens += batch.tokens
+    finally:
+        for index, layer in layers:
+            layer.npt.observer = before[index]
+        for module in in_training:
+            module.training = True
+    if not tokens:
+        raise DataError("no token to look at the modulation on; check the data")
+    return Modulation(tokens, config.mult_bound, config.additive_scale, {index: look.result(tokens) for index, look in looks.items()})
+
+
+def _pass(model: LlamaForCausalLM, batch: Batch, last: int) -> None:
+    """The stream through the layers as far as something is modulated."""
+    stream = open_stream(model, batch)
+    hidden = stream.hidden
+    for layer in decoder_layers(model)[: last + 1]:
+        hidden = stream.clean(layer(hidden, **stream.context))
+
+
+class _Look:
+    """What one layer's adapter shows, summed up. Sums are in fp64 where the numbers lie: nothing waits for them."""
+
+    def __init__(self, adapter: NPTAdapter):
+        self.config = adapter.config
+        self.valid: Tensor | None = None  # [N], of the batch that is under way
+        self._stream: Tensor | None = None
+        self._width = 0
+        self._products: dict[str, Tensor] = {}  # [2]: sums of squares of the additive term and of what it is added to
+        self._multipliers: dict[str, Tensor] = {}  # [BINS + 4]: counts, saturated, bad, sum and sum of squares of m - 1
+        self._sizes: dict[str, int] = {}  # elements
+
+    def __call__(self, stages: dict[str, Tensor | None]) -> None:
+        stream = stages.get("stream")
+        if stream is not None:
+            self._width = stream.shape[-1]
+            self._stream = _added(self._stream, _squares(self._rows(stream)))
+        for target, stage in _PRODUCTS.items():
+            product = stages.get(stage)
+            if product is not None and target in self.config.targets:
+                self._target(target, self._rows(product), stages.get(f"m_{target}"), stages.get(f"s_{target}"))
+
+    def _rows(self, states: Tensor) -> Tensor:
+        """The valid tokens' rows of [B, T, O], as fp32: [N, O]."""
+        assert self.valid is not None
+        return states.reshape(-1, states.shape[-1]).index_select(0, self.valid).to(torch.float32)
+
+    def _target(self, target: str, product: Tensor, m: Tensor | None, s: Tensor | None) -> None:
+        self._sizes[target] = self._sizes.get(target, 0) + product.numel()
+        added = torch.zeros((), dtype=torch.float64, device=product.device)
+        if s is not None:
+            rows = self._rows(s)
+            added, product = _squares(rows), product - rows
+        self._products[target] = _added(self._products.get(target), torch.stack([added, _squares(product)]))
+        if m is not None:
+            self._multipliers[target] = _added(self._multipliers.get(target), self._spread(self._rows(m)))
+
+    def _spread(self, m: Tensor) -> Tensor:
+        """[BINS + 4] of [N, O] multipliers. At the ends fp32 rounds m to the bound itself, which belongs to the outermost bin."""
+        bound = self.config.mult_bound
+        away = m - 1.0
+        finite = torch.isfinite(away)
+        away = torch.where(finite, away, 0.0)
+        place = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
+        counts = torch.bincount(torch.where(finite, place, BINS).flatten(), minlength=BINS + 1)
+        saturated = (finite & (away.abs() > SATURATED * bound)).sum()
+        sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
+        return torch.cat([counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums])
+
+    def result(self, tokens: int) -> LayerModulation:
+        """The layer's figures over `tokens` valid tokens."""
+        assert self._stream is not None
+        stream = math.sqrt(float(self._stream) / (tokens * self._width))
+        return LayerModulation(stream, {target: self._result(target) for target in _PRODUCTS if target in self._products})
+
+    def _result(self, target: str) -> TargetModulation:
+        n = self._sizes[target]
+        added, product = (math.sqrt(x / n) for x in self._products[target].tolist())
+        add_rms = added if self.config.additive else None
+        if target not in self._multipliers:
+            return TargetModulation(None, None, None, None, None, add_rms, product)
+        *counts, saturated, bad, total, squares = self._multipliers[target].tolist()
+        finite = n - bad
+        mean = total / finite if finite else math.nan
+        std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
+        return TargetModulation([int(x) for x in counts], saturated / n, bad / n, 1.0 + mean, std, add_rms, product)
+
+
+def _squares(values: Tensor) -> Tensor:
+    """The sum of squares, [] in fp64: it neither overflows where fp32 would nor hides a NaN."""
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total + part

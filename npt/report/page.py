@@ -1,0 +1,95 @@
+"""The page: how near the student is to its teacher, how it got there, and what happened on the way, in one file that needs nothing else.
+
+It may be mailed and kept, and what stands in a run folder may be anybody's: it loads nothing, every text is escaped, and its policy
+lets no script run but its own. The pictures are drawn before and can be read without that script, which only reads off numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+from npt.report.charts import PALETTE
+from npt.report.fidelity import fidelity_section
+from npt.report.history import events_section, saved_section
+from npt.report.layers import layers_section
+from npt.report.markup import number, text
+from npt.report.modulation import modulation_section
+from npt.report.run import RunRecord
+from npt.report.settings import configuration_section, environment_section
+from npt.report.summary import status
+from npt.report.training import Training
+
+
+def page(record: RunRecord, place: Path) -> str:
+    """The HTML page about a run.
+
+    Args:
+        record: what its folder has.
+        place: where the page will lie, for its links.
+    """
+    here = Path(__file__).parent
+    palette = "\n".join(f".c{i} {{ fill: {colour}; background: {colour} }}" for i, colour in enumerate(PALETTE))
+    style = (here / "style.css").read_text(encoding="utf-8") + palette
+    script = (here / "script.js").read_text(encoding="utf-8")
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    training = Training(record)
+    sections = (
+        ("fidelity", "Fidelity", fidelity_section(record)),
+        ("training", "Training", training.section()),
+        ("layers", "Layers", layers_section(record)),
+        ("modulation", "Modulation", modulation_section(record)),
+        ("saved", "Checkpoints and post-mortems", saved_section(record, place)),
+        ("events", "Events", events_section(record)),
+        ("configuration", "Configuration", configuration_section(record)),
+        ("environment", "Environment", environment_section(record)),
+    )
+    title = f"{text(record.name, 80)}: report of a run"
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in sections)
+    body = "\n".join(
+        f'<section aria-labelledby="{name}">\n<h2 id="{name}">{heading}</h2>\n{content}\n</section>' for name, heading, content in sections
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+{_head(record)}
+<nav aria-label="Sections"><ul>{links}</ul></nav>
+</header>
+<main>
+{body}
+</main>
+<script type="application/json" id="data">{training.data()}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _head(record: RunRecord) -> str:
+    """How the run stands, a few numbers, and what is missing."""
+    kind, words = status(record)
+    facts = [("steps", f"{record.step:,}"), ("refusals", f"{sum(record.refused().values()):,}")]
+    tokens, loss, warnings = record.metrics.last("tokens"), record.metrics.last("loss"), len(record.events.of("warning"))
+    facts += [("tokens", f"{tokens:,.0f}")] if tokens is not None else []
+    facts += [("last loss", number(loss))] if loss is not None else []
+    facts += [("warnings", f"{warnings:,}")] if warnings else []
+    cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+    missing = sorted({**record.missing, **record.stale}.items())
+    items = "".join(f"<li><code>{text(name)}</code>: {text(why)}</li>" for name, why in missing)
+    said = f'<div class="missing"><p>Not all of the run is here:</p><ul>{items}</ul></div>' if items else ""
+    return f'<p class="status {kind}"><strong>{text(words)}</strong></p>\n<dl class="facts">{cells}</dl>\n{said}'
+
+
+def _hash(content: str) -> str:
+    """What the page's policy knows its own style or script by."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode('utf-8')).digest()).decode('ascii')}"

@@ -1,0 +1,154 @@
+"""The report that a run writes at its end: whichever end that is, and whatever goes wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumed_runs import RARE, Runs, at, events, records
+from safetensors.torch import load_file
+
+import npt
+from npt.distill import trainer as trainer_module
+from npt.distill.run_report import write_report
+from npt.errors import TooManyRefusalsError
+from npt.fidelity.modulation import Modulation
+
+
+@pytest.fixture
+def here(load_model: Any, tmp_path: Path) -> Runs:
+    """Runs of twelve records."""
+    return Runs(load_model(), tmp_path, lambda: records(12))
+
+
+def text(folder: Path) -> str:
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def warnings(folder: Path) -> list[str]:
+    return [found["message"] for found in events(folder, "warning")]
+
+
+def test_a_finished_run_has_a_report_and_what_it_is_made_of(here) -> None:
+    folder = here.run("run", max_steps=3, save_steps=2).folder
+    assert "Finished at step 3" in text(folder)
+    found = json.loads((folder / "modulation.json").read_text())
+    assert (found["step"], found["heldout"], list(found["layers"])) == (3, True, ["1", "3"])
+    assert text(folder).count(">verified<") == 2
+    before = text(folder)
+    write_report(folder)
+    assert text(folder) == before  # the folder alone is enough
+
+
+def test_a_run_that_gives_up_has_a_report_with_its_refusals_and_its_post_mortem(here) -> None:
+    def poisoned() -> list[dict[str, Any]]:
+        made = records(12)
+        for record in made[4:]:
+            record["input_ids"][1] = 999
+        return made
+
+    with pytest.raises(TooManyRefusalsError):
+        here.run("run", data=poisoned, max_consecutive_bad=3)
+    folder = here.place / "run"
+    assert "Stopped at step" in text(folder) and "3 refusals in a row" in text(folder)
+    assert "token id 999 outside the vocabulary" in text(folder)
+    assert 'href="./postmortem/step-' in text(folder)
+    assert (folder / "modulation.json").is_file()  # a multiplier at its bound may be why
+
+
+def test_a_run_that_is_stopped_by_a_signal_has_a_report_and_keeps_its_status(here) -> None:
+    result = here.run("run", at(3))
+    assert result.exit_status == 128 + signal.SIGTERM
+    assert "Ended by signal 15" in text(result.folder)
+    assert "<code>modulation.json</code> says nothing: it is not there" in text(result.folder)
+
+
+def test_a_run_that_ends_with_an_error_has_a_report_and_raises_it(here) -> None:
+    def broken(count: int, batch: Any) -> None:
+        if count == 2:
+            raise ZeroDivisionError("by <b>design</b>")
+
+    with pytest.raises(ZeroDivisionError):
+        here.run("run", broken)
+    assert "Ended with an error at step 2: ZeroDivisionError: by &lt;b&gt;design&lt;/b&gt;" in text(here.place / "run")
+
+
+def test_a_resumed_run_has_one_report_of_all_its_steps(here) -> None:
+    here.killed("run", at(5, signal.SIGKILL), save_steps=2)
+    assert not (here.place / "run" / "report.html").exists()
+    write_report(here.place / "run")
+    assert "No end is on record" in text(here.place / "run")
+    folder = here.run("run", resume="auto").folder
+    assert "Finished at step 12" in text(folder) and "12 logged steps" in text(folder) and "resumed" in text(folder)
+
+
+def test_a_report_that_cannot_be_written_is_warned_of_and_changes_nothing(here, monkeypatch) -> None:
+    whole = here.run("whole", max_steps=3)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(trainer_module, "write_report", fail)
+    monkeypatch.setattr(trainer_module, "measure_modulation", fail)
+    result = here.run("run", max_steps=3)
+    assert result.exit_status == 0 and result.fidelity == whole.fidelity
+    said = warnings(result.folder)
+    assert [message.partition(" could")[0] for message in said] == ["modulation.json", "report.html"]
+    assert all("RuntimeError: no ink" in message for message in said) and said[0] in here.said.getvalue()
+    assert not (result.folder / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ended(here, monkeypatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def broken(count: int, batch: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(trainer_module, "write_report", fail)
+    with pytest.raises(ZeroDivisionError):
+        here.run("run", broken)
+    assert "No space left on device" in warnings(here.place / "run")[-1]
+
+
+def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatch) -> None:
+    untouched: list[bool] = []
+    real = trainer_module.measure_modulation
+
+    def spy(*given: Any, **named: Any) -> Modulation:
+        before = torch.get_rng_state()
+        found = real(*given, **named)
+        untouched.append(torch.equal(torch.get_rng_state(), before))
+        return found
+
+    monkeypatch.setattr(trainer_module, "measure_modulation", spy)
+    one = here.run("one", max_steps=3).folder
+    monkeypatch.setattr(trainer_module, "MODULATION_SAMPLES", 0)  # none to look at: it fails, and is warned of
+    other = here.run("other", max_steps=3).folder
+    assert untouched == [True] and "no token to look at" in warnings(other)[-1]
+    first, second = (load_file(folder / "checkpoints/step-00000003/adapter/adapter_model.safetensors") for folder in (one, other))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_second_signal_does_not_wait_for_a_report(here) -> None:
+    def twice(count: int, batch: Any) -> None:
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        here.run("run", twice)
+    assert not (here.place / "run" / "report.html").exists()
+
+
+def test_a_student_of_a_broken_base_has_a_report_all_the_same(poisoned_folder, tmp_path) -> None:
+    model = npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
+    held_out = [{"id": "rare", "input_ids": [5, RARE, 6, 7]}, *records(3, seed=4)]
+    folder = Runs(model, tmp_path, lambda: records(6), eval_data=held_out).run("run", max_steps=2).folder
+    assert "Finished at step 2" in text(folder)
+    assert (folder / "modulation.json").is_file()
