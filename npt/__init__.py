@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from npt.distill.trainer import Trainer, TrainResult
     from npt.errors import NPTError
     from npt.fidelity.evaluate import Fidelity, evaluate
+    from npt.generation.view import student_view, teacher_view
     from npt.health.trace import trace
     from npt.health.verdict import Verdict
     from npt.quant.load import base_hash, load_base
@@ -40,6 +41,8 @@ _HOME = {
     "load_adapter": "npt.adapters.io",
     "load_base": "npt.quant.load",
     "save_adapter": "npt.adapters.io",
+    "student_view": "npt.generation.view",
+    "teacher_view": "npt.generation.view",
     "trace": "npt.health.trace",
 }
 
@@ -63,6 +66,8 @@ __all__ = [
     "load_adapter",
     "load_base",
     "save_adapter",
+    "student_view",
+    "teacher_view",
     "trace",
 ]
 
