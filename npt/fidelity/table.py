@@ -14,11 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from npt.fidelity.evaluate import Fidelity
+from npt.fidelity.harness import Results
 from npt.fidelity.metrics import Figures
 from npt.fidelity.partings import Divergence
 
 WIDE = 116
 """Columns from which on the long headings fit."""
+
+NO_ERROR = 1e-6
+"""An error below this is rounding, as that of the teacher against itself."""
 
 _ROWS = (
     ("perplexity", "perplexity", 3, ""),
@@ -61,6 +65,21 @@ def print_fidelity(fidelity: Fidelity, console: Console | None = None, text: str
     console = console if console is not None else Console()
     for table in fidelity_tables(fidelity, text, console.width):
         console.print(table)
+
+
+def print_scores(scores: Results, console: Console) -> None:
+    """The table of lm-evaluation-harness: a metric of a task is a row, a model a column."""
+    table = _table("lm-evaluation-harness (± standard error)", console.width)
+    for heading in ("task", "metric", "samples"):
+        table.add_column(heading)
+    for mode in scores:
+        table.add_column(mode, justify="right")
+    first = next(iter(scores.values()), {})
+    for task, values in first.items():
+        for metric in [name for name in values if name != "samples" and not name.endswith("_se")]:
+            cells = [_plus_minus(of[task][metric], of[task].get(f"{metric}_se", math.nan), 4) for of in scores.values()]
+            table.add_row(task, metric, f"{values.get('samples', math.nan):.0f}", *cells)
+    console.print(table)
 
 
 def divergence_line(d: Divergence) -> str:
@@ -130,5 +149,5 @@ def _cell(values: Mapping[str, float], key: str) -> str:
 
 
 def _plus_minus(value: float, error: float, digits: int, unit: str = "") -> str:
-    tail = "" if math.isnan(error) or error == 0 else f" ± {error:.{digits}f}"
+    tail = "" if math.isnan(error) or error < NO_ERROR else f" ± {error:.{digits}f}"
     return f"{value:.{digits}f}{tail}{unit}"

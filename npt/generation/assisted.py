@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import LlamaForCausalLM, LogitsProcessorList
 
 from npt.errors import ConfigError
 from npt.generation.text import Decoding, Show, Written, write
@@ -140,7 +140,5 @@ def expected_acceptance(model: LlamaForCausalLM, prompt: Sequence[int], new: Seq
 
 def _drawn_from(logits: Tensor, decoding: Decoding) -> Tensor:
     """[N, V] probabilities, as `generate` makes them of logits."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(decoding.temperature)])
-    if decoding.top_p < 1:
-        warpers.append(TopPLogitsWarper(decoding.top_p))
-    return torch.softmax(warpers(logits.new_zeros(len(logits), 1, dtype=torch.int64), logits), dim=-1)
+    warped = LogitsProcessorList(decoding.warpers())(logits.new_zeros(len(logits), 1, dtype=torch.int64), logits)
+    return torch.softmax(warped, dim=-1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TextStreamer, TopPLogitsWarper
 from transformers.utils import logging as transformers_logging
 
 from npt.config import SEED_MAX
@@ -52,16 +52,19 @@ class Decoding:
 
     def arguments(self) -> dict[str, Any]:
         """For `generate`; whatever the model's own generation settings say about drawing is overridden."""
+        drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0} if not self.greedy else {"do_sample": False}
+        return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **drawn}
+
+    def warpers(self) -> list[LogitsProcessor]:
+        """What makes the distribution that is drawn from out of logits.
+
+        Handed over as processors, not as settings: those a draft model is given prepared and then applies them once more on its own, so
+        that it would draft at the square of the temperature.
+        """
         if self.greedy:
-            return {"max_new_tokens": self.max_new_tokens, "do_sample": False, "num_beams": 1}
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "do_sample": True,
-            "num_beams": 1,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0,
-        }
+            return []
+        temperature = [TemperatureLogitsWarper(self.temperature)] if self.temperature != 1 else []
+        return [*temperature, *([TopPLogitsWarper(self.top_p)] if self.top_p < 1 else [])]
 
 
 @dataclass(frozen=True)
@@ -116,16 +119,17 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     Raises:
         DataError: no token comes of it, or the template refuses it.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a terminal hands on bytes that are no text as halves of characters
+        raise DataError(f"the prompt is broken at character {error.start} ({error.reason}); mend it there") from error
     templated = chat and getattr(tokenizer, "chat_template", None) is not None
     if templated:
         try:
             text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise what their authors wrote into them
             raise DataError(f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to leave the template aside") from error
-    try:
-        ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
-    except UnicodeEncodeError as error:
-        raise DataError(f"the prompt is broken at character {error.start} ({error.reason}); mend it there") from error
+    ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
     if not ids:
         raise DataError("the prompt has no token; write something, or use a tokenizer with a start token")
     return list(ids)
@@ -171,7 +175,7 @@ def write(model: Any, tokenizer: Any, prompt: Sequence[int], decoding: Decoding,
             attention_mask=torch.ones_like(ids),
             eos_token_id=ends or None,
             pad_token_id=pad if pad is not None else (ends or [0])[0],
-            logits_processor=LogitsProcessorList([NoNaN()]),
+            logits_processor=LogitsProcessorList([NoNaN(), *decoding.warpers()]),
             streamer=_Streamer(tokenizer, show) if show is not None else None,
             **decoding.arguments(),
             **arguments,

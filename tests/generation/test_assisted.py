@@ -12,7 +12,7 @@ import npt
 from npt.adapters.attach import npt_layers
 from npt.errors import ConfigError, ModelError
 from npt.generation.assisted import Drafts, expected_acceptance, write_assisted
-from npt.generation.text import Decoding, prompt_ids, write
+from npt.generation.text import Decoding, write
 
 PROMPT = [9, 17, 40, 3, 77, 21, 8]
 LIMIT = 30
@@ -101,18 +101,17 @@ def test_the_drawn_expectation_is_the_overlap_of_what_is_drawn_from(endless, tem
     assert found < 0.99
 
 
-def test_drawn_drafts_are_accepted_as_often_as_expected(tiny) -> None:
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
+def test_drawn_drafts_are_accepted_as_often_as_expected(endless, temperature, top_p) -> None:
     """Speculative sampling accepts a draft with probability sum(min(p, q)): over some hundred drafts, within four standard errors."""
-    model, tokenizer = tiny
     accepted = judged = weighted = 0.0
-    for seed, text in enumerate(("import os\n", "class Stack:\n", "def read(path):\n")):
-        prompt = prompt_ids(tokenizer, text)
-        decoding = Decoding(64, temperature=1.0, seed=seed)
-        written, drafts = write_assisted(model, tokenizer, prompt, decoding, draft_tokens=2)
+    for seed in range(6):
+        decoding = Decoding(60, temperature=temperature, top_p=top_p, seed=seed)
+        written, drafts = write_assisted(endless, Names(), PROMPT, decoding, draft_tokens=2)
         accepted, judged = accepted + drafts.accepted, judged + drafts.judged
-        weighted += drafts.judged * expected_acceptance(model, prompt, written.ids, decoding)
+        weighted += drafts.judged * expected_acceptance(endless, PROMPT, written.ids, decoding)
     expected = weighted / judged
-    assert judged > 100 and 0.5 < expected < 0.99
+    assert judged > 200 and 0.3 < expected < 0.95
     assert abs(accepted / judged - expected) < 4 * math.sqrt(expected * (1 - expected) / judged)
 
 
