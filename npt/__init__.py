@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from npt.distill.trainer import Trainer, TrainResult
     from npt.errors import NPTError
     from npt.fidelity.evaluate import Fidelity, evaluate
+    from npt.generation.view import student_view, teacher_view
     from npt.health.trace import trace
     from npt.health.verdict import Verdict
     from npt.quant.load import base_hash, load_base, load_teacher
@@ -43,6 +44,8 @@ _HOME = {
     "load_teacher": "npt.quant.load",
     "save_adapter": "npt.adapters.io",
     "shard_base": "npt.distill.sharded",
+    "student_view": "npt.generation.view",
+    "teacher_view": "npt.generation.view",
     "trace": "npt.health.trace",
 }
 
@@ -68,6 +71,8 @@ __all__ = [
     "load_teacher",
     "save_adapter",
     "shard_base",
+    "student_view",
+    "teacher_view",
     "trace",
 ]
 

@@ -17,6 +17,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("quant",),
     ("adapters",),
+    ("generation",),
     ("fidelity",),
     ("health",),
     ("report",),

@@ -6,10 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import load, positive
+from npt.cli.arguments import load, natural, positive
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
+from npt.errors import ConfigError
 from npt.flags import add_settings, build
+
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def evaluate(given: dict[str, Any]) -> int:
@@ -17,30 +20,113 @@ def evaluate(given: dict[str, Any]) -> int:
     base, data = build(BaseConfig, given), build(DataConfig, given)
     import npt
     from npt.adapters.io import read_adapter_config
+    from npt.data.batch import pad_id_of
     from npt.data.samples import evaluation_samples
     from npt.data.source import check_source, open_source, own_heldout
-    from npt.fidelity.table import print_fidelity
+    from npt.fidelity.attribution import refer
+    from npt.fidelity.harness import find_tasks, lm_eval
+    from npt.fidelity.table import print_fidelity, print_scores
     from npt.files import to_json
 
     console = make_console(stderr=given["json"])
-    read_adapter_config(Path(given["adapter"]))  # before the base is loaded
+    read_adapter_config(Path(given["adapter"]))  # this and what follows before the base is loaded
     check_source(data)
+    tasks = [name for name in (given["lm_eval"] or "").split(",") if name.strip()] if given["lm_eval"] is not None else None
+    if tasks is not None:
+        find_tasks(tasks, given["lm_eval_tasks_path"])
+    elif given["lm_eval_tasks_path"] is not None or given["lm_eval_limit"] is not None:
+        raise ConfigError("--lm_eval_tasks_path and --lm_eval_limit mean nothing without --lm_eval; name the tasks, or drop them")
+    if given["attribution"] is not None:
+        _check_attribution(base)
+    own = own_heldout(data)
+
+    def samples_of(model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
+        records = own if own is not None else open_source(data)
+        return evaluation_samples(records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own)
+
+    reference, memory = None, {}
+    if given["attribution"] is not None:
+        model, tokenizer = _load_unquantized(base, given["attribution"])
+        memory["unquantized_model_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())
+        reference = refer(model, samples_of(model, tokenizer)[0], batch_size=given["batch_size"], pad_id=pad_id_of(tokenizer))
+        memory |= {"kept_state_bytes": reference.state_bytes, "kept_head_bytes": reference.head_bytes}
+        console.print(_memory_line(memory, given["attribution"]), soft_wrap=True)
+        del model  # before the 4-bit base is loaded; the reference holds its head
     model, tokenizer = load(base, console)
     npt.load_adapter(model, given["adapter"])
-    own = own_heldout(data)
-    records = own if own is not None else open_source(data)
-    samples, heldout = evaluation_samples(records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own)
-    fidelity = npt.evaluate(model, tokenizer, samples, batch_size=given["batch_size"])
+    samples, heldout = samples_of(model, tokenizer)
+    fidelity = npt.evaluate(
+        model,
+        tokenizer,
+        samples,
+        batch_size=given["batch_size"],
+        divergence_prompts=given["divergence_prompts"],
+        max_new_tokens=given["max_new_tokens"],
+        unquantized=reference,
+    )
+    scores = None
+    if tasks is not None:
+        how = {"limit": given["lm_eval_limit"], "batch_size": given["batch_size"]}
+        scores = lm_eval(model, tokenizer, tasks, tasks_path=given["lm_eval_tasks_path"], **how)
     if given["json"]:
-        print(to_json({**fidelity.as_dict(), "heldout": heldout}, indent=2))
+        further = ({"attribution_memory": memory} if memory else {}) | ({"lm_eval": scores} if scores is not None else {})
+        print(to_json({**fidelity.as_dict(), **further, "heldout": heldout}, indent=2))
     else:
         print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
+        if scores is not None:
+            print_scores(scores, console)
     return 0
+
+
+def _check_attribution(base: BaseConfig) -> None:
+    """Refuse what has no unquantised original, or nothing that it is the original of."""
+    from npt.quant.load import read_config
+
+    if getattr(read_config(base.model_name), "quantization_config", None) is not None:
+        raise ConfigError(f"--attribution needs the unquantised original, and {base.model_name} is stored in 4 bit; name its original")
+    if base.quantization is None:
+        raise ConfigError("--attribution compares a 4-bit base with its original; add --use_quantization, or drop it")
+
+
+def _load_unquantized(base: BaseConfig, precision: str) -> tuple[Any, Any]:
+    import torch
+
+    from npt.health.headroom import load_variant
+
+    torch.set_float32_matmul_precision(base.matmul_precision)
+    return load_variant(base.model_name, precision)
+
+
+def _memory_line(memory: dict[str, int], precision: str) -> str:
+    whole, states, head = (f"{memory[key] / 2**20:,.1f} MiB" for key in ("unquantized_model_bytes", "kept_state_bytes", "kept_head_bytes"))
+    return (
+        f"attribution: the unquantised base ({precision}, {whole}) ran first and is gone; kept of it are final states on the host "
+        f"({states}) and its head ({head})"
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved an adapter to")
     parser.add_argument("--eval_samples", type=positive, default=64, metavar="INT", help="samples to evaluate on (default: 64)")
     parser.add_argument("--batch_size", type=positive, default=8, metavar="INT", help="samples at a time (default: 8)")
+    parser.add_argument(
+        "--divergence_prompts",
+        type=natural,
+        default=0,
+        metavar="INT",
+        help="continue the beginnings of so many samples greedily, and see where the student parts from its teacher (default: 0)",
+    )
+    parser.add_argument("--max_new_tokens", type=positive, default=64, metavar="INT", help="of such a continuation (default: 64)")
+    parser.add_argument(
+        "--attribution",
+        nargs="?",
+        const=PRECISIONS[0],
+        choices=PRECISIONS,
+        metavar="PRECISION",
+        help="run the base unquantised first (fp32, bf16 or fp16; default fp32), and say what quantisation costs and what the conversion",
+    )
+    parser.add_argument("--lm_eval", metavar="TASKS", help="tasks of lm-evaluation-harness, with commas between them (extra: eval)")
+    parser.add_argument("--lm_eval_tasks_path", metavar="DIR", help="folder of YAML tasks; only these are known then")
+    parser.add_argument("--lm_eval_limit", type=positive, metavar="INT", help="documents of a task, at most")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
     add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples", "shard_base"))

@@ -16,23 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config, check_length
 from npt.adapters.io import adapter_hash
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, collate, find_fault
+from npt.data.batch import IGNORE_INDEX
 from npt.data.prompts import read_prompts
 from npt.data.sample import Sample
 from npt.data.source import Record
-from npt.distill.greedy import continue_greedily, end_ids
 from npt.distill.journal import Journal
 from npt.distill.signals import StopOnSignal
-from npt.errors import ConfigError, DataError, NumericalError
-from npt.fidelity.divergence import LOGIT_CHUNK
-from npt.fidelity.metrics import COLUMNS, compare_tokens
+from npt.errors import ConfigError, DataError
+from npt.fidelity.metrics import COLUMNS
+from npt.fidelity.partings import Comparison, compare_prompts
+from npt.generation.greedy import continue_greedily, end_ids
 from npt.quant.load import base_hash as hash_of
 
 NUM_PROMPTS = 256
@@ -85,27 +83,6 @@ class CollectResult:
             "removed": self.removed,
             "signal": self.signal,
         }
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Student against teacher on the teacher's continuation of one prompt.
-
-    completion: the teacher's tokens, C of them. figures: [C, len(COLUMNS)], per token. position: index in the completion of the
-    first token at which the student leaves; None where it never does. student_token: what it would write there.
-    """
-
-    prompt: Sample
-    completion: tuple[int, ...]
-    figures: Tensor
-    position: int | None
-    student_token: int | None
-
-    @property
-    def student_start(self) -> tuple[int, ...]:
-        """The student's own completion up to where it leaves, that token included."""
-        assert self.position is not None and self.student_token is not None
-        return (*self.completion[: self.position], self.student_token)
 
 
 def collect(
@@ -209,56 +186,6 @@ def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
             "lower one or raise the other"
         )
     return length
-
-
-@torch.no_grad()
-def compare_prompts(model: LlamaForCausalLM, prompts: Sequence[Sample], max_new_tokens: int, ends: frozenset[int]) -> list[Comparison]:
-    """The teacher's greedy continuation of each prompt, and the student's opinion of it.
-
-    The student leaves where its most likely token is not the teacher's. A token that the teacher itself would not write again in
-    the pass that the two are compared in (a tie, which rounding decides) is none to leave from.
-
-    Raises:
-        DataError: an id outside the vocabulary.
-        NumericalError: logits that are not finite.
-    """
-    fault = find_fault(collate(prompts, pad_id=0), model.config.vocab_size)
-    if fault is not None:
-        raise DataError(f"prompts: {fault}; is this the tokenizer of the model?")
-    names = [prompt.id for prompt in prompts]
-    with adapter_mode(model, "teacher"):
-        added = continue_greedily(model, [p.input_ids for p in prompts], [max_new_tokens] * len(prompts), ends, names)
-    rows = [Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new)) for p, new in zip(prompts, added, strict=True)]
-    hidden = {mode: _states(model, rows, mode) for mode in ("teacher", "student")}
-    tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
-    figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, model.lm_head, model.config.vocab_size)
-    written = {mode: _argmax(states, model.lm_head, model.config.vocab_size) for mode, states in hidden.items()}
-    leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
-    found, start = [], 0
-    for prompt, new, own in zip(prompts, added, written["student"].cpu().split([len(new) for new in added]), strict=True):
-        part = slice(start, start + len(new))
-        start += len(new)
-        if not torch.isfinite(figures[part]).all():
-            raise NumericalError(f"the student's logits behind {prompt.id} are not finite; npt trace --adapter finds the operation")
-        position = next(iter(leaves[part].nonzero()[:, 0].tolist()), None)
-        token = None if position is None else int(own[position])
-        found.append(Comparison(prompt, tuple(new), figures[part].double().cpu(), position, token))
-    return found
-
-
-def _states(model: LlamaForCausalLM, rows: Sequence[Sample], mode: Mode) -> Tensor:
-    """The states that the completions' tokens are predicted from, [N, D], row by row."""
-    # Padded on the right by a token that is in the batch: every padded query has keys, and no embedding of its own is needed.
-    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
-    with adapter_mode(model, mode):
-        states = model.model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False
-        ).last_hidden_state
-    return states[:, :-1][(batch.labels[:, 1:] != IGNORE_INDEX).to(states.device)]
-
-
-def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
-    return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in hidden.split(max(1, LOGIT_CHUNK // vocab_size))])
 
 
 def _records(

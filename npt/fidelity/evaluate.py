@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,55 +13,108 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from npt.adapters.adapter import Mode
-from npt.adapters.attach import adapter_mode, attached_config, decoder_layers
-from npt.adapters.layer import NPTLayer, attention_output, device_of, student_output
-from npt.adapters.sharding import whole
-from npt.adapters.stream import model_inputs, open_stream
+from npt.adapters.attach import attached_config
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault, pad_id_of
+from npt.data.batch import Batch, batches, find_fault, pad_id_of
 from npt.data.sample import Sample
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
-from npt.fidelity.divergence import nmse_per_token
-from npt.fidelity.metrics import Figures, compare_tokens, figures, per_sample_sums
+from npt.fidelity.attribution import COMPARISONS, UNQUANTIZED, Reference, refer, samples_hash
+from npt.fidelity.layers import BatchErrors, LayerErrors
+from npt.fidelity.metrics import Figures, Pair, compare_pairs, figures, per_sample_sums
+from npt.fidelity.partings import Divergence, measure_divergence, parting_prompts
+from npt.fidelity.states import final_states, predicting
+from npt.generation.greedy import end_ids
+
+MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Figures of each model; `layers[i]` holds the NMSE of converted layer i fed the teacher's h, as `nmse_<model>`."""
+    """Figures of each model, and of each layer.
+
+    layers: of converted layer i the NMSE, over all `layer_tokens`, fed the teacher's h, as `nmse_<model>`, and of the model's own stream
+    behind it, as `free_running_<model>`; each with its `_se`. unconverted_layers: the latter for the layers behind the first converted
+    one that were left as they are. divergence, attribution: where they were asked for.
+    """
 
     teacher: Figures
     floor: Figures
     student: Figures
     initial: Figures | None = None
     layers: dict[int, dict[str, float]] = field(default_factory=dict)
+    unconverted_layers: dict[int, dict[str, float]] = field(default_factory=dict)
+    layer_tokens: int | None = None
+    divergence: Divergence | None = None
+    attribution: dict[str, Figures] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `fidelity.json`."""
         named = {"teacher": self.teacher, "floor": self.floor, "initial": self.initial, "student": self.student}
-        return {name: f.as_dict() for name, f in named.items() if f is not None} | {
-            "layers": {str(index): values for index, values in self.layers.items()}
-        }
+        found: dict[str, Any] = {name: f.as_dict() for name, f in named.items() if f is not None}
+        found["layers"] = {str(index): values for index, values in self.layers.items()}
+        if self.unconverted_layers:
+            found["unconverted_layers"] = {str(index): values for index, values in self.unconverted_layers.items()}
+        if self.layer_tokens is not None:
+            found["layer_tokens"] = self.layer_tokens
+        if self.divergence is not None:
+            found["divergence"] = self.divergence.as_dict()
+        if self.attribution:
+            found["attribution"] = {name: f.as_dict() for name, f in self.attribution.items()}
+        return found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
-        """The figures that `as_dict` gave, through JSON or not; what JSON has no word for comes back as NaN."""
+        """The figures that `as_dict` gave, now or in an earlier version, through JSON or not; what JSON has no word for comes back as
+        NaN."""
 
         def made(name: str) -> Figures | None:
             found = values.get(name)
-            numbers: dict[str, Any] = {} if found is None else {key: math.nan if value is None else value for key, value in found.items()}
-            return Figures(**numbers) if numbers else None
+            return Figures.from_dict(found) if found else None
 
         teacher, floor, student = made("teacher"), made("floor"), made("student")
         if teacher is None or floor is None or student is None:
             raise ValueError(f"figures of teacher, floor and student are needed, there are {', '.join(values)}")
-        return cls(teacher, floor, student, made("initial"), {int(index): dict(layer) for index, layer in values["layers"].items()})
+        parted = values.get("divergence")
+        return cls(
+            teacher,
+            floor,
+            student,
+            made("initial"),
+            _layers(values["layers"]),
+            _layers(values.get("unconverted_layers", {})),
+            values.get("layer_tokens"),
+            Divergence.from_dict(parted) if parted else None,
+            {name: Figures.from_dict(found) for name, found in values.get("attribution", {}).items()},
+        )
 
     def after(self, initial: Fidelity) -> Fidelity:
         """These figures as those of the trained student, with `initial`'s student as the one before training."""
-        layers = {index: {**values, "nmse_initial": initial.layers[index]["nmse_student"]} for index, values in self.layers.items()}
-        return Fidelity(self.teacher, self.floor, self.student, initial.student, layers)
+
+        def both(now: dict[int, dict[str, float]], before: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+            return {
+                index: values
+                | {
+                    f"{kind}_initial{tail}": before[index][f"{kind}_student{tail}"]
+                    for kind in ("nmse", "free_running")
+                    for tail in ("", "_se")
+                    if f"{kind}_student{tail}" in before.get(index, {})
+                }
+                for index, values in now.items()
+            }
+
+        return Fidelity(
+            self.teacher,
+            self.floor,
+            self.student,
+            initial.student,
+            both(self.layers, initial.layers),
+            both(self.unconverted_layers, initial.unconverted_layers),
+            self.layer_tokens,
+            self.divergence,
+            self.attribution,
+        )
 
 
 def evaluate(
@@ -75,9 +128,15 @@ def evaluate(
     completion_column: str | None = None,
     batch_size: int = 8,
     max_samples: int | None = None,
+    divergence_prompts: int = 0,
+    max_new_tokens: int = 64,
+    unquantized: LlamaForCausalLM | Reference | None = None,
     between: Callable[[], None] | None = None,
 ) -> Fidelity:
     """Compare the student with its teacher and with its floor (the same layers, attention dropped) on the same tokens.
+
+    Three forwards of the model a batch, and three of its head. Memory beside the model: the logits of a chunk of tokens, and the
+    teacher's states behind every layer from the first converted one on, N * D values a layer, for one batch at a time.
 
     Args:
         model: with adapters attached; left as it was.
@@ -88,41 +147,82 @@ def evaluate(
         text_column, prompt_column, completion_column: fields that hold a record's text, or its prompt and completion.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
+        divergence_prompts: continue the beginnings of so many samples greedily and see where the student parts from its teacher.
+        max_new_tokens: of such a continuation.
+        unquantized: the base before quantisation, for the attribution of what is lost; or what `attribution.refer` kept of it, for
+            which it need not be in memory any more.
         between: called in front of every batch; what it raises ends the evaluation.
 
     Raises:
-        DataError: no tokens to evaluate on, or token ids outside the vocabulary.
+        DataError: no tokens to evaluate on, token ids outside the vocabulary, or a reference for other samples.
+        ConfigError: continuations that leave no room for a prompt.
+        NumericalError: logits of greedy continuations that are not finite.
         ModelError: no adapters are attached.
     """
     attached_config(model)
     config = DataConfig(max_length=max_length, text_column=text_column, prompt_column=prompt_column, completion_column=completion_column)
     samples = _samples(data, tokenizer, config, max_samples)
+    prompts = []
+    if divergence_prompts:
+        prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, getattr(model.config, "max_position_embeddings", None))
+    pad_id = pad_id_of(tokenizer)
+    if unquantized is not None and not isinstance(unquantized, Reference):
+        unquantized = refer(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
+    if unquantized is not None and unquantized.samples_hash != samples_hash(samples):
+        raise DataError("the unquantised base was run on other samples; pass attribution.refer the samples that are evaluated on")
     device = next(model.parameters()).device
-    sums: dict[Mode, list[Tensor]] = {"teacher": [], "floor": [], "student": []}
-    layer_sums: dict[int, dict[Mode, Tensor]] = {}
-    tokens = 0
+    pairs: list[Pair] = [(mode, "teacher") for mode in MODES]
+    if unquantized is not None:
+        pairs += [pair for pair in COMPARISONS.values() if pair not in pairs]
+    sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
+    layer_errors = LayerErrors()
+    parted = None
+    done = 0
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
-            for batch in batches(samples, batch_size, pad_id_of(tokenizer)):
+            for batch in batches(samples, batch_size, pad_id):
                 if between is not None:
                     between()
                 fault = find_fault(batch, model.config.vocab_size)
                 if fault is not None:
                     raise DataError(f"evaluation data: {fault}; is this the tokenizer of the model?")
                 batch = batch.to(device)
-                _compare(model, batch, sums)
-                _compare_layers(model, batch, layer_sums)
-                tokens += batch.tokens
+                hidden = _compare_layers(model, batch, layer_errors)
+                heads = dict.fromkeys(hidden, model.lm_head)
+                if unquantized is not None:
+                    rows = unquantized.states[done : done + len(batch.input_ids)]
+                    hidden[UNQUANTIZED] = torch.cat(rows).to(device)
+                    heads[UNQUANTIZED] = unquantized.head
+                _compare(model, batch, hidden, heads, sums)
+                done += len(batch.input_ids)
+            if prompts:
+                parted = measure_divergence(
+                    model, prompts, end_ids(model, tokenizer), max_new_tokens=max_new_tokens, batch_size=batch_size, between=between
+                )
     finally:
         for module in in_training:
             module.training = True
-    if not sum(map(len, sums["teacher"])):
+    if not sum(map(len, sums["teacher", "teacher"])):
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
-    per_model = {mode: figures(torch.cat(parts)) for mode, parts in sums.items()}
-    layers = {index: {f"nmse_{mode}": float(total) / tokens for mode, total in by_mode.items()} for index, by_mode in layer_sums.items()}
-    return Fidelity(per_model["teacher"], per_model["floor"], per_model["student"], None, layers)
+    found = {pair: figures(torch.cat(parts)) for pair, parts in sums.items()}
+    layers = layer_errors.figures()
+    return Fidelity(
+        found["teacher", "teacher"],
+        found["floor", "teacher"],
+        found["student", "teacher"],
+        None,
+        {index: values for index, values in layers.items() if "nmse_student" in values},
+        {index: values for index, values in layers.items() if "nmse_student" not in values},
+        layer_errors.tokens,
+        parted,
+        {name: found[pair] for name, pair in COMPARISONS.items()} if unquantized is not None else {},
+    )
+
+
+def _layers(values: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    return {int(index): {key: math.nan if v is None else v for key, v in layer.items()} for index, layer in values.items()}
 
 
 def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None) -> list[Sample]:
@@ -140,42 +240,27 @@ def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: 
     return samples
 
 
-def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor]]) -> None:
-    """Add the per-sample sums of one batch. The model's own forward is used: what a user gets is what is measured."""
-    targets = batch.labels[:, 1:]
-    predicted = (targets != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
+def _compare_layers(model: LlamaForCausalLM, batch: Batch, layer_errors: LayerErrors) -> dict[str, Tensor]:
+    """Run each model on one batch: its final states, and the errors of its layers added to the others'."""
+    errors = BatchErrors(model, batch)
+    hidden: dict[str, Tensor] = {}
+    for mode in MODES:
+        with errors.watching(mode):
+            hidden[mode] = final_states(model, batch)
+    layer_errors.add(errors, batch)
+    return hidden
+
+
+def _compare(
+    model: LlamaForCausalLM,
+    batch: Batch,
+    hidden: Mapping[str, Tensor],
+    heads: Mapping[str, torch.nn.Module],
+    sums: dict[Pair, list[Tensor]],
+) -> None:
+    """Add the per-sample sums of one batch."""
+    predicted = predicting(batch)
     rows = predicted.nonzero()[:, 0]
-    # Padding is filled with a real token of its row: a broken embedding of the pad token is nobody's business here.
-    first = batch.attention_mask.argmax(dim=-1, keepdim=True)
-    filled = torch.where(batch.attention_mask.bool(), batch.input_ids, batch.input_ids.gather(1, first))
-    inputs = model_inputs(model, replace(batch, input_ids=filled))
-    hidden: dict[Mode, Tensor] = {}
-    for mode in sums:
-        with adapter_mode(model, mode):
-            states = model.model(**inputs, use_cache=False).last_hidden_state
-        hidden[mode] = states[:, :-1][predicted.to(states.device)]
-    for mode, parts in sums.items():
-        per_token = compare_tokens(hidden[mode], hidden["teacher"], targets[predicted], model.lm_head, model.config.vocab_size)
-        parts.append(per_sample_sums(per_token, rows, len(targets)))
-
-
-def _compare_layers(model: LlamaForCausalLM, batch: Batch, sums: dict[int, dict[Mode, Tensor]]) -> None:
-    """Add each converted layer's NMSE, floor and student, with the teacher's h as its input."""
-    with adapter_mode(model, "teacher"):
-        stream = open_stream(model, batch)
-        hidden = stream.hidden
-        for index, layer in enumerate(decoder_layers(model)):
-            here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
-            output = here.clean(layer(hidden, **here.context))
-            if isinstance(layer, NPTLayer):
-                h = here.rows(hidden)
-                t = here.rows(output)
-                with whole(layer):
-                    a = here.rows(attention_output(layer, hidden, **here.context))
-                    for mode in ("floor", "student"):
-                        layer.npt.mode = mode
-                        nmse = nmse_per_token(student_output(layer, h, a)[0], t).sum(dtype=torch.float64).cpu()
-                        layer.npt.mode = "teacher"
-                        by_mode = sums.setdefault(index, {})
-                        by_mode[mode] = by_mode.get(mode, torch.zeros((), dtype=torch.float64)) + nmse
-            hidden = output
+    per_pair = compare_pairs(hidden, heads, batch.labels[:, 1:][predicted], model.config.vocab_size, list(sums))
+    for pair, per_token in per_pair.items():
+        sums[pair].append(per_sample_sums(per_token, rows, len(predicted)))

@@ -20,8 +20,9 @@ from npt.data.encoding import Counts
 from npt.data.sample import Sample
 from npt.data.samples import cut
 from npt.data.source import open_source
-from npt.distill.collect import collect, compare_prompts
+from npt.distill.collect import collect
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
+from npt.fidelity.partings import compare_prompts
 
 NEW = 8
 CONFIG = DataConfig(max_length=40)
@@ -154,7 +155,7 @@ def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_
 
 
 def test_a_tie_that_rounding_decides_is_no_disagreement(close, tokenizer, monkeypatch) -> None:
-    from npt.distill import collect as module
+    from npt.fidelity import partings as module
 
     prompts = [Sample("p", tuple(tokenizer("import os")["input_ids"]))]
     (before,) = compare_prompts(close, prompts, NEW, frozenset({1}))

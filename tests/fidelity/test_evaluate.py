@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.errors import DataError, ModelError
 from npt.fidelity import evaluate as evaluate_module
+from npt.fidelity import layers as layers_module
 from npt.fidelity.evaluate import Fidelity, evaluate
-from npt.fidelity.metrics import Figures
+from npt.fidelity.metrics import Figures, mean_and_error
+from npt.files import to_json
 
 LENGTHS = (9, 4, 12, 7, 2)
 
@@ -48,7 +51,10 @@ def assert_same(one: Fidelity, other: Fidelity, rel: float) -> None:
         assert asdict(getattr(one, name)) == pytest.approx(asdict(getattr(other, name)), rel=rel, abs=1e-6, nan_ok=True), name
     assert one.layers.keys() == other.layers.keys()
     for index, values in one.layers.items():
-        assert values == pytest.approx(other.layers[index], rel=rel)
+        assert values == pytest.approx(other.layers[index], rel=rel, nan_ok=True)
+    assert one.unconverted_layers.keys() == other.unconverted_layers.keys()
+    for index, values in one.unconverted_layers.items():
+        assert values == pytest.approx(other.unconverted_layers[index], rel=rel, nan_ok=True)
 
 
 def logits_of(model: nn.Module, sample: Sample) -> Tensor:
@@ -143,6 +149,64 @@ def test_the_layers_nmse_is_that_of_the_teachers_own_states(student, load_model,
     assert layers.keys() == {1, 3}
     for (i, kind), total in sums.items():
         assert layers[i][f"nmse_{kind}"] == pytest.approx(total / tokens, rel=1e-5)  # fp32 against fp64 sums
+
+
+def test_the_errors_of_layers_are_taken_over_samples(student, tokenizer) -> None:
+    alone = [evaluate(student, tokenizer, [sample]) for sample in samples()]
+    counts = torch.tensor(LENGTHS, dtype=torch.float64)
+    found = evaluate(student, tokenizer, samples())
+    assert found.layer_tokens == sum(LENGTHS)
+    for index in (1, 2, 3):
+        values = (found.layers | found.unconverted_layers)[index]
+        for key in [name for name in values if not name.endswith("_se")]:
+            means = torch.tensor([(one.layers | one.unconverted_layers)[index][key] for one in alone], dtype=torch.float64)
+            mean, error = mean_and_error(means * counts, counts)
+            assert (values[key], values[f"{key}_se"]) == pytest.approx((mean, error), rel=1e-4), (index, key)  # fp32, other padding
+
+
+def test_the_free_running_error_is_that_of_the_models_own_stream(student, load_model, tokenizer) -> None:
+    base = load_model()
+    sums = {(i, mode): 0.0 for i in (1, 2, 3) for mode in ("floor", "student")}
+    for sample in samples():
+        streams = {}
+        for name, model, mode in (("teacher", base, None), ("floor", student, "floor"), ("student", student, "student")):
+            seen: dict[int, Tensor] = {}
+            handles = [
+                model.model.layers[i].register_forward_hook(lambda _, __, out, i=i, seen=seen: seen.update({i: out[0].double()}))
+                for i in (1, 2, 3)
+            ]
+            with adapter_mode(model, mode) if mode else nullcontext():
+                logits_of(model, sample)
+            for handle in handles:
+                handle.remove()
+            streams[name] = seen
+        for i, mode in sums:
+            o, t = streams[mode][i], streams["teacher"][i]
+            sums[i, mode] += float(((o - t).pow(2).sum(-1) / t.pow(2).sum(-1)).sum())
+    found = evaluate(student, tokenizer, samples())
+    assert found.layers.keys() == {1, 3} and found.unconverted_layers.keys() == {2}
+    for (i, mode), total in sums.items():
+        values = (found.layers | found.unconverted_layers)[i]
+        assert values[f"free_running_{mode}"] == pytest.approx(total / sum(LENGTHS), rel=1e-4)  # fp32, in padded rows, against fp64 sums
+
+
+def test_the_first_converted_layer_is_fed_the_same_either_way(student, tokenizer) -> None:
+    first = evaluate(student, tokenizer, samples()).layers[1]
+    for mode in ("floor", "student"):
+        # The layer computes from gathered rows in the one case and from padded ones in the other: sums in another order.
+        assert first[f"free_running_{mode}"] == pytest.approx(first[f"nmse_{mode}"], rel=1e-5)
+
+
+def test_a_batch_takes_three_passes_of_the_model_and_three_of_its_head(student, tokenizer) -> None:
+    passes = {"embedding": 0, "head": 0}
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: passes.update({name: passes[name] + 1}))
+        for name, module in (("embedding", student.model.embed_tokens), ("head", student.lm_head))
+    ]
+    evaluate(student, tokenizer, samples(), batch_size=3)
+    for handle in handles:
+        handle.remove()
+    assert passes == {"embedding": 3 * 2, "head": 3 * 2}  # of two batches
 
 
 # --- what must not matter --------------------------------------------------------------------------------------------
@@ -245,7 +309,8 @@ def test_packed_rows_give_the_figures_of_their_documents(student, tokenizer, sid
         means = [{key: value for key, value in f.items() if not key.endswith("_se")} for f in figures]  # errors are over rows
         assert means[0] == pytest.approx(means[1], rel=1e-5, abs=1e-6), name  # attention sums in another order
     for index, values in together.layers.items():
-        assert values == pytest.approx(alone.layers[index], rel=1e-5)
+        means = [{key: value for key, value in layer.items() if not key.endswith("_se")} for layer in (values, alone.layers[index])]
+        assert means[0] == pytest.approx(means[1], rel=1e-5)
 
 
 def test_samples_without_a_token_to_predict_are_refused(student, tokenizer) -> None:
@@ -266,6 +331,7 @@ def test_modes_flags_weights_and_random_state_stay(student, tokenizer, training)
         evaluate(student, tokenizer, samples())
         assert {module.training for module in student.modules()} == {training}
         assert [layer.npt.mode for _, layer in npt_layers(student)] == ["student", "floor"]
+        assert not [module for module in student.modules() if module._forward_hooks]
     finally:
         student.eval()
         student.model.layers[3].npt.mode = "student"
@@ -277,12 +343,13 @@ def test_modes_flags_weights_and_random_state_stay(student, tokenizer, training)
 
 def test_modes_and_flags_come_back_after_a_failure(student, tokenizer, monkeypatch) -> None:
     student.train()
-    monkeypatch.setattr(evaluate_module, "nmse_per_token", lambda *_: 1 / 0)
+    monkeypatch.setattr(layers_module, "nmse_per_token", lambda *_: 1 / 0)
     try:
         with pytest.raises(ZeroDivisionError):
             evaluate(student, tokenizer, samples())
         assert student.training
         assert {layer.npt.mode for _, layer in npt_layers(student)} == {"student"}
+        assert not [module for module in student.modules() if module._forward_hooks]
     finally:
         student.eval()
 
@@ -323,7 +390,29 @@ def test_after_puts_the_first_student_beside_the_last() -> None:
 
 def test_the_record_has_the_promised_keys_and_is_json(student, tokenizer) -> None:
     found: dict[str, Any] = json.loads(json.dumps(evaluate(student, tokenizer, samples()).as_dict(), allow_nan=False))
-    assert found.keys() == {"teacher", "floor", "student", "layers"}
-    assert found["layers"].keys() == {"1", "3"}
-    promised = {"tokens", *(f"{key}{tail}" for key in ("perplexity", "perplexity_ratio", "kl", "top1") for tail in ("", "_se"))}
-    assert promised <= found["student"].keys()
+    assert found.keys() == {"teacher", "floor", "student", "layers", "unconverted_layers", "layer_tokens"}
+    assert found["layers"].keys() == {"1", "3"} and found["unconverted_layers"].keys() == {"2"}
+    names = ("perplexity", "perplexity_ratio", "kl", "reverse_kl", "top1", "top5", "acceptance")
+    assert found["student"].keys() == {"tokens", *(f"{key}{tail}" for key in names for tail in ("", "_se"))}
+    of_layer = ("nmse_floor", "nmse_student", "free_running_floor", "free_running_student")
+    assert found["layers"]["1"].keys() == {f"{key}{tail}" for key in of_layer for tail in ("", "_se")}
+    assert found["layer_tokens"] == sum(LENGTHS)
+
+
+def test_the_record_reads_back_through_json(student, tokenizer) -> None:
+    found = evaluate(student, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4).after(evaluate(student, tokenizer, samples()))
+    assert Fidelity.from_dict(json.loads(to_json(found.as_dict()))) == found
+    assert found.initial is not None and found.divergence is not None
+
+
+def test_a_record_of_an_earlier_version_reads_with_nan_for_what_it_lacks() -> None:
+    old = {"tokens": 9} | {
+        f"{key}{tail}": 0.5 for key in ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance") for tail in ("", "_se")
+    }
+    record = dict.fromkeys(("teacher", "floor", "initial", "student"), old)
+    read = Fidelity.from_dict({**record, "layers": {"3": {"nmse_floor": 0.5, "nmse_student": None}}, "heldout": True})
+    assert read.student.kl == 0.5 and math.isnan(read.student.reverse_kl) and math.isnan(read.student.top5)
+    assert read.layers[3]["nmse_floor"] == 0.5 and math.isnan(read.layers[3]["nmse_student"])
+    assert (read.divergence, read.attribution, read.unconverted_layers, read.layer_tokens) == (None, {}, {}, None)
+    again = read.after(read)  # a run that is resumed from a checkpoint of that version
+    assert again.layers[3].keys() == {"nmse_floor", "nmse_student", "nmse_initial"}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from npt.fidelity import metrics
-from npt.fidelity.metrics import COLUMNS, compare_tokens, figures, mean_and_error, per_sample_sums
+from npt.fidelity.metrics import COLUMNS, Figures, compare_pairs, compare_tokens, figures, mean_and_error, per_sample_sums
 
 D, V, N = 6, 13, 9
 
@@ -48,7 +48,9 @@ def test_each_token_is_compared_as_its_definition_says(head, monkeypatch, chunk)
             "teacher_nll": -math.log(p[targets[i]]),
             "nll": -math.log(q[targets[i]]),
             "kl": float((p * (p / q).log()).sum()),
+            "reverse_kl": float((q * (q / p).log()).sum()),
             "top1": float(p.argmax() == q.argmax()),
+            "top5": float(int(p.argmax()) in q.topk(5).indices.tolist()),
             "acceptance": float(torch.minimum(p, q).sum()),
             "tokens": 1.0,
         }
@@ -64,6 +66,71 @@ def test_a_teacher_with_a_head_of_its_own_predicts_with_it(head) -> None:
     # Doubling is exact, so twice the state under the head is the state under twice the head.
     assert torch.equal(table, compare_tokens(student, 2 * teacher, targets, head, V))
     assert not torch.equal(table, compare_tokens(student, teacher, targets, head, V))
+
+
+@pytest.mark.parametrize("chunk", [1, 4 * V, 1 << 26])
+def test_many_pairs_are_what_each_is_alone_and_every_model_goes_through_its_head_once(head, monkeypatch, chunk) -> None:
+    monkeypatch.setattr(metrics, "LOGIT_CHUNK", chunk)
+    student, teacher, targets = inputs()
+    own = nn.Linear(D, V, bias=False).requires_grad_(False)
+    rows: dict[str, int] = {"one": 0, "own": 0}
+    for name, module in (("one", head), ("own", own)):
+        module.register_forward_hook(lambda _module, given, _output, name=name: rows.update({name: rows[name] + len(given[0])}))
+    hidden = {"student": student, "teacher": teacher, "base": student + teacher}
+    heads = {"student": head, "teacher": head, "base": own}
+    pairs = [("teacher", "teacher"), ("student", "teacher"), ("student", "base"), ("teacher", "base")]
+    together = compare_pairs(hidden, heads, targets, V, pairs)
+    assert rows == {"one": 2 * N, "own": N}
+    for model, reference in pairs:
+        alone = compare_tokens(hidden[model], hidden[reference], targets, heads[model], V, teacher_head=heads[reference])
+        assert torch.equal(together[model, reference], alone)
+
+
+def test_nothing_to_predict_gives_no_rows(head) -> None:
+    student, teacher, targets = inputs()
+    assert compare_tokens(student[:0], teacher[:0], targets[:0], head, V).shape == (0, len(COLUMNS))
+
+
+@pytest.mark.parametrize("broken", ["student", "teacher", "both"])
+def test_a_model_that_says_nan_agrees_in_nothing(head, broken) -> None:
+    student, teacher, targets = inputs()
+    for name, states in (("student", student), ("teacher", teacher)):
+        if broken in (name, "both"):
+            states[2, 1] = math.nan
+    table = compare_tokens(student, teacher, targets, head, V)
+    for name in ("kl", "reverse_kl", "top1", "top5", "acceptance"):
+        assert column(table, name).isnan().nonzero().flatten().tolist() == [2], name
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_each_divergence_bounds_the_acceptance_and_top5_contains_top1(seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = (2 * torch.randn(N, V, generator=generator) for _ in range(2))
+    table = compare_tokens(student, teacher, torch.zeros(N, dtype=torch.int64), nn.Identity(), V)
+    # 1 - acceptance is the total variation, which Pinsker's inequality bounds by either divergence; 1e-6 for fp32 sums of V terms.
+    for name in ("kl", "reverse_kl"):
+        assert (1 - column(table, "acceptance") <= (column(table, name) / 2).sqrt() + 1e-6).all()
+    assert (column(table, "top1") <= column(table, "top5")).all()
+
+
+def test_exchanging_the_models_exchanges_the_divergences(head) -> None:
+    student, teacher, targets = inputs()
+    one, other = compare_tokens(student, teacher, targets, head, V), compare_tokens(teacher, student, targets, head, V)
+    for first, second in (("kl", "reverse_kl"), ("reverse_kl", "kl"), ("nll", "teacher_nll"), ("acceptance", "acceptance")):
+        assert torch.equal(column(one, first), column(other, second)), first
+
+
+def test_figures_of_a_file_without_the_newer_ones_are_nan() -> None:
+    full = figures(TABLE)
+    old = {key: value for key, value in full.as_dict().items() if not key.startswith(("reverse_kl", "top5"))}
+    read = Figures.from_dict({**old, "kl_se": None})
+    assert (read.kl, read.tokens, read.acceptance) == (full.kl, full.tokens, full.acceptance)
+    assert all(math.isnan(value) for value in (read.kl_se, read.reverse_kl, read.reverse_kl_se, read.top5, read.top5_se))
+    assert Figures.from_dict(full.as_dict()) == full
+    for broken in ({"kl": 0.5}, {**full.as_dict(), "unknown": 1.0}):
+        with pytest.raises(TypeError):
+            Figures.from_dict(broken)
 
 
 def test_tokens_are_summed_by_the_sample_they_belong_to(head) -> None:
@@ -87,7 +154,8 @@ def test_a_model_against_itself_agrees_to_the_bit(head) -> None:
     table = compare_tokens(teacher, teacher, targets, head, V)
     assert torch.equal(column(table, "nll"), column(table, "teacher_nll"))
     assert torch.equal(column(table, "kl"), torch.zeros(N))
-    assert torch.equal(column(table, "top1"), torch.ones(N))
+    assert torch.equal(column(table, "reverse_kl"), torch.zeros(N))
+    assert torch.equal(column(table, "top1"), torch.ones(N)) and torch.equal(column(table, "top5"), torch.ones(N))
     torch.testing.assert_close(column(table, "acceptance"), torch.ones(N))  # a sum of V probabilities
 
 
@@ -147,7 +215,9 @@ TABLE = per_sample(
     teacher_nll=[4.0, 9.0, 8.0],
     nll=[5.0, 9.0, 9.0],
     kl=[0.5, 0.1, 0.4],
+    reverse_kl=[0.25, 0.15, 0.5],
     top1=[1.0, 2.0, 3.0],
+    top5=[2.0, 2.0, 4.0],
     acceptance=[1.5, 2.5, 3.5],
     tokens=[2.0, 3.0, 4.0],
 )
@@ -158,13 +228,13 @@ def test_figures_are_means_per_token_and_exponentials_of_them() -> None:
     assert f.tokens == 9
     assert f.perplexity == pytest.approx(math.exp(23 / 9))
     assert f.perplexity_ratio == pytest.approx(math.exp(2 / 9))
-    assert (f.kl, f.top1, f.acceptance) == pytest.approx((1.0 / 9, 6.0 / 9, 7.5 / 9))
+    assert (f.kl, f.reverse_kl, f.top1, f.top5, f.acceptance) == pytest.approx((1.0 / 9, 0.9 / 9, 6.0 / 9, 8.0 / 9, 7.5 / 9))
 
 
 def test_errors_of_figures_are_paired_and_linearised() -> None:
     f = figures(TABLE)
     counts = TABLE[:, -1]
-    assert f.kl_se == mean_and_error(TABLE[:, 2], counts)[1]
+    assert f.kl_se == mean_and_error(TABLE[:, COLUMNS.index("kl")], counts)[1]
     assert f.perplexity_se == pytest.approx(f.perplexity * mean_and_error(TABLE[:, 1], counts)[1])
     assert f.perplexity_ratio_se == pytest.approx(f.perplexity_ratio * mean_and_error(TABLE[:, 1] - TABLE[:, 0], counts)[1])
     assert f.perplexity_ratio_se < f.perplexity_se  # what both models find hard cancels in the pair
@@ -186,4 +256,4 @@ def test_every_figure_but_the_count_has_its_error() -> None:
     names = set(figures(TABLE).as_dict()) - {"tokens"}
     values = {n for n in names if not n.endswith("_se")}
     assert names == values | {f"{n}_se" for n in values}
-    assert {"perplexity", "perplexity_ratio", "kl", "top1", "acceptance"} <= values
+    assert {"perplexity", "perplexity_ratio", "kl", "reverse_kl", "top1", "top5", "acceptance"} <= values

@@ -7,39 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slow_greedy import alone
 
 import npt
 from npt.adapters.attach import adapter_mode
-from npt.distill.greedy import continue_greedily, end_ids
 from npt.errors import NumericalError
+from npt.generation.greedy import continue_greedily, end_ids
 
 PROMPTS = [[5], [9, 17, 40, 3, 77, 21, 8], [60, 61, 62], [9, 17, 40, 3]]
 NAMES = list("abcd")
-
-
-@pytest.fixture(scope="module")
-def student(load_model):
-    model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3"))
-    return model
-
-
-def one_by_one(model, prompt: list[int], limit: int, ends=()) -> list[int]:
-    """The slow way: the whole row anew for every token, alone and without padding."""
-    ids = list(prompt)
-    with torch.no_grad():
-        while len(ids) < len(prompt) + limit:
-            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-            if ids[-1] in ends:
-                break
-    return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("mode", ["teacher", "student", "floor"])
 def test_a_batch_gives_what_each_prompt_gives_alone(student, mode) -> None:
     with adapter_mode(student, mode):
         found = continue_greedily(student, PROMPTS, [12] * 4, (), NAMES)
-        assert found == [one_by_one(student, prompt, 12) for prompt in PROMPTS]
+        assert found == [alone(student, prompt, 12) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in found}) > 1
 
 
@@ -57,7 +40,7 @@ def test_rows_end_at_their_own_end_or_limit(student) -> None:
     ends = {free[1][4], free[2][0]}
     limits = [0, 12, 12, 3]
     found = continue_greedily(student, PROMPTS, limits, ends, NAMES)
-    assert found == [one_by_one(student, prompt, limit, ends) for prompt, limit in zip(PROMPTS, limits, strict=True)]
+    assert found == [alone(student, prompt, limit, ends) for prompt, limit in zip(PROMPTS, limits, strict=True)]
     assert found[0] == [] and found[2] == free[2][:1]
 
 

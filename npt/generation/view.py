@@ -1,0 +1,66 @@
+"""Teacher and student as two models, where there is one: a view runs in its own mode and shares everything else.
+
+The mode is a flag on the adapters, so one model object is the teacher or the student, never both. What takes two models at once, as
+transformers' assisted generation does, takes two views: each is a shallow copy, with settings of its own for generation, whose forward
+is the model's own forward with the flag set for as long as it runs. Weights, buffers and modules are the model's, also as they change
+later; a view costs no memory and does not hold the adapters alive beyond `detach`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from transformers import LlamaForCausalLM
+
+from npt.adapters.adapter import Mode
+from npt.adapters.attach import adapter_mode, attached_config
+
+_VIEWED = "_npt_viewed"
+
+
+def student_view(model: LlamaForCausalLM) -> Any:
+    """The model as its student: `teacher_view(model).generate(..., assistant_model=student_view(model))`."""
+    return mode_view(model, "student")
+
+
+def teacher_view(model: LlamaForCausalLM) -> Any:
+    """The model as its teacher, the base."""
+    return mode_view(model, "teacher")
+
+
+def mode_view(model: LlamaForCausalLM, mode: Mode) -> Any:
+    """A model of the same class that runs in `mode`, whatever mode the given one is in, which it leaves as it was.
+
+    `config` and `generation_config` are copies, hooks on the view itself its own; hooks on the model run as well. Forward and generate
+    obey the mode; what reaches past them to `view.model` directly gets the shared decoder in the mode that it is in.
+
+    Args:
+        model: with adapters attached, or a view of such a model.
+        mode: student, teacher or floor.
+
+    Raises:
+        ModelError: no adapters are attached; of a forward, that they were detached since.
+    """
+    model = vars(model).get(_VIEWED, model)
+    attached_config(model)
+    view = copy.copy(model)
+    for name, value in vars(model).items():
+        # What is registered on the view stays off the model. The model's own hooks run when the view calls it, and only then.
+        if name.startswith(("_forward_", "_backward_")):
+            vars(view)[name] = type(value)()
+        elif isinstance(value, dict | set):
+            vars(view)[name] = copy.copy(value)
+    vars(view)[_VIEWED] = model  # past Module.__setattr__, which would take it for a child
+    view.config = copy.deepcopy(model.config)
+    view.generation_config = copy.deepcopy(model.generation_config)
+
+    @functools.wraps(model.forward)  # generate looks at the signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        attached_config(model)
+        with adapter_mode(model, mode):
+            return model(*args, **kwargs)
+
+    view.forward = forward
+    return view

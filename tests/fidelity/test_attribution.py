@@ -1,0 +1,128 @@
+"""Unquantised to 4-bit to NPT: the same figures whether the unquantised base is at hand or only what it left behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import NPTConfig
+from npt.data.sample import Sample
+from npt.errors import DataError
+from npt.fidelity.attribution import refer
+from npt.fidelity.evaluate import evaluate
+
+
+def samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    some = [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate((9, 4, 12, 7, 2))]
+    # One with a prompt, and one in which nothing is predicted.
+    return [*some, Sample("p", (5, 6, 7, 8), (-100, -100, 7, 8)), Sample("n", (5, 6), (-100, -100))]
+
+
+@pytest.fixture(scope="module")
+def student(load_model):
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def base(load_model):
+    return load_model(None)
+
+
+def test_the_three_comparisons_by_hand(student, base, tokenizer) -> None:
+    quantized = student  # in mode teacher
+    sums = {"unquantized_to_4bit": 0.0, "4bit_to_npt": 0.0, "unquantized_to_npt": 0.0}
+    tokens = 0
+    for sample in samples():
+        ids = torch.tensor([sample.input_ids])
+        with torch.no_grad():
+            of_base = base(input_ids=ids).logits[0].double().log_softmax(-1)
+            of_npt = student(input_ids=ids).logits[0].double().log_softmax(-1)
+            with npt.adapters_disabled(quantized):
+                of_4bit = quantized(input_ids=ids).logits[0].double().log_softmax(-1)
+        labels = sample.labels or sample.input_ids
+        for t in [i - 1 for i in range(1, len(labels)) if labels[i] != -100]:
+            for name, p, q in (
+                ("unquantized_to_4bit", of_base, of_4bit),
+                ("4bit_to_npt", of_4bit, of_npt),
+                ("unquantized_to_npt", of_base, of_npt),
+            ):
+                sums[name] += float((p[t].exp() * (p[t] - q[t])).sum())
+            tokens += 1
+    found = evaluate(student, tokenizer, samples(), unquantized=base).attribution
+    assert found.keys() == sums.keys()
+    for name, total in sums.items():
+        assert found[name].tokens == tokens
+        assert found[name].kl == pytest.approx(total / tokens, rel=1e-4)  # fp32 logits of padded rows against fp64
+        assert found[name].kl > 1e-3  # the comparison is of something
+
+
+def test_perplexity_ratios_multiply(student, base, tokenizer) -> None:
+    found = evaluate(student, tokenizer, samples(), unquantized=base).attribution
+    product = found["unquantized_to_4bit"].perplexity_ratio * found["4bit_to_npt"].perplexity_ratio
+    assert found["unquantized_to_npt"].perplexity_ratio == pytest.approx(product, rel=1e-9)  # fp64 sums of the same numbers
+
+
+def test_the_other_figures_do_not_change_and_the_middle_one_is_the_students(student, base, tokenizer) -> None:
+    with_it, without = evaluate(student, tokenizer, samples(), unquantized=base), evaluate(student, tokenizer, samples())
+    assert with_it.attribution["4bit_to_npt"] == with_it.student == without.student
+    assert (with_it.teacher, with_it.floor, with_it.layers) == (without.teacher, without.floor, without.layers)
+    assert not without.attribution
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_a_reference_of_which_the_model_is_gone_gives_the_same(student, load_model, base, tokenizer, batch_size) -> None:
+    alone = load_model(None)
+    reference = refer(alone, samples(), batch_size=3, pad_id=2)
+    del alone
+    found = evaluate(student, tokenizer, samples(), unquantized=reference, batch_size=batch_size).attribution
+    beside = evaluate(student, tokenizer, samples(), unquantized=base, batch_size=3).attribution
+    for name, figures in beside.items():
+        assert found[name].as_dict() == pytest.approx(figures.as_dict(), rel=1e-4)  # rows are padded to other lengths
+    assert reference.state_bytes == sum(len(s.input_ids) - 1 for s in samples()[:5]) * 64 * 4 + 2 * 64 * 4
+    assert reference.head_bytes == 128 * 64 * 4
+
+
+def test_the_unquantised_base_against_itself_is_exact(base, load_model, tokenizer) -> None:
+    model = load_model(None)
+    npt.attach(model, NPTConfig(rank=4, layers="1,3", residual="keep"))
+    found = evaluate(model, tokenizer, samples(), unquantized=base).attribution
+    assert found["unquantized_to_4bit"].kl == 0.0 and found["unquantized_to_4bit"].top1 == 1.0
+
+
+def test_the_base_is_left_as_it_was(student, load_model, tokenizer) -> None:
+    base = load_model(None).train()
+    npt.attach(base, NPTConfig(rank=4, layers="1", init_std_b=1.0))
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    with_adapters = evaluate(student, tokenizer, samples(), unquantized=base).attribution
+    assert base.training and base.model.layers[1].npt.mode == "student"
+    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+    npt.detach(base)
+    assert evaluate(student, tokenizer, samples(), unquantized=base).attribution == with_adapters  # its teacher is what counts
+
+
+def test_a_reference_of_other_samples_is_refused(student, base, tokenizer) -> None:
+    reference = refer(base, samples()[:3])
+    with pytest.raises(DataError, match="other samples"):
+        evaluate(student, tokenizer, samples(), unquantized=reference)
+    with pytest.raises(DataError, match=r"999.*sample there"):
+        refer(base, [Sample("there", (5, 999))])
+
+
+def test_an_unquantised_base_that_says_nan_is_reported_as_nan(student, load_model, tokenizer) -> None:
+    base = load_model(None)
+    with torch.no_grad():
+        base.model.norm.weight[0] = math.nan
+    found = evaluate(student, tokenizer, samples(), unquantized=base)
+    assert math.isnan(found.attribution["unquantized_to_npt"].kl) and math.isnan(found.attribution["unquantized_to_4bit"].top1)
+    assert found.attribution["4bit_to_npt"] == found.student and math.isfinite(found.student.kl)

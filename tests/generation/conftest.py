@@ -1,0 +1,37 @@
+"""Students that are near their teacher without being it, on the random Llama and on the embedded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import npt
+from npt.adapters.attach import adapter_parameters
+
+
+def moved(model: LlamaForCausalLM, std: float) -> LlamaForCausalLM:
+    """Its adapters filled with noise from a fixed seed."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def student(load_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    """Agrees with its teacher for some tokens, not for all."""
+    model = load_model()
+    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
+    return moved(model, 0.15)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[LlamaForCausalLM, object]:
+    """The embedded model in 4 bit with a student near its teacher, and its tokenizer. Tests leave it as it is."""
+    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=8, residual="keep"))
+    return moved(model, 0.05), tokenizer

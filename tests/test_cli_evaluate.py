@@ -1,0 +1,95 @@
+"""`npt evaluate` as a user runs it, with what is measured only where it is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.cli.main import main
+from npt.fidelity.evaluate import Fidelity
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=4, layers="4,6"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "some")
+
+
+def command(adapter: Path, *arguments: str) -> list[str]:
+    return ["evaluate", "--adapter", str(adapter), "--max_length", "48", "--eval_samples", "6", *arguments]
+
+
+WHOLE = ["--use_quantization", "--divergence_prompts", "4", "--max_new_tokens", "6", "--attribution"]
+
+
+def test_all_that_is_asked_for_is_in_the_json(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(adapter, *WHOLE, "--json")) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["heldout"] is True and found["layers"].keys() == {"4", "6"} and found["unconverted_layers"].keys() == {"5", "7"}
+    assert found["divergence"]["prompts"] == 4 and found["divergence"]["max_new_tokens"] == 6
+    assert found["attribution"].keys() == {"unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt"}
+    assert found["attribution"]["4bit_to_npt"] == found["student"]
+    assert 0 < found["attribution"]["unquantized_to_4bit"]["kl"] < found["attribution"]["unquantized_to_npt"]["kl"]
+    memory = found["attribution_memory"]
+    assert memory["unquantized_model_bytes"] == 3_542_208 * 4 and memory["kept_head_bytes"] == 2048 * 192 * 4
+    assert memory["kept_state_bytes"] == found["teacher"]["tokens"] * 192 * 4
+    assert "is gone; kept of it are final states" in err
+    read = Fidelity.from_dict(found)
+    assert read.divergence is not None and read.student.tokens == found["student"]["tokens"]
+
+
+def test_the_tables_show_it(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(adapter, *WHOLE)) == 0
+    out = capsys.readouterr().out
+    for part in ("floor (attention dropped)", "reverse KL", "top-5", "student, free", "unquantised to 4-bit", "behind 4 prompts"):
+        assert part in out, part
+
+
+def test_nothing_more_is_measured_than_is_asked_for(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(adapter, "--use_quantization", "--json")) == 0
+    assert not json.loads(capsys.readouterr().out).keys() & {"divergence", "attribution", "attribution_memory", "lm_eval"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_original_may_run_in_sixteen_bits(adapter: Path, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(adapter, "--use_quantization", "--attribution", precision, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["attribution"]["unquantized_to_4bit"]["kl"] > 0
+    assert found["attribution_memory"]["unquantized_model_bytes"] <= 3_542_208 * 4
+
+
+BAD = {
+    "attribution of an unquantised base": (["--attribution"], ["--attribution", "--use_quantization"]),
+    "a precision that is none": (["--attribution", "int8"], ["int8", "fp32"]),
+    "a folder of tasks without tasks": (["--lm_eval_tasks_path", "x"], ["--lm_eval_tasks_path", "--lm_eval"]),
+    "a folder of tasks that is none": (["--lm_eval", "a", "--lm_eval_tasks_path", "/no/such"], ["/no/such"]),
+    "no task": (["--lm_eval", ","], ["--lm_eval", "no task"]),
+    "fewer than no prompts": (["--divergence_prompts", "-1"], ["-1"]),
+    "a continuation as long as the model": (
+        ["--use_quantization", "--divergence_prompts", "2", "--max_new_tokens", "1024"],
+        ["max_new_tokens", "1024"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(adapter: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, named = BAD[case]
+    try:
+        status = main(command(adapter, *arguments))
+    except SystemExit as exit:  # the parser's own
+        status = exit.code
+    assert status == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in error and [word for word in named if word not in error] == []

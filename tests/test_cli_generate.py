@@ -1,0 +1,176 @@
+"""`npt generate` as a user runs it: text on standard output, everything else beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import npt
+from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.cli import generate as verb
+from npt.cli.main import main
+
+PROMPT = "class Stack:\n    def __init__(self"
+
+
+@pytest.fixture(scope="module")
+def student():
+    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=8, residual="keep"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def adapter(student, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return npt.save_adapter(student[0], tmp_path_factory.mktemp("adapters") / "some")
+
+
+@pytest.fixture
+def written(adapter: Path, student, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """What a call writes to standard output and standard error; `--json` read."""
+
+    def call(*arguments: str, prompt: str | None = PROMPT):
+        given = [] if prompt is None else ["--prompt", prompt]
+        settings = ["--use_quantization", "--max_new_tokens", "20"]
+        assert main(["generate", "--adapter", str(adapter), *settings, *given, *arguments]) == 0
+        out, err = capsys.readouterr()
+        return (json.loads(out) if "--json" in arguments else out), err
+
+    return call
+
+
+def own_text(student, mode: str, limit: int = 20) -> str:
+    model, tokenizer = student
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    with adapter_mode(model, mode):
+        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)
+    return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("mode", [None, "student", "teacher", "floor"])
+def test_standard_output_is_the_prompt_and_the_text(written, student, mode) -> None:
+    out, err = written(*([] if mode is None else ["--mode", mode]))
+    assert out == PROMPT + own_text(student, mode or "student") + "\n"
+    assert f"{mode or 'student'}: 20 tokens" in err and "NF4" in err
+
+
+def test_the_prompt_may_be_piped_in(written, student, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert written(prompt=None)[0] == PROMPT + own_text(student, "student") + "\n"
+
+
+def test_the_json_holds_text_and_settings(written, student) -> None:
+    found, _ = written("--json")
+    assert found["prompt"] == PROMPT and found["student"]["text"] == own_text(student, "student")
+    assert found["student"]["tokens"] == len(found["student"]["ids"]) == 20 and found["student"]["finish"] == "length"
+    assert found["settings"] == {"max_new_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+
+
+def test_drawing_follows_its_seed(written) -> None:
+    drawn = ["--temperature", "1.0", "--json"]
+    one, again, other = (written(*drawn, "--seed", seed)[0]["student"]["ids"] for seed in ("1", "1", "2"))
+    assert one == again != other
+
+
+def test_a_comparison_says_where_the_two_part(written, student) -> None:
+    found, _ = written("--compare", "--json")
+    teacher, own = found["teacher"]["ids"], found["student"]["ids"]
+    position = next(i for i, (a, b) in enumerate(zip(teacher, own, strict=True)) if a != b)
+    tokenizer = student[1]
+    assert found["parts_at"] == position
+    assert found["teacher_token"] == tokenizer.decode([teacher[position]]) != found["student_token"]
+    assert (found["teacher"]["text"], found["student"]["text"]) == (own_text(student, "teacher"), own_text(student, "student"))
+    out, _ = written("--compare")
+    assert f"they part behind {position} tokens" in out and "teacher" in out and "student" in out
+
+
+@pytest.mark.parametrize(("width", "beside"), [(120, True), (80, False)])
+def test_two_texts_stand_beside_or_below_one_another(width, beside, monkeypatch) -> None:
+    out = io.StringIO()
+    verb._print_texts(
+        Console(file=out, width=width, markup=False), "prompt ", {"teacher": ("same ", "left"), "student": ("same ", "right")}
+    )
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert bool([line for line in lines if "prompt same left" in line and "prompt same right" in line]) is beside
+    assert [line for line in lines if "prompt same left" in line] and [line for line in lines if "prompt same right" in line]
+
+
+def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
+    tokenizer = student[1]
+    ids = tuple(tokenizer("naïve é", add_special_tokens=False)["input_ids"])
+    for position in range(len(ids) + 1):
+        common, rest = verb._split(tokenizer, ids, position)
+        assert common + rest == "naïve é" and "�" not in common
+
+
+def test_texts_that_are_the_same_are_said_to_be(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=2, residual="keep"))
+    folder = npt.save_adapter(model, tmp_path / "adapter")
+    arguments = ["generate", "--adapter", str(folder), "--use_quantization", "--prompt", PROMPT, "--max_new_tokens", "4", "--compare"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts_at"] is None and found["teacher"]["ids"] == found["student"]["ids"]
+    assert main(arguments) == 0
+    assert "the two texts are the same" in capsys.readouterr().out
+
+
+def test_assisted_text_is_the_teachers_with_its_acceptance(written, student) -> None:
+    found, _ = written("--assisted", "--json", "--draft_tokens", "3")
+    assert found["assisted"]["text"] == found["teacher"]["text"] == own_text(student, "teacher")
+    figures = found["assisted"]
+    assert figures["same_as_teacher"] is True and 0 < figures["accepted"] <= figures["judged"] <= figures["drafted"]
+    assert figures["acceptance"] == pytest.approx(figures["accepted"] / figures["judged"])
+    assert 0 < figures["expected_acceptance"] <= 1
+    out, err = written("--assisted")
+    assert out == PROMPT + own_text(student, "teacher") + "\n"
+    for part in ("judged drafts accepted", "expected", "token for token", "tokens/s"):
+        assert part in err, part
+
+
+BAD = {
+    "two ways at once": (["--compare", "--assisted"], ["--compare", "--assisted"]),
+    "a mode beside a comparison": (["--compare", "--mode", "teacher"], ["--mode", "--compare"]),
+    "drafts without assistance": (["--draft_tokens", "3"], ["--draft_tokens", "--assisted"]),
+    "a temperature below 0": (["--temperature", "-1"], ["temperature", "-1.0"]),
+    "a share without drawing": (["--top_p", "0.5"], ["top_p", "temperature"]),
+    "a seed beyond 31 bits": (["--temperature", "1", "--seed", "99999999999"], ["seed", "99999999999"]),
+    "no such adapter": (["--adapter", "/no/such/folder"], ["/no/such/folder"]),
+    "more tokens than positions": (["--use_quantization", "--max_new_tokens", "2000"], ["max_new_tokens 2000", "1024"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(adapter: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, named = BAD[case]
+    assert main(["generate", "--adapter", str(adapter), "--prompt", "x", *arguments]) in (2, 5)
+    out, err = capsys.readouterr()
+    error = err.splitlines()[-1]
+    assert not out.strip("x\n") and error.startswith("npt: error: ") and [word for word in named if word not in error] == []
+
+
+def test_no_prompt_at_a_terminal_is_said(adapter: Path, monkeypatch, capsys) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert main(["generate", "--adapter", str(adapter)]) == 2
+    assert "pass --prompt TEXT" in capsys.readouterr().err
+
+
+def test_a_piped_prompt_that_is_no_text_is_said(adapter: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert main(["generate", "--adapter", str(adapter)]) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
