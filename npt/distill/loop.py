@@ -393,15 +393,17 @@ class Loop:
     def _evaluated(self, fidelity: Fidelity) -> None:
         self.last_evaluation = self.steps
         student = fidelity.student.as_dict()
-        self.folder.event("evaluation", step=self.steps, student=student)
+        against = {"unquantized": fidelity.aim.as_dict()} if fidelity.attribution else {}
+        self.folder.event("evaluation", step=self.steps, student=student, **against)
         self.trackers.log({f"eval/{key}": value for key, value in student.items()}, self.steps)
-        self.display.say(f"step {self.steps}: held-out perplexity ratio {student['perplexity_ratio']:.4f}, KL {student['kl']:.4f}")
+        aim = fidelity.aim
+        self.display.say(f"step {self.steps}: held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}")
         self.keep_if_best(fidelity)
 
     def keep_if_best(self, fidelity: Fidelity) -> None:
         """Keep the adapters where these figures of theirs are the best so far, by KL."""
-        if fidelity.student.kl < self.best_kl:  # never where it is NaN
-            self.best_kl = fidelity.student.kl
+        if fidelity.aim.kl < self.best_kl:  # never where it is NaN
+            self.best_kl = fidelity.aim.kl
             self._save_best(fidelity)
 
     def state(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ from npt.distill.transaction import EXACT
 from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
 from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError
+from npt.fidelity.attribution import Reference, refer
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.fidelity.modulation import measure_modulation
 from npt.health.guards import base_fault, require, tensor_fault
@@ -241,6 +242,7 @@ class Trainer:
         self.stages = stages_of(config, self.total_steps)
         self.stop = StopOnSignal()
         self._trained = False
+        self._reference: Reference | None = None  # what a teacher of its own says of the evaluation samples
 
     @property
     def window_size(self) -> int:
@@ -799,7 +801,16 @@ class Trainer:
         return first.batch
 
     def _evaluate(self) -> Fidelity:
-        return evaluate(self.model, self.tokenizer, self.eval_samples, batch_size=self.config.batch_size, between=self.stop.check)
+        if self.teacher is not None and self._reference is None:
+            self._reference = refer(self.teacher, self.eval_samples, batch_size=self.config.batch_size, pad_id=self.pad_id)
+        return evaluate(
+            self.model,
+            self.tokenizer,
+            self.eval_samples,
+            batch_size=self.config.batch_size,
+            unquantized=self._reference,
+            between=self.stop.check,
+        )
 
     def _evaluation_note(self) -> str:
         kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"

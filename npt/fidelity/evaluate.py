@@ -49,6 +49,11 @@ class Fidelity:
     divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
 
+    @property
+    def aim(self) -> Figures:
+        """The student against what it is to be like: the unquantised base where that was measured, else its teacher."""
+        return self.attribution.get("unquantized_to_npt", self.student)
+
     def as_dict(self) -> dict[str, Any]:
         """The content of `fidelity.json`."""
         named = {"teacher": self.teacher, "floor": self.floor, "initial": self.initial, "student": self.student}
