@@ -43,6 +43,9 @@ def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any
     if ranks.size > 1:
         npt.shard_base(model, ranks)
     found: dict[str, Any] = {"hash": npt.base_hash(model) == hash_before}
+    whole: list[int] = []  # layers that are, while one of them computes
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda *_: whole.append(len({name.split(".")[0] for name in whole_weights(model)})))
     batches = [micro_batch(f"good {rank}") for rank in range(2)]
     for rank in [ranks.rank] if ranks.size > 1 else [0, 1]:
         batch = batches[rank]
@@ -56,8 +59,7 @@ def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any
         gradients = {name: p.grad.numpy().copy() for name, p in adapter_parameters(model).items()}
         found[f"rank {rank}"] = {"student": student.numpy(), "teacher": teacher.numpy(), "loss": sums.loss.numpy(), **gradients}
     found["figures"] = npt.evaluate(model, NoTokenizer(), [{"input_ids": list(range(5, 15))}, {"input_ids": [9, 8, 7]}]).as_dict()
-    found["whole"] = whole_weights(model)
-    return found
+    return found | {"whole": whole_weights(model), "most": max(whole)}
 
 
 def in_any_order(ranks: Ranks, base: str) -> list[bool]:
