@@ -566,9 +566,7 @@ class Trainer:
         started = time.perf_counter()
         try:
             try:
-                # Events that nothing names a device for are made on the current one: it has to be that of the window's record.
-                home = next(iter(adapter_parameters(self.model).values()))
-                with torch.cuda.device_of(home), contextlib.closing(self._windows()) as windows:
+                with contextlib.closing(self._windows()) as windows:
                     loop.run(windows)
             except BaseException as error:
                 self._rescue(folder, loop, error)

@@ -635,5 +635,5 @@ def _to_host(record: Tensor) -> tuple[Tensor, Any]:
     pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
     pinned.copy_(record, non_blocking=True)
     arrived = torch.cuda.Event()
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(record.device))  # the current device may be another one
     return pinned, arrived

@@ -96,8 +96,10 @@ def divergence_line(d: Divergence) -> str:
 
 def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
     trained = fidelity.initial is not None
+    # Where attention stays in the residual stream, what is left without modulation is the teacher itself.
+    floor = "floor (adapters off)" if fidelity.floor.kl == 0 else "floor (attention dropped)"
     named: Sequence[tuple[str, str, Figures | None]] = (
-        ("floor (attention dropped)", "floor", fidelity.floor),
+        (floor, "floor", fidelity.floor),
         ("student before training", "before", fidelity.initial),
         ("student after training" if trained else "student", "student", fidelity.student),
         ("teacher (the base)", "teacher", fidelity.teacher),
