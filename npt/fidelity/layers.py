@@ -55,11 +55,12 @@ class BatchErrors:
     def _watch_teacher(self, index: int, layer: Any, stack: ExitStack) -> None:
         attention: list[Tensor] = []
 
-        def forced(_module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def forced(_module: Any, args: tuple[Tensor, ...], named: dict[str, Any], output: Tensor) -> None:
             t = self._targets[index] = self._rows(output)
             if not isinstance(layer, NPTLayer):
                 return
-            h, a = self._rows(inputs[0]).to(t.device), self._rows(attention.pop())
+            hidden = args[0] if args else named["hidden_states"]
+            h, a = self._rows(hidden).to(t.device), self._rows(attention.pop())
             try:
                 with whole(layer):
                     for mode in COMPARED:
@@ -70,7 +71,7 @@ class BatchErrors:
 
         if isinstance(layer, NPTLayer):
             stack.callback(layer.self_attn.register_forward_hook(lambda _module, _inputs, output: attention.append(output[0])).remove)
-        stack.callback(layer.register_forward_hook(forced).remove)
+        stack.callback(layer.register_forward_hook(forced, with_kwargs=True).remove)
 
     def _watch_stream(self, index: int, layer: Any, mode: Mode, stack: ExitStack) -> None:
         def compare(_module: Any, _inputs: Any, output: Tensor) -> None:

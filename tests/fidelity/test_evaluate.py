@@ -19,7 +19,7 @@ from npt.config import NPTConfig
 from npt.data.batch import collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
-from npt.errors import DataError, ModelError
+from npt.errors import DataError, ModelError, NumericalError
 from npt.fidelity import evaluate as evaluate_module
 from npt.fidelity import layers as layers_module
 from npt.fidelity.evaluate import Fidelity, evaluate
@@ -195,6 +195,31 @@ def test_the_first_converted_layer_is_fed_the_same_either_way(student, tokenizer
     for mode in ("floor", "student"):
         # The layer computes from gathered rows in the one case and from padded ones in the other: sums in another order.
         assert first[f"free_running_{mode}"] == pytest.approx(first[f"nmse_{mode}"], rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_student_is_reported_as_broken_and_nobody_else(load_model, tokenizer, value) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    before = evaluate(model, tokenizer, samples())
+    with torch.no_grad():
+        model.model.layers[1].npt.A[0, 0] = value
+    found = evaluate(model, tokenizer, samples())
+    assert (found.teacher, found.floor) == (before.teacher, before.floor)
+    assert all(math.isnan(figure) for key, figure in found.student.as_dict().items() if key != "tokens")
+    assert math.isnan(found.layers[1]["nmse_student"]) and math.isnan(found.layers[3]["free_running_student"])
+    assert found.layers[3]["nmse_student"] == before.layers[3]["nmse_student"]  # fed the teacher's states, it is whole
+    assert found.layers[1]["nmse_floor"] == before.layers[1]["nmse_floor"]
+    with pytest.raises(NumericalError, match="not finite"):
+        evaluate(model, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4)
+
+
+def test_a_base_in_sixteen_bits_is_measured_in_thirty_two(load_model, tokenizer) -> None:
+    model = load_model(None, use_fp16=True)
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    found = evaluate(model, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4)
+    assert found.teacher.kl == 0.0 < found.student.kl < math.inf
+    assert all(math.isfinite(value) for layer in found.layers.values() for value in layer.values())
 
 
 def test_a_batch_takes_three_passes_of_the_model_and_three_of_its_head(student, tokenizer) -> None:
