@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached
 from npt.config import NPTConfig
@@ -29,7 +29,7 @@ CARD_NAME = "README.md"
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
 
 
-def save_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_name: str | None = None, base_hash: str | None = None) -> Path:
+def save_adapter(model: PreTrainedModel, folder: str | Path, *, base_name: str | None = None, base_hash: str | None = None) -> Path:
     """Write the attached adapters to `folder`, all or nothing.
 
     Args:
@@ -67,7 +67,7 @@ def save_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_name: str 
     return folder
 
 
-def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True) -> NPTConfig:
+def load_adapter(model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True) -> NPTConfig:
     """Attach the adapters saved in `folder`. A refused folder leaves the model as it was.
 
     Args:
@@ -91,7 +91,7 @@ def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str 
 
 
 def read_adapter(
-    model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
+    model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
     """The configuration and tensors saved in `folder`, once all is found to fit the model, which is not changed.
 
@@ -125,7 +125,7 @@ def read_adapter(
     return config, _read_tensors(folder / WEIGHTS_NAME, shapes)
 
 
-def adapter_hash(model: LlamaForCausalLM) -> str:
+def adapter_hash(model: PreTrainedModel) -> str:
     """sha256 over the attached adapters' tensors and configuration: two students of one base with the same hash are the same.
 
     Raises:

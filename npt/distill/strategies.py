@@ -105,9 +105,9 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBa
         hidden = stream.hidden
         for layer in decoder_layers(model)[: last + 1]:
             if not isinstance(layer, NPTLayer):
-                hidden = stream.clean(layer(hidden, **stream.context))
+                hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
                 continue
-            attention = stream.rows(attention_output(layer, hidden, **stream.context))
+            attention = stream.rows(attention_output(layer, hidden, **stream.context_of(layer)))
             with torch.enable_grad():
                 h = stream.rows(hidden)
                 teacher, student, terms = stacked_outputs(layer, h, attention)
@@ -152,9 +152,9 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> Mi
         for index in range(first, depth):
             layer = layers[index]
             if not isinstance(layer, NPTLayer):
-                hidden = stream.clean(layer(hidden, **stream.context))
+                hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
                 continue
-            attention = attention_output(layer, hidden, **stream.context)
+            attention = attention_output(layer, hidden, **stream.context_of(layer))
             student, terms = student_output(layer, stream.rows(hidden), stream.rows(attention))
             h = stream.rows(inputs.pop(index)) if inputs else None
             distance, nmse = _layer_loss(config, batch, student, stream.rows(targets.pop(index)), h)
@@ -192,7 +192,7 @@ def _logit_loss(config: TrainConfig, model: LlamaForCausalLM, batch: Batch, hidd
 
 def _run(stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop: int) -> Tensor:
     for layer in layers[start:stop]:
-        hidden = stream.clean(layer(hidden, **stream.context))
+        hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
     return hidden
 
 

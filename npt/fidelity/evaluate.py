@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config, decoder_layers
@@ -64,7 +64,7 @@ class Fidelity:
 
 
 def evaluate(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Any,
     data: Iterable[Record] | Sequence[Sample],
     *,
@@ -139,7 +139,7 @@ def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: 
     return samples
 
 
-def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor]]) -> None:
+def _compare(model: PreTrainedModel, batch: Batch, sums: dict[Mode, list[Tensor]]) -> None:
     """Add the per-sample sums of one batch. The model's own forward is used: what a user gets is what is measured."""
     targets = batch.labels[:, 1:]
     predicted = (targets != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
@@ -158,16 +158,16 @@ def _compare(model: LlamaForCausalLM, batch: Batch, sums: dict[Mode, list[Tensor
         parts.append(per_sample_sums(per_token, rows, len(targets)))
 
 
-def _compare_layers(model: LlamaForCausalLM, batch: Batch, sums: dict[int, dict[Mode, Tensor]]) -> None:
+def _compare_layers(model: PreTrainedModel, batch: Batch, sums: dict[int, dict[Mode, Tensor]]) -> None:
     """Add each converted layer's NMSE, floor and student, with the teacher's h as its input."""
     with adapter_mode(model, "teacher"):
         stream = open_stream(model, batch)
         hidden = stream.hidden
         for index, layer in enumerate(decoder_layers(model)):
-            output = stream.clean(layer(hidden, **stream.context))
+            output = stream.clean(layer(hidden, **stream.context_of(layer)))
             if isinstance(layer, NPTLayer):
                 h = stream.rows(hidden)
-                a = stream.rows(attention_output(layer, hidden, **stream.context))
+                a = stream.rows(attention_output(layer, hidden, **stream.context_of(layer)))
                 t = stream.rows(output)
                 for mode in ("floor", "student"):
                     layer.npt.mode = mode

@@ -1,4 +1,4 @@
-"""`load_base`: a frozen Llama and its tokenizer, quantised or not, computing in the dtype the policy asks for."""
+"""`load_base`: a frozen base model and its tokenizer, quantised or not, computing in the dtype the policy asks for."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from npt.config import QUANT_TYPES
 from npt.errors import ConfigError, ModelError
+from npt.quant.families import check_family
 from npt.quant.linear import quantized_linears
 from npt.quant.precision import audit_precision, enforce_fp32, quantization_of
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
-MODEL_TYPES = ("llama",)
 
 # Entries of a model's configuration that change its outputs at equal weights.
 _COMPUTING = (
@@ -35,6 +35,9 @@ _COMPUTING = (
     "rope_scaling",
     "max_position_embeddings",
 )
+
+# Likewise, of some families only: left out where a family has no such setting, so that a base's hash does not change with this list.
+_COMPUTING_IN_SOME = ("sliding_window", "layer_types", "no_rope_layers")
 
 
 # Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes whatever is piped in for the answer.
@@ -63,7 +66,7 @@ def load_base(
 
     Raises:
         ConfigError: unknown quantisation.
-        ModelError: no such model, not a Llama, or weights missing or unreadable.
+        ModelError: no such model, of no known family, or weights missing or unreadable.
         PrecisionError: a module would compute in another dtype.
     """
     if quantization is not None and quantization not in QUANT_TYPES:
@@ -111,12 +114,12 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
     """The configuration of a base model, without its weights.
 
     Raises:
-        ModelError: no such model, or not a Llama.
+        ModelError: no such model, or of no known family.
     """
     source = _locate(name)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
-    if config.model_type not in MODEL_TYPES:
-        raise ModelError(f"{name} is a {config.model_type!r} model; only {', '.join(MODEL_TYPES)} models can be converted")
+    with _Quiet():
+        check_family(name, config)
     return config
 
 
@@ -130,14 +133,16 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
 
 
-def base_hash(model: LlamaForCausalLM) -> str:
+def base_hash(model: PreTrainedModel) -> str:
     """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters not, and over the settings
     that decide what is computed with them.
 
     Two models with the same hash compute the same; an adapter belongs to the hash it was trained on.
     """
     settings = model.config.to_dict()
-    digest = hashlib.sha256(json.dumps({key: settings.get(key) for key in _COMPUTING}, sort_keys=True, default=str).encode())
+    computing = {key: settings.get(key) for key in _COMPUTING}
+    computing |= {key: settings[key] for key in _COMPUTING_IN_SOME if settings.get(key) is not None}
+    digest = hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode())
     seen: dict[int, str] = {}
     for key, tensor in sorted(model.state_dict().items()):
         if ".npt." in key:
@@ -151,7 +156,7 @@ def base_hash(model: LlamaForCausalLM) -> str:
     return digest.hexdigest()
 
 
-def _check_complete(name: str, model: LlamaForCausalLM, report: dict[str, Any]) -> None:
+def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Refuse a model of which a weight is missing or has another shape than its configuration says."""
     absent = sorted(report["missing_keys"])
     if absent:
