@@ -12,7 +12,10 @@ from npt.version import __version__
 
 if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach
+    from npt.adapters.consolidate import consolidate, consolidated, consolidation_disabled, unconsolidate, update_from
+    from npt.adapters.consolidated_files import load_consolidated, save_consolidated
     from npt.adapters.io import load_adapter, save_adapter
+    from npt.adapters.token_modulation import modulation_of
     from npt.config import DataConfig, NPTConfig, TrainConfig
     from npt.distill.trainer import Trainer, TrainResult
     from npt.errors import NPTError
@@ -35,12 +38,20 @@ _HOME = {
     "adapters_disabled": "npt.adapters.attach",
     "attach": "npt.adapters.attach",
     "base_hash": "npt.quant.load",
+    "consolidate": "npt.adapters.consolidate",
+    "consolidated": "npt.adapters.consolidate",
+    "consolidation_disabled": "npt.adapters.consolidate",
     "detach": "npt.adapters.attach",
     "evaluate": "npt.fidelity.evaluate",
     "load_adapter": "npt.adapters.io",
     "load_base": "npt.quant.load",
+    "load_consolidated": "npt.adapters.consolidated_files",
+    "modulation_of": "npt.adapters.token_modulation",
     "save_adapter": "npt.adapters.io",
+    "save_consolidated": "npt.adapters.consolidated_files",
     "trace": "npt.health.trace",
+    "unconsolidate": "npt.adapters.consolidate",
+    "update_from": "npt.adapters.consolidate",
 }
 
 __all__ = [
@@ -58,12 +69,20 @@ __all__ = [
     "adapters_disabled",
     "attach",
     "base_hash",
+    "consolidate",
+    "consolidated",
+    "consolidation_disabled",
     "detach",
     "evaluate",
     "load_adapter",
     "load_base",
+    "load_consolidated",
+    "modulation_of",
     "save_adapter",
+    "save_consolidated",
     "trace",
+    "unconsolidate",
+    "update_from",
 ]
 
 

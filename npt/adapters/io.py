@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached
+from npt.adapters.consolidate import consolidate, consolidated
+from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME, read_consolidated, write_consolidated
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
@@ -26,11 +28,12 @@ from npt.stored import check_names, described, read_headers, read_json, read_ten
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
+_FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path, *, base_name: str | None = None, base_hash: str | None = None) -> Path:
-    """Write the attached adapters to `folder`, all or nothing.
+    """Write the attached adapters to `folder`, and with them the updates that were consolidated, all or nothing.
 
     Args:
         model: with adapters attached.
@@ -53,22 +56,26 @@ def save_adapter(model: PreTrainedModel, folder: str | Path, *, base_name: str |
     folder = Path(folder)
     _check_replaceable(folder)
     base_name = base_name if base_name is not None else getattr(model.config, "_name_or_path", "") or "unknown"
+    base_hash = base_hash if base_hash is not None else hash_of(model)
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "base_hash": base_hash if base_hash is not None else hash_of(model),
+        "base_hash": base_hash,
         "npt": asdict(config),
     }
     with new_folder(folder) as temporary:
         save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(temporary / CONFIG_NAME, record)
         write_text(temporary / CARD_NAME, _card(record))
+        if consolidated(model):
+            write_consolidated(model, temporary, base_hash)
     return folder
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True) -> NPTConfig:
-    """Attach the adapters saved in `folder`. A refused folder leaves the model as it was.
+    """Attach the adapters saved in `folder`, and consolidate the updates that stand beside them. A refused folder leaves the model as it
+    was.
 
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are overwritten.
@@ -80,13 +87,21 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, base_hash: str |
     Raises:
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not fp32 or not finite, or
             the base differs.
+        ModelError: the folder holds updates, and the model has some already.
     """
+    folder = Path(folder)
+    if base_hash is None and check_base:
+        base_hash = hash_of(model)
     config, tensors = read_adapter(model, folder, base_hash=base_hash, check_base=check_base)
+    with_updates = (folder / HISTORY_NAME).exists()
+    updates = read_consolidated(model, folder, base_hash=base_hash, check_base=check_base) if with_updates else ()
     if not is_attached(model):
         attach(model, config)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(tensors[name])
+    for update in updates:
+        consolidate(model, update)
     return config
 
 
@@ -126,7 +141,8 @@ def read_adapter(
 
 
 def adapter_hash(model: PreTrainedModel) -> str:
-    """sha256 over the attached adapters' tensors and configuration: two students of one base with the same hash are the same.
+    """sha256 over the attached adapters' tensors and configuration and over consolidated updates: two students of one base with the
+    same hash are the same.
 
     Raises:
         ModelError: no adapters are attached.
@@ -135,6 +151,11 @@ def adapter_hash(model: PreTrainedModel) -> str:
     for name, parameter in adapter_parameters(model).items():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)};".encode())
         digest.update(parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for update in consolidated(model):
+        for place, rows in update.rows.items():
+            digest.update(f"{place};".encode())
+            for part in rows:
+                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -142,7 +163,7 @@ def _check_replaceable(folder: Path) -> None:
     """Refuse to save over anything but an NPT adapter alone in its folder."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    other = sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)) if folder.is_dir() else []
+    other = sorted(p.name for p in folder.iterdir() if p.name not in _FILES) if folder.is_dir() else []
     try:
         read_adapter_config(folder)
     except AdapterFileError:

@@ -134,10 +134,10 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
 
 
 def base_hash(model: PreTrainedModel) -> str:
-    """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters not, and over the settings
-    that decide what is computed with them.
+    """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters and consolidated updates not, and over
+    the settings that decide what is computed with them.
 
-    Two models with the same hash compute the same; an adapter belongs to the hash it was trained on.
+    Two models with the same hash and nothing on top of it compute the same; an adapter belongs to the hash it was trained on.
     """
     settings = model.config.to_dict()
     computing = {key: settings.get(key) for key in _COMPUTING}
