@@ -48,7 +48,9 @@ def consolidate(given: dict[str, Any]) -> int:
     token = token_index(as_row(model, list(ids)), given["token"])
     have = resolve_layers(config.layers, model.config.num_hidden_layers)
     layers = have if given["layers"] is None else resolve_layers(given["layers"], model.config.num_hidden_layers)
-    targets = config.targets if given["targets"] is None else tuple(t.strip() for t in given["targets"].split(","))
+    # At the same cost the additions to the residual stream alone recall most; a search begins from everything there is.
+    usual = config.targets if given["search"] or "down" not in config.targets else ("down",)
+    targets = usual if given["targets"] is None else tuple(t.strip() for t in given["targets"].split(","))
     update_from(modulation_of(model, ids, token), given["alpha"], layers=layers, targets=targets)  # what cannot work is said at once
     own = own_heldout(data)
     records = own if own is not None else open_source(data)
@@ -104,7 +106,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="held-out divergence that may come of it, nats per token; alpha is lowered to keep it (default: 0.01; inf: no bound)",
     )
     parser.add_argument("--layers", help="of the adapter's layers, those that are changed (default: all of them)")
-    parser.add_argument("--targets", help=f"of the adapter's targets {','.join(TARGETS)}, those that are changed (default: all of them)")
+    parser.add_argument(
+        "--targets", help=f"of the adapter's targets {','.join(TARGETS)}, those that are changed (default: down where it is one)"
+    )
     parser.add_argument("--search", action="store_true", help="try other targets, tokens and layers at the same cost, and take the best")
     parser.add_argument("--undo", action="store_true", help="take the adapter's last update back instead")
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")

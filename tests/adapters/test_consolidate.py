@@ -106,12 +106,14 @@ def test_updates_stack_and_come_off_in_reverse_leaving_the_bits_before_them(stac
         npt.consolidate(model, first(model, alpha, token, targets=("gate", "down") if token % 2 else None))
         states.append(logits(model))
     gate = product_of(model.model.layers[1], "gate")
-    y = torch.randn(3, gate.out_features)
+    plain_product = torch.randn(3, gate.out_features)
+    y = plain_product
     for update in npt.consolidated(model):
         y_scale, y_bias = update.rows[1, "gate"]
         y = y_scale * y + y_bias
     scale, bias = rows_of(gate)
     assert (scale > 0).all() and len(npt.consolidated(model)) == len(alphas)
+    assert_close(scale * plain_product + bias, y, rtol=1e-5, atol=1e-5)  # fp32, multiplied out in another order
     undone = min(undone, len(alphas))
     taken = npt.unconsolidate(model, undone)
     assert len(taken) == undone
