@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from npt.adapters.consolidate import consolidate, consolidated, consolidation_disabled, unconsolidate, update_from
     from npt.adapters.consolidated_files import load_consolidated, save_consolidated
     from npt.adapters.io import load_adapter, save_adapter
+    from npt.adapters.peft_shim import register_peft
+    from npt.adapters.push import push_to_hub
     from npt.adapters.token_modulation import modulation_of
+    from npt.adapters.transplant import transplant, transplanted
     from npt.config import DataConfig, NPTConfig, TrainConfig
     from npt.distill.trainer import Trainer, TrainResult
     from npt.errors import NPTError
@@ -47,9 +50,13 @@ _HOME = {
     "load_base": "npt.quant.load",
     "load_consolidated": "npt.adapters.consolidated_files",
     "modulation_of": "npt.adapters.token_modulation",
+    "push_to_hub": "npt.adapters.push",
+    "register_peft": "npt.adapters.peft_shim",
     "save_adapter": "npt.adapters.io",
     "save_consolidated": "npt.adapters.consolidated_files",
     "trace": "npt.health.trace",
+    "transplant": "npt.adapters.transplant",
+    "transplanted": "npt.adapters.transplant",
     "unconsolidate": "npt.adapters.consolidate",
     "update_from": "npt.adapters.consolidate",
 }
@@ -78,9 +85,13 @@ __all__ = [
     "load_base",
     "load_consolidated",
     "modulation_of",
+    "push_to_hub",
+    "register_peft",
     "save_adapter",
     "save_consolidated",
     "trace",
+    "transplant",
+    "transplanted",
     "unconsolidate",
     "update_from",
 ]

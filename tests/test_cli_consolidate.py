@@ -8,7 +8,6 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
-from npt.data.builtin import builtin_files
 
 
 @pytest.fixture
@@ -112,7 +111,6 @@ def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(call, tmp_p
 @pytest.mark.slow
 def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(tmp_path, capsys):
     """Both streams of a briefly trained student: log-probability up, held-out KL under 0.01, for facts of several kinds."""
-    assert builtin_files()
     run = ["--model_name", "tiny", "--use_quantization", "--adapter_rank", "32", "--additive_scale", "1.0", "--learning_rate", "0.01"]
     steps = ["--max_steps", "80", "--warmup_steps", "5", "--batch_size", "4", "--max_length", "128", "--eval_samples", "2"]
     assert main(["pretrain", *run, *steps, "--output_dir", str(tmp_path / "run")]) == 0

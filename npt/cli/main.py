@@ -8,12 +8,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from npt.cli import collect, consolidate, doctor, evaluate, pretrain, replay, trace
+from npt.cli import collect, consolidate, doctor, evaluate, pretrain, push, replay, trace, transplant
 from npt.errors import NPTError, StoppedError
 from npt.flags import OneLineParser
 from npt.version import __version__
 
-VERBS = (pretrain, evaluate, trace, replay, doctor, collect, consolidate)
+VERBS = (pretrain, evaluate, trace, replay, doctor, collect, consolidate, transplant, push)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
