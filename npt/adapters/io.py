@@ -257,7 +257,12 @@ Per-token modulation of the MLP by attention, distilled from the base model itse
 Load it with
 
     model, tokenizer = npt.load_base(BASE, quantization=...)
-    npt.load_adapter(model, FOLDER)
+    npt.load_adapter(model, FOLDER)  # or USER/NAME on the hub
+
+or, where PEFT is what is spoken, with
+
+    npt.register_peft()
+    model = peft.PeftModel.from_pretrained(model, FOLDER)
 """
 
 

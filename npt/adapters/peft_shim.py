@@ -31,13 +31,17 @@ def register_peft() -> None:
         ModelError: PEFT is not installed, or knows another method of this name.
     """
     try:
-        from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+        import peft
         from peft.config import PeftConfig
         from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-        from peft.tuners.tuners_utils import BaseTuner
+        from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     except ImportError as error:
         raise ModelError(f"PEFT cannot be imported ({error}); install it with pip install 'npt[peft]'") from error
-    known = PEFT_TYPE_TO_TUNER_MAPPING.get(PEFT_TYPE)
+    # Keyed by a plain string: PEFT's keys are strings as well, members of its enumeration.
+    configs: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING
+    tuners: Any = peft.PEFT_TYPE_TO_TUNER_MAPPING
+    prefixes: Any = PEFT_TYPE_TO_PREFIX_MAPPING
+    known = tuners.get(PEFT_TYPE)
     if known is not None:
         if getattr(known, "made_by", None) != __name__:
             raise ModelError(f"PEFT knows a method {PEFT_TYPE!r} already, {known.__module__}.{known.__name__}; nothing is registered")
@@ -54,6 +58,16 @@ def register_peft() -> None:
             super().__post_init__()
             self.peft_type = PEFT_TYPE
 
+    class NPTSwitch(nn.Module, BaseTunerLayer):
+        """What PEFT looks for in a model to see which adapters it has and whether they are on."""
+
+        adapter_layer_names = ("adapters",)
+
+        def __init__(self, adapter_name: str):
+            super().__init__()
+            self.adapters = nn.ModuleDict({adapter_name: nn.Identity()})
+            self._active_adapter = adapter_name
+
     class NPTTuner(BaseTuner):
         """A model with NPT adapters attached, as PEFT wants to see it."""
 
@@ -68,6 +82,7 @@ def register_peft() -> None:
             self.targeted_module_names: list[str] = []
             self.targeted_parameter_names: list[str] = []
             self.inject_adapter(model, adapter_name)
+            self.switch = NPTSwitch(adapter_name)
 
         def inject_adapter(self, model: Any, adapter_name: str, *_: Any, **__: Any) -> None:
             if len(self.peft_config) > 1:
@@ -97,6 +112,7 @@ def register_peft() -> None:
             self._switch("student")
 
         def _switch(self, mode: Any) -> None:
+            self.switch._disable_adapters = mode == "teacher"
             for _, layer in npt_layers(self.model):
                 layer.npt.mode = mode
 
@@ -151,7 +167,8 @@ def register_peft() -> None:
             return state_dict
 
         # What PEFT's own tuners replace modules by has no place here.
-        def _check_target_module_exists(self, *_: Any) -> bool:
+        @staticmethod
+        def _check_target_module_exists(peft_config: Any, key: str) -> bool:
             return False
 
         def _create_and_replace(self, *_: Any, **__: Any) -> None:
@@ -163,7 +180,4 @@ def register_peft() -> None:
         def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
             return peft_config
 
-    # Keyed by a plain string: PEFT's keys are strings as well, members of its enumeration.
-    mappings: tuple[Any, Any, Any] = (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING)
-    for mapping, entry in zip(mappings, (NPTPeftConfig, NPTTuner, NPTTuner.prefix), strict=True):
-        mapping[PEFT_TYPE] = entry
+    configs[PEFT_TYPE], tuners[PEFT_TYPE], prefixes[PEFT_TYPE] = NPTPeftConfig, NPTTuner, NPTTuner.prefix
