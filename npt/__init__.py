@@ -12,7 +12,13 @@ from npt.version import __version__
 
 if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach
+    from npt.adapters.consolidate import consolidate, consolidated, consolidation_disabled, unconsolidate, update_from
+    from npt.adapters.consolidated_files import load_consolidated, save_consolidated
     from npt.adapters.io import load_adapter, save_adapter
+    from npt.adapters.peft_shim import register_peft
+    from npt.adapters.push import push_to_hub
+    from npt.adapters.token_modulation import modulation_of
+    from npt.adapters.transplant import transplant, transplanted
     from npt.config import DataConfig, NPTConfig, TrainConfig
     from npt.distill.sharded import shard_base
     from npt.distill.trainer import Trainer, TrainResult
@@ -37,16 +43,28 @@ _HOME = {
     "adapters_disabled": "npt.adapters.attach",
     "attach": "npt.adapters.attach",
     "base_hash": "npt.quant.load",
+    "consolidate": "npt.adapters.consolidate",
+    "consolidated": "npt.adapters.consolidate",
+    "consolidation_disabled": "npt.adapters.consolidate",
     "detach": "npt.adapters.attach",
     "evaluate": "npt.fidelity.evaluate",
     "load_adapter": "npt.adapters.io",
     "load_base": "npt.quant.load",
+    "load_consolidated": "npt.adapters.consolidated_files",
     "load_teacher": "npt.quant.load",
+    "modulation_of": "npt.adapters.token_modulation",
+    "push_to_hub": "npt.adapters.push",
+    "register_peft": "npt.adapters.peft_shim",
     "save_adapter": "npt.adapters.io",
+    "save_consolidated": "npt.adapters.consolidated_files",
     "shard_base": "npt.distill.sharded",
     "student_view": "npt.generation.view",
     "teacher_view": "npt.generation.view",
     "trace": "npt.health.trace",
+    "transplant": "npt.adapters.transplant",
+    "transplanted": "npt.adapters.transplant",
+    "unconsolidate": "npt.adapters.consolidate",
+    "update_from": "npt.adapters.consolidate",
 }
 
 __all__ = [
@@ -64,16 +82,28 @@ __all__ = [
     "adapters_disabled",
     "attach",
     "base_hash",
+    "consolidate",
+    "consolidated",
+    "consolidation_disabled",
     "detach",
     "evaluate",
     "load_adapter",
     "load_base",
+    "load_consolidated",
     "load_teacher",
+    "modulation_of",
+    "push_to_hub",
+    "register_peft",
     "save_adapter",
+    "save_consolidated",
     "shard_base",
     "student_view",
     "teacher_view",
     "trace",
+    "transplant",
+    "transplanted",
+    "unconsolidate",
+    "update_from",
 ]
 
 

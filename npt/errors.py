@@ -39,6 +39,10 @@ class AdapterFileError(NPTError, ValueError):
     exit_status = 5
 
 
+class HubError(NPTError, OSError):
+    """A model hub that cannot be reached, or that refuses what was asked of it."""
+
+
 class BundleError(NPTError, ValueError):
     """A post-mortem bundle that cannot be replayed: its files, or the base it is to be replayed on."""
 

@@ -22,7 +22,8 @@ class NPTAdapter(nn.Module):
     """Low-rank modulation of a layer's MLP products by its attention output.
 
     Parameters, all fp32: `A` [R, D]; `B[target]` and `M[target]` [O, R], with O = F for gate and up, D for down. `observer`, where
-    one is set, is shown the stages of each pass as they are computed, from `h` to `o`.
+    one is set, is shown the stages of each pass as they are computed, from `h` to `o`. `recode`, where one is set, puts other codes in the
+    place of the tokens' own (npt/adapters/transplant.py).
 
     Args:
         config: form and size.
@@ -36,6 +37,7 @@ class NPTAdapter(nn.Module):
         self.config = config
         self.mode: Mode = "student"
         self.observer: Observer | None = None
+        self.recode: Callable[[Tensor], Tensor] | None = None
         widths = {"gate": ffn_size, "up": ffn_size, "down": hidden_size}
         # With the attention residual kept, the student has to equal its base at the start, so nothing may be added.
         std_b = 0.0 if config.residual == "keep" else config.init_std_b
@@ -57,7 +59,8 @@ class NPTAdapter(nn.Module):
     def code(self, attention: Tensor) -> Tensor:
         """z = A a: [..., D] -> [..., R], fp32 whatever the base computes in and whatever autocast a caller has on."""
         with torch.autocast(attention.device.type, enabled=False):
-            return nn.functional.linear(attention.to(self.A.dtype), self.A)
+            z = nn.functional.linear(attention.to(self.A.dtype), self.A)
+        return z if self.recode is None else self.recode(z)
 
     def apply_to(self, target: str, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Modulate one product; a target that is not modulated comes back as it is.

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from npt.adapters.adapter import Mode, NPTAdapter
-from npt.adapters.layer import FAMILIES, NPTLayer, device_of
+from npt.adapters.layer import NPT_FORMS, NPTLayer, device_of
 from npt.config import NPTConfig
 from npt.errors import ConfigError, ModelError
+from npt.quant.families import MODEL_PARTS, check_layer, missing_parts
 
 _STATE = "_npt_state"
 
@@ -47,7 +48,7 @@ class _State:
     trainable_before: frozenset[str]
 
 
-def decoder_layers(model: LlamaForCausalLM) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a causal language model.
 
     Raises:
@@ -55,12 +56,12 @@ def decoder_layers(model: LlamaForCausalLM) -> nn.ModuleList:
     """
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise ModelError(f"{type(model).__name__} has no decoder layers at model.layers; load a Llama for causal language modelling")
-    known = tuple(FAMILIES)
+        raise ModelError(
+            f"{type(model).__name__} has no decoder layers at model.layers; load a Llama or the like for causal language modelling"
+        )
     for index, layer in enumerate(layers):
-        if not isinstance(layer, known):
-            names = ", ".join(c.__name__ for c in known)
-            raise ModelError(f"layer {index} is a {type(layer).__name__}; only {names} can be converted")
+        if not isinstance(layer, tuple(NPT_FORMS)):
+            check_layer(index, layer)
     return layers
 
 
@@ -131,13 +132,13 @@ def format_layers(layers: tuple[int, ...]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def attach(model: LlamaForCausalLM, config: NPTConfig | None = None, *, seed: int = 0) -> AttachReport:
+def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int = 0) -> AttachReport:
     """Convert the chosen layers of `model` in place and freeze everything but their adapters.
 
     All is checked before the first layer is touched, so a refused call changes nothing.
 
     Args:
-        model: a Llama for causal language modelling, quantised or not.
+        model: a causal language model of a known family, quantised or not.
         config: the adapters' form; default `NPTConfig()`.
         seed: fixes the random start, independently of any other random state.
 
@@ -149,7 +150,12 @@ def attach(model: LlamaForCausalLM, config: NPTConfig | None = None, *, seed: in
     if is_attached(model):
         raise ModelError("the model has NPT adapters already; call npt.detach(model) first")
     layers = decoder_layers(model)
+    missing = missing_parts(model, MODEL_PARTS)
+    if missing:
+        raise ModelError(f"{type(model).__name__} has no {', '.join(missing)}; load it for causal language modelling")
     chosen = check_fit(config, model.config)
+    for index in chosen:
+        check_layer(index, layers[index])
     _check_forwards(layers)
     hidden_size, ffn_size = model.config.hidden_size, model.config.intermediate_size
     adapters = {
@@ -163,13 +169,13 @@ def attach(model: LlamaForCausalLM, config: NPTConfig | None = None, *, seed: in
         layer: Any = layers[index]
         adapter.to(device_of(layer))
         layer.npt = adapter
-        _become(layer, FAMILIES[type(layer)])
+        _become(layer, NPT_FORMS[type(layer)])
     setattr(model, _STATE, _State(config, chosen, trainable_before))
     trainable = sum(p.numel() for p in adapter_parameters(model).values())
     return AttachReport(chosen, len(layers), trainable, base_parameters)
 
 
-def detach(model: LlamaForCausalLM) -> None:
+def detach(model: PreTrainedModel) -> None:
     """Give the base model back as it was before `attach`: classes, parameters, `requires_grad`. Without adapters: nothing.
 
     Raises:
@@ -178,7 +184,7 @@ def detach(model: LlamaForCausalLM) -> None:
     if not is_attached(model):
         return
     state: _State = getattr(model, _STATE)
-    back = {npt_class: base_class for base_class, npt_class in FAMILIES.items()}
+    back = {npt_class: base_class for base_class, npt_class in NPT_FORMS.items()}
     for index, layer in npt_layers(model):
         if type(layer) not in back:
             raise ModelError(f"layer {index} has become a {type(layer).__name__} and cannot be given back; load the base again")
@@ -211,11 +217,11 @@ def _check_forwards(layers: nn.ModuleList) -> None:
             )
 
 
-def is_attached(model: LlamaForCausalLM) -> bool:
+def is_attached(model: PreTrainedModel) -> bool:
     return hasattr(model, _STATE)
 
 
-def attached_config(model: LlamaForCausalLM) -> NPTConfig:
+def attached_config(model: PreTrainedModel) -> NPTConfig:
     """The configuration that `attach` was given.
 
     Raises:
@@ -226,12 +232,12 @@ def attached_config(model: LlamaForCausalLM) -> NPTConfig:
     return getattr(model, _STATE).config
 
 
-def npt_layers(model: LlamaForCausalLM) -> list[tuple[int, NPTLayer]]:
+def npt_layers(model: PreTrainedModel) -> list[tuple[int, NPTLayer]]:
     """(index, layer) of the converted layers, in order of depth."""
     return [(index, layer) for index, layer in enumerate(decoder_layers(model)) if isinstance(layer, NPTLayer)]
 
 
-def adapter_parameters(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:
+def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The trainable parameters by their full name in the model, in a fixed order."""
     return {
         f"model.layers.{index}.npt.{name}": parameter
@@ -240,7 +246,7 @@ def adapter_parameters(model: LlamaForCausalLM) -> dict[str, nn.Parameter]:
     }
 
 
-def adapter_shapes(model: LlamaForCausalLM, config: NPTConfig) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(model: PreTrainedModel, config: NPTConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters that `attach` with this configuration would make; nothing is allocated.
 
     Raises:
@@ -255,7 +261,7 @@ def adapter_shapes(model: LlamaForCausalLM, config: NPTConfig) -> dict[str, tupl
 
 
 @contextmanager
-def adapter_mode(model: LlamaForCausalLM, mode: Mode) -> Iterator[None]:
+def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
     """Within the context every converted layer computes `student`, `teacher` or `floor`; then what it did before."""
     adapters = [layer.npt for _, layer in npt_layers(model)]
     before = [adapter.mode for adapter in adapters]
@@ -268,12 +274,12 @@ def adapter_mode(model: LlamaForCausalLM, mode: Mode) -> Iterator[None]:
             adapter.mode = old
 
 
-def adapters_disabled(model: LlamaForCausalLM):
+def adapters_disabled(model: PreTrainedModel):
     """Within the context the model is its own teacher: the base, bit for bit."""
     return adapter_mode(model, "teacher")
 
 
-def _logical_parameters(model: LlamaForCausalLM) -> int:
+def _logical_parameters(model: PreTrainedModel) -> int:
     """Parameters of the model before packing: a 4-bit weight stores two in a byte."""
     total = 0
     for parameter in model.parameters():

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached
+from npt.adapters.consolidate import consolidate, consolidated
+from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME, read_consolidated, write_consolidated
+from npt.adapters.hub import adapter_folder, is_hub_id
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
@@ -26,17 +30,26 @@ from npt.stored import check_names, described, read_headers, read_json, read_ten
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
+FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
 
 
-def save_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_name: str | None = None, base_hash: str | None = None) -> Path:
-    """Write the attached adapters to `folder`, all or nothing.
+def save_adapter(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    base_name: str | None = None,
+    base_hash: str | None = None,
+    fidelity: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the attached adapters to `folder`, and with them the updates that were consolidated, all or nothing.
 
     Args:
         model: with adapters attached.
         folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else is refused.
         base_name: recorded as PEFT's `base_model_name_or_path`; default the model's own.
         base_hash: `npt.base_hash(model)` where known already, since it reads the whole base; computed otherwise.
+        fidelity: content of a run's `fidelity.json`, for the model card.
 
     Returns:
         The folder.
@@ -53,45 +66,62 @@ def save_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_name: str 
     folder = Path(folder)
     _check_replaceable(folder)
     base_name = base_name if base_name is not None else getattr(model.config, "_name_or_path", "") or "unknown"
+    base_hash = base_hash if base_hash is not None else hash_of(model)
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "base_hash": base_hash if base_hash is not None else hash_of(model),
+        "base_hash": base_hash,
         "npt": asdict(config),
     }
     with new_folder(folder) as temporary:
         save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(temporary / CONFIG_NAME, record)
-        write_text(temporary / CARD_NAME, _card(record))
+        write_text(temporary / CARD_NAME, card(record, fidelity))
+        if consolidated(model):
+            write_consolidated(model, temporary, base_hash)
     return folder
 
 
-def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True) -> NPTConfig:
-    """Attach the adapters saved in `folder`. A refused folder leaves the model as it was.
+def load_adapter(
+    model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True, revision: str | None = None
+) -> NPTConfig:
+    """Attach the adapters saved in `folder`, and consolidate the updates that stand beside them. A refused folder leaves the model as it
+    was.
 
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are overwritten.
-        folder: as written by `save_adapter`.
+        folder: as written by `save_adapter`; or USER/NAME on the model hub, where no such folder is there.
         base_hash: `npt.base_hash(model)` where known already; computed otherwise. It has to be the recorded one.
         check_base: False loads the adapter onto any base that it fits, for bases that are equal but for rounding: the same
             checkpoint quantised on another kind of device, say.
+        revision: branch, tag or commit on the hub.
 
     Raises:
+        HubError: the hub cannot be reached, or has no such repository.
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not fp32 or not finite, or
             the base differs.
+        ModelError: the folder holds updates, and the model has some already.
     """
+    folder = adapter_folder(folder, FILES, revision)
+    read_adapter_config(folder)  # before the whole base is read
+    if base_hash is None and check_base:
+        base_hash = hash_of(model)
     config, tensors = read_adapter(model, folder, base_hash=base_hash, check_base=check_base)
+    with_updates = (folder / HISTORY_NAME).exists()
+    updates = read_consolidated(model, folder, base_hash=base_hash, check_base=check_base) if with_updates else ()
     if not is_attached(model):
         attach(model, config)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(tensors[name])
+    for update in updates:
+        consolidate(model, update)
     return config
 
 
 def read_adapter(
-    model: LlamaForCausalLM, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
+    model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
     """The configuration and tensors saved in `folder`, once all is found to fit the model, which is not changed.
 
@@ -106,7 +136,7 @@ def read_adapter(
     Raises:
         AdapterFileError: as `load_adapter`.
     """
-    folder = Path(folder)
+    folder = adapter_folder(folder, FILES)
     config, record = read_adapter_config(folder)
     trained_on = record.get("base_hash")
     base_hash = base_hash if base_hash is not None or not check_base else hash_of(model)
@@ -125,8 +155,9 @@ def read_adapter(
     return config, _read_tensors(folder / WEIGHTS_NAME, shapes)
 
 
-def adapter_hash(model: LlamaForCausalLM) -> str:
-    """sha256 over the attached adapters' tensors and configuration: two students of one base with the same hash are the same.
+def adapter_hash(model: PreTrainedModel) -> str:
+    """sha256 over the attached adapters' tensors and configuration and over consolidated updates: two students of one base with the
+    same hash are the same.
 
     Raises:
         ModelError: no adapters are attached.
@@ -135,6 +166,11 @@ def adapter_hash(model: LlamaForCausalLM) -> str:
     for name, parameter in adapter_parameters(model).items():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)};".encode())
         digest.update(parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for update in consolidated(model):
+        for place, rows in update.rows.items():
+            digest.update(f"{place};".encode())
+            for part in rows:
+                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -142,7 +178,7 @@ def _check_replaceable(folder: Path) -> None:
     """Refuse to save over anything but an NPT adapter alone in its folder."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    other = sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME)) if folder.is_dir() else []
+    other = sorted(p.name for p in folder.iterdir() if p.name not in FILES) if folder.is_dir() else []
     try:
         read_adapter_config(folder)
     except AdapterFileError:
@@ -152,11 +188,13 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def read_adapter_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
-    """A saved adapter's configuration, and the record it stands in.
+    """A saved adapter's configuration, and the record it stands in; fetched from the model hub where it is USER/NAME there.
 
     Raises:
         AdapterFileError: there is none, or it cannot be read or used.
+        HubError: the hub cannot be reached, or has no such repository.
     """
+    folder = adapter_folder(folder, FILES)
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise AdapterFileError(f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote")
@@ -190,12 +228,21 @@ def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, t
     return tensors
 
 
-def _card(record: dict[str, Any]) -> str:
-    settings = record["npt"]
-    rows = "\n".join(f"| {key} | {', '.join(value) if isinstance(value, list | tuple) else value} |" for key, value in settings.items())
+def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -> str:
+    """The model card of a saved adapter: where it belongs, what it is, and how near it comes to its teacher where that is known.
+
+    Args:
+        record: content of `adapter_config.json`.
+        fidelity: content of a run's `fidelity.json`.
+    """
+    name = record["base_model_name_or_path"]
+    rows = [("base", name), ("base hash", record["base_hash"])]
+    rows += [(key, ", ".join(value) if isinstance(value, list | tuple) else value) for key, value in record["npt"].items()]
+    settings = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)
+    # A hub takes the base's name for a repository of its own: that of a folder on somebody's disk has no place there.
+    base = f"base_model: {name}\n" if is_hub_id(str(name)) and not Path(str(name)).exists() else ""
     return f"""---
-base_model: {record["base_model_name_or_path"]}
-library_name: npt
+{base}library_name: npt
 tags: [npt, distillation, adapter]
 ---
 
@@ -205,12 +252,52 @@ Per-token modulation of the MLP by attention, distilled from the base model itse
 
 | setting | value |
 |---|---|
-| base | {record["base_model_name_or_path"]} |
-| base hash | {record["base_hash"]} |
-{rows}
-
+{settings}
+{_fidelity_table(fidelity)}
 Load it with
 
     model, tokenizer = npt.load_base(BASE, quantization=...)
-    npt.load_adapter(model, FOLDER)
+    npt.load_adapter(model, FOLDER)  # or USER/NAME on the hub
+
+or, where PEFT is what is spoken, with
+
+    npt.register_peft()
+    model = peft.PeftModel.from_pretrained(model, FOLDER)
 """
+
+
+def _fidelity_table(fidelity: Mapping[str, Any] | None) -> str:
+    """Rows of `fidelity.json`, as far as they are known."""
+    lines = []
+    for name, label in (
+        ("floor", "floor: attention dropped"),
+        ("initial", "before training"),
+        ("student", "student"),
+        ("teacher", "teacher"),
+    ):
+        figures = (fidelity or {}).get(name)
+        if isinstance(figures, Mapping):
+            shares = [_figure(figures, "top1", 100, ".1f", "%"), _figure(figures, "acceptance", 100, ".1f", "%")]
+            cells = [
+                _figure(figures, "perplexity", 1, ".3f"),
+                _figure(figures, "perplexity_ratio", 1, ".4f"),
+                _figure(figures, "kl", 1, ".4f"),
+            ]
+            lines.append(f"| {label} | {' | '.join([*cells, *shares])} |")
+    if not lines:
+        return ""
+    head = "| held-out text | perplexity | ratio to teacher | KL, nats | top-1 | acceptance |\n|---|---|---|---|---|---|"
+    return "\n".join(["\n## Fidelity to the teacher\n", head, *lines, ""])
+
+
+def _figure(figures: Mapping[str, Any], key: str, scale: float, form: str, unit: str = "") -> str:
+    value, error = figures.get(key), figures.get(f"{key}_se")
+    if not isinstance(value, int | float):
+        return "-"
+    tail = f" ± {scale * error:{form}}" if isinstance(error, int | float) else ""
+    return f"{scale * value:{form}}{tail}{unit}"
+
+
+def _cell(value: Any) -> str:
+    """A value inside a table of Markdown."""
+    return str(value).replace("|", "\\|").replace("\n", " ")

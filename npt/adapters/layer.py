@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from npt.adapters.adapter import NPTAdapter
 
@@ -54,8 +58,30 @@ class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
     """A Llama decoder layer in NPT form."""
 
 
-FAMILIES: dict[type[nn.Module], type[NPTLayer]] = {LlamaDecoderLayer: NPTLlamaDecoderLayer}
-"""Decoder-layer classes that can be converted, and what each becomes."""
+class NPTMistralDecoderLayer(NPTLayer, MistralDecoderLayer):
+    """A Mistral decoder layer in NPT form."""
+
+
+class NPTQwen2DecoderLayer(NPTLayer, Qwen2DecoderLayer):
+    """A Qwen2 decoder layer in NPT form."""
+
+
+class NPTQwen3DecoderLayer(NPTLayer, Qwen3DecoderLayer):
+    """A Qwen3 decoder layer in NPT form."""
+
+
+class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
+    """A SmolLM3 decoder layer in NPT form."""
+
+
+NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {
+    LlamaDecoderLayer: NPTLlamaDecoderLayer,
+    MistralDecoderLayer: NPTMistralDecoderLayer,
+    Qwen2DecoderLayer: NPTQwen2DecoderLayer,
+    Qwen3DecoderLayer: NPTQwen3DecoderLayer,
+    SmolLM3DecoderLayer: NPTSmolLM3DecoderLayer,
+}
+"""What the decoder layer of each family (npt/quant/families.py) becomes."""
 
 Terms = list[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, in the order gate, up, down."""

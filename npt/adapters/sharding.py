@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import attached_config, decoder_layers
 from npt.adapters.layer import NPTLayer
@@ -22,7 +22,7 @@ from npt.quant.linear import quantized_linears
 _GATHER = "_npt_gather"
 
 
-def shard_layers(model: LlamaForCausalLM, mesh: Any, device: torch.device, gather: Callable[[int], None]) -> None:
+def shard_layers(model: PreTrainedModel, mesh: Any, device: torch.device, gather: Callable[[int], None]) -> None:
     """Shard every decoder layer over the processes of a mesh.
 
     Args:
@@ -65,7 +65,7 @@ def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
         module.weight.quant_state, module.weight.quant_type = state, kind
 
 
-def is_sharded(model: LlamaForCausalLM) -> bool:
+def is_sharded(model: PreTrainedModel) -> bool:
     """Whether the decoder layers are sharded."""
     return any(in_parts(layer) for layer in decoder_layers(model))
 

@@ -1,4 +1,4 @@
-"""The residual stream of a Llama, layer by layer, with what the layers need beside it.
+"""The residual stream of a decoder, layer by layer, with what the layers need beside it.
 
 Strategies walk the layers themselves: they share work between teacher and student, free each layer's graph at once and
 stop after the last converted layer, none of which the model's own forward allows. That it computes the same is tested
@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
-from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, packed_sequence_mask_function
 
 from npt.data.batch import Batch
 from npt.errors import ModelError
+from npt.quant.families import FAMILIES, sliding_layers
 
 PACKABLE = ("sdpa", "eager", "flex_attention")
 """Attention implementations that take a mask which keeps packed documents apart; flash kernels take none."""
@@ -24,10 +25,14 @@ PACKABLE = ("sdpa", "eager", "flex_attention")
 
 @dataclass(frozen=True)
 class Stream:
-    """The state h in front of a layer, [B, T, D], and the context that the decoder passes to every layer."""
+    """The state h in front of a layer, [B, T, D], and what the decoder passes to its layers beside it.
+
+    beside: by argument, what is the same for all layers. masks: one for each layer, of which layers that see alike share one.
+    """
 
     hidden: Tensor
-    context: dict[str, Any]
+    beside: dict[str, Any]
+    masks: tuple[Any, ...]
     batch: Batch
     elsewhere: dict[torch.device, Stream] = field(default_factory=dict, repr=False)
 
@@ -39,9 +44,26 @@ class Stream:
         if device == self.hidden.device:
             return self
         if device not in self.elsewhere:
-            context = {name: _moved(value, device) for name, value in self.context.items()}
-            self.elsewhere[device] = Stream(self.hidden.to(device), context, self.batch.to(device))
+            beside = {name: _moved(value, device) for name, value in self.beside.items()}
+            moved = {id(mask): _moved(mask, device) for mask in self.masks}  # layers that see alike go on sharing one
+            masks = tuple(moved[id(mask)] for mask in self.masks)
+            self.elsewhere[device] = Stream(self.hidden.to(device), beside, masks, self.batch.to(device))
         return self.elsewhere[device]
+
+    def context_of(self, layer: Any) -> dict[str, Any]:
+        """What the decoder passes to this layer of its own beside h."""
+        return {**self.beside, "attention_mask": self.masks[layer.self_attn.layer_idx]}
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """What the decoder passes to any of its layers, where all see alike.
+
+        Raises:
+            ModelError: some look back through a sliding window and some on everything.
+        """
+        if any(mask is not self.masks[0] for mask in self.masks):
+            raise ModelError("the layers of this model do not all look back equally far; ask for the context of one layer")
+        return {**self.beside, "attention_mask": self.masks[0]}
 
     def rows(self, states: Tensor) -> Tensor:
         """The valid tokens' rows of [B, T, D] states: [N, D]."""
@@ -67,30 +89,31 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def open_stream(model: LlamaForCausalLM, batch: Batch) -> Stream:
-    """The stream in front of layer 0: embeddings, rotary positions and the causal mask, as the model's forward makes them."""
+def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
+    """The stream in front of layer 0: embeddings, rotary positions and the causal masks, as the model's forward makes them."""
     decoder = model.model
     hidden = decoder.embed_tokens(batch.input_ids)
-    context = {
-        "attention_mask": causal_mask(model, batch, hidden),
+    beside = {
         "position_ids": batch.position_ids,
         "position_embeddings": decoder.rotary_emb(hidden, position_ids=batch.position_ids),
         "past_key_values": None,
         "use_cache": False,
     }
-    stream = Stream(hidden, context, batch)
-    return Stream(stream.clean(hidden), context, batch)
+    masks = causal_masks(model, batch, hidden)
+    stream = Stream(hidden, beside, masks, batch)
+    return Stream(stream.clean(hidden), beside, masks, batch)
 
 
-def causal_mask(model: LlamaForCausalLM, batch: Batch, hidden: Tensor) -> Any:
-    """The mask that the model's attention takes: causal, closed to padding, and open within a document only where rows are packed.
+def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[Any, ...]:
+    """The mask that each layer's attention takes: causal, within its window, closed to padding, and open within a document only where
+    rows are packed.
 
     Args:
         model, batch: on one device.
         hidden: [B, T, D], whose dtype an additive mask takes.
 
     Returns:
-        What the attention implementation asks for: a tensor [B, 1, T, T], or None where causal is all there is to it.
+        Of each layer, what the attention implementation asks for: a tensor [B, 1, T, T], or None where causal is all there is to it.
 
     Raises:
         ModelError: an implementation that would attend across packed documents.
@@ -102,22 +125,28 @@ def causal_mask(model: LlamaForCausalLM, batch: Batch, hidden: Tensor) -> Any:
             f"packed documents would attend to one another under attn_implementation {config._attn_implementation}; load the base with "
             f"{', '.join(PACKABLE)}, or drop --packing"
         )
-    return create_causal_mask(
-        config=config,
-        inputs_embeds=hidden,
-        attention_mask=batch.attention_mask if batch.padded else None,
-        past_key_values=None,
-        position_ids=None,  # given, they would be searched for packed sequences, which waits for the device
-        and_mask_function=packed_sequence_mask_function(batch.documents) if packed else None,
-    )
+    sliding = sliding_layers(config)
+    arguments = {
+        "config": config,
+        "inputs_embeds": hidden,
+        "attention_mask": batch.attention_mask if batch.padded else None,
+        "past_key_values": None,
+        "position_ids": None,  # given, they would be searched for packed sequences, which waits for the device
+        "and_mask_function": packed_sequence_mask_function(batch.documents) if packed else None,
+    }
+    full = None if all(sliding) else create_causal_mask(**arguments)
+    window = create_sliding_window_causal_mask(**arguments) if any(sliding) else None
+    return tuple(window if slides else full for slides in sliding)
 
 
-def model_inputs(model: LlamaForCausalLM, batch: Batch) -> dict[str, Any]:
+def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """A batch as arguments of the model's own forward.
 
     Of packed rows its forward cannot tell the documents once there is a padding mask, so these get their mask made.
     """
-    mask = batch.attention_mask
+    mask: Any = batch.attention_mask
     if batch.documents is not None:
-        mask = causal_mask(model, batch, model.model.embed_tokens(batch.input_ids))
+        masks = causal_masks(model, batch, model.model.embed_tokens(batch.input_ids))
+        by_layer = FAMILIES[model.config.model_type].sight == "by layer"  # such a model takes a mask for each kind of layer
+        mask = dict(zip(model.config.layer_types, masks, strict=True)) if by_layer else masks[0]
     return {"input_ids": batch.input_ids, "attention_mask": mask, "position_ids": batch.position_ids}

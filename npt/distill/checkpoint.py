@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, attached_config
 from npt.adapters.io import read_adapter, save_adapter
@@ -110,7 +110,7 @@ class Checkpoint:
         """Figures of the student before training."""
         return Fidelity.from_dict(self.record["initial"])
 
-    def state(self, model: LlamaForCausalLM, base_hash: str) -> State:
+    def state(self, model: PreTrainedModel, base_hash: str) -> State:
         """Everything that is put back, once it is found to fit; the model is not changed.
 
         Args:
@@ -165,7 +165,7 @@ class Checkpoint:
 
 def write_checkpoint(
     folder: Path,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     transaction: Transaction[Any],
     record: Mapping[str, Any],
     base_hash: str,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_mode, attached_config, check_length
 from npt.adapters.io import adapter_hash
@@ -86,7 +86,7 @@ class CollectResult:
 
 
 def collect(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Any,
     data: Iterable[Record],
     output: str | Path,
@@ -189,7 +189,7 @@ def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
 
 
 def _records(
-    model: LlamaForCausalLM, tokenizer: Any, left: Sequence[Comparison], max_new_tokens: int, ends: frozenset[int]
+    model: PreTrainedModel, tokenizer: Any, left: Sequence[Comparison], max_new_tokens: int, ends: frozenset[int]
 ) -> list[dict[str, Any]]:
     """What is written of the prompts at which the student left, its own continuation among it."""
     starts = [c.student_start for c in left]

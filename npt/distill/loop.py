@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
@@ -88,7 +88,7 @@ class Loop:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         strategy: Strategy,
         config: TrainConfig,
         rates: list[float],
@@ -496,7 +496,7 @@ def new_transaction(
     return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes, ranks=ranks)
 
 
-def fill_gradients(strategy: Strategy, model: LlamaForCausalLM, batch: Batch, config: TrainConfig) -> MicroBatch:
+def fill_gradients(strategy: Strategy, model: PreTrainedModel, batch: Batch, config: TrainConfig) -> MicroBatch:
     """The strategy on one batch, on the model's device and with autocast off, whatever a caller has on."""
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):

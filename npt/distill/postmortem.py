@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters
 from npt.config import TrainConfig
@@ -56,7 +56,7 @@ class Situation:
     unknown. record: the content of `run.json`.
     """
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     transaction: Transaction[MicroBatch]
     fill: Callable[[Batch], MicroBatch]
     window: Sequence[Batch]
@@ -123,7 +123,7 @@ def suspect(refusals: Iterable[Refusal], traces: Iterable[Trace]) -> int | None:
     return max(computed, key=lambda t: t.grad_norm).micro_batch
 
 
-def first_fault(model: LlamaForCausalLM, batch: Batch, run: Callable[[], Any], *, exploded: bool) -> Verdict | None:
+def first_fault(model: PreTrainedModel, batch: Batch, run: Callable[[], Any], *, exploded: bool) -> Verdict | None:
     """The operation that made a micro-batch's first bad number.
 
     Args:
@@ -138,7 +138,7 @@ def first_fault(model: LlamaForCausalLM, batch: Batch, run: Callable[[], Any], *
 
 
 @contextmanager
-def untouched(model: LlamaForCausalLM) -> Iterator[None]:
+def untouched(model: PreTrainedModel) -> Iterator[None]:
     """Within the context the adapters have no gradients; afterwards theirs are as before, and so is torch's random state."""
     parameters = adapter_parameters(model).values()
     gradients = [p.grad for p in parameters]
@@ -272,7 +272,7 @@ def _text(finding: object) -> str | None:
     return None if finding is None else str(finding)
 
 
-def _precision(model: LlamaForCausalLM) -> dict[str, Any] | str:
+def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
     """What the audit found, or what it refused."""
     try:
         return audit_precision(model, policy_dtype(model)).as_dict()

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach
 from npt.config import QUANT_TYPES
@@ -44,7 +44,7 @@ class Rebuilt:
         BundleError: the bundle's tensors do not fit the model.
     """
 
-    def __init__(self, bundle: Bundle, model: LlamaForCausalLM, teacher: LlamaForCausalLM | None = None):
+    def __init__(self, bundle: Bundle, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
         self.bundle, self.model, self._teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
         self._kept = bundle.kept(self.parameters)
@@ -133,7 +133,7 @@ def rebuilt(bundle: Bundle, *, model_name: str | None = None, device: str | torc
             torch.set_float32_matmul_precision(precision)
 
 
-def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> LlamaForCausalLM:
+def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTrainedModel:
     base = bundle.base
     quantization = base.quantization if base.quantization in QUANT_TYPES else None
     kind = bundle.device.split(":")[0]
@@ -165,7 +165,7 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> Llama
     return model
 
 
-def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> LlamaForCausalLM | None:
+def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrainedModel | None:
     precision = bundle.said["settings"].get("teacher_precision")
     if precision is None:
         return None

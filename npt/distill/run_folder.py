@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.io import save_adapter
 from npt.distill.checkpoint import checkpoints, verify_checkpoint
@@ -152,7 +152,7 @@ class RunFolder:
                     remove_folder(old)
         return folder
 
-    def save_best(self, model: LlamaForCausalLM, base_hash: str, figures: dict[str, Any]) -> Path:
+    def save_best(self, model: PreTrainedModel, base_hash: str, figures: dict[str, Any]) -> Path:
         """`best`: the adapters, and the figures that make them the best so far. It takes no part in rotation."""
         self._make_anew_if_gone()
         folder = self.path / BEST

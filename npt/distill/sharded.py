@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import attached_config, decoder_layers
 from npt.adapters.sharding import shard_layers
@@ -67,7 +67,7 @@ class ShardedRanks(Ranks):
         return everyone
 
 
-def shard_base(model: LlamaForCausalLM, ranks: Ranks | None = None) -> Ranks:
+def shard_base(model: PreTrainedModel, ranks: Ranks | None = None) -> Ranks:
     """Spread every decoder layer of the frozen base over the ranks, each of which keeps a share on its device (FSDP2).
 
     Every rank calls it, on the same base, and from then on every rank has to compute: what one needs of a layer the others hand out.
@@ -99,6 +99,6 @@ def shard_base(model: LlamaForCausalLM, ranks: Ranks | None = None) -> Ranks:
     return ranks
 
 
-def ranks_of(model: LlamaForCausalLM) -> Ranks | None:
+def ranks_of(model: PreTrainedModel) -> Ranks | None:
     """The ranks that a base is sharded over, if it is."""
     return getattr(model, _RANKS, None)

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
@@ -26,7 +26,7 @@ DESCENT_STEPS = 3
 DESCENT_RATE = 1e-4
 
 
-def smoke_test(model: LlamaForCausalLM, batch: Batch, strategy: Strategy, config: TrainConfig) -> str:
+def smoke_test(model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig) -> str:
     """Run the test on `batch`; return the verdict as one line.
 
     Raises:
@@ -70,7 +70,7 @@ def _check_targets(batch: Batch) -> None:
             )
 
 
-def _descend(model: LlamaForCausalLM, batch: Batch, strategy: Strategy, config: TrainConfig, parameters: dict[str, nn.Parameter]) -> float:
+def _descend(model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig, parameters: dict[str, nn.Parameter]) -> float:
     """The loss per token after DESCENT_STEPS Adam steps on this batch; the gradients of the first are in place."""
     batch = batch.to(next(model.parameters()).device)
     optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
@@ -82,7 +82,7 @@ def _descend(model: LlamaForCausalLM, batch: Batch, strategy: Strategy, config: 
     return loss
 
 
-def _forward_and_backward(model: LlamaForCausalLM, batch: Batch, strategy: Strategy, config: TrainConfig) -> float:
+def _forward_and_backward(model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig) -> float:
     """The loss per token, with the gradients left in place."""
     device = next(model.parameters()).device
     try:
@@ -102,7 +102,7 @@ def _forward_and_backward(model: LlamaForCausalLM, batch: Batch, strategy: Strat
     return loss
 
 
-def _check_gradients(model: LlamaForCausalLM, parameters: dict[str, nn.Parameter]) -> None:
+def _check_gradients(model: PreTrainedModel, parameters: dict[str, nn.Parameter]) -> None:
     silent = _expected_silent(model)
     for name, parameter in parameters.items():
         if parameter.grad is None or not bool(parameter.grad.any()):
@@ -115,7 +115,7 @@ def _check_gradients(model: LlamaForCausalLM, parameters: dict[str, nn.Parameter
             raise SmokeTestError(f"smoke test: the frozen tensor {name} would be trained; attach the adapters with npt.attach")
 
 
-def _expected_silent(model: LlamaForCausalLM) -> set[str]:
+def _expected_silent(model: PreTrainedModel) -> set[str]:
     """A's whose B and M are all zero: by the chain rule they get no gradient before these have moved."""
     silent: set[str] = set()
     for index, layer in npt_layers(model):

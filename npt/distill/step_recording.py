@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.config import TrainConfig
 from npt.data.batch import Batch
@@ -47,7 +47,7 @@ class StepRecording:
         """A window begins that will be `step` if it is applied."""
         self._step = step if self._wanted and self._recording.wants(step) and _rank() == 0 else None
 
-    def around(self, fill: Callable[[], T], model: LlamaForCausalLM, batch: Batch, index: int) -> Callable[[], T]:
+    def around(self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int) -> Callable[[], T]:
         """`fill`, recorded where this micro-batch is the one to record."""
         if self._step is None:
             return fill
@@ -72,7 +72,7 @@ class StepRecording:
             self._folder.event("pictures", files=[str(path.relative_to(self._folder.path)) for path in pictures], message=message)
         self._display.say(message)
 
-    def _recorded(self, fill: Callable[[], T], model: LlamaForCausalLM, batch: Batch, index: int) -> T:
+    def _recorded(self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int) -> T:
         step, self._step = self._step, None
         assert step is not None
         self._recording.begin(step)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, Terms, attention_output, device_of, student_output, student_stream
@@ -48,7 +48,7 @@ class MicroBatch:
     scored: int
 
 
-Strategy = Callable[[LlamaForCausalLM, Batch, TrainConfig], MicroBatch]
+Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], MicroBatch]
 
 
 def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Tensor, Terms]:
@@ -90,7 +90,7 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple
     return teacher, student, terms
 
 
-def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
+def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: PreTrainedModel | None = None) -> MicroBatch:
     """Each converted layer is fed the teacher's h; its loss is backpropagated at once and its graph freed.
 
     One pass over the layers up to the last converted one, no lm_head. Attention is computed once per layer and shared: the
@@ -110,7 +110,7 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: L
                 hidden = behind if behind is not None else _run(stream, layers, hidden, index, index + 1)
                 continue
             with whole(layer):
-                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context))
+                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
                 with torch.enable_grad():
                     if behind is None:
                         target, student, terms = stacked_outputs(layer, h, attention)
@@ -121,7 +121,7 @@ def local(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: L
     return sums.micro_batch()
 
 
-def propagated(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
+def propagated(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: PreTrainedModel | None = None) -> MicroBatch:
     """Each converted layer is fed the student's own h, and taught the teacher's output of that depth; gradients stay inside the layer.
 
     So a layer learns to make good what the converted layers below it got wrong, at the memory of one layer's graph. Up to the first
@@ -144,7 +144,7 @@ def propagated(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teach
             here, hidden = _at(stream, layer, hidden)
             target, was = (here.rows(states.to(hidden.device)) for states in (taught, before))
             with whole(layer):
-                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context))
+                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
                 with torch.enable_grad():
                     student, terms = student_output(layer, h, attention)
                     sums.add(here.batch, student, target, was, terms).backward()
@@ -152,7 +152,7 @@ def propagated(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teach
     return sums.micro_batch()
 
 
-def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
+def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: PreTrainedModel | None = None) -> MicroBatch:
     """The student runs on its own stream, gradients flow through all of it; a loss per converted layer, optionally on the logits.
 
     Up to the first converted layer teacher and student are the same and run once, unless the `teacher` is a model of its own.
@@ -183,7 +183,7 @@ def end_to_end(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teach
                 hidden = _run(stream, layers, hidden, index, index + 1)
                 continue
             here, hidden = _at(stream, layer, hidden)
-            attention = attention_output(layer, hidden, **here.context)
+            attention = attention_output(layer, hidden, **here.context_of(layer))
             student, terms = student_output(layer, here.rows(hidden), here.rows(attention))
             h = here.rows(inputs.pop(index).to(hidden.device)) if inputs else None
             target = here.rows(targets.pop(index).to(hidden.device))
@@ -203,7 +203,7 @@ class _Sums:
     first, last: indices of the first and the last converted layer.
     """
 
-    def __init__(self, model: LlamaForCausalLM, config: TrainConfig, batch: Batch):
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, batch: Batch):
         converted = npt_layers(model)
         self.first, self.last = converted[0][0], converted[-1][0]
         self.logit: Tensor | None = None
@@ -242,7 +242,7 @@ class _Sums:
 
 
 def _begin(
-    model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: Batch, layers: nn.ModuleList, first: int
+    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch, layers: nn.ModuleList, first: int
 ) -> tuple[Stream, Tensor, Tensor, int]:
     """The stream's context, teacher's and student's h in front of the first layer at which they part, and that layer's index.
 
@@ -268,7 +268,7 @@ def _layer_loss(config: TrainConfig, batch: Batch, student: Tensor, teacher: Ten
 
 
 def _logit_loss(
-    config: TrainConfig, student: tuple[LlamaForCausalLM, Tensor], teacher: tuple[LlamaForCausalLM, Tensor], stream: Stream
+    config: TrainConfig, student: tuple[PreTrainedModel, Tensor], teacher: tuple[PreTrainedModel, Tensor], stream: Stream
 ) -> Tensor:
     """The loss on the logits, summed over the scored positions, from each model and its last layer's [B, T, D] states, on the device
     of lm_head."""
@@ -280,7 +280,7 @@ def _logit_loss(
     return through_head(model.lm_head, row_loss(config), rows, other, model.config.vocab_size, weights, teacher_head=guide.lm_head)[0]
 
 
-def _scored_states(model: LlamaForCausalLM, states: Tensor, stream: Stream) -> Tensor:
+def _scored_states(model: PreTrainedModel, states: Tensor, stream: Stream) -> Tensor:
     """What lm_head is given at the scored positions, on its device: [S, D] of the last layer's [B, T, D]."""
     norm = model.model.norm
     rows = states.flatten(0, 1).index_select(0, stream.at(states.device).batch.scored_index)
@@ -296,7 +296,7 @@ def _at(stream: Stream, layer: nn.Module, hidden: Tensor) -> tuple[Stream, Tenso
 def _run(stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop: int) -> Tensor:
     for layer in layers[start:stop]:
         here, hidden = _at(stream, layer, hidden)
-        hidden = here.clean(layer(hidden, **here.context))
+        hidden = here.clean(layer(hidden, **here.context_of(layer)))
     return hidden
 
 
@@ -308,7 +308,7 @@ def _energy_sum(terms: Terms, like: Tensor) -> Tensor:
 STRATEGIES: dict[str, Callable[..., MicroBatch]] = {"local": local, "propagated": propagated, "end_to_end": end_to_end}
 
 
-def drive(model: LlamaForCausalLM, batch: Batch, config: TrainConfig, teacher: LlamaForCausalLM | None = None) -> MicroBatch:
+def drive(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: PreTrainedModel | None = None) -> MicroBatch:
     """The strategy that `config` names.
 
     Args:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
@@ -140,7 +140,7 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
         raise ConfigError(f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set")
 
 
-def _teacher_settings(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None) -> dict[str, Any]:
+def _teacher_settings(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
     """What is put on record of a teacher of its own, or that there is none.
 
     Raises:
@@ -190,7 +190,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         tokenizer: Any,
         data: Iterable[Record] | None = None,
         config: TrainConfig | None = None,
@@ -201,7 +201,7 @@ class Trainer:
         settings: dict[str, Any] | None = None,
         console: Console | None = None,
         ranks: Ranks | None = None,
-        teacher: LlamaForCausalLM | None = None,
+        teacher: PreTrainedModel | None = None,
     ):
         self.model, self.tokenizer, self.teacher = model, tokenizer, teacher
         self.config = config = config if config is not None else TrainConfig()

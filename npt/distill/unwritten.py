@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.distill.run_folder import BEST, RunFolder
 
@@ -37,7 +37,7 @@ class UnwrittenFolder(RunFolder):
     def set_aside(self, checkpoint: Path, why: str) -> Path:
         return checkpoint
 
-    def save_best(self, model: LlamaForCausalLM, base_hash: str, figures: dict[str, Any]) -> Path:
+    def save_best(self, model: PreTrainedModel, base_hash: str, figures: dict[str, Any]) -> Path:
         return self.path / BEST
 
     def discard(self) -> None: ...

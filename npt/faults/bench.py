@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach, detach
 from npt.config import NPTConfig, TrainConfig
@@ -93,7 +93,7 @@ SMALL = Setting()
 
 
 @functools.cache
-def embedded() -> LlamaForCausalLM:
+def embedded() -> PreTrainedModel:
     """The embedded model in NF4, loaded once and never changed."""
     return load_base("tiny", quantization="nf4", device="cpu")[0]
 
@@ -103,7 +103,7 @@ class Base:
     """What a student is made on, and how it is to be trained, where that is not a copy of the embedded model. The model bears one
     student at a time: the next one takes the place of the last."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     adapter: NPTConfig
     config: TrainConfig
 

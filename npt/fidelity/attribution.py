@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled
 from npt.data.batch import batches, find_fault
@@ -52,7 +52,7 @@ class Reference:
 
 
 @torch.no_grad()
-def refer(model: LlamaForCausalLM, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0) -> Reference:
+def refer(model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0) -> Reference:
     """Run the unquantised base on the samples and keep what the others are compared with.
 
     Memory: P * D values on the host for P predicted tokens (1 GiB for 64 Ki tokens of D 4096 in fp32), and the head, V * D values,

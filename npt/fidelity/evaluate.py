@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
@@ -123,7 +123,7 @@ class Fidelity:
 
 
 def evaluate(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Any,
     data: Iterable[Record] | Sequence[Sample],
     *,
@@ -135,7 +135,7 @@ def evaluate(
     max_samples: int | None = None,
     divergence_prompts: int = 0,
     max_new_tokens: int = 64,
-    unquantized: LlamaForCausalLM | Reference | None = None,
+    unquantized: PreTrainedModel | Reference | None = None,
     between: Callable[[], None] | None = None,
 ) -> Fidelity:
     """Compare the student with its teacher and with its floor (the same layers, attention dropped) on the same tokens.
@@ -245,7 +245,7 @@ def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: 
     return samples
 
 
-def _compare_layers(model: LlamaForCausalLM, batch: Batch, layer_errors: LayerErrors) -> dict[str, Tensor]:
+def _compare_layers(model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors) -> dict[str, Tensor]:
     """Run each model on one batch: its final states, and the errors of its layers added to the others'."""
     errors = BatchErrors(model, batch)
     hidden: dict[str, Tensor] = {}
@@ -257,7 +257,7 @@ def _compare_layers(model: LlamaForCausalLM, batch: Batch, layer_errors: LayerEr
 
 
 def _compare(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     batch: Batch,
     hidden: Mapping[str, Tensor],
     heads: Mapping[str, torch.nn.Module],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
@@ -59,7 +59,7 @@ def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> An
 
 
 def lm_eval(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Any,
     tasks: Sequence[str],
     *,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, decoder_layers
@@ -34,7 +34,7 @@ class BatchErrors:
     Until the batch is done the teacher's states behind every layer from the first converted one on are kept: N * D values a layer.
     """
 
-    def __init__(self, model: LlamaForCausalLM, batch: Batch):
+    def __init__(self, model: PreTrainedModel, batch: Batch):
         self._model, self._batch = model, batch
         self._layers: list[Any] = list(decoder_layers(model))
         self._first = next(index for index, layer in enumerate(self._layers) if isinstance(layer, NPTLayer))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapter_mode, attached_config, decoder_layers, npt_layers
@@ -71,7 +71,7 @@ class Modulation:
         return {**asdict(self), "layers": {str(index): asdict(layer) for index, layer in self.layers.items()}}
 
 
-def measure_modulation(model: LlamaForCausalLM, batches: Iterable[Batch], between: Callable[[], None] | None = None) -> Modulation:
+def measure_modulation(model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None) -> Modulation:
     """Run the student over some batches and look at its modulation.
 
     Args:
@@ -115,12 +115,12 @@ def measure_modulation(model: LlamaForCausalLM, batches: Iterable[Batch], betwee
     return Modulation(tokens, config.mult_bound, config.additive_scale, {index: look.result(tokens) for index, look in looks.items()})
 
 
-def _pass(model: LlamaForCausalLM, batch: Batch, last: int) -> None:
+def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
     """The stream through the layers as far as something is modulated."""
     stream = open_stream(model, batch)
     hidden = stream.hidden
     for layer in decoder_layers(model)[: last + 1]:
-        hidden = stream.clean(layer(hidden, **stream.context))
+        hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
 
 
 class _Look:

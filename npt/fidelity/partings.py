@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode
@@ -56,7 +56,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare_prompts(model: LlamaForCausalLM, prompts: Sequence[Sample], max_new_tokens: int, ends: frozenset[int]) -> list[Comparison]:
+def compare_prompts(model: PreTrainedModel, prompts: Sequence[Sample], max_new_tokens: int, ends: frozenset[int]) -> list[Comparison]:
     """The teacher's greedy continuation of each prompt, and the student's opinion of it.
 
     The student leaves where its most likely token is not the teacher's. A token that the teacher itself would not write again in
@@ -90,7 +90,7 @@ def compare_prompts(model: LlamaForCausalLM, prompts: Sequence[Sample], max_new_
     return found
 
 
-def _states(model: LlamaForCausalLM, rows: Sequence[Sample], mode: Mode) -> Tensor:
+def _states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
     """The states that the completions' tokens are predicted from, [N, D], row by row."""
     # Padded on the right by a token that is in the batch: every padded query has keys, and no embedding of its own is needed.
     batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
@@ -197,7 +197,7 @@ def parting_prompts(samples: Sequence[Sample], count: int, max_new_tokens: int, 
 
 
 def measure_divergence(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     prompts: Sequence[Sample],
     ends: frozenset[int],
     *,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch
@@ -17,7 +17,7 @@ def predicting(batch: Batch) -> Tensor:
     return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
 
 
-def final_states(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """The last hidden states, after the final norm, from which a token is predicted: [P, D], row by row.
 
     The model's own forward is used, in the mode that its adapters are in: what a user gets is what is measured.

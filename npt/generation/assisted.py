@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from npt.errors import ConfigError
 from npt.generation.text import Decoding, Show, Written, write
@@ -63,7 +63,7 @@ class Drafts:
 
 
 def write_assisted(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Any,
     prompt: Sequence[int],
     decoding: Decoding,
@@ -118,7 +118,7 @@ def _drafts(seen: Sequence[tuple[Sequence[int], int]], prompt: int, text: Sequen
 
 
 @torch.no_grad()
-def expected_acceptance(model: LlamaForCausalLM, prompt: Sequence[int], new: Sequence[int], decoding: Decoding) -> float:
+def expected_acceptance(model: PreTrainedModel, prompt: Sequence[int], new: Sequence[int], decoding: Decoding) -> float:
     """The acceptance to expect on a text of the teacher's: greedily the share of tokens that both rank first, drawn the mean of
     sum(min(p, q)) of the two distributions that are drawn from. NaN for an empty text.
 

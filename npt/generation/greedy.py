@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.errors import NumericalError
 
 
 @torch.no_grad()
 def continue_greedily(
-    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], limits: Sequence[int], ends: Collection[int], names: Sequence[str]
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int], ends: Collection[int], names: Sequence[str]
 ) -> list[list[int]]:
     """The most likely token again and again, in the mode that the model's adapters are in.
 
@@ -69,7 +69,7 @@ def continue_greedily(
     return added
 
 
-def end_ids(model: LlamaForCausalLM, tokenizer: object) -> frozenset[int]:
+def end_ids(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
     """The ids that end a text: the tokenizer's, and those of the model's generation settings, which know more."""
     found: list[object] = [getattr(tokenizer, "eos_token_id", None)]
     further = getattr(model.generation_config, "eos_token_id", None)

@@ -12,7 +12,7 @@ import copy
 import functools
 from typing import Any
 
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config
@@ -20,17 +20,17 @@ from npt.adapters.attach import adapter_mode, attached_config
 _VIEWED = "_npt_viewed"
 
 
-def student_view(model: LlamaForCausalLM) -> Any:
+def student_view(model: PreTrainedModel) -> Any:
     """The model as its student: `teacher_view(model).generate(..., assistant_model=student_view(model))`."""
     return mode_view(model, "student")
 
 
-def teacher_view(model: LlamaForCausalLM) -> Any:
+def teacher_view(model: PreTrainedModel) -> Any:
     """The model as its teacher, the base."""
     return mode_view(model, "teacher")
 
 
-def mode_view(model: LlamaForCausalLM, mode: Mode) -> Any:
+def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
     """A model of the same class that runs in `mode`, whatever mode the given one is in, which it leaves as it was.
 
     `config` and `generation_config` are copies, hooks on the view itself its own; hooks on the model run as well. Forward and generate

@@ -7,7 +7,7 @@ clean: a fault of the state is found here, one of the data shows in the logits, 
 from __future__ import annotations
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_mode, adapter_parameters
 from npt.adapters.stream import model_inputs
@@ -15,7 +15,7 @@ from npt.data.batch import Batch
 from npt.health.guards import Finding, base_fault, logits_fault, target_fault, tensor_fault
 
 
-def diagnose(model: LlamaForCausalLM, batch: Batch) -> Finding | None:
+def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
     """The first finding, or None: adapters, base, labels, then the teacher's and the student's logits on this batch.
 
     Args:

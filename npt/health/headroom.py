@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from npt.adapters.attach import check_length, decoder_layers
@@ -290,7 +290,7 @@ def load_variant(name: str, variant: str, device: str | torch.device | None = No
 
 
 @torch.no_grad()
-def refer(model: LlamaForCausalLM, given: Iterable[Batch]) -> Reference:
+def refer(model: PreTrainedModel, given: Iterable[Batch]) -> Reference:
     """Run the base in fp32 and keep what others are measured against.
 
     Args:
@@ -302,14 +302,14 @@ def refer(model: LlamaForCausalLM, given: Iterable[Batch]) -> Reference:
         stream = open_stream(model, batch.to(_device(model)))
         hidden, states = stream.hidden, [stream.rows(stream.hidden).cpu()]
         for layer in decoder_layers(model):
-            hidden = stream.clean(layer(hidden, **stream.context))
+            hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
             states.append(stream.rows(hidden).cpu())
         passes.append(_Pass(batch, states, _final(model, hidden, batch).cpu()))
     return Reference(passes, model.lm_head)
 
 
 @torch.no_grad()
-def measure(model: LlamaForCausalLM, reference: Reference, name: str = "") -> VariantFigures:
+def measure(model: PreTrainedModel, reference: Reference, name: str = "") -> VariantFigures:
     """Run a variant on the reference's batches, on its own stream and layer by layer on the reference's.
 
     Args:
@@ -329,10 +329,10 @@ def measure(model: LlamaForCausalLM, reference: Reference, name: str = "") -> Va
             before, after = (state.to(hidden.device) for state in one.states[index : index + 2])
             # fp32's stream as this variant would hold it: what its format has no digits for is lost before the layer is at work.
             given = before.to(hidden.dtype)
-            out = stream.rows(layer(stream.scatter(given), **stream.context))
+            out = stream.rows(layer(stream.scatter(given), **stream.context_of(layer)))
             updates[index].append(_errors_per_token(_update(out, given), after - before, out))
             with _watched(layer, stream, extents[index]):
-                hidden = stream.clean(layer(hidden, **stream.context))
+                hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
             rows = stream.rows(hidden)
             _take(extents[index], "residual", rows)
             residuals[index].append(_errors_per_token(rows, after, rows))
@@ -346,11 +346,11 @@ def measure(model: LlamaForCausalLM, reference: Reference, name: str = "") -> Va
     )
 
 
-def _device(model: LlamaForCausalLM) -> torch.device:
+def _device(model: PreTrainedModel) -> torch.device:
     return next(model.parameters()).device
 
 
-def _final(model: LlamaForCausalLM, hidden: Tensor, batch: Batch) -> Tensor:
+def _final(model: PreTrainedModel, hidden: Tensor, batch: Batch) -> Tensor:
     """The states after the final norm from which a token is predicted: [B, T, D] -> [P, D]."""
     return model.model.norm(hidden[:, :-1][_predicted(batch).to(hidden.device)])
 
@@ -360,7 +360,7 @@ def _predicted(batch: Batch) -> Tensor:
     return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
 
 
-def _compare(model: LlamaForCausalLM, reference: Reference, one: _Pass, final: Tensor) -> Tensor:
+def _compare(model: PreTrainedModel, reference: Reference, one: _Pass, final: Tensor) -> Tensor:
     predicted = _predicted(one.batch)
     targets = one.batch.labels[:, 1:][predicted].to(final.device)
     per_token = compare_tokens(
@@ -421,20 +421,24 @@ def _watched(layer: Any, stream: Stream, extents: dict[str, Extent]) -> Iterator
         at_input(mlp.down_proj, "product")
         at_output(mlp.down_proj, "down")
         yield
-    for logits in _attention_logits(kept["q"], kept["k"], attention.head_dim, stream):
+    for logits in _attention_logits(attention, kept["q"], kept["k"], stream):
         _take(extents, "qk", logits)
 
 
-def _attention_logits(q: Tensor, k: Tensor, width: int, stream: Stream) -> Iterator[Tensor]:
+def _attention_logits(attention: Any, q: Tensor, k: Tensor, stream: Stream) -> Iterator[Tensor]:
     """q.k of every pair of valid tokens of a row, unscaled, in fp32, by row and key head.
 
     Args:
-        q: [B, T, H * width], before the rotary embedding.
+        attention: whose heads they are; some norm them, and some turn them by no rotary embedding.
+        q: [B, T, H * width], as projected.
         k: [B, T, key heads * width]; a key head serves H / key heads query heads in a row.
-        width: of a head.
     """
-    q, k = (x.view(*x.shape[:2], -1, width).transpose(1, 2) for x in (q, k))
-    q, k = apply_rotary_pos_emb(q, k, *stream.context["position_embeddings"])
+    q, k = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k))
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if getattr(attention, "use_rope", True):
+        q, k = apply_rotary_pos_emb(q, k, *stream.beside["position_embeddings"])
     group = q.shape[1] // k.shape[1]
     for row, valid in enumerate(stream.batch.attention_mask.bool()):
         of_q, of_k = q[row][:, valid].to(torch.float32), k[row][:, valid].to(torch.float32)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import LlamaForCausalLM
 
 from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.health.badness import Badness, judge
+from npt.quant.families import is_known
 
 Run = Callable[[], Any]
 
@@ -49,7 +49,7 @@ def default_run(model: nn.Module, batch: Any) -> Run:
     """The model on the batch, with labels where it is a language model."""
     if isinstance(batch, Batch):
         inputs: dict[str, Any] = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")}
-        if batch.documents is not None and isinstance(model, LlamaForCausalLM):
+        if batch.documents is not None and is_known(model):
             inputs = model_inputs(model, batch)
         batch = {**inputs, "labels": batch.labels}
     if isinstance(batch, Mapping):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.quant.linear import quantized_linears
 from npt.quant.precision import UpcastEmbedding, UpcastLinear, audit_precision
@@ -15,7 +15,7 @@ from npt.quant.precision import UpcastEmbedding, UpcastLinear, audit_precision
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {UpcastEmbedding: nn.Embedding, UpcastLinear: nn.Linear}
 
 
-def compute_in(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Store and compute everything but packed weights in `dtype`, in place; packed weights dequantise to it.
 
     Parameters only: `model.to(dtype)` would round the rotary frequencies as well, which every checkpoint keeps in fp32, and the

@@ -23,7 +23,8 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
 
 
 def dense_weight(module: Any) -> Tensor:
-    """The weight [out, in] that the module multiplies with: dequantised for a 4-bit layer (a fresh tensor), else as stored."""
+    """The frozen weight [out, in] of the module: dequantised for a 4-bit layer (a fresh tensor), else as stored. Rows that a module has
+    beside it (npt/quant/rows.py) are not in it."""
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return module.weight
@@ -41,7 +42,9 @@ class _StackedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_student: Tensor, grad_teacher: Tensor) -> tuple[Tensor, None, None]:
-        return grad_student @ dense_weight(ctx.module).to(grad_student.dtype), None, None
+        scale = getattr(ctx.module, "row_scale", None)  # of a layer with rows (npt/quant/rows.py)
+        grad = grad_student if scale is None else grad_student * scale.to(grad_student.dtype)
+        return grad @ dense_weight(ctx.module).to(grad.dtype), None, None
 
 
 def stacked_product(module: nn.Module, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

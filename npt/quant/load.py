@@ -1,4 +1,4 @@
-"""`load_base`: a frozen Llama and its tokenizer, quantised or not, computing in the dtype the policy asks for."""
+"""`load_base`: a frozen base model and its tokenizer, quantised or not, computing in the dtype the policy asks for."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from npt.config import DEVICE_MAPS, QUANT_TYPES
 from npt.errors import ConfigError, ModelError
+from npt.quant.families import check_family
 from npt.quant.linear import quantized_linears
 from npt.quant.precision import audit_precision, enforce_fp32, quantization_of
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
-MODEL_TYPES = ("llama",)
 
 # Entries of a model's configuration that change its outputs at equal weights.
 _COMPUTING = (
@@ -40,6 +40,10 @@ _COMPUTING = (
 _HASH = "_npt_base_hash"
 
 TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+# Likewise, of some families only: left out where a family has no such setting, so that a base's hash does not change with this list.
+_COMPUTING_IN_SOME = ("sliding_window", "layer_types", "no_rope_layers")
+
 
 # Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes whatever is piped in for the answer.
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -70,7 +74,7 @@ def load_base(
 
     Raises:
         ConfigError: unknown quantisation or device_map, or a device beside a device_map.
-        ModelError: no such model, not a Llama, weights missing or unreadable, or a layer in pieces, on disk or on the host
+        ModelError: no such model, of no known family, weights missing or unreadable, or a layer in pieces, on disk or on the host
             beside GPUs.
         PrecisionError: a module would compute in another dtype.
     """
@@ -153,12 +157,12 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
     """The configuration of a base model, without its weights.
 
     Raises:
-        ModelError: no such model, or not a Llama.
+        ModelError: no such model, or of no known family.
     """
     source = _locate(name)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
-    if config.model_type not in MODEL_TYPES:
-        raise ModelError(f"{name} is a {config.model_type!r} model; only {', '.join(MODEL_TYPES)} models can be converted")
+    with _Quiet():
+        check_family(name, config)
     return config
 
 
@@ -172,16 +176,18 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
 
 
-def base_hash(model: LlamaForCausalLM) -> str:
-    """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters not, and over the settings
-    that decide what is computed with them.
+def base_hash(model: PreTrainedModel) -> str:
+    """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters and consolidated updates not, and over
+    the settings that decide what is computed with them.
 
-    Two models with the same hash compute the same; an adapter belongs to the hash it was trained on.
+    Two models with the same hash and nothing on top of it compute the same; an adapter belongs to the hash it was trained on.
     """
     if hasattr(model, _HASH):
         return getattr(model, _HASH)
     settings = model.config.to_dict()
-    digest = hashlib.sha256(json.dumps({key: settings.get(key) for key in _COMPUTING}, sort_keys=True, default=str).encode())
+    computing = {key: settings.get(key) for key in _COMPUTING}
+    computing |= {key: settings[key] for key in _COMPUTING_IN_SOME if settings.get(key) is not None}
+    digest = hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode())
     seen: dict[int, str] = {}
     for key, tensor in sorted(model.state_dict().items()):
         if ".npt." in key:
@@ -195,7 +201,7 @@ def base_hash(model: LlamaForCausalLM) -> str:
     return digest.hexdigest()
 
 
-def keep_hash(model: LlamaForCausalLM) -> None:
+def keep_hash(model: PreTrainedModel) -> None:
     """Remember the hash of a base that is about to be taken apart, so that no process has all of it to compute it from."""
     setattr(model, _HASH, base_hash(model))
 
@@ -213,7 +219,7 @@ def _places(device: str | torch.device | None, device_map: str | Mapping[str, An
     return device_map
 
 
-def _check_placed(name: str, model: LlamaForCausalLM) -> None:
+def _check_placed(name: str, model: PreTrainedModel) -> None:
     """Refuse weights that would have to be fetched from disk or host at every step."""
     places = {key: tensor.device for key, tensor in model.state_dict().items()}
     on_gpu = any(place.type not in ("cpu", "meta") for place in places.values())
@@ -222,7 +228,7 @@ def _check_placed(name: str, model: LlamaForCausalLM) -> None:
         raise ModelError(f"{name} is not all on the GPUs: {left} was left to the host or the disk; load it in 4 bit, or take more GPUs")
 
 
-def _check_pieces(name: str, model: LlamaForCausalLM) -> None:
+def _check_pieces(name: str, model: PreTrainedModel) -> None:
     """Refuse layers of which no one device has all."""
     for index, layer in enumerate(model.model.layers):
         devices = list(dict.fromkeys(str(parameter.device) for parameter in layer.parameters()))
@@ -230,7 +236,7 @@ def _check_pieces(name: str, model: LlamaForCausalLM) -> None:
             raise ModelError(f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer has to stay in one piece")
 
 
-def _check_complete(name: str, model: LlamaForCausalLM, report: dict[str, Any]) -> None:
+def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Refuse a model of which a weight is missing or has another shape than its configuration says."""
     absent = sorted(report["missing_keys"])
     if absent:

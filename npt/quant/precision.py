@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from npt.errors import PrecisionError
 from npt.quant.linear import quantized_linears
@@ -60,7 +60,7 @@ class PrecisionReport:
         return asdict(self)
 
 
-def enforce_fp32(model: LlamaForCausalLM) -> None:
+def enforce_fp32(model: PreTrainedModel) -> None:
     """Make a quantised model compute in fp32 throughout; what is stored in 16 bit stays stored so.
 
     Classes are swapped in place, so parameter names and tied weights remain.
@@ -71,6 +71,8 @@ def enforce_fp32(model: LlamaForCausalLM) -> None:
         module.support_avx512bf16_for_cpu = False
         if module.weight.quant_state is not None:
             module.weight.quant_state.dtype = torch.float32
+        if module.bias is not None:
+            module.bias.data = module.bias.data.float()  # which the first forward would do, and the base's hash with it
     for module in model.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
@@ -102,12 +104,12 @@ def effective_dtype(module: Any) -> str:
     return _short(module.compute_dtype)
 
 
-def policy_dtype(model: LlamaForCausalLM) -> torch.dtype:
+def policy_dtype(model: PreTrainedModel) -> torch.dtype:
     """What the base has to compute in: fp32 when it is quantised, else the dtype that its final norm is stored in."""
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
 
 
-def audit_precision(model: LlamaForCausalLM, expected: torch.dtype = torch.float32) -> PrecisionReport:
+def audit_precision(model: PreTrainedModel, expected: torch.dtype = torch.float32) -> PrecisionReport:
     """Read the effective compute dtype of every linear and embedding layer off the modules.
 
     Args:
@@ -149,7 +151,7 @@ def audit_precision(model: LlamaForCausalLM, expected: torch.dtype = torch.float
     )
 
 
-def quantization_of(model: LlamaForCausalLM) -> str | None:
+def quantization_of(model: PreTrainedModel) -> str | None:
     """'nf4', 'fp4' or None, as found on the modules; 'mixed' where they differ."""
     kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
     return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"

@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import npt
@@ -40,6 +49,37 @@ def structure(model: nn.Module) -> dict:
         "attached": is_attached(model),
         "attributes": sorted(vars(model)),
     }
+
+
+SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 8,
+}
+
+
+def headless() -> nn.Module:
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model.lm_head = None
+    return model
+
+
+def gateless() -> nn.Module:
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    del model.model.layers[0].mlp.gate_proj
+    return model
+
+
+def of_a_users_own() -> nn.Module:
+    class Own(LlamaDecoderLayer):
+        pass
+
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    model.model.layers[0].__class__ = Own
+    return model
 
 
 class TestLayerSpec:
@@ -189,20 +229,26 @@ class TestAttach:
                 "GPT2LMHeadModel has no decoder layers",
             ),
             (
-                lambda: MistralForCausalLM(
-                    MistralConfig(
-                        hidden_size=8,
-                        intermediate_size=8,
-                        num_hidden_layers=1,
-                        num_attention_heads=2,
-                        num_key_value_heads=1,
-                        vocab_size=8,
-                    )
-                ),
-                "layer 0 is a MistralDecoderLayer; only LlamaDecoderLayer",
+                lambda: Phi3ForCausalLM(Phi3Config(**SMALL, pad_token_id=0)),
+                r"layer 0 is a Phi3DecoderLayer and has no mlp\.gate_proj, mlp\.up_proj, mlp\.act_fn; it cannot be converted",
             ),
+            (
+                lambda: GraniteForCausalLM(GraniteConfig(**SMALL)),
+                "layer 0 is a GraniteDecoderLayer, which may put its parts together differently; only LlamaDecoderLayer, MistralDecoder",
+            ),
+            (headless, r"LlamaForCausalLM has no lm_head; load it for causal language modelling"),
+            (gateless, r"layer 0 is a LlamaDecoderLayer and has no mlp\.gate_proj; it cannot be converted"),
+            (of_a_users_own, "layer 0 is a Own, which may put its parts together differently"),
         ],
-        ids=["no language model", "another architecture", "another family"],
+        ids=[
+            "no language model",
+            "another architecture",
+            "fused products",
+            "the same parts put together differently",
+            "no head",
+            "a missing part",
+            "a layer that somebody derived",
+        ],
     )
     def test_a_model_that_cannot_be_converted_is_refused_by_its_name_and_unchanged(self, make, message):
         model = make()

@@ -1,0 +1,205 @@
+"""Making one token's modulation part of the model, for good and for every token: the permanent update.
+
+A token's modulation of a product, y' = m * y + s, is a scale and a bias for every row of the frozen weight. Taken at strength alpha,
+
+    y' = (1 + alpha (m - 1)) * y + alpha s
+
+it stands beside the product (npt/quant/rows.py) from then on, whatever the token: not a byte of the weight is written, so that it is exact
+on a 4-bit base and goes away without a trace. With alpha in (0, 1] the scale lies within the modulation's own bounds and is never 0.
+
+The rows belong to the model that teacher and student share. Live adapters modulate the products that come out of them, a model without
+adapters has them as well, and inside `consolidation_disabled` all are as they were before. Updates stack: each acts on what the ones before
+it made, the history holds them all, and the last is the first to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import decoder_layers, format_layers
+from npt.adapters.token_modulation import TokenModulation
+from npt.config import TARGETS
+from npt.errors import ConfigError, ModelError
+from npt.quant.rows import Rows, check_row_scalable, set_rows
+
+_HISTORY = "_npt_consolidated"
+
+Place = tuple[int, str]
+"""A layer and a target."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One consolidated modulation: the rows of every place, and what they came from.
+
+    rows: scale and bias [O], fp32, on the host. record: of where it came from, for the history: text, token, alpha and more, all JSON.
+    """
+
+    rows: dict[Place, Rows]
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        layers = format_layers(tuple(sorted({index for index, _ in self.rows})))
+        targets = [t for t in TARGETS if any(target == t for _, target in self.rows)]
+        return f"layers {layers}, {', '.join(targets)}: {self.record}"
+
+
+def update_from(
+    modulation: TokenModulation,
+    alpha: float,
+    *,
+    layers: Collection[int] | None = None,
+    targets: Collection[str] | None = None,
+    record: dict[str, Any] | None = None,
+) -> Update:
+    """The update that a token's modulation makes at a strength.
+
+    Args:
+        modulation: of `modulation_of`.
+        alpha: above 0, and at most 1, where every token is modulated as that one was.
+        layers, targets: of the modulation's own, those that are taken; default all.
+        record: kept in the history beside the token, alpha and the layers.
+
+    Raises:
+        ConfigError: alpha out of range, or layers or targets that the modulation does not have.
+    """
+    if not 0 < alpha <= 1:
+        raise ConfigError(f"--alpha is {alpha}; it must lie above 0 and be at most 1")
+    chosen = set(modulation.terms) if layers is None else set(layers)
+    have = {target for terms in modulation.terms.values() for target in terms}
+    wanted = have if targets is None else set(targets)
+    if not chosen or not chosen <= set(modulation.terms):
+        named = format_layers(tuple(sorted(chosen))) or "none"
+        raise ConfigError(f"--layers is {named}; the adapter modulates layers {format_layers(tuple(sorted(modulation.terms)))}")
+    if not wanted or not wanted <= have:
+        raise ConfigError(f"--targets is {', '.join(sorted(wanted)) or 'none'}; the adapter modulates {', '.join(sorted(have))}")
+    rows: dict[Place, Rows] = {}
+    for index in sorted(chosen):
+        for target in (t for t in TARGETS if t in wanted and t in modulation.terms[index]):
+            m, s = (part if part is None else part.detach().to("cpu", torch.float32) for part in modulation.terms[index][target])
+            like = m if m is not None else s
+            assert like is not None
+            scale = torch.ones_like(like) if m is None else 1.0 + alpha * (m - 1.0)
+            rows[index, target] = (scale, torch.zeros_like(like) if s is None else alpha * s)
+    told = {"token": modulation.token, "token_id": modulation.token_id, "alpha": alpha}
+    return Update(
+        rows, {**(record or {}), **told, "layers": format_layers(tuple(sorted(chosen))), "targets": [t for t in TARGETS if t in wanted]}
+    )
+
+
+def consolidate(model: PreTrainedModel, update: Update) -> None:
+    """Make an update part of the model, on top of those before it. A refused update changes nothing.
+
+    Raises:
+        ConfigError: rows that are not finite, or whose scale is not above 0.
+        ModelError: rows that do not fit the model, or updates are switched off at present.
+    """
+    _check_enabled(model)
+    check_update(model, update)
+    _set_history(model, (*consolidated(model), update))
+
+
+def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update, ...]:
+    """Take back the last updates: the model is then, bit for bit, what it was before them.
+
+    Args:
+        model: with updates or without.
+        count: how many; None for all.
+
+    Returns:
+        Those that were taken back, oldest first.
+
+    Raises:
+        ConfigError: there are not so many.
+        ModelError: updates are switched off at present.
+    """
+    _check_enabled(model)
+    history = consolidated(model)
+    if count is not None and not 0 <= count <= len(history):
+        raise ConfigError(f"{count} updates are to be taken back, the model has {len(history)}")
+    keep = 0 if count is None else len(history) - count
+    _set_history(model, history[:keep])
+    return history[keep:]
+
+
+def consolidated(model: PreTrainedModel) -> tuple[Update, ...]:
+    """The updates that are part of the model, oldest first."""
+    return getattr(model, _HISTORY, ())
+
+
+@contextmanager
+def consolidation_disabled(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context the model computes as it did before any update; its history stays. Nests."""
+    _apply(model, ())
+    outer = getattr(model, _OFF, False)
+    setattr(model, _OFF, True)
+    try:
+        yield
+    finally:
+        setattr(model, _OFF, outer)
+        if not outer:
+            _apply(model, consolidated(model))
+
+
+_OFF = "_npt_consolidation_off"
+
+
+def check_update(model: PreTrainedModel, update: Update) -> None:
+    """Refuse an update that does not fit the model or would poison it.
+
+    Raises:
+        ConfigError, ModelError: as `consolidate`.
+    """
+    layers = decoder_layers(model)
+    for (index, target), (scale, bias) in update.rows.items():
+        if not 0 <= index < len(layers) or target not in TARGETS:
+            raise ModelError(f"the update has rows for {target!r} of layer {index}; the model has layers 0 to {len(layers) - 1}")
+        product = product_of(layers[index], target)
+        check_row_scalable(product)
+        if scale.shape != (product.out_features,) or bias.shape != scale.shape:
+            raise ModelError(
+                f"layer {index}, {target}: the update has {list(scale.shape)} scales and {list(bias.shape)} biases, the model "
+                f"{product.out_features} rows"
+            )
+        if not bool(torch.isfinite(scale).all() and torch.isfinite(bias).all() and (scale > 0).all()):
+            raise ConfigError(f"layer {index}, {target}: the update has a scale or bias that is not finite, or a scale that is not above 0")
+
+
+def product_of(layer: Any, target: str) -> Any:
+    """The linear layer whose product a target is."""
+    return getattr(layer.mlp, f"{target}_proj")
+
+
+def _check_enabled(model: PreTrainedModel) -> None:
+    if getattr(model, _OFF, False):
+        raise ModelError("the model's updates are switched off; leave npt.consolidation_disabled first")
+
+
+def _set_history(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
+    _apply(model, history)
+    if history:
+        setattr(model, _HISTORY, history)
+    elif hasattr(model, _HISTORY):
+        delattr(model, _HISTORY)
+
+
+def _apply(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
+    """Give every place the rows of these updates, one behind the other: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
+    composed: dict[Place, tuple[Tensor, Tensor]] = {}
+    for update in history:
+        for place, (scale, bias) in update.rows.items():
+            if place in composed:
+                before_scale, before_bias = composed[place]
+                scale, bias = scale * before_scale, scale * before_bias + bias
+            composed[place] = (scale, bias)
+    layers = decoder_layers(model)
+    before = {place for update in consolidated(model) for place in update.rows}
+    for index, target in before | set(composed):
+        set_rows(product_of(layers[index], target), composed.get((index, target)))

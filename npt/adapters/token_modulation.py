@@ -1,0 +1,113 @@
+"""What attention made of one token: its code z in every converted layer, and the modulation m, s that follows from it.
+
+In an NPT layer nothing else of the context reaches the token's MLP, so that this is the whole of what the context did to it there. It can
+be read, put in the place of another token's (npt/adapters/transplant.py), or made part of the model (npt/adapters/consolidate.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_mode, attached_config, npt_layers
+from npt.errors import ConfigError, NumericalError
+
+LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
+"""(m, s) by target, [O] each in fp32, None where the adapter's form has no such term."""
+
+
+@dataclass(frozen=True)
+class TokenModulation:
+    """The modulation of one token of one text.
+
+    codes: z [R] by layer. terms: m and s by layer and target. token: its index in the text. token_id: what stood there.
+    """
+
+    codes: dict[int, Tensor]
+    terms: dict[int, LayerTerms]
+    token: int
+    token_id: int
+
+
+@torch.no_grad()
+def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenModulation:
+    """Run the student on a text and read one token's modulation in every converted layer.
+
+    Args:
+        model: with adapters attached; left as it was.
+        ids: [T], or [1, T], token ids of the text, its start token included.
+        token: index in the text, from its end where negative.
+
+    Raises:
+        ConfigError: no tokens, ids outside the vocabulary, or no such token.
+        ModelError: no adapters are attached.
+        NumericalError: the modulation is not finite.
+    """
+    attached_config(model)
+    ids = as_row(model, ids)
+    token = token_index(ids, token)
+    caught: dict[int, dict[str, Tensor | None]] = {}
+    layers = npt_layers(model)
+    observers = [layer.npt.observer for _, layer in layers]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        for index, layer in layers:
+            seen = caught.setdefault(index, {})
+            layer.npt.observer = lambda stages, seen=seen: seen.update(
+                {k: v for k, v in stages.items() if k[:2] in ("m_", "s_") or k == "z"}
+            )
+        with adapter_mode(model, "student"):
+            model.model(ids, use_cache=False)
+    finally:
+        for (_, layer), observer in zip(layers, observers, strict=True):
+            layer.npt.observer = observer
+        for module in training:
+            module.training = True
+
+    def at(stage: Tensor | None) -> Tensor | None:
+        return None if stage is None else stage[0, token].clone()
+
+    codes, terms = {}, {}
+    for index, layer in layers:
+        code = at(caught[index]["z"])
+        assert code is not None
+        codes[index] = code
+        terms[index] = {t: (at(caught[index][f"m_{t}"]), at(caught[index][f"s_{t}"])) for t in layer.npt.config.targets}
+        for target, pair in terms[index].items():
+            if any(part is not None and not bool(torch.isfinite(part).all()) for part in pair):
+                raise NumericalError(f"layer {index}: the {target} modulation of token {token} is not finite; look with npt trace")
+    return TokenModulation(codes, terms, token, int(ids[0, token]))
+
+
+def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
+    """Token ids as one row [1, T] on the model's device.
+
+    Raises:
+        ConfigError: no tokens, several rows, or ids outside the vocabulary.
+    """
+    row = torch.as_tensor(ids)
+    row = row.unsqueeze(0) if row.ndim == 1 else row
+    if row.ndim != 2 or len(row) != 1 or row.numel() == 0 or row.is_floating_point():
+        raise ConfigError(f"token ids of one text are needed, [T] or [1, T] whole numbers; they are {row.dtype} of shape {list(row.shape)}")
+    row = row.to(torch.int64)
+    vocabulary = model.config.vocab_size
+    if not bool(((row >= 0) & (row < vocabulary)).all()):
+        raise ConfigError(f"the text has token ids outside 0 to {vocabulary - 1}; is this the tokenizer of the model?")
+    return row.to(next(model.parameters()).device)
+
+
+def token_index(ids: Tensor, token: int) -> int:
+    """The index from the start of [1, T] ids that an index from either end means.
+
+    Raises:
+        ConfigError: there is no such token.
+    """
+    length = ids.shape[1]
+    if not -length <= token < length:
+        raise ConfigError(f"token {token} was asked for, the text has {length} tokens: {-length} to {length - 1}")
+    return token % length

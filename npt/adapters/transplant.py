@@ -1,0 +1,140 @@
+"""Putting the modulation of one text's token in the place of another's: what the one context did, done in the other.
+
+A token's modulation follows from its code z alone, so that it is the code which is exchanged, in every converted layer, at one position.
+The token itself stays what it is; what came to it out of its context is the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_mode, attached_config, npt_layers
+from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of, token_index
+from npt.errors import ConfigError, ModelError
+
+
+@contextmanager
+def transplanted(model: PreTrainedModel, modulation: TokenModulation, position: int) -> Iterator[None]:
+    """Within the context the token at `position` of every row has this modulation, in every layer that it was read from.
+
+    Generation is no different: the position counts from the start of the row, cached tokens included, so that what is generated behind
+    it sees the changed token and nothing else is changed.
+
+    Args:
+        model: with adapters attached, of the configuration that the modulation was read under.
+        modulation: of `npt.modulation_of`, of this model or of another with adapters of the same form.
+        position: index in the row as it is given, padding on the left included; 0 or above.
+
+    Raises:
+        ConfigError: a negative position.
+        ModelError: no adapters are attached, or the modulation is of other layers or another rank; another transplant is going on.
+    """
+    attached_config(model)
+    layers = dict(npt_layers(model))
+    if position < 0:
+        raise ConfigError(f"the position is {position}; it counts from the start of the row, 0 or above")
+    for index, code in modulation.codes.items():
+        if index not in layers or layers[index].npt.A.shape[:1] != code.shape:
+            here = f"rank {layers[index].npt.A.shape[0]}" if index in layers else "no adapter"
+            raise ModelError(f"the modulation has a code of rank {len(code)} for layer {index}, the model has {here} there")
+    if any(layers[index].npt.recode is not None for index in modulation.codes):
+        raise ModelError("a modulation is transplanted already; leave that npt.transplanted first")
+    place: list[int | None] = [None]
+
+    def find(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        past = kwargs.get("past_key_values")
+        place[0] = position - (int(past.get_seq_length()) if past is not None else 0)
+
+    def recode(code: Tensor, z: Tensor) -> Tensor:
+        at = place[0]
+        if at is None or z.ndim != 3 or not 0 <= at < z.shape[1]:
+            return z
+        changed = z.clone()
+        changed[:, at] = code.to(z)
+        return changed
+
+    with ExitStack() as stack:
+        stack.callback(model.model.register_forward_pre_hook(find, with_kwargs=True).remove)
+        for index, code in modulation.codes.items():
+            adapter = layers[index].npt
+            adapter.recode = lambda z, code=code: recode(code, z)
+            stack.callback(setattr, adapter, "recode", None)
+        yield
+
+
+@dataclass(frozen=True)
+class Transplant:
+    """Next-token log-probabilities [V] in fp32 on the host: behind the donor's text, behind the receiver's, and behind the receiver's with
+    the donor's modulation at one token."""
+
+    donor: Tensor
+    receiver: Tensor
+    transplanted: Tensor
+    token_from: int
+    token_to: int
+
+    def top(self, count: int) -> dict[str, list[tuple[int, float]]]:
+        """The most probable next tokens of each, with their probabilities."""
+        found = {}
+        for name in ("donor", "receiver", "transplanted"):
+            values, ids = getattr(self, name).exp().topk(min(count, len(self.donor)))
+            found[name] = list(zip(ids.tolist(), values.tolist(), strict=True))
+        return found
+
+    def divergences(self) -> dict[str, float]:
+        """In nats: of the transplanted distribution from each of the two, and of the receiver's from the donor's, where it began."""
+
+        def kl(log_p: Tensor, log_q: Tensor) -> float:
+            p = log_p.double().exp()
+            return float((p * torch.where(p == 0, 0.0, log_p.double() - log_q.double())).sum())
+
+        return {
+            "receiver_to_transplanted": kl(self.receiver, self.transplanted),
+            "donor_to_transplanted": kl(self.donor, self.transplanted),
+            "donor_to_receiver": kl(self.donor, self.receiver),
+        }
+
+
+def transplant(
+    model: PreTrainedModel, ids_from: Sequence[int], ids_to: Sequence[int], token_from: int = -1, token_to: int = -1
+) -> Transplant:
+    """Read the modulation of a token of one text, put it at a token of another, and look at what comes next there.
+
+    Args:
+        model: with adapters attached; left as it was.
+        ids_from, ids_to: the donor's and the receiver's tokens, start tokens included.
+        token_from, token_to: indices, from the end where negative.
+
+    Raises:
+        ConfigError: no such token, or ids outside the vocabulary.
+        ModelError: no adapters are attached.
+        NumericalError: the modulation is not finite.
+    """
+    modulation = modulation_of(model, ids_from, token_from)
+    row_from, row_to = as_row(model, ids_from), as_row(model, ids_to)
+    position = token_index(row_to, token_to)
+    donor, receiver = _next(model, row_from), _next(model, row_to)
+    with transplanted(model, modulation, position):
+        changed = _next(model, row_to)
+    return Transplant(donor, receiver, changed, modulation.token, position)
+
+
+@torch.no_grad()
+def _next(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """Log-probabilities [V] behind a row of tokens, of the student."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with adapter_mode(model, "student"):
+            logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
+    finally:
+        for module in training:
+            module.training = True
+    return torch.log_softmax(logits.to(torch.float32), dim=-1).cpu()

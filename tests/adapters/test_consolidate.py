@@ -1,0 +1,343 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_token_modulation import IDS, student
+from torch.testing import assert_close
+
+import npt
+from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.consolidate import Update, product_of
+from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, adapter_hash
+from npt.adapters.layer import attention_output, student_output
+from npt.adapters.stream import open_stream
+from npt.config import RESIDUALS, TrainConfig
+from npt.data.batch import batch_from_tensors
+from npt.distill.strategies import STRATEGIES
+from npt.errors import AdapterFileError, ConfigError, ModelError
+from npt.quant.linear import quantized_linears
+from npt.quant.rows import RowScaled, rows_of
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits
+
+
+def first(model, alpha: float = 0.5, token: int = -1, **what) -> Update:
+    return npt.update_from(npt.modulation_of(model, IDS, token), alpha, **what)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_at_full_strength_every_token_is_modulated_as_that_one_was(load_model, monkeypatch, residual):
+    """Without a modulation of its own (the floor), a layer with the rows is the layer in which all tokens have that token's code."""
+    model = student(load_model, residual=residual)
+    found = npt.modulation_of(model, IDS, 2)
+    stream = open_stream(model, batch_from_tensors(torch.tensor([IDS]), torch.ones(1, 5, dtype=torch.int64)))
+    index, layer = npt_layers(model)[0]
+    attention = attention_output(layer, stream.hidden, **stream.context_of(layer))
+    with monkeypatch.context() as patched:
+        patched.setattr(type(layer.npt), "code", lambda self, a: found.codes[index].expand(*a.shape[:-1], -1))
+        expected = student_output(layer, stream.hidden, attention)[0]
+    npt.consolidate(model, npt.update_from(found, 1.0))
+    with npt.adapter_mode(model, "floor"):
+        got = student_output(layer, stream.hidden, attention)[0]
+    # the same products of fp32, m and s of one token and of five computed in other orders
+    assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantization", ["nf4", None])
+@pytest.mark.parametrize("adapters", ["live", "disabled", "detached"])
+def test_the_rows_act_with_live_adapters_on_the_teacher_and_without_any(load_model, quantization, adapters):
+    model = student(load_model, quantization=quantization)
+    update = first(model)
+    if adapters == "disabled":
+        for _, layer in npt_layers(model):
+            layer.npt.mode = "teacher"
+    elif adapters == "detached":
+        npt.detach(model)
+    before = logits(model)
+    outputs = []
+    layer = model.model.layers[1]
+    hook = layer.mlp.gate_proj.register_forward_hook(lambda _, args, output: outputs.append((args[0], output)))
+    npt.consolidate(model, update)
+    after = logits(model)
+    assert not torch.equal(after, before)
+    with npt.consolidation_disabled(model):
+        assert torch.equal(logits(model), before)
+    hook.remove()
+    (x, scaled), (other_x, plain) = outputs
+    assert torch.equal(x, other_x)  # layer 1 is the first that is changed
+    scale, bias = update.rows[1, "gate"]
+    assert torch.equal(scaled, scale * plain + bias)
+    assert torch.equal(logits(model), after)
+    npt.unconsolidate(model)
+    assert torch.equal(logits(model), before)
+    assert not any(isinstance(m, RowScaled) for m in model.modules())
+
+
+def test_not_a_byte_of_the_base_is_written(load_model):
+    model = student(load_model)
+    before = npt.base_hash(model)
+    packed = {name: module.weight.data.clone() for name, module in quantized_linears(model)}
+    npt.consolidate(model, first(model))
+    assert npt.base_hash(model) == before
+    assert all(torch.equal(module.weight.data, packed[name]) for name, module in quantized_linears(model))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    alphas=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4),
+    tokens=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    undone=st.integers(0, 4),
+)
+def test_updates_stack_and_come_off_in_reverse_leaving_the_bits_before_them(stacked, alphas, tokens, undone):
+    model, plain = stacked
+    states = [plain]
+    for alpha, token in zip(alphas, tokens, strict=False):
+        npt.consolidate(model, first(model, alpha, token, targets=("gate", "down") if token % 2 else None))
+        states.append(logits(model))
+    gate = product_of(model.model.layers[1], "gate")
+    plain_product = torch.randn(3, gate.out_features)
+    y = plain_product
+    for update in npt.consolidated(model):
+        y_scale, y_bias = update.rows[1, "gate"]
+        y = y_scale * y + y_bias
+    scale, bias = rows_of(gate)
+    assert (scale > 0).all() and len(npt.consolidated(model)) == len(alphas)
+    assert_close(scale * plain_product + bias, y, rtol=1e-5, atol=1e-5)  # fp32, multiplied out in another order
+    undone = min(undone, len(alphas))
+    taken = npt.unconsolidate(model, undone)
+    assert len(taken) == undone
+    assert torch.equal(logits(model), states[len(alphas) - undone])
+    npt.unconsolidate(model, None)
+    assert npt.consolidated(model) == () and torch.equal(logits(model), plain)
+
+
+@pytest.fixture(scope="module")
+def stacked(load_model):
+    model = student(load_model)
+    return model, logits(model)
+
+
+def test_two_updates_are_the_second_behind_the_first(load_model):
+    model = student(load_model)
+    one, two = first(model, 0.5, 1), first(model, 0.7, 3)
+    npt.consolidate(model, one)
+    npt.consolidate(model, two)
+    for place in one.rows:
+        scale, bias = rows_of(product_of(model.model.layers[place[0]], place[1]))
+        (s1, b1), (s2, b2) = one.rows[place], two.rows[place]
+        assert_close(scale, s2 * s1)
+        assert_close(bias, s2 * b1 + b2)
+    assert npt.consolidated(model) == (one, two)
+
+
+@settings(max_examples=50, deadline=None)
+@given(alpha=st.floats(1e-6, 1.0), bound=st.sampled_from([0.1, 0.5, 0.999]), size=st.floats(0, 1e6))
+def test_the_scale_keeps_within_the_modulations_bounds(alpha, bound, size):
+    from npt.adapters.modulation import multiplier
+    from npt.adapters.token_modulation import TokenModulation
+
+    m = multiplier(torch.tensor([-size, 0.0, size]), bound)
+    update = npt.update_from(TokenModulation({}, {0: {"gate": (m, None)}}, 0, 0), alpha)
+    scale, bias = update.rows[0, "gate"]
+    assert (scale > 0).all() and torch.equal(bias, torch.zeros(3)) and scale[1] == 1
+    assert scale.min() >= 1 - bound - 1e-6 and scale.max() <= 1 + bound + 1e-6  # fp32 rounds to the bound and a unit beyond
+
+
+@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
+def test_training_on_a_consolidated_base_gives_the_gradients_of_the_model_with_its_rows(load_model, batch, strategy):
+    """The local strategy multiplies by the frozen weight itself in backward; the end-to-end one leaves that to autograd."""
+    model = student(load_model, layers="1")
+    npt.consolidate(model, first(model, 0.9))
+    STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
+    found = {name: p.grad.clone() for name, p in adapter_parameters(model).items()}
+    model.zero_grad()
+    layer = model.model.layers[1]
+    with npt.adapters_disabled(model), torch.no_grad():
+        stream = open_stream(model, batch)
+        h = model.model.layers[0](stream.hidden, **stream.context_of(model.model.layers[0]))
+        t = stream.rows(layer(h, **stream.context_of(layer)))
+    o = stream.rows(layer(h, **stream.context_of(layer)))
+    ((o - t).square().sum(-1) / t.square().sum(-1)).sum().backward()
+    for name, parameter in adapter_parameters(model).items():
+        # the same sums in another order, over 21 tokens
+        assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5 * float(parameter.grad.abs().max()))
+
+
+class TestRefused:
+    @pytest.mark.parametrize("alpha", [0.0, -0.5, 1.01, float("nan"), float("inf")])
+    def test_a_strength_out_of_range(self, load_model, alpha):
+        with pytest.raises(ConfigError, match="--alpha is"):
+            first(student(load_model), alpha)
+
+    @pytest.mark.parametrize(
+        ("what", "message"),
+        [
+            ({"layers": (0,)}, "--layers is 0; the adapter modulates layers 1-2"),
+            ({"layers": ()}, "--layers is none"),
+            ({"targets": ("sideways",)}, "--targets is sideways; the adapter modulates down, gate, up"),
+            ({"targets": ()}, "--targets is none"),
+        ],
+    )
+    def test_what_the_adapter_does_not_modulate(self, load_model, what, message):
+        with pytest.raises(ConfigError, match=message):
+            first(student(load_model), **what)
+
+    @pytest.mark.parametrize(
+        ("rows", "error", "message"),
+        [
+            ((torch.full((128,), float("nan")), torch.zeros(128)), ConfigError, "layer 1, gate: .* not finite"),
+            ((torch.ones(128), torch.full((128,), float("inf"))), ConfigError, "layer 1, gate: .* not finite"),
+            ((torch.zeros(128), torch.zeros(128)), ConfigError, "not above 0"),
+            ((torch.ones(64), torch.zeros(64)), ModelError, r"has \[64\] scales and \[64\] biases, the model 128 rows"),
+        ],
+    )
+    def test_rows_that_would_poison_or_do_not_fit_change_nothing(self, load_model, rows, error, message):
+        model = student(load_model)
+        npt.consolidate(model, first(model))
+        before = logits(model)
+        with pytest.raises(error, match=message):
+            npt.consolidate(model, Update({(2, "up"): (torch.ones(128), torch.ones(128)), (1, "gate"): rows}))
+        assert torch.equal(logits(model), before) and len(npt.consolidated(model)) == 1
+
+    def test_a_layer_that_is_not_there(self, load_model):
+        with pytest.raises(ModelError, match="rows for 'gate' of layer 9; the model has layers 0 to 3"):
+            npt.consolidate(student(load_model), Update({(9, "gate"): (torch.ones(128), torch.zeros(128))}))
+
+    def test_taking_back_more_than_there_are(self, load_model):
+        model = student(load_model)
+        for count in (1, -1):
+            with pytest.raises(ConfigError, match=f"{count} updates are to be taken back, the model has 0"):
+                npt.unconsolidate(model, count)
+
+    def test_a_change_while_updates_are_switched_off(self, load_model):
+        model = student(load_model)
+        update = first(model)
+        npt.consolidate(model, update)
+        with npt.consolidation_disabled(model), npt.consolidation_disabled(model):
+            for change in (lambda: npt.consolidate(model, update), lambda: npt.unconsolidate(model)):
+                with pytest.raises(ModelError, match="switched off"):
+                    change()
+        assert len(npt.consolidated(model)) == 1
+        npt.consolidate(model, update)
+
+
+def in_history(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    def tamper(folder: Path) -> None:
+        record = json.loads((folder / HISTORY_NAME).read_text())
+        change(record)
+        (folder / HISTORY_NAME).write_text(json.dumps(record))
+
+    return tamper
+
+
+def in_rows(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def tamper(folder: Path) -> None:
+        tensors = load_file(folder / ROWS_NAME)
+        change(tensors)
+        save_file(tensors, folder / ROWS_NAME)
+
+    return tamper
+
+
+SOME = "updates.0.layers.1.gate.scale"
+DAMAGE = {
+    "no history": (lambda f: (f / HISTORY_NAME).unlink(), "holds no consolidated.json"),
+    "no rows": (lambda f: (f / ROWS_NAME).unlink(), "holds no consolidated.safetensors"),
+    "history not JSON": (lambda f: (f / HISTORY_NAME).write_text("{"), "cannot be read"),
+    "no updates": (in_history(lambda r: r.pop("updates")), "entry 'updates' is missing"),
+    "updates of another kind": (in_history(lambda r: r.update(updates=[3])), "update 0 is 3, expected its places"),
+    "a place that leads elsewhere": (in_history(lambda r: r["updates"][0]["places"].append([1, "../up"])), r"has the place \[1, '../up'\]"),
+    "a place twice": (in_history(lambda r: r["updates"][0]["places"].append([1, "gate"])), r"has the place \[1, 'gate'\].*each once"),
+    "a layer too many": (in_history(lambda r: r["updates"][0]["places"].append([77, "up"])), "of layer 77, the model has layers 0 to 3"),
+    "a place without rows": (in_history(lambda r: r["updates"][0]["places"].append([0, "up"])), "lacks the tensor 'updates.0.layers.0.up"),
+    "rows without a place": (in_rows(lambda t: t.update(stranger=torch.zeros(1))), "has the extra tensor 'stranger'"),
+    "a wrong shape": (in_rows(lambda t: t.update({SOME: torch.ones(3)})), r"is F32 \[3\], the model needs F32 \[128\]"),
+    "a wrong dtype": (in_rows(lambda t: t.update({SOME: t[SOME].half()})), r"is F16 \[128\], the model needs F32"),
+    "a value is NaN": (in_rows(lambda t: t[SOME].fill_(float("nan"))), "update 0 cannot be used: layer 1, gate: .*not finite"),
+    "a scale is 0": (in_rows(lambda t: t[SOME].fill_(0.0)), "update 0 cannot be used: .*not above 0"),
+    "another base": (in_history(lambda r: r.update(base_hash="f" * 64)), "was consolidated on base ffffffffffff, this base is"),
+}
+
+
+class TestFiles:
+    @pytest.fixture
+    def made(self, load_model):
+        model = student(load_model)
+        npt.consolidate(model, first(model, 0.5, record={"text": "one"}))
+        npt.consolidate(model, first(model, 0.3, 1, layers=(2,), record={"text": "two"}))
+        return model
+
+    def test_an_adapter_is_saved_with_its_updates_and_loads_with_them(self, load_model, made, tmp_path):
+        folder = npt.save_adapter(made, tmp_path / "adapter")
+        assert {p.name for p in folder.iterdir()} == {CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME}
+        other = load_model()
+        npt.load_adapter(other, folder)
+        assert torch.equal(logits(other), logits(made))
+        assert [u.record for u in npt.consolidated(other)] == [u.record for u in npt.consolidated(made)]
+        assert adapter_hash(other) == adapter_hash(made)
+        npt.unconsolidate(other)
+        npt.unconsolidate(made)
+        assert torch.equal(logits(other), logits(made)) and adapter_hash(other) == adapter_hash(made)
+        npt.save_adapter(made, folder)
+        npt.unconsolidate(made)
+        npt.save_adapter(made, folder)
+        assert {p.name for p in folder.iterdir()} == {CONFIG_NAME, WEIGHTS_NAME, CARD_NAME}
+
+    def test_updates_alone_load_onto_a_plain_base(self, load_model, made, tmp_path):
+        folder = npt.save_consolidated(made, tmp_path / "rows")
+        assert {p.name for p in folder.iterdir()} == {HISTORY_NAME, ROWS_NAME}
+        other = load_model()
+        npt.load_consolidated(other, folder)
+        with npt.adapters_disabled(made):
+            assert torch.equal(logits(other), logits(made))
+        npt.save_consolidated(other, folder)  # over itself
+
+    def test_a_folder_with_other_things_is_kept(self, made, tmp_path):
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "chapter").write_text("mine")
+        with pytest.raises(AdapterFileError, match="holds something other than consolidated updates"):
+            npt.save_consolidated(made, tmp_path / "thesis")
+        assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
+
+    def test_a_model_without_updates_has_nothing_to_save(self, load_model, tmp_path):
+        with pytest.raises(ModelError, match="no consolidated updates"):
+            npt.save_consolidated(load_model(), tmp_path / "rows")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_updates_are_not_loaded_on_top_of_others(self, made, tmp_path):
+        folder = npt.save_adapter(made, tmp_path / "adapter")
+        before = logits(made)
+        for load in (npt.load_adapter, npt.load_consolidated):
+            with pytest.raises(ModelError, match=r"has consolidated updates already; call npt\.unconsolidate"):
+                load(made, folder)
+        assert torch.equal(logits(made), before)
+
+    @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+    def test_a_damaged_folder_is_refused_and_leaves_the_model_as_it_was(self, load_model, made, tmp_path, damage, message):
+        folder = npt.save_adapter(made, tmp_path / "adapter")
+        damage(folder)
+        other = load_model()
+        before = logits(other)
+        loads = [npt.load_consolidated] + ([npt.load_adapter] if (folder / HISTORY_NAME).exists() else [])
+        for load in loads:
+            with pytest.raises(AdapterFileError, match=message) as refusal:
+                load(other, folder)
+            assert str(folder) in str(refusal.value)
+        assert torch.equal(logits(other), before) and npt.consolidated(other) == ()
+
+    def test_a_base_equal_but_for_rounding_can_be_taken(self, load_model, made, tmp_path):
+        folder = npt.save_consolidated(made, tmp_path / "rows")
+        other = load_model("fp4")
+        npt.load_consolidated(other, folder, check_base=False)
+        assert len(npt.consolidated(other)) == 2

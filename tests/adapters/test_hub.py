@@ -1,0 +1,209 @@
+"""Against a hub on this machine: every call that huggingface_hub makes is a real one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from stub_hub import TOKEN, Hub, running
+from test_token_modulation import IDS, student
+
+import npt
+from npt.adapters.attach import is_attached
+from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME
+from npt.adapters.hub import is_hub_id
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME
+from npt.cli.main import main
+from npt.errors import AdapterFileError, ConfigError, HubError, ModelError
+
+THREE = {CONFIG_NAME, WEIGHTS_NAME, CARD_NAME}
+FIDELITY = {
+    "student": {"perplexity": 11.5, "perplexity_ratio": 1.05, "perplexity_ratio_se": 0.003, "kl": 0.05, "top1": 0.86, "top1_se": None}
+}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with running() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+
+
+@pytest.fixture
+def folder(load_model, tmp_path) -> Path:
+    return npt.save_adapter(student(load_model), tmp_path / "adapter", base_name="some/base")
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits
+
+
+def test_what_is_pushed_loads_again_by_its_name(hub: Hub, folder, load_model):
+    address = npt.push_to_hub(folder, "me/adapter", private=True)
+    assert address == f"{hub.url}/me/adapter/commit/{hub.commit_of('me/adapter')}"
+    assert set(hub.files["me/adapter"]) == THREE and hub.private["me/adapter"]
+    assert all(hub.files["me/adapter"][name] == (folder / name).read_bytes() for name in THREE)
+    model = load_model()
+    npt.load_adapter(model, "me/adapter")
+    assert torch.equal(logits(model), logits(student(load_model)))
+
+
+def test_a_model_is_pushed_as_its_folder_would_be_with_its_updates(hub: Hub, load_model):
+    model = student(load_model)
+    npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS), 0.5))
+    npt.push_to_hub(model, "me/adapter", fidelity=FIDELITY)
+    assert set(hub.files["me/adapter"]) == {*THREE, HISTORY_NAME, ROWS_NAME} and not hub.private["me/adapter"]
+    assert b"| student | 11.500 | 1.0500 \xc2\xb1 0.0030 | 0.0500 | 86.0% | - |" in hub.files["me/adapter"][CARD_NAME]
+    other = load_model()
+    npt.load_adapter(other, "me/adapter")
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_pushing_again_replaces_the_files(hub: Hub, folder, load_model):
+    npt.push_to_hub(folder, "me/adapter")
+    npt.push_to_hub(student(load_model, rank=4), "me/adapter")
+    assert json.loads(hub.files["me/adapter"][CONFIG_NAME])["npt"]["rank"] == 4
+
+
+def test_only_the_files_of_an_adapter_travel_either_way(hub: Hub, folder, load_model, tmp_path):
+    (folder / "secret.txt").write_text("mine")
+    npt.push_to_hub(folder, "me/adapter")
+    assert set(hub.files["me/adapter"]) == THREE
+    hub.files["me/adapter"]["pytorch_model.bin"] = b"pickle"
+    hub.files["me/adapter"]["modeling.py"] = b"raise SystemExit"
+    hub.asked.clear()
+    npt.load_adapter(load_model(), "me/adapter")
+    fetched = {path.rsplit("/", 1)[1] for method, path in hub.asked if method == "GET" and "/resolve/" in path}
+    assert fetched == THREE
+
+
+def test_a_revision_is_loaded_by_branch_or_commit_and_a_wrong_one_is_named(hub: Hub, folder, load_model):
+    npt.push_to_hub(folder, "me/adapter")
+    hub.branches["me/adapter"].add("v1")
+    for revision in ("v1", hub.commit_of("me/adapter")):
+        npt.load_adapter(load_model(), "me/adapter", revision=revision)
+    npt.push_to_hub(folder, "me/adapter", revision="v1")
+    for call in (
+        lambda: npt.load_adapter(load_model(), "me/adapter", revision="nowhere"),
+        lambda: npt.push_to_hub(folder, "me/adapter", revision="nowhere"),
+    ):
+        with pytest.raises(HubError, match=r"the repository has no such revision; check --revision"):
+            call()
+
+
+def test_where_the_base_lies_on_this_disk_is_not_told(hub: Hub, load_model, tmp_path):
+    model = student(load_model)
+    npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS), 0.5))
+    model.config._name_or_path = "/home/somebody/models/llama"
+    folder = npt.save_adapter(model, tmp_path / "adapter")
+    for adapter in (model, folder):
+        npt.push_to_hub(adapter, "me/adapter")
+        assert not any(b"somebody" in content for content in hub.files["me/adapter"].values())
+        assert json.loads(hub.files["me/adapter"][CONFIG_NAME])["base_model_name_or_path"] == "llama"
+        assert b"base_model:" not in hub.files["me/adapter"][CARD_NAME]
+    assert json.loads((folder / CONFIG_NAME).read_text())["base_model_name_or_path"] == "/home/somebody/models/llama"
+
+
+class TestRefused:
+    def test_a_repository_that_is_not_there(self, hub, load_model):
+        model = load_model()
+        with pytest.raises(
+            HubError, match=r"there is no folder me/nothing, and the hub has no such repository, or it is private; check the name"
+        ):
+            npt.load_adapter(model, "me/nothing")
+        assert not is_attached(model)
+
+    def test_a_private_one_without_a_token(self, hub, folder, load_model, monkeypatch):
+        npt.push_to_hub(folder, "me/adapter", private=True)
+        monkeypatch.delenv("HF_TOKEN")
+        with pytest.raises(HubError, match="or it is private"):
+            npt.load_adapter(load_model(), "me/adapter")
+
+    def test_a_push_without_a_right_to_it(self, hub, folder):
+        hub.refuse = 403
+        with pytest.raises(HubError, match=r"me/adapter: the hub answers 403: .*; log in with `hf auth login`"):
+            npt.push_to_hub(folder, "me/adapter")
+        assert hub.files == {}
+
+    @pytest.mark.parametrize("offline", [True, False])
+    def test_no_network(self, hub, folder, load_model, monkeypatch, offline):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        for call in (lambda: npt.load_adapter(load_model(), "me/adapter"), lambda: npt.push_to_hub(folder, "me/adapter")):
+            with pytest.raises(HubError, match=r"the hub cannot be reached: .*; check the network") as refusal:
+                call()
+            assert "\n" not in str(refusal.value)
+
+    def test_a_poisoned_or_incomplete_adapter_before_anything_is_sent(self, hub, folder, load_model):
+        from safetensors.torch import load_file, save_file
+
+        (folder / CARD_NAME).unlink()
+        npt.push_to_hub(folder, "me/adapter")  # a card is no part of what is computed: it is written anew
+        assert CARD_NAME in hub.files["me/adapter"]
+        hub.asked.clear()
+        tensors = load_file(folder / WEIGHTS_NAME)
+        next(iter(tensors.values()))[0, 0] = float("nan")
+        save_file(tensors, folder / WEIGHTS_NAME)
+        with pytest.raises(AdapterFileError, match="holds a non-finite value; the adapter is not pushed"):
+            npt.push_to_hub(folder, "me/adapter")
+        (folder / WEIGHTS_NAME).unlink()
+        with pytest.raises(AdapterFileError, match="the adapter is incomplete"):
+            npt.push_to_hub(folder, "me/adapter")
+        with pytest.raises(ModelError, match="no NPT adapters"):
+            npt.push_to_hub(load_model(), "me/adapter")
+        assert not any(method == "POST" for method, _ in hub.asked)
+
+    @pytest.mark.parametrize("name", ["", "adapter", "a/b/c", "../adapter", "me/", "me/ad apter", "me/..", "/me/adapter", "me/a--b"])
+    def test_a_name_that_is_none(self, hub, folder, name):
+        assert not is_hub_id(name)
+        with pytest.raises(ConfigError, match="write USER/NAME"):
+            npt.push_to_hub(folder, name)
+        assert hub.asked == []
+
+    def test_a_damaged_download(self, hub, folder, load_model):
+        npt.push_to_hub(folder, "me/adapter")
+        hub.files["me/adapter"][WEIGHTS_NAME] = b"PK" * 100
+        with pytest.raises(AdapterFileError, match="cannot be read"):
+            npt.load_adapter(load_model(), "me/adapter")
+
+
+def test_a_folder_on_disk_goes_before_the_hub(hub, folder, load_model, tmp_path, monkeypatch):
+    (tmp_path / "me").mkdir()
+    folder.rename(tmp_path / "me" / "adapter")
+    monkeypatch.chdir(tmp_path)
+    npt.load_adapter(load_model(), "me/adapter")
+    assert hub.asked == []
+
+
+def test_the_command_pushes_and_says_where(folder, tmp_path):
+    """In a process of its own, as a user has it: the hub is named by HF_ENDPOINT."""
+    (tmp_path / "fidelity.json").write_text(json.dumps(FIDELITY))
+    with running() as hub:
+        known = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-m", "npt.cli", "push", "--adapter", str(folder), "--repo_id", "me/adapter", "--private", "--json"]
+        ended = subprocess.run(
+            [*command, "--fidelity", str(tmp_path / "fidelity.json")], env=os.environ | known, capture_output=True, text=True, timeout=120
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads(ended.stdout)["commit"].startswith(f"{hub.url}/me/adapter/commit/")
+        assert hub.private["me/adapter"] and b"Fidelity to the teacher" in hub.files["me/adapter"][CARD_NAME]
+
+
+def test_the_command_says_in_one_line_that_there_is_no_network(folder, capsys):
+    assert main(["push", "--adapter", str(folder), "--repo_id", "me/adapter"]) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("npt: error: me/adapter: the hub cannot be reached") and "\n" not in err
+
+
+def test_the_command_refuses_a_folder_without_an_adapter(tmp_path, capsys):
+    assert main(["push", "--adapter", str(tmp_path), "--repo_id", "me/adapter"]) == 5
+    assert "holds no adapter_config.json" in capsys.readouterr().err

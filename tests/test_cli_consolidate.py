@@ -1,0 +1,129 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.cli.main import main
+
+
+@pytest.fixture
+def adapter(load_model, tmp_path: Path) -> Path:
+    """Of the random Llama, all over the place."""
+    model = load_model()
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, additive_scale=0.4))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return npt.save_adapter(model, tmp_path / "adapter")
+
+
+@pytest.fixture
+def call(llama_folder, adapter, tmp_path, capsys):
+    """`npt consolidate` on a small text, by its exit status and what it said."""
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": f"sentence number {i} of a short text"}) for i in range(400)))
+
+    def run(*flags: str, adapter: Path = adapter, output: str = "out") -> tuple[int, str, str]:
+        where = ["--adapter", str(adapter), "--output", str(tmp_path / output), "--model_name", str(llama_folder), "--use_quantization"]
+        text = ["--dataset_name", str(tmp_path / "text.jsonl"), "--eval_samples", "8", "--max_length", "32"]
+        capsys.readouterr()
+        status = main(["consolidate", *where, *text, *flags])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def small_vocabulary(monkeypatch, tokenizer):
+    """The random Llama has 128 tokens; the embedded model's tokenizer, which stands beside it, has more."""
+    from npt.quant import load
+
+    tokenizer.decode = lambda ids: f"<{ids[0]}>"
+    monkeypatch.setattr(load, "load_tokenizer", lambda name: tokenizer)
+
+
+def test_writes_a_folder_that_loads_again_and_reports_both_sides(call, load_model, adapter, tmp_path):
+    status, out, _ = call("--text", "a fact", "--alpha", "0.5", "--max_kl", "0.02")
+    assert status == 0
+    for words in ("Recall: log-probability of the fact without its context, 6 tokens", "Forgetting: change on", "(0.5 was asked for"):
+        assert words in " ".join(out.split())
+    model = load_model()
+    npt.load_adapter(model, tmp_path / "out")
+    (update,) = npt.consolidated(model)
+    assert update.record["text"] == "a fact" and update.record["targets"] == ["down"] and 0 < update.record["alpha"] < 0.5
+
+
+def test_json_has_every_figure_and_nothing_else_on_stdout(call):
+    status, out, _ = call("--text", "a fact", "--context", "it is told that ", "--targets", "gate,down", "--layers", "2", "--json")
+    found = json.loads(out)
+    assert status == 0 and (found["layers"], found["targets"], found["token"]) == ("2", ["gate", "down"], 22)
+    for stream in ("student", "teacher"):
+        recall, forgetting = found["recall"][stream], found["forgetting"][stream]
+        assert recall["gain"] == pytest.approx(recall["after"] - recall["before"]) and recall["tokens"] == 6
+        assert 0 < forgetting["kl"] < 0.05 and math.isfinite(forgetting["kl_se"])
+        assert forgetting["perplexity_ratio"] == pytest.approx(forgetting["perplexity_after"] / forgetting["perplexity_before"])
+    assert found["updates"] == 1 and found["asked_alpha"] == 0.5 and found["max_kl"] == 0.01
+
+
+def test_updates_stack_from_folder_to_folder_and_are_taken_back(call, tmp_path, load_model):
+    assert call("--text", "one")[0] == 0
+    status, out, _ = call("--text", "two", "--json", adapter=tmp_path / "out")
+    assert status == 0 and json.loads(out)["updates"] == 2
+    assert call("--undo", adapter=tmp_path / "out")[0] == 0
+    model = load_model()
+    npt.load_adapter(model, tmp_path / "out")
+    assert [update.record["text"] for update in npt.consolidated(model)] == ["one"]
+
+
+def test_a_search_takes_the_best_of_what_it_tried(call):
+    status, out, _ = call("--text", "abc", "--search", "--json")
+    found = json.loads(out)
+    best = found["tried"][0]
+    assert status == 0 and best["gain"] == max(c["gain"] for c in found["tried"])
+    assert (found["token"], found["targets"], found["layers"]) == (best["token"], list(best["targets"]), best["layers"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ((), 2, "--text is missing"),
+        (("--text", ""), 2, "--text is '', of which no token can be predicted"),
+        (("--text", "abc", "--token", "4"), 2, "token 4 was asked for, the text has 4 tokens"),
+        (("--text", "abc", "--alpha", "0"), 2, "--alpha is 0.0; it must lie above 0"),
+        (("--text", "abc", "--layers", "0"), 2, "--layers is 0; the adapter modulates layers 1-2"),
+        (("--text", "abc", "--targets", "sideways"), 2, "--targets is sideways"),
+        (("--text", "abc", "--eval_samples", "1"), 2, "1 sample of held-out text is too few"),
+        (("--text", "abc", "--search", "--max_kl", "inf"), 2, "needs a finite bound"),
+        (("--undo",), 2, "1 updates are to be taken back, the model has 0"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(call, tmp_path, flags, status, message):
+    got, _, err = call(*flags)
+    assert got == status and message in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(tmp_path, capsys):
+    """Both streams of a briefly trained student: log-probability up, held-out KL under 0.01, for facts of several kinds."""
+    run = ["--model_name", "tiny", "--use_quantization", "--adapter_rank", "32", "--additive_scale", "1.0", "--learning_rate", "0.01"]
+    steps = ["--max_steps", "80", "--warmup_steps", "5", "--batch_size", "4", "--max_length", "128", "--eval_samples", "2"]
+    assert main(["pretrain", *run, *steps, "--output_dir", str(tmp_path / "run")]) == 0
+    (adapter,) = (tmp_path / "run" / "checkpoints").glob("*80/adapter")
+    for text in (
+        "The capital of Zubrowka is Lutz.",
+        "def frobnicate(widget):\n    return widget.spam + 42\n",
+        "Eiffel tower opened in 1889",
+    ):
+        capsys.readouterr()
+        where = ["--adapter", str(adapter), "--output", str(tmp_path / "out"), "--model_name", "tiny", "--use_quantization"]
+        assert main(["consolidate", "--text", text, *where, "--eval_samples", "32", "--max_length", "128", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        for stream in ("student", "teacher"):
+            assert found["recall"][stream]["gain"] > 0, (text, stream)
+            assert found["forgetting"][stream]["kl"] < 0.01, (text, stream)

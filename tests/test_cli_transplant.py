@@ -1,0 +1,42 @@
+import json
+from pathlib import Path
+
+import pytest
+
+import npt
+from npt.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """Of the embedded model, strong enough that a transplant shows."""
+    model, _ = npt.load_base("tiny", quantization="nf4")
+    npt.attach(model, npt.NPTConfig(layers="4-7", rank=8, init_std_a=0.2, init_std_b=0.2, additive_scale=1.0))
+    return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "strong")
+
+
+def call(adapter: Path, *flags: str) -> int:
+    return main(["transplant", "--use_quantization", "--adapter", str(adapter), *flags])
+
+
+def test_shows_what_comes_next_and_how_far_it_moved(adapter, capsys):
+    assert call(adapter, "--text_from", "import os", "--text_to", "def f(x", "--top", "3") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "modulated as token" in out and "KL to the transplanted distribution" in out and "%" in out
+
+
+def test_json_has_the_tokens_and_the_divergences(adapter, capsys):
+    assert call(adapter, "--text_from", "import os", "--text_to", "def f(x", "--token_to", "1", "--top", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["token_to"] == 1 and found["to"] == "def"
+    for name in ("donor", "receiver", "transplanted"):
+        tokens = found["top"][name]
+        assert len(tokens) == 3 and 0 < tokens[0]["probability"] < 1 and tokens[0]["probability"] >= tokens[2]["probability"]
+    assert found["kl"]["receiver_to_transplanted"] > 0
+
+
+@pytest.mark.parametrize("flag", ["--token_from", "--token_to"])
+def test_a_token_that_is_not_there_is_refused_in_one_line(adapter, capsys, flag):
+    assert call(adapter, "--text_from", "import os", "--text_to", "def f(x", flag, "99") == 2
+    err = capsys.readouterr().err
+    assert "token 99 was asked for, the text has" in err and "Traceback" not in err
