@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from conftest import FakeTokenizer
 
 import npt
 from npt.adapters.attach import adapter_parameters
@@ -42,8 +41,8 @@ def test_a_fact_has_the_same_tokens_alone_and_in_context(tokenizer):
     assert len(told.in_context) == 1 + len("said before: ") + len(TEXT)
 
 
-def test_without_a_start_token_the_first_token_is_not_predicted():
-    class Startless(FakeTokenizer):
+def test_without_a_start_token_the_first_token_is_not_predicted(tokenizer):
+    class Startless(type(tokenizer)):
         bos_token_id = None
 
         def __call__(self, texts, add_special_tokens=True, **_):
