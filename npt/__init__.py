@@ -13,6 +13,8 @@ from npt.version import __version__
 if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach
     from npt.adapters.io import load_adapter, save_adapter
+    from npt.calibration.calibrate import calibrate
+    from npt.calibration.report import Calibration
     from npt.config import DataConfig, NPTConfig, TrainConfig
     from npt.distill.trainer import Trainer, TrainResult
     from npt.errors import NPTError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AttachReport": "npt.adapters.attach",
+    "Calibration": "npt.calibration.report",
     "DataConfig": "npt.config",
     "Fidelity": "npt.fidelity.evaluate",
     "NPTConfig": "npt.config",
@@ -35,6 +38,7 @@ _HOME = {
     "adapters_disabled": "npt.adapters.attach",
     "attach": "npt.adapters.attach",
     "base_hash": "npt.quant.load",
+    "calibrate": "npt.calibration.calibrate",
     "detach": "npt.adapters.attach",
     "evaluate": "npt.fidelity.evaluate",
     "load_adapter": "npt.adapters.io",
@@ -45,6 +49,7 @@ _HOME = {
 
 __all__ = [
     "AttachReport",
+    "Calibration",
     "DataConfig",
     "Fidelity",
     "NPTConfig",
@@ -58,6 +63,7 @@ __all__ = [
     "adapters_disabled",
     "attach",
     "base_hash",
+    "calibrate",
     "detach",
     "evaluate",
     "load_adapter",

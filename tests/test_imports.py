@@ -18,6 +18,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("quant",),
     ("adapters",),
     ("fidelity",),
+    ("calibration",),
     ("health",),
     ("distill",),
     ("cli", "flags", "demo", "faults", "__init__"),

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached
+from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached, set_adapters
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
@@ -84,9 +84,7 @@ def load_adapter(model: LlamaForCausalLM, folder: str | Path, *, base_hash: str 
     config, tensors = read_adapter(model, folder, base_hash=base_hash, check_base=check_base)
     if not is_attached(model):
         attach(model, config)
-    with torch.no_grad():
-        for name, parameter in adapter_parameters(model).items():
-            parameter.copy_(tensors[name])
+    set_adapters(model, config, tensors)
     return config
 
 
@@ -165,8 +163,8 @@ def read_adapter_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     if not isinstance(settings, dict):
         raise AdapterFileError(f"{path} has no entry 'npt'; it is not an NPT adapter's configuration")
     known = {f.name for f in fields(NPTConfig)}
-    if set(settings) != known:
-        odd = sorted(set(settings) ^ known)
+    if set(settings) | {"ranks"} != known:  # folders of before there were ranks by layer have none
+        odd = sorted((set(settings) | {"ranks"}) ^ known)
         raise AdapterFileError(f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}")
     try:
         return NPTConfig(**settings), record
@@ -192,7 +190,9 @@ def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, t
 
 def _card(record: dict[str, Any]) -> str:
     settings = record["npt"]
-    rows = "\n".join(f"| {key} | {', '.join(value) if isinstance(value, list | tuple) else value} |" for key, value in settings.items())
+    rows = "\n".join(
+        f"| {key} | {', '.join(map(str, value)) if isinstance(value, list | tuple) else value} |" for key, value in settings.items()
+    )
     return f"""---
 base_model: {record["base_model_name_or_path"]}
 library_name: npt
