@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedConfig
 
-from npt.calibration.solve import CG_STEPS, CHUNK, RIDGES
+from npt.calibration.solve import CG_STEPS, CHUNK, RIDGES, round_share
 from npt.config import NPTConfig
 
 OVERHEAD = 2.0
@@ -62,7 +62,7 @@ def plan(config: NPTConfig, model: PreTrainedConfig, layers: Sequence[int], rank
         once = 3 * width * ffn + rank * width + codes
         linear = len(RIDGES) * (2 * once + 2 * width * ffn)
         step = once + 2 * (width * ffn + rank * width + 2 * codes)
-        total += linear + (0.25 + max(0, rounds - 1)) * (CG_STEPS + 1) * step if rounds else linear
+        total += linear + sum(round_share(number, rounds) for number in range(rounds)) * (CG_STEPS + 1) * step
     grams = 8 * width * width * (3 * len(layers) + 6)
     chunk = 4 * CHUNK * (12 * ffn + 8 * width)
     return Plan(total * tokens, grams + chunk + 4 * 3 * width * ffn, 4 * tokens * width * 3)

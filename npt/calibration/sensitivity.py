@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.stream import open_stream
+from npt.adapters.stream import Stream, open_stream
 from npt.data.batch import Batch
 from npt.errors import NumericalError
 from npt.fidelity.divergence import LOGIT_CHUNK
@@ -75,15 +75,14 @@ def measure(model: LlamaForCausalLM, batches: Iterable[Batch], seed: int, tick: 
                         hidden.retain_grad()
                         seen[index, "output"] = hidden
                 states = stream.rows(model.model.norm(hidden))
+            for index in found:
+                _check(index, "attention output", seen[index, "attention"], stream)
+                _check(index, "output", seen[index, "output"], stream)
             states.backward(_score(model, states.detach(), generator))
         for index, sums in found.items():
-            attention = stream.rows(seen[index, "attention"].detach())
-            _check(index, "attention output", attention)
-            _check(index, "output", stream.rows(seen[index, "output"].detach()))
-            gradients = {name: _gradient(seen[index, name]) for name in ("stream", "output")}
-            sums.covariance += _gram(attention)
-            sums.to_attention += _gram(_check(index, "gradient at the attention output", stream.rows(gradients["stream"])))
-            sums.to_output += _gram(_check(index, "gradient at the output", stream.rows(gradients["output"])))
+            sums.covariance += _gram(stream.rows(seen[index, "attention"].detach()))
+            sums.to_attention += _gram(_check(index, "gradient at the attention output", _gradient(seen[index, "stream"]), stream))
+            sums.to_output += _gram(_check(index, "gradient at the output", _gradient(seen[index, "output"]), stream))
             sums.tokens += batch.tokens
         tick(host_batch)
     return {index: sums.means() for index, sums in found.items()}
@@ -136,7 +135,9 @@ def _gram(rows: Tensor) -> Tensor:
     return (rows.T @ rows).to("cpu", torch.float64)
 
 
-def _check(index: int, name: str, rows: Tensor) -> Tensor:
+def _check(index: int, name: str, states: Tensor, stream: Stream) -> Tensor:
+    """The valid tokens' rows of [B, T, D] states."""
+    rows = stream.rows(states.detach())
     if not bool(torch.isfinite(rows).all()):
         raise NumericalError(f"calibration: the {name} of layer {index} is not finite; find its cause with npt trace, nothing was changed")
     return rows

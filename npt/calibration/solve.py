@@ -155,7 +155,7 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
     linear, p, ridge = min(candidates, key=lambda found: found[0].cost if math.isfinite(found[0].cost) else math.inf)
     final, done, damping = linear, 0, DAMPING
     for number in range(rounds):
-        d = gauss_newton_step(problem, p, damping, share=0.25 if number == 0 else 1.0)
+        d = gauss_newton_step(problem, p, damping, share=round_share(number, rounds))
         better = None
         for size in STEP_SIZES:
             moved = {name: value + size * d[name] for name, value in p.items()}
@@ -171,6 +171,14 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
         if gain < ENOUGH and number:
             break
     return Solution(p, ridge, done, floor, linear, final)
+
+
+def round_share(number: int, rounds: int) -> float:
+    """Share of the tokens that round `number` (from 0) fits: all in the last, half as many in each one before, a quarter at least.
+
+    What the first rounds find is improved on by the later ones anyway, at half the price.
+    """
+    return max(0.25, 0.5 ** (rounds - 1 - number))
 
 
 def linear_start(problem: Problem, zero: Parameters, ridge: float) -> Parameters:
