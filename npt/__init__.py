@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from npt.adapters.push import push_to_hub
     from npt.adapters.token_modulation import modulation_of
     from npt.adapters.transplant import transplant, transplanted
+    from npt.calibration.calibrate import calibrate
+    from npt.calibration.report import Calibration
     from npt.config import DataConfig, NPTConfig, TrainConfig
     from npt.distill.sharded import shard_base
     from npt.distill.trainer import Trainer, TrainResult
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AttachReport": "npt.adapters.attach",
+    "Calibration": "npt.calibration.report",
     "DataConfig": "npt.config",
     "Fidelity": "npt.fidelity.evaluate",
     "NPTConfig": "npt.config",
@@ -43,6 +46,7 @@ _HOME = {
     "adapters_disabled": "npt.adapters.attach",
     "attach": "npt.adapters.attach",
     "base_hash": "npt.quant.load",
+    "calibrate": "npt.calibration.calibrate",
     "consolidate": "npt.adapters.consolidate",
     "consolidated": "npt.adapters.consolidate",
     "consolidation_disabled": "npt.adapters.consolidate",
@@ -69,6 +73,7 @@ _HOME = {
 
 __all__ = [
     "AttachReport",
+    "Calibration",
     "DataConfig",
     "Fidelity",
     "NPTConfig",
@@ -82,6 +87,7 @@ __all__ = [
     "adapters_disabled",
     "attach",
     "base_hash",
+    "calibrate",
     "consolidate",
     "consolidated",
     "consolidation_disabled",

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from npt.errors import ConfigError, NotSupportedError
+from npt.errors import ConfigError
 
 TARGETS = ("gate", "up", "down")
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
+CALIBRATION_INPUTS = ("teacher", "propagated")
 QUANT_TYPES = ("nf4", "fp4")
 TEACHER_PRECISIONS = ("bf16", "fp32")
 MATMUL_PRECISIONS = ("highest", "high")
@@ -96,6 +97,13 @@ def _check_type(flag: str, value: Any, hint: Any) -> None:
         raise ConfigError(f"--{flag} is {value!r}; expected {names}")
 
 
+def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--{flag} is {text!r}; write whole numbers like 8,16,32") from None
+
+
 def _check_at_least(config: Any, bounds: dict[str, float]) -> None:
     names = {f.name: flag_of(f) for f in fields(config)}
     for name, low in bounds.items():
@@ -118,8 +126,13 @@ class NPTConfig:
     mult_bound: float = setting(0.5, "beta: the multiplicative term stays within (1-beta, 1+beta)")
     init_std_a: float = setting(0.02, "standard deviation of A at the start")
     init_std_b: float = setting(0.001, "standard deviation of B at the start (0 where residual is keep)")
+    ranks: tuple[int, ...] | None = setting(None, "rank of each converted layer in order of depth, as 8,16,32, instead of one for all")
 
     def __post_init__(self) -> None:
+        if isinstance(self.ranks, str):
+            object.__setattr__(self, "ranks", _whole_numbers("ranks", self.ranks))
+        elif isinstance(self.ranks, list):
+            object.__setattr__(self, "ranks", tuple(self.ranks))
         if isinstance(self.targets, str):
             object.__setattr__(self, "targets", tuple(t.strip() for t in self.targets.split(",") if t.strip()))
         elif isinstance(self.targets, list):
@@ -133,6 +146,8 @@ class NPTConfig:
             raise ConfigError(f"--targets is {self.targets}; name each of {', '.join(TARGETS)} at most once, and one at least")
         if self.rank < 1:
             raise ConfigError(f"--adapter_rank is {self.rank}; it must be at least 1")
+        if self.ranks is not None and not (self.ranks and all(type(rank) is int and rank >= 1 for rank in self.ranks)):
+            raise ConfigError(f"--ranks is {self.ranks}; give each converted layer a whole number of at least 1, as 8,16,32")
         if not 0 < self.mult_bound <= MULT_BOUND_MAX:
             raise ConfigError(
                 f"--mult_bound is {self.mult_bound}; it must lie above 0 and be at most {MULT_BOUND_MAX}, so that m never reaches 0"
@@ -140,8 +155,18 @@ class NPTConfig:
         if not (self.additive_scale > 0 and math.isfinite(self.additive_scale)):
             raise ConfigError(f"--additive_scale is {self.additive_scale}; it must be a positive number")
         _check_at_least(self, {"init_std_a": 0.0, "init_std_b": 0.0})
-        if self.init == "calibrated":
-            raise NotSupportedError("--init calibrated is not supported yet; use --init random")
+
+    def ranks_of(self, count: int) -> tuple[int, ...]:
+        """The rank of each of `count` converted layers, in order of depth.
+
+        Raises:
+            ConfigError: `ranks` are of another number of layers.
+        """
+        if self.ranks is None:
+            return (self.rank,) * count
+        if len(self.ranks) != count:
+            raise ConfigError(f"--ranks has {len(self.ranks)} ranks ({','.join(map(str, self.ranks))}), but {count} layers are converted")
+        return self.ranks
 
     @property
     def multiplicative(self) -> bool:
@@ -238,6 +263,12 @@ class TrainConfig:
     jsd_weight: float = setting(0.5, "of the logit loss jsd: the teacher's share of the mixture")
     batch_size: int = setting(4, "samples of a micro-batch")
     gradient_accumulation_steps: int = setting(1, "micro-batches K of a window, that is of one optimizer step")
+    calibration_tokens: int = setting(65536, "of init calibrated: tokens of the training data that the adapters are solved on")
+    calibration_inputs: str = setting(
+        "teacher", "of init calibrated: layer inputs, the teacher's or the calibrated student's own", choices=CALIBRATION_INPUTS
+    )
+    calibration_rounds: int = setting(3, "of init calibrated: Gauss-Newton rounds per layer behind the linear solution, at most")
+    rank_budget: int | None = setting(None, "of init calibrated: ranks of all layers together, spent where they are worth most")
     learning_rate: float = setting(5e-5, "peak learning rate")
     weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")
     regularization_lambda: float = setting(0.0, "weight of the L2 of the modulation")
@@ -278,6 +309,9 @@ class TrainConfig:
             self,
             {
                 "logit_kl_weight": 0.0,
+                "calibration_tokens": 1,
+                "calibration_rounds": 0,
+                "rank_budget": 1,
                 "batch_size": 1,
                 "gradient_accumulation_steps": 1,
                 "weight_decay": 0.0,

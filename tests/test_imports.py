@@ -19,6 +19,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("adapters",),
     ("generation",),
     ("fidelity",),
+    ("calibration",),
     ("health",),
     ("report",),
     ("distill",),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from npt.adapters.adapter import Mode, NPTAdapter
@@ -46,6 +46,7 @@ class _State:
     config: NPTConfig
     layers: tuple[int, ...]
     trainable_before: frozenset[str]
+    random_start: bool = True
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -104,8 +105,10 @@ def check_fit(config: NPTConfig, model_config: PreTrainedConfig, max_length: int
             from where on the code z = A a holds nothing that a does not.
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
-    if config.rank > model_config.hidden_size:
-        raise ConfigError(f"--adapter_rank is {config.rank}, larger than the model's hidden size {model_config.hidden_size}; lower it")
+    flag = "adapter_rank" if config.ranks is None else "ranks"
+    if max(config.ranks_of(len(chosen))) > model_config.hidden_size:
+        largest = max(config.ranks_of(len(chosen)))
+        raise ConfigError(f"--{flag} is {largest}, larger than the model's hidden size {model_config.hidden_size}; lower it")
     check_length(max_length or 0, model_config)
     return chosen
 
@@ -159,7 +162,8 @@ def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int
     _check_forwards(layers)
     hidden_size, ffn_size = model.config.hidden_size, model.config.intermediate_size
     adapters = {
-        index: NPTAdapter(config, hidden_size, ffn_size, torch.Generator().manual_seed(seed * 1_000_003 + index)) for index in chosen
+        index: NPTAdapter(own, hidden_size, ffn_size, torch.Generator().manual_seed(seed * 1_000_003 + index))
+        for index, own in _config_by_layer(config, chosen).items()
     }
     base_parameters = _logical_parameters(model)
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
@@ -255,9 +259,46 @@ def adapter_shapes(model: PreTrainedModel, config: NPTConfig) -> dict[str, tuple
     decoder_layers(model)
     chosen = check_fit(config, model.config)
     with torch.device("meta"):
-        one = NPTAdapter(config, model.config.hidden_size, model.config.intermediate_size)
-    shapes = {name: tuple(parameter.shape) for name, parameter in one.named_parameters()}
-    return {f"model.layers.{index}.npt.{name}": shape for index in chosen for name, shape in shapes.items()}
+        adapters = {
+            index: NPTAdapter(own, model.config.hidden_size, model.config.intermediate_size)
+            for index, own in _config_by_layer(config, chosen).items()
+        }
+    return {
+        f"model.layers.{index}.npt.{name}": tuple(parameter.shape)
+        for index, adapter in adapters.items()
+        for name, parameter in adapter.named_parameters()
+    }
+
+
+def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, Tensor]) -> None:
+    """Give the attached adapters these numbers, and the ranks that `config` says; nothing else of their form may differ.
+
+    From then on they count as started: a run whose `init` is calibrated trains them as they are.
+
+    Args:
+        model: with adapters attached.
+        config: theirs, but for `ranks`.
+        tensors: every parameter by its full name, of the shapes that `adapter_shapes` gives.
+    """
+    state: _State = getattr(model, _STATE)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == adapter_shapes(model, config)
+    assert replace(config, ranks=None) == replace(state.config, ranks=None)
+    if config != state.config:
+        for index, own in _config_by_layer(config, state.layers).items():
+            layer: Any = decoder_layers(model)[index]
+            adapter = NPTAdapter(own, model.config.hidden_size, model.config.intermediate_size)
+            adapter.mode, adapter.observer = layer.npt.mode, layer.npt.observer
+            layer.npt = adapter.to(layer.npt.A.device)
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            parameter.copy_(tensors[name])
+    setattr(model, _STATE, replace(state, config=config, random_start=False))
+
+
+def at_random_start(model: PreTrainedModel) -> bool:
+    """Whether the adapters are as `attach` made them, not solved or loaded since. What an optimizer does to them does not count."""
+    attached_config(model)
+    return getattr(model, _STATE).random_start
 
 
 @contextmanager
@@ -277,6 +318,11 @@ def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
 def adapters_disabled(model: PreTrainedModel):
     """Within the context the model is its own teacher: the base, bit for bit."""
     return adapter_mode(model, "teacher")
+
+
+def _config_by_layer(config: NPTConfig, layers: tuple[int, ...]) -> dict[int, NPTConfig]:
+    """Each layer's own configuration: that of all, with its own rank."""
+    return {index: replace(config, rank=rank, ranks=None) for index, rank in zip(layers, config.ranks_of(len(layers)), strict=True)}
 
 
 def _logical_parameters(model: PreTrainedModel) -> int:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached
+from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached, set_adapters
 from npt.adapters.consolidate import consolidate, consolidated
 from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME, read_consolidated, write_consolidated
 from npt.adapters.hub import adapter_folder, is_hub_id
@@ -112,9 +112,7 @@ def load_adapter(
     updates = read_consolidated(model, folder, base_hash=base_hash, check_base=check_base) if with_updates else ()
     if not is_attached(model):
         attach(model, config)
-    with torch.no_grad():
-        for name, parameter in adapter_parameters(model).items():
-            parameter.copy_(tensors[name])
+    set_adapters(model, config, tensors)
     for update in updates:
         consolidate(model, update)
     return config
@@ -203,8 +201,8 @@ def read_adapter_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     if not isinstance(settings, dict):
         raise AdapterFileError(f"{path} has no entry 'npt'; it is not an NPT adapter's configuration")
     known = {f.name for f in fields(NPTConfig)}
-    if set(settings) != known:
-        odd = sorted(set(settings) ^ known)
+    if set(settings) | {"ranks"} != known:  # folders of before there were ranks by layer have none
+        odd = sorted((set(settings) | {"ranks"}) ^ known)
         raise AdapterFileError(f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}")
     try:
         return NPTConfig(**settings), record
@@ -237,7 +235,7 @@ def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -
     """
     name = record["base_model_name_or_path"]
     rows = [("base", name), ("base hash", record["base_hash"])]
-    rows += [(key, ", ".join(value) if isinstance(value, list | tuple) else value) for key, value in record["npt"].items()]
+    rows += [(key, ", ".join(map(str, value)) if isinstance(value, list | tuple) else value) for key, value in record["npt"].items()]
     settings = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)
     # A hub takes the base's name for a repository of its own: that of a folder on somebody's disk has no place there.
     base = f"base_model: {name}\n" if is_hub_id(str(name)) and not Path(str(name)).exists() else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     """One process of a run, whose ranks it is one of."""
     import npt
     from npt.adapters.attach import check_fit
+    from npt.calibration.calibrate import check_calibration
     from npt.data.source import check_source
     from npt.distill.resume import changed_settings, find_resumed
     from npt.distill.run_folder import check_free
@@ -65,18 +66,28 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     from npt.fidelity.table import print_fidelity
     from npt.quant.load import read_config
 
-    def check_folder() -> None:
+    def check_folder() -> tuple[bool, Any]:
+        """Whether a checkpoint is gone on from, and the ranks that a budget was spent on in its run."""
         if training.resume is not None:
             resumed = find_resumed(training.resume, training.output_dir)
             if resumed.checkpoint is not None:
+                before = resumed.checkpoint.record["settings"]
+                spent = before.get("ranks") if training.rank_budget is not None else adapter.ranks
                 now = {name: value for part in (base, adapter, data, training) for name, value in asdict(part).items()}
-                changed_settings(resumed.checkpoint.record["settings"], now)
+                changed_settings(before, {**now, "ranks": spent})
+                return True, spent
         elif training.output_dir is not None:
             check_free(Path(training.output_dir))
+        return False, None
 
     console = make_console() if ranks.main else silent_console()
-    ranks.first(check_folder)  # before the minutes that loading a large base takes
-    check_fit(adapter, read_config(base.model_name), data.max_length)
+    goes_on, spent = ranks.first(check_folder)  # before the minutes that loading a large base takes
+    if goes_on:
+        adapter = replace(adapter, ranks=spent)
+    config = read_config(base.model_name)
+    layers = check_fit(adapter, config, data.max_length)
+    if not goes_on:
+        check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
     check_source(data)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)

@@ -127,7 +127,7 @@ class Samples:
 
     def __init__(self, records: Iterable[Record], tokenizer: Any, config: DataConfig, *, seed: int, hold_out: bool = True):
         self._records, self._tokenizer, self._config, self._seed = records, tokenizer, config, seed
-        self._hold_out = hold_out
+        self.hold_out = hold_out
         self.counts = Counts()
         # A list, or a `datasets` object; a stream of either kind has no length.
         self.sized = hasattr(records, "__len__") and hasattr(records, "__getitem__")
@@ -155,7 +155,7 @@ class Samples:
             return
         left = self._config.num_samples
         for _, samples in _cut_numbered(self._numbered(0), self._tokenizer, self._config, Counts()):
-            size = sum(not (self._hold_out and s.heldout) for s in samples)
+            size = sum(not (self.hold_out and s.heldout) for s in samples)
             yield size if left is None else min(size, left)
             left = None if left is None else max(0, left - size)
             if left == 0:
@@ -183,7 +183,7 @@ class Samples:
             while len(samples) < wanted:
                 read, cut_samples = next(chunks, (0, []))
                 record += read
-                samples += [s for s in cut_samples if not (self._hold_out and s.heldout)]
+                samples += [s for s in cut_samples if not (self.hold_out and s.heldout)]
                 if not read:
                     more = False
                     break

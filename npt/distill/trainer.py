@@ -22,12 +22,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
+from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console, silent_console
 from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader, Position
 from npt.data.samples import Samples, evaluation_samples, no_sample
 from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
+from npt.distill.calibrated_start import calibrated_start
 from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
 from npt.distill.loop import Loop, Window
@@ -225,6 +227,8 @@ class Trainer:
         layer_weights(config, len(npt_layers(self.model)))  # a list has one for each
         self._check_window()
         self.resumed = self._find_resumed()
+        if self._checkpoint is None:
+            check_calibration(self.adapter_config, config.rank_budget, len(npt_layers(self.model)), self.model.config.hidden_size)
         self.folder_path = Path(self.ranks.first(lambda: str(self._choose_folder())))
         self.changed = {} if self._checkpoint is None else changed_settings(self._checkpoint.record["settings"], self._all_settings())
         self.device = next(self.model.parameters()).device
@@ -298,6 +302,10 @@ class Trainer:
             data, one_pass = list(data), False
         if one_pass and eval_data is None:
             raise ConfigError("a streamed generator can be read once only; pass eval_data=... to have something to evaluate on")
+        if one_pass and self.adapter_config.init == "calibrated":
+            raise ConfigError(
+                "--init calibrated reads training data before the run does, and a streamed generator can be read once only; pass a list"
+            )
         self.eval_samples, self.heldout = evaluation_samples(
             data, self.tokenizer, data_config, config.eval_samples, self.model.config.vocab_size, eval_data
         )
@@ -389,6 +397,7 @@ class Trainer:
         if self.config.smoke_test and self._checkpoint is None:
             for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
                 say(smoke_test(self.model, self._first_batch(), self.strategy, config))
+        self._calibrate()
         say(self._evaluation_note())
         self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
         self.record = self._record()
@@ -410,6 +419,24 @@ class Trainer:
         finally:
             self._report_lost_lines(folder)
             folder.close()
+
+    def _calibrate(self) -> None:
+        """Solve the adapters' start where that is asked for; a run that goes on has its own already."""
+        self.calibration = None
+        if self._checkpoint is not None:
+            return
+        self.calibration = calibrated_start(
+            self.model,
+            self.tokenizer,
+            self._data,
+            self.config,
+            self.data_config,
+            hold_out=self.samples.hold_out,
+            console=self.console,
+        )
+        if self.calibration is not None:
+            self.adapter_config = attached_config(self.model)
+            self._agree()  # each rank has solved them for itself
 
     def _agree(self) -> None:
         """Refuse ranks that would not do the same: other settings, another base, other adapters to start from, other packages."""
@@ -503,6 +530,8 @@ class Trainer:
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps, processes=self.ranks.size)
+        if self.calibration is not None:
+            folder.event("calibration", **self.calibration.as_dict())
         if self.resumed is not None:
             self._report_resumed(folder, self.resumed)
         if self._schedule_kind() != self.config.scheduler_type:
@@ -780,6 +809,7 @@ class Trainer:
             "processes": self.ranks.size,
             "versions": versions(),
             "heldout": self.heldout,
+            "calibration": None if self.calibration is None else self.calibration.as_dict(),
         }
 
     def _windows(self) -> Generator[Window]:

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import npt
 from npt.adapters.attach import (
     adapter_parameters,
+    adapter_shapes,
     attached_config,
     check_fit,
     format_layers,
@@ -419,3 +420,24 @@ def test_a_layer_whose_forward_was_replaced_is_refused_and_left_alone(load_model
     with pytest.raises(ModelError, match="the forward of layer 2 was replaced"):
         npt.attach(model, npt.NPTConfig(layers="1"))
     assert structure(model) == before
+
+
+def test_each_layer_can_have_a_rank_of_its_own(load_model):
+    model = load_model()
+    config = npt.NPTConfig(layers="0,2-3", ranks=(3, 8, 64), rank=5)
+    npt.attach(model, config)
+    assert [tuple(layer.npt.A.shape) for _, layer in npt_layers(model)] == [(3, 64), (8, 64), (64, 64)]
+    assert [layer.npt.config.rank for _, layer in npt_layers(model)] == [3, 8, 64]
+    assert attached_config(model) == config
+    assert {name: tuple(p.shape) for name, p in adapter_parameters(model).items()} == adapter_shapes(load_model(), config)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [((3, 8), r"--ranks has 2 ranks \(3,8\), but 3 layers"), ((3, 8, 65), r"--ranks is 65, larger than the model's hidden size 64")],
+)
+def test_ranks_that_do_not_fit_are_refused(load_model, ranks, message):
+    model = load_model()
+    with pytest.raises(ConfigError, match=message):
+        npt.attach(model, npt.NPTConfig(layers="0,2-3", ranks=ranks))
+    assert not is_attached(model)

@@ -1,0 +1,377 @@
+"""`calibrate`: the closed-form start of attached adapters, from text and nothing else.
+
+Two walks over the calibration tokens. The first measures what the teacher's predictions are sensitive to (`sensitivity`) and, where a
+budget is to be spent, what a rank is worth in each layer. The second goes up layer by layer: the state in front of a layer is on disk
+for every token, so each layer's attention is computed once, and solving it (`solve`) reads its rows as often as it likes.
+
+The adapters are written when all layers are solved and every number is finite; until then nothing is changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_shapes, adapters_disabled, attached_config, decoder_layers, format_layers, npt_layers, set_adapters
+from npt.adapters.layer import NPTLayer, attention_output
+from npt.adapters.stream import Stream, open_stream
+from npt.calibration.plan import Display, plan
+from npt.calibration.ranks import check_budget, spend
+from npt.calibration.report import Calibration, LayerCalibration
+from npt.calibration.rows import Rows
+from npt.calibration.sensitivity import Sensitivity, measure
+from npt.calibration.solve import CHUNK, METRIC_FLOOR, Problem, Solution, solve, worth
+from npt.calibration.tail import Parameters, Tail
+from npt.config import CALIBRATION_INPUTS, DataConfig, NPTConfig
+from npt.console import silent_console
+from npt.data.batch import Batch, batches, pad_id_of
+from npt.data.sample import Sample
+from npt.data.samples import cut, within
+from npt.data.source import Record
+from npt.errors import ConfigError, DataError, NotSupportedError, NumericalError
+
+HELDOUT_ONE_IN = 8
+"""Batches that choose ridge and steps instead of being fitted."""
+
+TOKENS_PER_RANK = 4
+"""Fitted tokens that a rank needs at least: each row of B is a regression on R codes."""
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: Iterable[Record] | Iterable[Sample],
+    tokens: int = 65536,
+    *,
+    inputs: str = "teacher",
+    rounds: int = 3,
+    rank_budget: int | None = None,
+    max_length: int = 256,
+    batch_size: int = 8,
+    seed: int = 0,
+    console: Console | None = None,
+) -> Calibration:
+    """Solve the attached adapters for what their layers lack without attention in the stream. No optimizer is involved.
+
+    All or nothing: whatever is refused, the adapters stay as they are.
+
+    Args:
+        model: with adapters attached, quantised or not; only the adapters change, and with `rank_budget` their ranks.
+        tokenizer: of the base model.
+        data: records, or samples already cut; training data, never what the student is to be measured on. One batch in eight is not
+            fitted, but chooses ridge and steps.
+        tokens: to use at most, from the data's beginning. Memory does not grow with them; disk does, by three rows of D each.
+        inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it give (`propagated`). The target is the
+            teacher's own state either way.
+        rounds: of Gauss-Newton per layer, at most; 0 leaves the linear solution, without a multiplicative term.
+        rank_budget: ranks of all layers together, spent where they are worth most, in place of the configuration's.
+        max_length: tokens of a sample, when `data` are records.
+        batch_size: samples at a time, of which one graph through the whole teacher is held.
+        seed: of the draws from the teacher's predictions.
+        console: where to say what it will take and how far it is; default nowhere.
+
+    Returns:
+        Figures per layer on the tokens that were not fitted.
+
+    Raises:
+        ConfigError: a setting that cannot work, or no room on disk.
+        DataError: no text, or too little of it for the rank.
+        ModelError: no adapters are attached.
+        NotSupportedError: the adapters keep the attention residual.
+        NumericalError: a non-finite activation, by layer and name.
+    """
+    config = attached_config(model)
+    layers = tuple(index for index, _ in npt_layers(model))
+    _check(config, len(layers), model.config.hidden_size, tokens, inputs, rounds, rank_budget)
+    started = time.perf_counter()
+    samples = _samples(data, tokenizer, max_length, tokens, model.config.vocab_size)
+    parts = _split(list(batches(samples, batch_size, pad_id_of(tokenizer))))
+    ranks = config.ranks_of(len(layers)) if rank_budget is None else (-(-rank_budget // len(layers)),) * len(layers)
+    fitted = parts.tokens - parts.heldout
+    if fitted < TOKENS_PER_RANK * max(ranks):
+        raise DataError(
+            f"calibration has {fitted} tokens to fit, and rank {max(ranks)} needs {TOKENS_PER_RANK * max(ranks)}; give it more data or "
+            "tokens (--calibration_tokens), or lower --adapter_rank"
+        )
+    device = next(model.parameters()).device
+    work = plan(config, model.config, layers, ranks, parts.tokens, rounds)
+    display = Display(console if console is not None else silent_console(), _steps(parts, len(layers), rounds))
+    duration = _duration(work.seconds(device, model.config.hidden_size))
+    display.say(
+        f"calibrating layers {format_layers(layers)} on {parts.tokens:,} tokens: about {duration} "
+        f"at most, {work.ram >> 20:,} MiB of memory beside the base and one batch's graph, {work.disk >> 20:,} MiB of temporary disk"
+    )
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with closing(display):
+            display.stage("teacher's sensitivity", 0)
+            sensitivities = measure(model, parts.batches, seed, lambda batch: display.tick(_chunks(batch.tokens)))
+            codes = {index: worth(found.covariance, found.to_attention) for index, found in sensitivities.items()}
+            if rank_budget is not None:
+                by_layer = spend(rank_budget, {index: values.tolist() for index, (values, _) in codes.items()})
+                config = replace(config, ranks=tuple(by_layer.values()))
+            by_layer = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
+            code = {index: directions[: by_layer[index]] for index, (_, directions) in codes.items()}
+            solutions = _Walk(model, parts, config, sensitivities, code, inputs, rounds, display).run()
+    finally:
+        for module in training:
+            module.training = True
+    set_adapters(model, config, _tensors(model, config, solutions))
+    figures = {index: _figures(by_layer[index], solution) for index, solution in solutions.items()}
+    return Calibration(figures, parts.tokens, parts.heldout, inputs, time.perf_counter() - started)
+
+
+def check_calibration(config: NPTConfig, rank_budget: int | None, layers: int | None = None, hidden_size: int | None = None) -> None:
+    """Refuse settings of a calibrated start that cannot work, before anything is loaded.
+
+    Args:
+        config: of the adapters.
+        rank_budget: as asked for.
+        layers, hidden_size: converted layers and D, where known.
+
+    Raises:
+        ConfigError, NotSupportedError.
+    """
+    if config.init != "calibrated":
+        if rank_budget is not None:
+            raise ConfigError(f"--rank_budget is {rank_budget}, which means nothing without --init calibrated; add it or drop the other")
+        return
+    _check_residual(config)
+    if rank_budget is not None:
+        if config.ranks is not None:
+            raise ConfigError(f"--rank_budget is {rank_budget} beside --ranks {','.join(map(str, config.ranks))}; drop one of the two")
+        if layers is not None and hidden_size is not None:
+            check_budget(rank_budget, layers, hidden_size)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Batches, those that are not fitted last, and their tokens."""
+
+    batches: list[Batch]
+    tokens: int
+    heldout: int
+
+
+class _Walk:
+    """The second walk: up through the layers, all tokens at once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parts: _Parts,
+        config: NPTConfig,
+        sensitivities: dict[int, Sensitivity],
+        code: dict[int, Tensor],
+        inputs: str,
+        rounds: int,
+        display: Display,
+    ):
+        self.model, self.parts, self.config = model, parts, config
+        self.sensitivities, self.code, self.rounds, self.display = sensitivities, code, rounds, display
+        self.propagated = inputs == "propagated"
+        self.device = next(model.parameters()).device
+
+    def run(self) -> dict[int, Solution]:
+        """Each converted layer's solution."""
+        model, count, width = self.model, self.parts.tokens, self.model.config.hidden_size
+        layers = decoder_layers(model)
+        converted = [index for index, _ in npt_layers(model)]
+        teacher, attention, target = (Rows(count, width) for _ in range(3))
+        student: Rows | None = None  # until the first converted layer there is one stream
+        solutions: dict[int, Solution] = {}
+        with torch.no_grad(), adapters_disabled(model):
+            self._open(teacher, layers[: converted[0]])
+            for index in range(converted[0], converted[-1] + 1):
+                layer = layers[index]
+                if not isinstance(layer, NPTLayer):
+                    self._pass(layer, teacher)
+                    if student is not None:
+                        self._pass(layer, student)
+                    continue
+                self.display.stage(f"layer {index}", _steps(self.parts, len(solutions), self.rounds))
+                own = teacher if student is None else student
+                self._attend(index, layer, teacher, attention, target)
+                if student is not None:
+                    self._attend(index, layer, student, attention, None)
+                tail = Tail(layer)
+                solution = self._solve(index, tail, own, attention, target)
+                solutions[index] = solution
+                final, linear = solution.final, solution.linear
+                if not self.display.console.is_terminal:
+                    self.display.say(f"layer {index}: NMSE {solution.floor.nmse:.5f}, linear {linear.nmse:.5f}, now {final.nmse:.5f}")
+                if self.propagated and index != converted[-1]:
+                    student = student if student is not None else Rows(count, width)
+                    self._move(tail, solution.parameters, own, attention, student)
+                teacher, target = target, teacher
+        return solutions
+
+    def _streams(self) -> Iterable[tuple[int, Stream]]:
+        """Each batch's context, and where its rows begin."""
+        start = 0
+        for batch in self.parts.batches:
+            yield start, open_stream(self.model, batch.to(self.device))
+            start += batch.tokens
+
+    def _open(self, states: Rows, layers: Iterable[Any]) -> None:
+        """The state behind the first `layers`."""
+        layers = list(layers)
+        for start, stream in self._streams():
+            hidden = stream.hidden
+            for layer in layers:
+                hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
+            states.write(start, stream.rows(hidden))
+
+    def _pass(self, layer: Any, states: Rows) -> None:
+        """One layer of the base, in place."""
+        for start, stream in self._streams():
+            hidden = stream.scatter(self._hidden(states, start, stream))
+            states.write(start, stream.rows(layer(hidden, **stream.context_of(layer))))
+
+    def _attend(self, index: int, layer: NPTLayer, states: Rows, attention: Rows, target: Rows | None) -> None:
+        """a of a converted layer, and t if asked for, from the states in front of it."""
+        for start, stream in self._streams():
+            h = self._hidden(states, start, stream)
+            a = stream.rows(attention_output(layer, stream.scatter(h), **stream.context_of(layer)))
+            attention.write(start, _finite(index, "attention output", a))
+            if target is not None:
+                behind = h + a
+                t = behind + layer.mlp(layer.post_attention_layernorm(behind))
+                target.write(start, _finite(index, "output", t))
+
+    def _hidden(self, states: Rows, start: int, stream: Stream) -> Tensor:
+        return states.read(start, start + stream.batch.tokens, self.device).to(stream.hidden.dtype)
+
+    def _solve(self, index: int, tail: Tail, h: Rows, a: Rows, t: Rows) -> Solution:
+        code = self.code[index].to(self.device, torch.float32)
+        metric = self.sensitivities[index].to_output
+        metric = metric + METRIC_FLOOR * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype)
+        problem = Problem(tail, h, a, t, self.parts.heldout, metric.to(self.device, torch.float32), self.display.tick)
+        solution = solve(problem, code, tail.form(len(code)), self.rounds)
+        for name, value in solution.parameters.items():
+            if not bool(torch.isfinite(value).all()):
+                raise NumericalError(
+                    f"calibration: {name} of layer {index} came out non-finite; nothing was changed, start with --init random"
+                )
+        return solution
+
+    def _move(self, tail: Tail, p: Parameters, h: Rows, a: Rows, to: Rows) -> None:
+        """The calibrated student's state behind the layer."""
+        for start in range(0, len(h), CHUNK):
+            stop = min(len(h), start + CHUNK)
+            rows = h.read(start, stop, self.device)
+            to.write(start, rows + tail.at(p, rows, a.read(start, stop, self.device)).output)
+
+
+def _check(config: NPTConfig, layers: int, width: int, tokens: int, inputs: str, rounds: int, rank_budget: int | None) -> None:
+    _check_residual(config)
+    if inputs not in CALIBRATION_INPUTS:
+        raise ConfigError(f"--calibration_inputs is {inputs!r}; choose from {', '.join(CALIBRATION_INPUTS)}")
+    for flag, value, low in (("calibration_tokens", tokens, 1), ("calibration_rounds", rounds, 0)):
+        if value < low:
+            raise ConfigError(f"--{flag} is {value}; it must be at least {low}")
+    if rank_budget is not None:
+        check_budget(rank_budget, layers, width)
+
+
+def _check_residual(config: NPTConfig) -> None:
+    if config.residual == "keep":
+        raise NotSupportedError(
+            "adapters with --residual keep equal their teacher from the start, so there is nothing to calibrate; use --init random"
+        )
+
+
+def _samples(data: Iterable[Record] | Iterable[Sample], tokenizer: Any, max_length: int, tokens: int, vocab_size: int) -> list[Sample]:
+    """Samples of `tokens` tokens in all, the last one cut; those with ids outside the vocabulary, which training refuses, are left out."""
+    items = iter(data)
+    first = next(items, None)
+    rest: Iterable[Any] = [] if first is None else itertools.chain([first], items)
+    found, left = [], tokens
+    for sample in within(rest if isinstance(first, Sample) else cut(rest, tokenizer, DataConfig(max_length=max_length)), vocab_size):
+        sample = _shortened(sample, left)
+        found.append(sample)
+        left -= len(sample.input_ids)
+        if left < 2:
+            break
+    if len(found) < 2:
+        raise DataError(f"calibration needs two samples of text, one to fit and one to check, and the data gave {len(found)}; give it more")
+    return found
+
+
+def _shortened(sample: Sample, length: int) -> Sample:
+    if len(sample.input_ids) <= length:
+        return sample
+    labels = None if sample.labels is None else sample.labels[:length]
+    lengths, kept = [], length
+    for document in sample.lengths or ():
+        lengths.append(min(document, kept))
+        kept -= lengths[-1]
+    documents = None if sample.lengths is None else tuple(size for size in lengths if size)
+    return replace(sample, input_ids=sample.input_ids[:length], labels=labels, lengths=documents)
+
+
+def _split(found: list[Batch]) -> _Parts:
+    """Every eighth batch is held out and stands last."""
+    if len(found) == 1:
+        raise DataError("calibration fills one batch only, and needs one to fit and one to check; give it more data, or lower --batch_size")
+    heldout = found[HELDOUT_ONE_IN - 1 :: HELDOUT_ONE_IN] or found[-1:]
+    chosen = {id(batch) for batch in heldout}
+    fitted = [batch for batch in found if id(batch) not in chosen]
+    return _Parts([*fitted, *heldout], sum(b.tokens for b in found), sum(b.tokens for b in heldout))
+
+
+def _steps(parts: _Parts, layers: int, rounds: int) -> int:
+    """Chunks of tokens that are gone through, about: what the bar counts."""
+    return _chunks(parts.tokens) * (1 + layers * (12 + 14 * rounds))
+
+
+def _chunks(tokens: int) -> int:
+    return -(-tokens // CHUNK)
+
+
+def _finite(index: int, name: str, rows: Tensor) -> Tensor:
+    if not bool(torch.isfinite(rows).all()):
+        raise NumericalError(f"calibration: the {name} of layer {index} is not finite; find its cause with npt trace, nothing was changed")
+    return rows
+
+
+def _tensors(model: PreTrainedModel, config: NPTConfig, solutions: dict[int, Solution]) -> dict[str, Tensor]:
+    """The solutions by the names of the adapters' parameters; B is divided by alpha, which the forward multiplies it with."""
+    found = {}
+    for index, solution in solutions.items():
+        for name, value in solution.parameters.items():
+            found[f"model.layers.{index}.npt.{name}"] = value / config.additive_scale if name.startswith("B.") else value
+    assert found.keys() == adapter_shapes(model, config).keys()
+    return found
+
+
+def _figures(rank: int, solution: Solution) -> LayerCalibration:
+    floor, linear, final = solution.floor, solution.linear, solution.final
+    return LayerCalibration(
+        rank=rank,
+        ridge=solution.ridge,
+        rounds=solution.rounds,
+        nmse_before=floor.nmse,
+        nmse_linear=linear.nmse,
+        nmse_after=final.nmse,
+        update_before=floor.update,
+        update_linear=linear.update,
+        update_after=final.update,
+        kl_before=floor.cost,
+        kl_linear=linear.cost,
+        kl_after=final.cost,
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

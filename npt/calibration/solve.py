@@ -1,0 +1,315 @@
+"""Solving one layer: a linear start in closed form, then a few Gauss-Newton rounds on all of A, B and M at once.
+
+What is made small is the mean over tokens of e'G e, e = t - o, where G is the mean of g g' over tokens and g the gradient, at t, of the
+teacher's log-likelihood of a token drawn from its own prediction. Half of it is, to second order, what the error costs in KL(teacher,
+student): an error that the layers above do not read costs nothing.
+
+1. Directions. s is the same gradient with respect to the attention output a, S = E s s', C = E a a'. A loses least in KL, to second
+   order, if its rows span C^(-1/2) times the top eigenvectors of C^(1/2) S C^(1/2): one code for gate, up and down together. The
+   eigenvalues are what each further direction is worth, comparable between layers. z = A a has unit covariance then.
+2. Linear start. B.gate and B.up by ridge regression of gate(x_t) - gate(x), up(x_t) - up(x) on z, x_t being what the teacher's MLP
+   reads; B.down of what is missing at the output behind these two. The ridge is chosen on held-out tokens. M stays 0.
+3. Gauss-Newton. The layer is linearised in all its parameters, and the least-squares problem solved by conjugate gradients in
+   coordinates in which a unit change of any parameter moves the output about as much as of any other. A step is taken if it lowers the
+   cost on held-out tokens; else it is shortened, and damped more in the next round.
+
+All sums run over chunks of tokens, so memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from npt.calibration.rows import Rows
+from npt.calibration.tail import Linearised, Parameters, Tail
+from npt.fidelity.divergence import nmse_per_token
+
+CHUNK = 2048
+"""Tokens at a time."""
+
+RIDGES = (1e-6, 1e-4, 1e-2, 1e-1)
+"""Ridges that are tried, relative to the mean variance of the code."""
+
+DAMPING = 1e-3
+"""Levenberg damping at first, in coordinates in which the curvature of each parameter is about 1."""
+
+CG_STEPS = 12
+STEP_SIZES = (1.0, 0.5, 0.25, 0.125)
+ENOUGH = 0.005
+"""A round that lowers the held-out cost by a smaller share than this is the last."""
+
+METRIC_FLOOR = 1e-2
+"""Share of G's mean eigenvalue that is added to all of them: tokens other than those seen may read other directions."""
+
+SMALLEST = 1e-12
+"""Eigenvalues of a covariance below this share of its largest one are taken for it: fp64 has lost them."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer's tokens: `h` and `a` that the student reads, `t` that it is to give. The last `heldout` rows decide and are not fitted.
+
+    metric: G, [D, D] fp32, on the device.
+    """
+
+    tail: Tail
+    h: Rows
+    a: Rows
+    t: Rows
+    heldout: int
+    metric: Tensor
+    tick: Callable[[], None] = lambda: None
+
+    @property
+    def fitted(self) -> int:
+        return len(self.h) - self.heldout
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(h, a, t) of the tokens from `start` up to `stop`, piece by piece."""
+        device = self.metric.device
+        for first in range(start, stop, CHUNK):
+            last = min(stop, first + CHUNK)
+            self.tick()
+            yield self.h.read(first, last, device), self.a.read(first, last, device), self.t.read(first, last, device)
+
+    def fit(self, share: float = 1.0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        return self.chunks(0, max(1, round(share * self.fitted)))
+
+    def check(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        return self.chunks(self.fitted, len(self.h))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Means over the held-out tokens: `cost` e'G e / 2, about nats; `nmse` ||e||^2 / ||t||^2; `update` ||e||^2 / ||t - h||^2."""
+
+    cost: float
+    nmse: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What became of a layer. floor: no modulation at all. linear: the start in closed form. final: behind the last round."""
+
+    parameters: Parameters
+    ridge: float
+    rounds: int
+    floor: Errors
+    linear: Errors
+    final: Errors
+
+
+def roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """C^(1/2) and C^(-1/2) of a covariance [D, D] fp64."""
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values.clamp_min(SMALLEST * float(values[-1]))
+    return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
+
+
+def worth(covariance: Tensor, sensitivity: Tensor) -> tuple[Tensor, Tensor]:
+    """What each direction of the attention output is worth, and the directions.
+
+    Args:
+        covariance: C = E a a', [D, D] fp64.
+        sensitivity: S = E s s', [D, D] fp64.
+
+    Returns:
+        The eigenvalues of C^(1/2) S C^(1/2), largest first, [D], and as rows the code directions v' C^(-1/2), [D, D].
+    """
+    root, inverse = roots(covariance)
+    values, vectors = torch.linalg.eigh(root @ sensitivity @ root)
+    return values.flip(0).clamp_min(0.0), (inverse @ vectors).T.flip(0)
+
+
+def errors(problem: Problem, p: Parameters) -> Errors:
+    """Of the layer with these parameters, on the held-out tokens."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for h, a, t in problem.check():
+        o = h + problem.tail.at(p, h, a).output
+        parts = (0.5 * _cost(t - o, problem.metric), nmse_per_token(o, t), nmse_per_token(o, t, h))
+        sums += torch.stack([part.sum(dtype=torch.float64) for part in parts]).cpu()
+    return Errors(*(sums / problem.heldout).tolist())
+
+
+def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solution:
+    """A, B and M of one layer.
+
+    Args:
+        problem: the layer and its tokens.
+        code: A to begin with, [R, D] fp32, such that z has about unit variance.
+        form: zeros of every parameter that the adapter has.
+        rounds: of Gauss-Newton, at most.
+    """
+    zero = {**form, "A": code}
+    floor = errors(problem, zero)
+    candidates = []
+    for ridge in RIDGES if any(name.startswith("B.") for name in form) else (0.0,):
+        p = linear_start(problem, zero, ridge)
+        candidates.append((errors(problem, p), p, ridge))
+    linear, p, ridge = min(candidates, key=lambda found: found[0].cost if math.isfinite(found[0].cost) else math.inf)
+    final, done, damping = linear, 0, DAMPING
+    for number in range(rounds):
+        d = gauss_newton_step(problem, p, damping, share=round_share(number, rounds))
+        better = None
+        for size in STEP_SIZES:
+            moved = {name: value + size * d[name] for name, value in p.items()}
+            found = errors(problem, moved)
+            if found.cost < final.cost:
+                better = (found, moved)
+                break
+        if better is None:
+            damping *= 10.0
+            continue
+        gain = 1.0 - better[0].cost / final.cost
+        (final, p), done = better, done + 1
+        if gain < ENOUGH and number:
+            break
+    return Solution(p, ridge, done, floor, linear, final)
+
+
+def round_share(number: int, rounds: int) -> float:
+    """Share of the tokens that round `number` (from 0) fits: all in the last, half as many in each one before, a quarter at least.
+
+    What the first rounds find is improved on by the later ones anyway, at half the price.
+    """
+    return max(0.25, 0.5 ** (rounds - 1 - number))
+
+
+def linear_start(problem: Problem, zero: Parameters, ridge: float) -> Parameters:
+    """B by ridge regression on the code of `zero`, everything else as it is there."""
+    tail, p = problem.tail, dict(zero)
+    inner = [target for target in ("gate", "up") if f"B.{target}" in p]
+    rank = len(p["A"])
+    if inner:
+        gram, moments = _zeros(rank, rank), {target: _zeros(rank, len(p[f"B.{target}"])) for target in inner}
+        for h, a, _ in problem.fit():
+            z = a @ p["A"].T
+            gram += (z.T @ z).double().cpu()
+            with_attention, without = tail.products(h + a), tail.products(h)
+            for target in inner:
+                k = ("gate", "up").index(target)
+                moments[target] += (z.T @ (with_attention[k] - without[k])).double().cpu()
+        for target in inner:
+            p[f"B.{target}"] = _ridge(gram, moments[target], ridge).to(p["A"])
+    if "B.down" in p:
+        gram, moment = _zeros(rank, rank), _zeros(rank, len(p["B.down"]))
+        for h, a, t in problem.fit():
+            at = tail.at(p, h, a)
+            gram += (at.z.T @ at.z).double().cpu()
+            moment += (at.z.T @ (t - h - at.output)).double().cpu()
+        p["B.down"] = _ridge(gram, moment, ridge).to(p["A"])
+    return p
+
+
+def gauss_newton_step(problem: Problem, p: Parameters, damping: float, share: float = 1.0, steps: int = CG_STEPS) -> Parameters:
+    """The change of the parameters that minimises the linearised cost, by conjugate gradients on the normal equations.
+
+    Args:
+        problem: the layer and its tokens.
+        p: where to linearise.
+        damping: added to the curvature, in the scaled coordinates.
+        share: of the tokens that are fitted.
+        steps: of conjugate gradients, each a pass over these tokens.
+    """
+    tail, metric = problem.tail, problem.metric
+    count = 0
+    gradient = {name: torch.zeros_like(value) for name, value in p.items()}
+    curvature = {name: value.new_zeros(len(value)) for name, value in p.items()}
+    inner = ((tail.down.T @ metric) * tail.down.T).sum(dim=-1)
+    for h, a, t in problem.fit(share):
+        at = tail.at(p, h, a)
+        _add(gradient, tail.pulled(p, (t - h - at.output) @ metric, at))
+        _add_curvature(curvature, at, p, inner, metric.diagonal())
+        count += len(h)
+    scale = {name: (value / count).clamp_min(1e-30).rsqrt().unsqueeze(-1) for name, value in curvature.items()}
+    coordinates = _code_coordinates(problem, p)
+    scale["A"] = _code_scale(p, curvature, count)
+
+    def to_parameters(x: Parameters) -> Parameters:
+        scaled = {name: scale[name] * value for name, value in x.items()}
+        return {**scaled, "A": scaled["A"] @ coordinates}
+
+    def from_gradient(g: Parameters) -> Parameters:
+        g = {**g, "A": g["A"] @ coordinates}
+        return {name: scale[name] * value / count for name, value in g.items()}
+
+    residual = from_gradient(gradient)
+    x = {name: torch.zeros_like(value) for name, value in residual.items()}
+    direction, energy = dict(residual), _dot(residual, residual)
+    for _ in range(steps):
+        if not (energy > 0.0 and math.isfinite(energy)):
+            break
+        d = to_parameters(direction)
+        product = {name: torch.zeros_like(value) for name, value in p.items()}
+        for h, a, _t in problem.fit(share):
+            at = tail.at(p, h, a)
+            _add(product, tail.pulled(p, tail.pushed(p, d, at) @ metric, at))
+        curved = from_gradient(product)
+        curved = {name: value + damping * direction[name] for name, value in curved.items()}
+        length = energy / _dot(direction, curved)
+        x = {name: value + length * direction[name] for name, value in x.items()}
+        residual = {name: value - length * curved[name] for name, value in residual.items()}
+        before, energy = energy, _dot(residual, residual)
+        direction = {name: value + (energy / before) * direction[name] for name, value in residual.items()}
+    return to_parameters(x)
+
+
+def _add_curvature(curvature: Parameters, at: Linearised, p: Parameters, inner: Tensor, outer: Tensor) -> None:
+    """Add the curvature of a channel of each B and M for a code of unit variance: sums over tokens, [O] by name."""
+    down_m = 1.0 if at.down_m is None else at.down_m.square().mean(dim=-1, keepdim=True)
+    for name in p:
+        if name == "A":
+            continue
+        kind, target = name.split(".")
+        weight = outer if target == "down" else inner
+        factor = torch.ones_like(at.output) if target == "down" else at.into[target]
+        factor = factor.square() if target == "down" else factor.square() * down_m
+        if kind == "M":
+            factor = factor * at.slope[target].square()
+        curvature[name] += factor.sum(dim=0) * weight
+
+
+def _code_scale(p: Parameters, curvature: Parameters, count: int) -> Tensor:
+    """1 / sqrt of the curvature of each code, through all that reads it: [R, 1]. Codes that nothing reads yet count as the mean."""
+    total = sum(((curvature[name] / count).unsqueeze(-1) * value.square()).sum(dim=0) for name, value in p.items() if name != "A")
+    assert isinstance(total, Tensor)
+    floor = float(total.mean()) * 1e-3
+    return total.clamp_min(max(floor, 1e-30)).rsqrt().unsqueeze(-1) if floor > 0 else torch.zeros_like(total).unsqueeze(-1)
+
+
+def _code_coordinates(problem: Problem, p: Parameters) -> Tensor:
+    """C^(-1/2) of what the codes are made of, [D, D]: a row of A is changed in whitened attention outputs."""
+    gram, count = _zeros(p["A"].shape[1], p["A"].shape[1]), 0
+    for _, a, _t in problem.fit():
+        gram += (a.T @ a).double().cpu()
+        count += len(a)
+    return roots(gram / count)[1].to(p["A"])
+
+
+def _ridge(gram: Tensor, moment: Tensor, ridge: float) -> Tensor:
+    """(Z'Z + ridge mean diag)^-1 Z'Y, transposed: [O, R] fp64."""
+    damped = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.linalg.solve(damped, moment).T
+
+
+def _zeros(rows: int, columns: int) -> Tensor:
+    return torch.zeros(rows, columns, dtype=torch.float64)
+
+
+def _cost(e: Tensor, metric: Tensor) -> Tensor:
+    return ((e @ metric) * e).sum(dim=-1)
+
+
+def _add(total: Parameters, more: Parameters) -> None:
+    for name, value in more.items():
+        total[name] += value
+
+
+def _dot(x: Parameters, y: Parameters) -> float:
+    return sum(float((x[name] * y[name]).sum(dtype=torch.float64)) for name in x)

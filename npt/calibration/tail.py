@@ -1,0 +1,148 @@
+"""The part of a converted layer that is linear or known in closed form: from a's modulation to o, and its derivative.
+
+The frozen gate_proj and up_proj read x, which no adapter touches, so in the adapter's parameters the layer is
+
+    o = h + mod_down(W_down (silu(mod_gate(g)) * mod_up(u))),      mod(y) = m(M z) * y + alpha B z,      z = A a
+
+The Jacobian J of o in (A, B, M) is never formed: `pushed` gives J d for a direction d, `pulled` gives J' r for rows r, both exact. Inside
+this module B stands for alpha B, and parameters go by short names: A, B.gate, M.down and so on.
+
+Shapes: N tokens, D hidden, F ffn, R rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from npt.adapters.layer import NPTLayer
+from npt.config import TARGETS
+from npt.quant.linear import dense_weight
+
+Parameters = dict[str, Tensor]
+"""A [R, D]; B.gate, B.up, M.gate, M.up [F, R]; B.down, M.down [D, R]: those that the adapter's form has."""
+
+
+@dataclass(frozen=True)
+class Linearised:
+    """What the derivative at some parameters needs of [N] tokens.
+
+    output: o - h, [N, D]. a: [N, D]. z: [N, R]. into: by target, the factor between a change of the modulated product and of what
+    down_proj reads ([N, F]; None for down). slope: by target, dm/d(Mz) * y, None without a multiplicative term. down_m: m of down.
+    """
+
+    output: Tensor
+    a: Tensor
+    z: Tensor
+    into: dict[str, Tensor]
+    slope: dict[str, Tensor]
+    down_m: Tensor | None
+
+
+class Tail:
+    """One layer's frozen weights, dense and in fp32, and the maths on them.
+
+    Args:
+        layer: a converted layer; its adapter gives the form alone, never numbers.
+    """
+
+    def __init__(self, layer: NPTLayer):
+        self.layer = layer
+        config = layer.npt.config
+        self.targets = tuple(target for target in TARGETS if target in config.targets)
+        self.beta = config.mult_bound
+        mlp = layer.mlp
+        self.gate, self.up, self.down = (dense_weight(p).to(torch.float32) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.biases: dict[str, Any] = {name: getattr(getattr(mlp, f"{name}_proj"), "bias", None) for name in TARGETS}
+
+    def form(self, rank: int) -> Parameters:
+        """Zeros for every B and M that an adapter of this form and rank has."""
+        config, like = self.layer.npt.config, self.down
+        widths = {"gate": self.down.shape[1], "up": self.down.shape[1], "down": self.down.shape[0]}
+        kinds = [kind for kind, there in (("B", config.additive), ("M", config.multiplicative)) if there]
+        return {f"{kind}.{target}": like.new_zeros(widths[target], rank) for kind in kinds for target in config.targets}
+
+    def products(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """gate and up [N, F] of the residual stream [N, D] that the MLP reads."""
+        x = self.layer.post_attention_layernorm(stream).to(torch.float32)
+        return F.linear(x, self.gate, self.biases["gate"]), F.linear(x, self.up, self.biases["up"])
+
+    def at(self, p: Parameters, h: Tensor, a: Tensor) -> Linearised:
+        """The layer at parameters `p`, from h and a [N, D] of the same tokens."""
+        gate, up = self.products(h)
+        z = F.linear(a, p["A"])
+        slope: dict[str, Tensor] = {}
+        gate, _ = self._modulated("gate", gate, z, p, slope)
+        up, _ = self._modulated("up", up, z, p, slope)
+        activation, derivative = self._activation(gate)
+        product = F.linear(activation * up, self.down, self.biases["down"])
+        output, down_m = self._modulated("down", product, z, p, slope)
+        return Linearised(output, a, z, {"gate": derivative * up, "up": activation}, slope, down_m)
+
+    def _modulated(self, target: str, y: Tensor, z: Tensor, p: Parameters, slope: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        m = None
+        out = y
+        if f"M.{target}" in p:
+            tanh = torch.tanh(0.5 * F.linear(z, p[f"M.{target}"]))
+            m = 1.0 + self.beta * tanh
+            slope[target] = (0.5 * self.beta) * (1.0 - tanh * tanh) * y
+            out = m * y
+        if f"B.{target}" in p:
+            out = out + F.linear(z, p[f"B.{target}"])
+        return out, m
+
+    def _activation(self, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """act(gate) and its derivative, whatever the family's activation is, elementwise as it must be."""
+        with torch.enable_grad():
+            leaf = gate.detach().requires_grad_()
+            value = self.layer.mlp.act_fn(leaf)
+            (derivative,) = torch.autograd.grad(value.sum(), leaf)
+        return value.detach(), derivative
+
+    def pushed(self, p: Parameters, d: Parameters, at: Linearised) -> Tensor:
+        """J d: the change of o, [N, D], to first order in a change `d` of the parameters `p`."""
+        dz = F.linear(at.a, d["A"])
+
+        def change(target: str) -> Tensor:
+            total = at.z.new_zeros(())
+            if f"B.{target}" in p:
+                total = F.linear(at.z, d[f"B.{target}"]) + F.linear(dz, p[f"B.{target}"])
+            if f"M.{target}" in p:
+                total = total + at.slope[target] * (F.linear(at.z, d[f"M.{target}"]) + F.linear(dz, p[f"M.{target}"]))
+            return total
+
+        inner = [at.into[target] * change(target) for target in ("gate", "up") if target in self.targets]
+        out = torch.zeros_like(at.output)
+        if inner:
+            out = F.linear(inner[0] if len(inner) == 1 else inner[0] + inner[1], self.down)
+            out = out if at.down_m is None else at.down_m * out
+        return out + change("down") if "down" in self.targets else out
+
+    def pulled(self, p: Parameters, r: Tensor, at: Linearised) -> Parameters:
+        """J' r of rows r [N, D], summed over the tokens: a change per parameter."""
+        found: Parameters = {}
+        to_z = torch.zeros_like(at.z)
+
+        def take(target: str, g: Tensor) -> None:
+            nonlocal to_z
+            if f"B.{target}" in p:
+                found[f"B.{target}"] = g.T @ at.z
+                to_z = to_z + g @ p[f"B.{target}"]
+            if f"M.{target}" in p:
+                g = g * at.slope[target]
+                found[f"M.{target}"] = g.T @ at.z
+                to_z = to_z + g @ p[f"M.{target}"]
+
+        if "down" in self.targets:
+            take("down", r)
+        if self.targets != ("down",):
+            product = (r if at.down_m is None else at.down_m * r) @ self.down
+            for target in ("gate", "up"):
+                if target in self.targets:
+                    take(target, product * at.into[target])
+        found["A"] = to_z.T @ at.a
+        return {name: found[name] for name in p}

@@ -1,0 +1,157 @@
+"""Runs with a calibrated start: solved once, on training data alone, before the first evaluation."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import npt
+from npt.adapters.attach import adapter_parameters, attached_config
+from npt.cli.main import main
+from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.data.sample import Sample
+from npt.distill import calibrated_start as starting
+from npt.distill.trainer import Trainer
+from npt.errors import ConfigError, NotSupportedError
+
+
+def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
+    source = random.Random(seed)
+    return [{"text": "".join(source.choices("abcdefgh", k=20)), "id": f"text-{i}"} for i in range(count)]
+
+
+@pytest.fixture
+def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+    """A trainer of layers 1 and 3 with a calibrated start, if nothing else is said."""
+
+    def make(data: Any = None, *, model: Any = None, form: dict[str, Any] | None = None, eval_data: Any = None, **config: Any) -> Trainer:
+        if model is None:
+            model = load_model("nf4")
+            npt.attach(model, NPTConfig(**{"rank": 4, "layers": "1,3", "init": "calibrated", "additive_scale": 1.0, **(form or {})}))
+        settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2, "calibration_tokens": 300, **config}
+        return Trainer(
+            model,
+            tokenizer,
+            texts(60) if data is None else data,
+            TrainConfig(**{"output_dir": str(tmp_path / "run"), **settings}),
+            data_config=DataConfig(max_length=24, streaming=isinstance(data, Iterator)),
+            eval_data=eval_data,
+            console=Console(file=io.StringIO(), width=200),
+        )
+
+    return make
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Sample]]:
+    """The samples that each calibration was given."""
+    found: list[list[Sample]] = []
+    original = starting.calibrate
+
+    def calibrate(model: Any, tokenizer: Any, data: Any, *arguments: Any, **options: Any) -> Any:
+        found.append(list(data))
+        return original(model, tokenizer, found[-1], *arguments, **options)
+
+    monkeypatch.setattr(starting, "calibrate", calibrate)
+    return found
+
+
+def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
+    trainer = build()
+    result = trainer.train()
+    assert result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
+    record = json.loads((result.folder / "run.json").read_text())["calibration"]
+    assert record["tokens"] in (299, 300) and set(record["layers"]) == {"1", "3"}
+    events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
+    (event,) = [e for e in events if e["event"] == "calibration"]
+    assert event["layers"] == record["layers"]
+    assert "Calibration on" in trainer.console.file.getvalue()
+
+
+def test_held_out_samples_are_never_calibrated_on(build, calls) -> None:
+    build(max_steps=1, calibration_tokens=5000).train()
+    (given,) = calls
+    assert len(given) > 40 and not any(sample.heldout for sample in given)
+
+
+def test_a_random_start_is_not_calibrated(build, calls) -> None:
+    trainer = build(form={"init": "random"})
+    trainer.train()
+    assert not calls and trainer.calibration is None
+
+
+def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(build, calls, load_model, tokenizer, tmp_path) -> None:
+    first = build(max_steps=1)
+    first.train()
+    npt.save_adapter(first.model, tmp_path / "adapter")
+    loaded = load_model("nf4")
+    npt.load_adapter(loaded, tmp_path / "adapter")
+    build(model=loaded, output_dir=str(tmp_path / "second"), max_steps=1).train()
+    solved = load_model("nf4")
+    npt.attach(solved, NPTConfig(rank=4, layers="1,3", init="calibrated"))
+    npt.calibrate(solved, tokenizer, texts(40), 300, batch_size=2, rounds=0)
+    build(model=solved, output_dir=str(tmp_path / "third"), max_steps=1).train()
+    assert len(calls) == 1
+
+
+def test_equal_seeds_give_equal_runs(build, tmp_path) -> None:
+    found = []
+    for name in ("one", "two"):
+        trainer = build(output_dir=str(tmp_path / name))
+        trainer.train()
+        found.append({key: p.detach().clone() for key, p in adapter_parameters(trainer.model).items()})
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_through(build, calls, tmp_path) -> None:
+    whole = build(max_steps=4, save_steps=2, output_dir=str(tmp_path / "whole"), scheduler_type="constant")
+    whole.train()
+    part = build(max_steps=2, save_steps=2, scheduler_type="constant")
+    part.train()
+    assert len(calls) == 2
+    again = build(max_steps=4, save_steps=2, scheduler_type="constant", resume="auto")
+    result = again.train()
+    assert len(calls) == 2 and result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
+    expected = adapter_parameters(whole.model)
+    assert all(torch.equal(value, expected[name]) for name, value in adapter_parameters(again.model).items())
+
+
+def test_a_stream_that_can_be_read_once_is_refused_before_it_is_read(build) -> None:
+    with pytest.raises(ConfigError, match="--init calibrated reads training data before the run does"):
+        build(iter(texts(30)), eval_data=texts(4))
+
+
+def test_a_budget_means_nothing_without_a_calibrated_start(build) -> None:
+    with pytest.raises(ConfigError, match="--rank_budget is 8, which means nothing without --init calibrated"):
+        build(form={"init": "random"}, rank_budget=8)
+
+
+def test_kept_residual_is_refused(build) -> None:
+    with pytest.raises(NotSupportedError, match="residual keep"):
+        build(form={"residual": "keep"})
+
+
+SMALL = ["--use_quantization", "--init", "calibrated", "--calibration_tokens", "400", "--calibration_rounds", "1", "--max_length", "32"]
+SMALL += ["--layers", "6-7", "--adapter_rank", "8", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1", "--save_steps", "1"]
+
+
+def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["pretrain", *SMALL, "--safe_mode", "--rank_budget", "12", "--output_dir", str(tmp_path / "run")]
+    assert main([*arguments, "--max_steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.index("Calibration on") < said.index("fidelity on")
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
+    assert sum(settings["ranks"]) == 12 and settings["modulation"] == "additive"
+    assert main([*arguments, "--max_steps", "2", "--resume", "auto"]) == 0
+    assert "Calibration on" not in capsys.readouterr().out
+    adapter = tmp_path / "run" / "checkpoints" / "step-00000002" / "adapter"
+    model = npt.load_base("tiny", quantization="nf4", device="cpu")[0]
+    assert npt.load_adapter(model, adapter).ranks == tuple(settings["ranks"]) == attached_config(model).ranks
