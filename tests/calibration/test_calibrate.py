@@ -148,6 +148,7 @@ class Poisoned(nn.Module):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
+        self.layer_idx = getattr(module, "layer_idx", None)  # by which attention is told apart from layer to layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
