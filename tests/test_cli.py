@@ -109,7 +109,7 @@ BAD = {
     "a stage without a step": (["--stages", "local:0.9,propagated:0.1", "--max_steps", "2"], ["stages", "propagated", "none of 2 steps"]),
     "a stage that is none": (["--stages", "global:1"], ["stages", "'global'", "local, propagated, end_to_end"]),
     "stages and a strategy": (["--stages", "local:1", "--strategy", "end_to_end"], ["--stages is local:1", "--strategy"]),
-    "a teacher of the base's own precision": (["--teacher_precision", "fp32", "--no_use_quantization"], ["teacher_precision", "use_quantization"]),
+    "a teacher of the base's own precision": (["--teacher_precision", "fp32", "--no_use_quantization"], ["teacher_precision"]),
     "a budget without a calibrated start": (["--rank_budget", "40"], ["rank_budget", "40", "--init calibrated"]),
     "a budget that starves a layer": (["--init", "calibrated", "--rank_budget", "3"], ["rank_budget", "3", "4 converted layers"]),
     "ranks of other layers": (["--ranks", "4,5"], ["--ranks has 2 ranks (4,5)", "4 layers"]),
