@@ -53,7 +53,7 @@ CASES = (
     Case("all, D/8, propagated", "all", 24, inputs="propagated", steps=200),
 )
 
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "strategy": "end_to_end",
     "logit_kl_weight": 1.0,
     "learning_rate": 3e-4,
@@ -136,7 +136,7 @@ class Bench:
     def _trained(self, case: Case) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             settings = {**TRAINING, "max_steps": case.steps, "seed": self.seed + 1, "output_dir": str(Path(folder) / "run")}
-            heldout: list[Sample] = self.heldout[: TRAINING["eval_samples"]]  # type: ignore[misc]
+            heldout: list[Sample] = self.heldout[: TRAINING["eval_samples"]]
             trainer = npt.Trainer(
                 self.model,
                 self.tokenizer,
