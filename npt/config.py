@@ -267,7 +267,9 @@ class TrainConfig:
     calibration_inputs: str = setting(
         "teacher", "of init calibrated: layer inputs, the teacher's or the calibrated student's own", choices=CALIBRATION_INPUTS
     )
-    calibration_rounds: int = setting(3, "of init calibrated: Gauss-Newton rounds per layer behind the linear solution, at most")
+    calibration_rounds: int = setting(
+        3, "of init calibrated: Gauss-Newton rounds per layer behind the linear solution, up to twice as many while they gain much"
+    )
     rank_budget: int | None = setting(None, "of init calibrated: ranks of all layers together, spent where they are worth most")
     learning_rate: float = setting(5e-5, "peak learning rate")
     weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")

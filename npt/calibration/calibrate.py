@@ -72,7 +72,7 @@ def calibrate(
         tokens: to use at most, from the data's beginning. Memory does not grow with them; disk does, by three rows of D each.
         inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it give (`propagated`). The target is the
             teacher's own state either way.
-        rounds: of Gauss-Newton per layer, at most; 0 leaves the linear solution, without a multiplicative term.
+        rounds: of Gauss-Newton per layer, up to twice as many while they gain much; 0 leaves the linear solution, in which M is 0.
         rank_budget: ranks of all layers together, spent where they are worth most, in place of the configuration's.
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
@@ -107,8 +107,8 @@ def calibrate(
     display = Display(console if console is not None else silent_console(), _steps(parts, len(layers), rounds))
     duration = _duration(work.seconds(device, model.config.hidden_size))
     display.say(
-        f"calibrating layers {format_layers(layers)} on {parts.tokens:,} tokens: about {duration} "
-        f"at most, {work.ram >> 20:,} MiB of memory beside the base and one batch's graph, {work.disk >> 20:,} MiB of temporary disk"
+        f"calibrating layers {format_layers(layers)} on {parts.tokens:,} tokens: about {duration}, "
+        f"{work.ram >> 20:,} MiB of memory beside the base and one batch's graph, {work.disk >> 20:,} MiB of temporary disk"
     )
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -29,10 +29,10 @@ class Plan:
     disk: int
 
     def seconds(self, device: torch.device, width: int) -> float:
-        """About how long it takes here, from the rate of one product on this device; an upper bound, as rounds may end early."""
+        """About how long it takes here, from the rate of one product on this device. A layer that is hard may take more rounds."""
         x, w = torch.ones(_PROBE_ROWS, width, device=device), torch.ones(width, 4 * width, device=device)
         best = float("inf")
-        for _ in range(4):
+        for _ in range(10):
             _wait(device)
             started = time.perf_counter()
             x @ w

@@ -43,11 +43,15 @@ STEP_SIZES = (1.0, 0.5, 0.25, 0.125)
 ENOUGH = 0.005
 """A round that lowers the held-out cost by a smaller share than this is the last."""
 
+STILL_WORTH_A_ROUND = 0.1
+"""A layer that gained more than this share in its last round gets another, twice as many as asked for at most: the first layer does."""
+
 METRIC_FLOOR = 1e-2
 """Share of G's mean eigenvalue that is added to all of them: tokens other than those seen may read other directions."""
 
-SMALLEST = 1e-12
-"""Eigenvalues of a covariance below this share of its largest one are taken for it: fp64 has lost them."""
+SMALLEST = 1e-5
+"""Eigenvalues of a covariance below this share of its largest one are taken for it. Attention outputs all but vanish in some
+directions; a code that had unit variance there would be made of rounding, and fitted to noise."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
         problem: the layer and its tokens.
         code: A to begin with, [R, D] fp32, such that z has about unit variance.
         form: zeros of every parameter that the adapter has.
-        rounds: of Gauss-Newton, at most.
+        rounds: of Gauss-Newton; twice as many as long as they gain much.
     """
     zero = {**form, "A": code}
     floor = errors(problem, zero)
@@ -154,7 +158,7 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
         candidates.append((errors(problem, p), p, ridge))
     linear, p, ridge = min(candidates, key=lambda found: found[0].cost if math.isfinite(found[0].cost) else math.inf)
     final, done, damping = linear, 0, DAMPING
-    for number in range(rounds):
+    for number in range(2 * rounds):
         d = gauss_newton_step(problem, p, damping, share=round_share(number, rounds))
         better = None
         for size in STEP_SIZES:
@@ -163,22 +167,23 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
             if found.cost < final.cost:
                 better = (found, moved)
                 break
+        gain = 0.0
         if better is None:
             damping *= 10.0
-            continue
-        gain = 1.0 - better[0].cost / final.cost
-        (final, p), done = better, done + 1
-        if gain < ENOUGH and number:
+        else:
+            gain = 1.0 - better[0].cost / final.cost
+            (final, p), done = better, done + 1
+        if (number and better is not None and gain < ENOUGH) or (number >= rounds - 1 and gain < STILL_WORTH_A_ROUND):
             break
     return Solution(p, ridge, done, floor, linear, final)
 
 
 def round_share(number: int, rounds: int) -> float:
-    """Share of the tokens that round `number` (from 0) fits: all in the last, half as many in each one before, a quarter at least.
+    """Share of the tokens that round `number` (from 0) fits: all in the last, half as many in each before it, a quarter at least.
 
     What the first rounds find is improved on by the later ones anyway, at half the price.
     """
-    return max(0.25, 0.5 ** (rounds - 1 - number))
+    return min(1.0, max(0.25, 0.5 ** (rounds - 1 - number)))
 
 
 def linear_start(problem: Problem, zero: Parameters, ridge: float) -> Parameters:
