@@ -20,7 +20,7 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.sample import Sample
 from npt.distill import calibrated_start as starting
 from npt.distill.trainer import Trainer
-from npt.errors import ConfigError, NotSupportedError
+from npt.errors import ConfigError
 
 
 def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
@@ -135,7 +135,7 @@ def test_a_budget_means_nothing_without_a_calibrated_start(build) -> None:
 
 
 def test_kept_residual_is_refused(build) -> None:
-    with pytest.raises(NotSupportedError, match="residual keep"):
+    with pytest.raises(ConfigError, match="residual keep"):
         build(form={"residual": "keep"})
 
 
