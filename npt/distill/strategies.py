@@ -102,8 +102,7 @@ def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: Pr
     with torch.no_grad(), adapters_disabled(model):
         stream = open_stream(model if teacher is None else teacher, batch)
         hidden = stream.hidden
-        for index in range(sums.last + 1):
-            layer = layers[index]
+        for index, layer in enumerate(layers[: sums.last + 1]):
             here, hidden = _at(stream, layer, hidden)
             behind = None if teacher is None else _run(stream, decoder_layers(teacher), hidden, index, index + 1).to(hidden.device)
             if not isinstance(layer, NPTLayer):
@@ -135,8 +134,8 @@ def propagated(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
     with torch.no_grad(), adapters_disabled(model):
         stream, taught, hidden, first = _begin(model, teacher, batch, layers, sums.first)
         taught_layers = layers if teacher is None else decoder_layers(teacher)
-        for index in range(first, sums.last + 1):
-            layer, before = layers[index], taught
+        for index, layer in enumerate(layers[first : sums.last + 1], first):
+            before = taught
             taught = _run(stream, taught_layers, taught, index, index + 1)
             if not isinstance(layer, NPTLayer):
                 hidden = _run(stream, layers, hidden, index, index + 1)
@@ -177,8 +176,7 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
                 targets[index] = taught
     parts = []
     with adapter_mode(model, "student"):
-        for index in range(first, depth):
-            layer = layers[index]
+        for index, layer in enumerate(layers[first:depth], first):
             if not isinstance(layer, NPTLayer):
                 hidden = _run(stream, layers, hidden, index, index + 1)
                 continue
