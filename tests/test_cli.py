@@ -110,6 +110,7 @@ BAD = {
     "a stage that is none": (["--stages", "global:1"], ["stages", "'global'", "local, propagated, end_to_end"]),
     "stages and a strategy": (["--stages", "local:1", "--strategy", "end_to_end"], ["--stages is local:1", "--strategy"]),
     "a teacher of the base's own precision": (["--teacher_precision", "fp32", "--no_use_quantization"], ["teacher_precision"]),
+    "calibration rounds without a calibrated start": (["--calibration_rounds", "7"], ["calibration_rounds", "7", "--init calibrated"]),
     "a budget without a calibrated start": (["--rank_budget", "40"], ["rank_budget", "40", "--init calibrated"]),
     "a budget that starves a layer": (["--init", "calibrated", "--rank_budget", "3"], ["rank_budget", "3", "4 converted layers"]),
     "ranks of other layers": (["--ranks", "4,5"], ["--ranks has 2 ranks (4,5)", "4 layers"]),
@@ -187,15 +188,24 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("base", "strategy", "said"),
+    ("base", "strategy", "init", "said"),
     [
-        (BaseConfig(device_map="auto"), "local", "--device_map auto gives all GPUs to one process, but 2 were started; take --shard_base"),
-        (BaseConfig(shard_base=True), "end_to_end", "--strategy end_to_end does not go with --shard_base"),
+        (
+            BaseConfig(device_map="auto"),
+            "local",
+            "random",
+            "--device_map auto gives all GPUs to one process, but 2 were started; take --shard_base",
+        ),
+        (BaseConfig(shard_base=True), "local", "calibrated", "--init calibrated needs the whole base in one process"),
+        (BaseConfig(shard_base=True, use_quantization=True, teacher_precision="bf16"), "local", "random", "--teacher_precision bf16 puts"),
+        (BaseConfig(shard_base=True), "end_to_end", "random", "--strategy end_to_end does not go with --shard_base"),
     ],
 )
-def test_what_several_processes_cannot_do_with_a_base_is_refused_before_it_is_loaded(base: BaseConfig, strategy: str, said: str) -> None:
+def test_what_several_processes_cannot_do_with_a_base_is_refused_before_it_is_loaded(
+    base: BaseConfig, strategy: str, init: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        _check_placing(base, [strategy], 2)
+        _check_placing(base, [strategy], 2, init)
 
 
 def test_a_base_spread_over_what_there_is_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, adapters_disabled, attached_config, decoder_layers, format_layers, npt_layers, set_adapters
+from npt.adapters.consolidate import consolidated
 from npt.adapters.layer import NPTLayer, attention_output
+from npt.adapters.sharding import is_sharded
 from npt.adapters.stream import Stream, open_stream
 from npt.calibration.plan import Display, plan
 from npt.calibration.ranks import check_budget, spend
@@ -86,10 +88,11 @@ def calibrate(
         ConfigError: a setting that cannot work, or no room on disk.
         DataError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
-        NotSupportedError: the adapters keep the attention residual.
+        NotSupportedError: the adapters keep the attention residual, or the base is sharded or spread over devices.
         NumericalError: a non-finite activation, by layer and name.
     """
     config = attached_config(model)
+    check_base(model)
     layers = tuple(index for index, _ in npt_layers(model))
     _check(config, len(layers), model.config.hidden_size, tokens, inputs, rounds, rank_budget)
     started = time.perf_counter()
@@ -129,6 +132,21 @@ def calibrate(
     set_adapters(model, config, _tensors(model, config, solutions))
     figures = {index: _figures(by_layer[index], solution) for index, solution in solutions.items()}
     return Calibration(figures, parts.tokens, parts.heldout, inputs, time.perf_counter() - started)
+
+
+def check_base(model: PreTrainedModel) -> None:
+    """Refuse bases that no start is solved on.
+
+    Raises:
+        ConfigError: a fact was consolidated into it: the rows beside its products are not part of what is solved.
+        NotSupportedError: no one device has all of it.
+    """
+    if consolidated(model):
+        raise ConfigError("a base with consolidated updates cannot be calibrated on; call npt.unconsolidate first")
+    devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
+    if is_sharded(model) or len(devices) > 1:
+        where = "sharded over processes" if is_sharded(model) else f"on {' and '.join(devices)}"
+        raise NotSupportedError(f"the base is {where}, and calibration needs it on one device; use --init random")
 
 
 def check_calibration(config: NPTConfig, rank_budget: int | None, layers: int | None = None, hidden_size: int | None = None) -> None:
@@ -287,7 +305,7 @@ def _check(config: NPTConfig, layers: int, width: int, tokens: int, inputs: str,
 def _check_residual(config: NPTConfig) -> None:
     if config.residual == "keep":
         raise NotSupportedError(
-            "adapters with --residual keep equal their teacher from the start, so there is nothing to calibrate; use --init random"
+            "adapters with --residual keep start equal to their base, which is what calibration solves for; use --init random"
         )
 
 

@@ -40,7 +40,11 @@ def consolidate(given: dict[str, Any]) -> int:
     if given["undo"]:
         (taken,) = npt.unconsolidate(model)
         npt.save_adapter(model, given["output"], base_hash=base_hash)
-        console.print(f"took back {taken}; {len(npt.consolidated(model))} updates are left in {given['output']}", soft_wrap=True)
+        left = len(npt.consolidated(model))
+        if given["json"]:
+            print(to_json({"undone": taken.record, "updates": left, "output": given["output"]}, indent=2))
+        else:
+            console.print(f"took back {taken}; {left} updates are left in {given['output']}", soft_wrap=True)
         return 0
 
     fact = encode_fact(tokenizer, given["text"], given["context"])
@@ -116,4 +120,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval_samples", type=positive, default=64, metavar="INT", help="samples of held-out text (default: 64)")
     parser.add_argument("--batch_size", type=positive, default=8, metavar="INT", help="samples at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
-    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples",))
+    add_settings(
+        parser,
+        BaseConfig,
+        DataConfig,
+        leave_out=("num_samples", "padding_side", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"),
+    )

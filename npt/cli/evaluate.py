@@ -129,4 +129,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lm_eval_tasks_path", metavar="DIR", help="folder of YAML tasks; only these are known then")
     parser.add_argument("--lm_eval_limit", type=positive, metavar="INT", help="documents of a task, at most")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
-    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples", "shard_base", "teacher_precision"))
+    add_settings(
+        parser,
+        BaseConfig,
+        DataConfig,
+        leave_out=("num_samples", "padding_side", "replay_dataset", "replay_ratio", "shard_base", "teacher_precision"),
+    )

@@ -185,4 +185,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=natural, default=0, metavar="INT", help="of the draws (default: 0)")
     parser.add_argument("--raw", action="store_true", help="leave the tokenizer's chat template, if it has one, aside")
     parser.add_argument("--json", action="store_true", help="print texts and figures as JSON")
-    add_settings(parser, BaseConfig)
+    add_settings(parser, BaseConfig, leave_out=("teacher_precision", "shard_base"))

@@ -20,6 +20,7 @@ _TRAINING = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 
 def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
+    idle = next((name for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds") if name in given), None)
     if "config" in given:
         given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool}), **given}
     if given.pop("safe_mode", False):
@@ -27,24 +28,33 @@ def pretrain(given: dict[str, Any]) -> int:
             raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
         given = {**given, "modulation": "additive"}
     base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
+    if idle is not None and adapter.init != "calibrated":
+        raise ConfigError(f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or drop the other")
     from npt.distill.ranks import join_ranks
 
     ranks = join_ranks(training.rank_timeout)
     try:
         with ranks.member():
-            _check_placing(base, [name for name, _ in training.stage_shares], ranks.size)
+            _check_placing(base, [name for name, _ in training.stage_shares], ranks.size, adapter.init)
             return _pretrain(ranks, base, adapter, data, training)
     finally:
         ranks.close()
 
 
-def _check_placing(base: BaseConfig, strategies: list[str], processes: int) -> None:
+def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init: str) -> None:
     """Refuse ways to place the base that do not go with the processes or the strategy."""
     if processes > 1 and base.device_map is not None:
         raise ConfigError(f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were started; take --shard_base")
     if processes == 1 and base.shard_base:
         raise ConfigError(
             "--shard_base shares the base among processes, but there is one; start several with torchrun, or take --device_map"
+        )
+    if base.shard_base and init == "calibrated":
+        raise ConfigError("--init calibrated needs the whole base in one process; drop --shard_base, or use --init random")
+    if base.shard_base and base.teacher_precision is not None:
+        raise ConfigError(
+            f"--teacher_precision {base.teacher_precision} puts a whole unquantised model beside a base that --shard_base shares out; "
+            "drop one of the two"
         )
     other = next((strategy for strategy in strategies if strategy != "local"), None)
     if base.shard_base and other is not None:

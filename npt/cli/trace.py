@@ -67,4 +67,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=positive, default=4, metavar="INT", help="samples at a time (default: 4)")
     parser.add_argument("--limit", type=limit, default=math.inf, metavar="FLOAT", help="numbers beyond this size are faults (default: inf)")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples", "teacher_precision", "shard_base"))
+    add_settings(
+        parser, BaseConfig, DataConfig, leave_out=("num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base")
+    )

@@ -63,4 +63,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=positive, default=8, metavar="INT", help="next tokens shown (default: 8)")
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
-    add_settings(parser, BaseConfig)
+    add_settings(parser, BaseConfig, leave_out=("teacher_precision", "shard_base"))

@@ -54,6 +54,7 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "refused_by_kind": (dict,),
     "refused_by_epoch": (dict,),
     "best_kl": (*_NUMBER, type(None)),
+    "strategy": (str,),
     "counted_from": (dict,),
     "position": (dict,),
     "settings": (dict,),

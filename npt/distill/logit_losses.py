@@ -103,7 +103,8 @@ def through_head(
     guide = head if teacher_head is None else teacher_head
 
     def chunk_sum(student: Tensor, teacher: Tensor, weights: Tensor | None) -> Tensor:
-        return loss(head(student), guide(teacher) if of_states else teacher, weights)[0]
+        logits = head(student)
+        return loss(logits, guide(teacher).to(logits.device) if of_states else teacher, weights)[0]
 
     rows = max(1, CHUNK // vocab_size)
     chunks = zip(

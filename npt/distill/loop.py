@@ -121,7 +121,7 @@ class Loop:
         self._in_a_row = 0
         self._open: dict[int, Window | None] = {}  # committed, result not known yet; None behind the last one
         self._accepted: Window | None = None  # the last one of which nothing was refused
-        self._refused: tuple[Window, WindowResult[MicroBatch]] | None = None  # the last other one, without its state
+        self._refused: tuple[Window, WindowResult[MicroBatch], Stage] | None = None  # the last other one, without its state
         self._epoch = self._diagnoses = 0
         self._failure: Exception | None = None  # what this rank cannot go on for, until all know of it
         self._halts: dict[int, int] = {}  # ranks that cannot go on, and why
@@ -251,7 +251,7 @@ class Loop:
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
                 self._diagnose(window, refusal)
             if result.refusals:
-                self._refused = window, replace(result, before=None)
+                self._refused = window, replace(result, before=None), self.stage
             longest, self._in_a_row = bad_in_a_row(self._in_a_row, result)
             self._check_budget(window, result, longest)
             if result.applied:
@@ -283,7 +283,7 @@ class Loop:
 
     def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
         self._close_epoch()
-        before = self.steps
+        before, stage = self.steps, self.stage
         # What is saved from here on bears the step that its weights are of: that of this window, if it was applied at all, or,
         # where results come late, of the one behind it.
         later = self.transaction.flush()
@@ -296,19 +296,19 @@ class Loop:
             self.micro_batches += known.micro_batches
             self.refused_by_kind.update(refusal.kind for refusal in known.refusals)
         if not result.refusals and self._refused is not None:
-            window, result = self._refused  # the share of refusals was exceeded at a window that had none
+            window, result, stage = self._refused  # the share of refusals was exceeded at a window that had none
         self._gather_history()
         situation = Situation(
             model=self.model,
             transaction=self.transaction,
-            fill=self._fill,
+            fill=partial(fill_gradients, self.strategy, self.model, config=stage.config),
             window=window.batches,
             result=result,
             accepted=() if self._accepted is None else self._accepted.batches,
             reason=reason,
             step=self.steps if result.before is None else before,
             total_steps=self.total_steps,
-            config=self.stage.config,
+            config=stage.config,
             counters={
                 "steps": self.steps,
                 "tokens": self.tokens,
@@ -395,7 +395,10 @@ class Loop:
         student = fidelity.student.as_dict()
         against = {"unquantized": fidelity.aim.as_dict()} if fidelity.attribution else {}
         self.folder.event("evaluation", step=self.steps, student=student, **against)
-        self.trackers.log({f"eval/{key}": value for key, value in student.items()}, self.steps)
+        logged = {f"eval/{key}": value for key, value in student.items()}
+        if against:
+            logged |= {f"eval/unquantized_{key}": value for key, value in against["unquantized"].items()}
+        self.trackers.log(logged, self.steps)
         aim = fidelity.aim
         self.display.say(f"step {self.steps}: held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}")
         self.keep_if_best(fidelity)
@@ -418,6 +421,7 @@ class Loop:
             "epoch": self._epoch,
             "diagnoses": self._diagnoses,
             "last_evaluation": self.last_evaluation,
+            "strategy": self.stage.config.strategy,
             "best_kl": self.best_kl if math.isfinite(self.best_kl) else None,
             "position": self.position.as_dict(),
         }
@@ -439,6 +443,8 @@ class Loop:
         self.position = Position.from_dict(state["position"])
         self._logged_tokens = self.tokens
         self._saved = self.micro_batches if saved else None
+        if state["strategy"] != self.stage.config.strategy:  # another number of steps, or other shares of them
+            self._begin_stage()
 
     def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
         """One metrics line: means over the window's survivors, those of every rank, per valid token, of the loss on the logits per

@@ -170,6 +170,10 @@ def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrained
     if precision is None:
         return None
     try:
-        return load_teacher(name, precision, device=device)
+        teacher = load_teacher(name, precision, device=device)
     except (ConfigError, ModelError) as error:
         raise BundleError(f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}") from error
+    recorded, found = str(bundle.said["settings"].get("teacher")), base_hash(teacher)
+    if found != recorded:
+        raise BundleError(f"{bundle.folder} was recorded with teacher {recorded[:12]}, {name!r} is {found[:12]}; pass its own --model_name")
+    return teacher

@@ -272,7 +272,7 @@ def _logit_loss(
     of lm_head."""
     rows, taught = (_scored_states(model, states, stream) for model, states in (student, teacher))
     batch = stream.at(rows.device).batch
-    weights = disagreement_weights(rows, taught, batch.scored_lengths) if config.token_weighting == "disagreement" else None
+    weights = disagreement_weights(rows, taught.to(rows.device), batch.scored_lengths) if config.token_weighting == "disagreement" else None
     other = batch.labels.flatten().index_select(0, batch.scored_index + 1) if config.logit_loss == "cross_entropy" else taught
     model, guide = student[0], teacher[0]
     return through_head(model.lm_head, row_loss(config), rows, other, model.config.vocab_size, weights, teacher_head=guide.lm_head)[0]

@@ -21,7 +21,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attached_config, check_length, format_layers, npt_layers
+from npt.adapters.attach import (
+    adapter_parameters,
+    adapter_shapes,
+    attached_config,
+    check_length,
+    format_layers,
+    is_attached,
+    npt_layers,
+    set_adapters,
+)
+from npt.adapters.consolidate import consolidated
+from npt.adapters.sharding import is_sharded
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console, silent_console
@@ -158,7 +169,12 @@ def _teacher_settings(model: PreTrainedModel, teacher: PreTrainedModel | None) -
         raise ConfigError("the teacher is quantised as well; load it with npt.load_teacher")
     if teacher.device != model.device:
         raise ConfigError(f"the teacher is on {teacher.device}, the student's base on {model.device}; load both on one device")
-    stored = next(name for name, dtype in TEACHERS.items() if dtype == teacher.model.layers[0].mlp.up_proj.weight.dtype)
+    if is_attached(teacher):
+        raise ConfigError("the teacher has adapters of its own; load it with npt.load_teacher")
+    dtype = teacher.model.layers[0].mlp.up_proj.weight.dtype
+    stored = next((name for name, known in TEACHERS.items() if known == dtype), None)
+    if stored is None:
+        raise ConfigError(f"the teacher is stored in {str(dtype).removeprefix('torch.')}; load it with npt.load_teacher")
     return {"teacher_precision": stored, "teacher": base_hash(teacher)}
 
 
@@ -221,6 +237,11 @@ class Trainer:
         config, data_config = self.config, self.data_config
         self.adapter_config = attached_config(self.model)
         check_trainable(self.adapter_config, data_config if data is None else None, self.teacher is not None)
+        if consolidated(self.model):
+            raise ConfigError("a run does not record the updates that were consolidated into its base; call npt.unconsolidate first")
+        others = [name for name, _ in config.stage_shares if name != "local"]
+        if is_sharded(self.model) and others:
+            raise ConfigError(f"the base is sharded, which --strategy {others[0]} cannot do with; use --strategy local")
         self._teacher_settings = _teacher_settings(self.model, self.teacher)
         check_replay(data_config, replay_data is not None)
         check_length(data_config.max_length, self.model.config)
@@ -425,6 +446,8 @@ class Trainer:
         self.calibration = None
         if self._checkpoint is not None:
             return
+        if self.teacher is not None and self.adapter_config.init == "calibrated":
+            self._say("the start is solved against the student's own base; training then goes on to the unquantised teacher")
         self.calibration = calibrated_start(
             self.model,
             self.tokenizer,
@@ -435,8 +458,22 @@ class Trainer:
             console=self.console,
         )
         if self.calibration is not None:
+            self._share_start()
             self.adapter_config = attached_config(self.model)
-            self._agree()  # each rank has solved them for itself
+            self._agree()
+
+    def _share_start(self) -> None:
+        """What rank 0 has solved, on every rank. Each has solved it while it waited, but rounding is a matter of its cores and kernels."""
+        if self.ranks.size == 1:
+            return
+        own = attached_config(self.model)
+        ranks = self.ranks.gather_json(None if own.ranks is None else list(own.ranks))[0]
+        config = replace(own, ranks=None if ranks is None else tuple(ranks))
+        parameters, tensors = adapter_parameters(self.model), {}
+        for name, shape in adapter_shapes(self.model, config).items():
+            tensor = parameters[name].detach().clone() if self.ranks.main else torch.zeros(shape, device=self.device)
+            tensors[name] = self.ranks.sum_(tensor)
+        set_adapters(self.model, config, tensors)
 
     def _agree(self) -> None:
         """Refuse ranks that would not do the same: other settings, another base, other adapters to start from, other packages."""

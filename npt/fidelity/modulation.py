@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapter_mode, attached_config, decoder_layers, npt_layers
+from npt.adapters.layer import device_of
 from npt.adapters.stream import open_stream
 from npt.data.batch import Batch, find_fault
 from npt.errors import DataError
@@ -120,7 +121,8 @@ def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
     stream = open_stream(model, batch)
     hidden = stream.hidden
     for layer in decoder_layers(model)[: last + 1]:
-        hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
+        here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
+        hidden = here.clean(layer(hidden, **here.context_of(layer)))
 
 
 class _Look:
@@ -148,7 +150,7 @@ class _Look:
     def _rows(self, states: Tensor) -> Tensor:
         """The valid tokens' rows of [B, T, O], as fp32: [N, O]."""
         assert self.valid is not None
-        return states.reshape(-1, states.shape[-1]).index_select(0, self.valid).to(torch.float32)
+        return states.reshape(-1, states.shape[-1]).index_select(0, self.valid.to(states.device)).to(torch.float32)
 
     def _target(self, target: str, product: Tensor, m: Tensor | None, s: Tensor | None) -> None:
         self._sizes[target] = self._sizes.get(target, 0) + product.numel()

@@ -44,7 +44,8 @@ def _checkpoints(record: RunRecord, place: Path) -> Iterator[str]:
 def _others(record: RunRecord, place: Path) -> Iterator[str]:
     best = record.folder / "best"
     if best.is_dir():
-        student = record.best.get("student")
+        against = record.best.get("attribution")
+        student = (against if isinstance(against, dict) else {}).get("unquantized_to_npt", record.best.get("student"))
         figures = student if isinstance(student, dict) else {}
         kl = plus_minus(as_number(figures.get("kl")), as_number(figures.get("kl_se")))
         step = clean(record.best.get("step", "unknown"), 20)
@@ -106,7 +107,7 @@ def _told(event: Event) -> str:
     """An event's details in a line."""
     found = event.details
     if event.kind == "evaluation" and isinstance(found.get("student"), dict):
-        student = found["student"]
+        student = found["unquantized"] if isinstance(found.get("unquantized"), dict) else found["student"]
         kl = plus_minus(as_number(student.get("kl")), as_number(student.get("kl_se")))
         return f"held-out KL {kl} nats, top-1 {plus_minus(as_number(student.get('top1')), as_number(student.get('top1_se')))}"
     if isinstance(found.get("message"), str):

@@ -25,7 +25,7 @@ READ_OFF = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate",
 """What the script reads off at a step."""
 
 _REFUSALS = ("data", "loss", "gradient", "norm", "spike", "update")
-_LANES = {"evaluation": ("evaluated", "diamond"), "save": ("saved", "square"), "resume": ("resumed", "bar")}
+_LANES = {"evaluation": ("evaluated", "diamond"), "stage": ("next stage", "bar"), "save": ("saved", "square"), "resume": ("resumed", "bar")}
 _UNDONE = " (undone: the run was taken up further back)"
 
 Row = tuple[str, str]

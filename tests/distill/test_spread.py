@@ -16,14 +16,16 @@ from second_device import AWAY, Away, second_device, spread
 from torch import Tensor
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.data.sample import Sample
 from npt.distill.collect import compare_prompts
-from npt.distill.strategies import STRATEGIES
+from npt.distill.strategies import STRATEGIES, drive
 from npt.distill.transaction import Transaction
+from npt.errors import NotSupportedError
 from npt.faults.runs import NoTokenizer
+from npt.fidelity.modulation import measure_modulation
 from npt.health.diagnose import diagnose
 
 # The second device takes other kernels where torch has one of several steps and one of one (attention, for one): a few units
@@ -160,3 +162,31 @@ def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) ->
     held(two.get_parameter("model.layers.3.npt.A"))[1, 2] = float("inf")
     finding = diagnose(two, batch)
     assert finding is not None and finding.name == "model.layers.3.npt.A" and finding.index == (1, 2)
+
+
+@pytest.mark.parametrize("way", [{}, {"strategy": "propagated"}, {"strategy": "end_to_end", "logit_kl_weight": 1.0}], ids=str)
+@pytest.mark.parametrize("weighting", ["none", "disagreement"])
+def test_a_spread_student_learns_from_a_teacher_on_one_device(load_model, llama_folder, batch, way, weighting) -> None:
+    teacher = npt.load_teacher(str(llama_folder), "bf16", device="cpu")
+    config = TrainConfig(token_weighting=weighting, **way)
+    found = []
+    model = load_model()
+    npt.attach(model, ADAPTERS)
+    found.append(drive(model, batch, config, teacher))
+    model = load_model()
+    with second_device():
+        spread(model, 2)
+        npt.attach(model, ADAPTERS)
+        found.append(drive(model, batch, config, teacher))
+        assert float(held(found[1].loss)) == pytest.approx(float(found[0].loss), rel=1e-5)  # fp32 sums, gathered in another order
+
+
+def test_modulation_is_measured_on_every_device_and_calibration_refused(load_model, batch, tokenizer) -> None:
+    model = load_model()
+    with second_device():
+        spread(model, 2)
+        npt.attach(model, ADAPTERS)
+        measured = measure_modulation(model, [batch])
+        assert set(measured.layers) == {index for index, _ in npt_layers(model)}
+        with pytest.raises(NotSupportedError, match="calibration needs it on one device"):
+            npt.calibrate(model, tokenizer, [{"text": "a b c d e f"}] * 40, 200, max_length=12)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resumed_runs import Runs, lines, records
 
+import npt
 from npt.adapters.attach import adapter_parameters
+from npt.adapters.consolidate import Update, consolidate, unconsolidate
 from npt.config import STRATEGIES, TrainConfig
 from npt.distill import strategies as strategies_module
 from npt.distill.replay import replay
@@ -157,3 +159,62 @@ def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(here, llama
     result = replay(str(bundle), model_name=str(llama_folder))
     assert "propagated" in (bundle / "postmortem.json").read_text(encoding="utf-8")
     assert "state" in str(result)
+
+
+# --- where the pieces meet -----------------------------------------------------------------------------------------------
+
+
+def test_a_boundary_that_moves_on_resume_begins_its_stage_with_fresh_limits(here, monkeypatch) -> None:
+    """Saved in `local`; with fewer steps in all the next one is `end_to_end`, whose loss the limits of `local` would refuse."""
+    monkeypatch.setattr("npt.distill.spikes.MINIMUM", 4)
+    settings = {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 20.0, "skip_spikes": True, "num_epochs": 20, "save_steps": 12}
+    here.run("run", max_steps=40, **settings)
+    checkpoint = str(here.place / "run" / "checkpoints" / "step-00000012")
+    result = here.run("new", max_steps=20, resume=checkpoint, **settings)
+    assert [(e["step"], e["strategy"]) for e in lines(result.folder, "events") if e["event"] == "stage"] == [(12, "end_to_end")]
+    assert result.steps == 20 and result.refused == 0
+
+
+def test_a_post_mortem_at_a_boundary_is_of_the_stage_that_drove_its_window(here) -> None:
+    """The window behind step 1 is applied but for one bad micro-batch, which ends the run: `local` drove it, and the next stage is due."""
+    data = records(16)
+    data[3]["input_ids"][1] = 999
+    trainer = here.trainer(
+        "run",
+        data=lambda: data,
+        stages="local:0.5,end_to_end:0.5",
+        max_steps=2,
+        batch_size=1,
+        gradient_accumulation_steps=16,
+        max_consecutive_bad=1,
+        num_epochs=4,
+    )
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    (bundle,) = (here.place / "run" / "postmortem").iterdir()
+    said = read_json(bundle / "postmortem.json", ConfigError)
+    assert (said["step"], said["counters"]["steps"], said["settings"]["strategy"]) == (0, 1, "local")
+
+
+def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_model) -> None:
+    adapted = load_model(None)
+    npt.attach(adapted, npt.NPTConfig(rank=2))
+    for teacher, said in (
+        (adapted, "the teacher has adapters of its own"),
+        (load_model(None, use_fp16=True), "the teacher is stored in float16"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            here.trainer("run", teacher=teacher)
+
+
+def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
+    trainer = here.trainer("run")
+    update = Update({(3, "down"): (torch.full((64,), 1.5), torch.full((64,), 0.3))}, {})
+    consolidate(here.model, update)
+    try:
+        with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
+            Trainer(here.model, trainer.tokenizer, records(16), trainer.config, data_config=trainer.data_config, console=trainer.console)
+        with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
+            npt.calibrate(here.model, trainer.tokenizer, records(60), 400, max_length=12)
+    finally:
+        unconsolidate(here.model)
