@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config, format_layers
 from npt.adapters.consolidate import Update, consolidate, unconsolidate, update_from
-from npt.adapters.stream import model_inputs
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
-from npt.data.batch import IGNORE_INDEX, Batch, batches, pad_id_of
+from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.fidelity.metrics import Figures, compare_tokens, figures, per_sample_sums
+from npt.fidelity.states import final_states, predicting
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
 PROBE_ALPHA = 0.1
@@ -137,7 +137,7 @@ class Before:
         attached_config(model)
         device = next(model.parameters()).device
         self._batches = [batch.to(device) for batch in batches(samples, batch_size, pad_id_of(tokenizer))]
-        if not any(_predicted(batch).any() for batch in self._batches):
+        if not any(predicting(batch).any() for batch in self._batches):
             raise DataError("no held-out token to predict; check the data")
         self.fact = fact
         self._states = {stream: [_final(model, batch, stream).cpu() for batch in self._batches] for stream in STREAMS}
@@ -152,7 +152,7 @@ class Before:
     def forgetting(self, model: PreTrainedModel, stream: Mode) -> Figures:
         parts = []
         for batch, states in zip(self._batches, self._states[stream], strict=True):
-            predicted = _predicted(batch)
+            predicted = predicting(batch)
             targets = batch.labels[:, 1:][predicted]
             per_token = compare_tokens(
                 _final(model, batch, stream), states.to(targets.device), targets, model.lm_head, model.config.vocab_size
@@ -278,11 +278,7 @@ def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, str
 def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
     """The states, after the final norm, that held-out tokens are predicted from: [P, D]."""
     with _evaluating(model), adapter_mode(model, stream):
-        return model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state[:, :-1][_predicted(batch)]
-
-
-def _predicted(batch: Batch) -> Tensor:
-    return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
+        return final_states(model, batch)
 
 
 @contextmanager
