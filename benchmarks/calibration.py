@@ -47,7 +47,7 @@ CASES = (
     Case("upper half, D/4, additive only", "upper_half", 48, modulation="additive"),
     Case("upper half, D/16", "upper_half", 12, steps=200),
     Case("upper half, D/16, budget", "upper_half", 12, rank_budget=48),
-    Case("all but the first, D/4", "1-7", 48, steps=200),
+    Case("all but the first, D/4", "1-7", 48, steps=400),
     Case("all, D/8", "all", 24, steps=200),
     Case("all, D/8, budget", "all", 24, rank_budget=192, steps=200),
     Case("all, D/8, propagated", "all", 24, inputs="propagated", steps=200),
