@@ -141,12 +141,12 @@ def propagated(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
                 hidden = _run(stream, layers, hidden, index, index + 1)
                 continue
             here, hidden = _at(stream, layer, hidden)
-            target, was = (here.rows(states.to(hidden.device)) for states in (taught, before))
-            with whole(layer):
-                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
-                with torch.enable_grad():
-                    student, terms = student_output(layer, h, attention)
-                    sums.add(here.batch, student, target, was, terms).backward()
+            target = here.rows(taught.to(hidden.device))
+            was = here.rows(before.to(hidden.device)) if config.loss == "nmse_update" else None
+            h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
+            with torch.enable_grad():
+                student, terms = student_output(layer, h, attention)
+                sums.add(here.batch, student, target, was, terms).backward()
             hidden = here.scatter(student.detach())
     return sums.micro_batch()
 

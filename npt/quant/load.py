@@ -90,8 +90,7 @@ def load_base(
             "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32 (fp16 overflows inside 4-bit products)",
             stacklevel=2,
         )
-    # Misshapen tensors are reported rather than raised on, so that the error can name them.
-    arguments: dict[str, Any] = {"device_map": places, "ignore_mismatched_sizes": True, "use_safetensors": True, **_NO_CODE}
+    arguments: dict[str, Any] = {"device_map": places}
     if packed:
         arguments["dtype"] = "auto"
         if quantization is not None and getattr(config, "quantization_config", None) is None:
@@ -103,9 +102,7 @@ def load_base(
             )
     else:
         arguments["dtype"] = torch.float16 if use_fp16 else torch.float32
-    with _Quiet():
-        model, report = _read("weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **arguments))
-    _check_complete(name, model, report)
+    model = _read_weights(name, source, arguments)
     _check_placed(name, model)
     _check_pieces(name, model)
     if quantization is not None and quantization_of(model) != quantization:
@@ -139,13 +136,7 @@ def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.devi
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{name} is itself stored in 4 bit and teaches nothing that its student has lost; name its unquantised original")
     source = _locate(name)
-    device = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arguments = {"device_map": {"": device}, "ignore_mismatched_sizes": True, "use_safetensors": True, "dtype": TEACHERS[precision]}
-    with _Quiet():
-        model, report = _read(
-            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **arguments, **_NO_CODE)
-        )
-    _check_complete(name, model, report)
+    model = _read_weights(name, source, {"device_map": _places(device, None), "dtype": TEACHERS[precision]})
     enforce_fp32(model)
     model.requires_grad_(False)
     model.eval()
@@ -234,6 +225,24 @@ def _check_pieces(name: str, model: PreTrainedModel) -> None:
         devices = list(dict.fromkeys(str(parameter.device) for parameter in layer.parameters()))
         if len(devices) > 1:
             raise ModelError(f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer has to stay in one piece")
+
+
+def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
+    """A model whose weights are all there, read from safetensors alone, no code of the checkpoint's run.
+
+    Raises:
+        ModelError: unreadable, or a weight is missing or misshapen.
+    """
+
+    def read() -> Any:
+        # Misshapen tensors are reported rather than raised on, so that the error can name them.
+        more = {"ignore_mismatched_sizes": True, "use_safetensors": True, "output_loading_info": True}
+        return AutoModelForCausalLM.from_pretrained(source, **arguments, **more, **_NO_CODE)
+
+    with _Quiet():
+        model, report = _read("weights", name, read)
+    _check_complete(name, model, report)
+    return model
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
