@@ -28,6 +28,7 @@ from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.fidelity.divergence import LOGIT_CHUNK
 from npt.fidelity.metrics import compare_tokens, mean_and_error
+from npt.fidelity.states import final_states
 from npt.generation.greedy import continue_greedily
 
 PROMPT_TOKENS = 32
@@ -95,10 +96,7 @@ def _states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tenso
     # Padded on the right by a token that is in the batch: every padded query has keys, and no embedding of its own is needed.
     batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
     with adapter_mode(model, mode):
-        states = model.model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False
-        ).last_hidden_state
-    return states[:, :-1][(batch.labels[:, 1:] != IGNORE_INDEX).to(states.device)]
+        return final_states(model, batch)
 
 
 def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
