@@ -10,7 +10,7 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="to calibrate on")
     parser.add_argument("--eval_samples", type=int, default=64, help="held-out samples of 256 tokens")
     parser.add_argument("--steps", type=int, help="of training, in place of each case's own; 0 for none")
+    parser.add_argument("--rounds", type=int, help="of Gauss-Newton, in place of each case's own")
     parser.add_argument("--cases", help="numbers of the cases, from 0, comma-separated; default all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -174,7 +175,8 @@ def main() -> None:
         print(f"NF4 against fp32: {shown(quantisation)}", flush=True)
     results = []
     for case in cases:
-        case = case if args.steps is None else Case(**{**asdict(case), "steps": args.steps})
+        given = {name: value for name in ("steps", "rounds") if (value := getattr(args, name)) is not None}
+        case = replace(case, **given)
         found = bench.measure(case)
         results.append(found)
         if not args.json:
