@@ -16,6 +16,7 @@ from npt.cli.main import main
 from npt.cli.pretrain import _check_placing
 from npt.config import BaseConfig
 from npt.errors import ConfigError
+from npt.quant.load import EMBEDDED_FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "pretrain_npt_safe.py"
@@ -161,6 +162,19 @@ def test_a_model_that_is_no_llama_is_refused(tmp_path: Path, capsys: pytest.Capt
     (model / "config.json").write_text('{"model_type": "gpt2"}')
     assert run(tmp_path / "run", "--model_name", str(model)) == 2
     assert "gpt2" in capsys.readouterr().err
+
+
+def test_a_teacher_that_is_stored_in_4_bit_is_refused_by_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder has no weights, so nothing can have been loaded."""
+    model = tmp_path / "model"
+    model.mkdir()
+    stored = {
+        **json.loads((EMBEDDED_FOLDER / "config.json").read_text()),
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    }
+    (model / "config.json").write_text(json.dumps(stored))
+    assert run(tmp_path / "run", "--model_name", str(model), "--teacher_precision", "bf16") == 2
+    assert "is itself stored in 4 bit" in capsys.readouterr().err
 
 
 def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

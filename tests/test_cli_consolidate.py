@@ -99,6 +99,7 @@ def test_a_search_takes_the_best_of_what_it_tried(call):
         (("--text", "abc", "--targets", "sideways"), 2, "--targets is sideways"),
         (("--text", "abc", "--eval_samples", "1"), 2, "1 sample of held-out text is too few"),
         (("--text", "abc", "--search", "--max_kl", "inf"), 2, "needs a finite bound"),
+        (("--undo", "--text", "abc", "--token", "0", "--search"), 2, "so --text, --token, --search mean nothing beside it"),
         (("--undo",), 2, "1 updates are to be taken back, the model has 0"),
     ],
 )

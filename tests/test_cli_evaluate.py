@@ -76,6 +76,8 @@ BAD = {
     "a folder of tasks that is none": (["--lm_eval", "a", "--lm_eval_tasks_path", "/no/such"], ["/no/such"]),
     "no task": (["--lm_eval", ","], ["--lm_eval", "no task"]),
     "fewer than no prompts": (["--divergence_prompts", "-1"], ["-1"]),
+    "a length of no continuation": (["--max_new_tokens", "8"], ["--max_new_tokens is 8", "--divergence_prompts"]),
+    "prompts that are no number": (["--divergence_prompts", "many"], ["many", "not a whole number"]),
     "a continuation as long as the model": (
         ["--use_quantization", "--divergence_prompts", "2", "--max_new_tokens", "1024"],
         ["max_new_tokens", "1024"],

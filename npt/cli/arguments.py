@@ -15,19 +15,20 @@ def jsonl(text: str) -> str:
 
 
 def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 0")
-    return value
+    return _whole(text, least=0)
 
 
 def positive(text: str) -> int:
+    return _whole(text, least=1)
+
+
+def _whole(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value
 
 

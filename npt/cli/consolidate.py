@@ -12,10 +12,27 @@ from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.flags import add_settings, build
 
+OF_AN_UPDATE: dict[str, Any] = {
+    "text": None,
+    "context": "",
+    "token": -1,
+    "alpha": 0.5,
+    "max_kl": 0.01,
+    "layers": None,
+    "targets": None,
+    "search": False,
+}
+"""Flags of an update that is made, and what they are where they are not given."""
+
 
 def consolidate(given: dict[str, Any]) -> int:
     """Make what a text does to one token part of the model, and report what is recalled and what forgotten."""
     base, data = build(BaseConfig, given), build(DataConfig, given)
+    if given["undo"]:
+        beside = [f"--{name}" for name in OF_AN_UPDATE if given[name] is not None and given[name] is not False]
+        if beside:
+            raise ConfigError(f"--undo takes the last update back and makes none, so {', '.join(beside)} mean nothing beside it; drop them")
+    given = {name: OF_AN_UPDATE[name] if value is None and name in OF_AN_UPDATE else value for name, value in given.items()}
     if given["text"] is None and not given["undo"]:
         raise ConfigError("--text is missing: the fact that is to become part of the model (or --undo, to take the last one back)")
     from functools import partial
@@ -99,13 +116,12 @@ def consolidate(given: dict[str, Any]) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 done, 2 wrong arguments or data, 5 adapter unusable."
     parser.add_argument("--text", metavar="FACT", help="the fact")
-    parser.add_argument("--context", default="", metavar="TEXT", help="what stands in front of the fact when it is read (default: nothing)")
-    parser.add_argument("--token", type=int, default=-1, metavar="INT", help="whose modulation is taken (default: -1, the last)")
-    parser.add_argument("--alpha", type=float, default=0.5, metavar="FLOAT", help="strength, above 0 and at most 1 (default: 0.5)")
+    parser.add_argument("--context", metavar="TEXT", help="what stands in front of the fact when it is read (default: nothing)")
+    parser.add_argument("--token", type=int, metavar="INT", help="whose modulation is taken (default: -1, the last)")
+    parser.add_argument("--alpha", type=float, metavar="FLOAT", help="strength, above 0 and at most 1 (default: 0.5)")
     parser.add_argument(
         "--max_kl",
         type=limit,
-        default=0.01,
         metavar="FLOAT",
         help="held-out divergence that may come of it, nats per token; alpha is lowered to keep it (default: 0.01; inf: no bound)",
     )

@@ -14,6 +14,9 @@ from npt.flags import add_settings, build
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
+NEW_TOKENS = 64
+"""Of a greedy continuation, by default."""
+
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
@@ -36,6 +39,10 @@ def evaluate(given: dict[str, Any]) -> int:
         find_tasks(tasks, given["lm_eval_tasks_path"])
     elif given["lm_eval_tasks_path"] is not None or given["lm_eval_limit"] is not None:
         raise ConfigError("--lm_eval_tasks_path and --lm_eval_limit mean nothing without --lm_eval; name the tasks, or drop them")
+    if given["max_new_tokens"] is not None and not given["divergence_prompts"]:
+        raise ConfigError(
+            f"--max_new_tokens is {given['max_new_tokens']}, and nothing is continued without --divergence_prompts; add it or drop this"
+        )
     if given["attribution"] is not None:
         _check_attribution(base)
     own = own_heldout(data)
@@ -61,7 +68,7 @@ def evaluate(given: dict[str, Any]) -> int:
         samples,
         batch_size=given["batch_size"],
         divergence_prompts=given["divergence_prompts"],
-        max_new_tokens=given["max_new_tokens"],
+        max_new_tokens=NEW_TOKENS if given["max_new_tokens"] is None else given["max_new_tokens"],
         unquantized=reference,
     )
     scores = None
@@ -116,7 +123,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="INT",
         help="continue the beginnings of so many samples greedily, and see where the student parts from its teacher (default: 0)",
     )
-    parser.add_argument("--max_new_tokens", type=positive, default=64, metavar="INT", help="of such a continuation (default: 64)")
+    parser.add_argument("--max_new_tokens", type=positive, metavar="INT", help=f"of such a continuation (default: {NEW_TOKENS})")
     parser.add_argument(
         "--attribution",
         nargs="?",

@@ -74,7 +74,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     from npt.distill.signals import StopOnSignal
     from npt.distill.trainer import check_replay, check_trainable
     from npt.fidelity.table import print_fidelity
-    from npt.quant.load import read_config
+    from npt.quant.load import check_teacher, read_config
 
     def check_folder() -> tuple[bool, Any]:
         """Whether a checkpoint is gone on from, and the ranks that a budget was spent on in its run."""
@@ -95,6 +95,8 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     if goes_on:
         adapter = replace(adapter, ranks=spent)
     config = read_config(base.model_name)
+    if base.teacher_precision is not None:
+        check_teacher(base.model_name, config)
     layers = check_fit(adapter, config, data.max_length)
     if not goes_on:
         check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)

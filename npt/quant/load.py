@@ -132,9 +132,7 @@ def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.devi
     """
     if precision not in TEACHERS:
         raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(TEACHERS)}")
-    config = read_config(name)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{name} is itself stored in 4 bit and teaches nothing that its student has lost; name its unquantised original")
+    check_teacher(name, read_config(name))
     source = _locate(name)
     model = _read_weights(name, source, {"device_map": _places(device, None), "dtype": TEACHERS[precision]})
     enforce_fp32(model)
@@ -142,6 +140,16 @@ def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.devi
     model.eval()
     audit_precision(model, torch.float32)
     return model
+
+
+def check_teacher(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a model that cannot be loaded unquantised, by its configuration alone.
+
+    Raises:
+        ModelError: it is stored in 4 bit.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{name} is itself stored in 4 bit and teaches nothing that its student has lost; name its unquantised original")
 
 
 def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
