@@ -19,6 +19,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("adapters",),
     ("generation",),
     ("fidelity",),
+    ("cost",),
     ("calibration",),
     ("health",),
     ("report",),

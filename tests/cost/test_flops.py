@@ -1,0 +1,163 @@
+"""The formulas against the figures of a known shape, and against the products that the strategies make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import npt
+from npt.adapters.attach import resolve_layers
+from npt.config import NPTConfig, TrainConfig
+from npt.cost.flops import adapter_flops, count_flops, floor_flops, layer_flops, training_flops, two_model_flops
+from npt.cost.shape import LLAMA_3_1_8B, Shape
+from npt.data.batch import Batch, batch_from_tensors
+from npt.distill.strategies import drive
+from npt.quant.linear import quantized_linears
+
+ALL = range(32)
+LENGTH = 96
+
+
+class TestLlama8B:
+    """At rows of 2,048 tokens, in GFLOP per token."""
+
+    def test_one_layer_is_two_for_every_weight_and_half_of_the_scores(self):
+        assert layer_flops(LLAMA_3_1_8B, 2048) == 2 * (41_943_040 + 3 * 4096 * 14336) + 2 * 2048 * 4096
+
+    def test_local_with_all_layers_takes_29_5(self):
+        assert floor_flops(LLAMA_3_1_8B, 2048, ALL) / 1e9 == pytest.approx(29.5, abs=0.05)
+
+    def test_two_models_take_47_2_and_with_checkpointing_61_7(self):
+        assert two_model_flops(LLAMA_3_1_8B, 2048) / 1e9 == pytest.approx(47.2, abs=0.05)
+        assert two_model_flops(LLAMA_3_1_8B, 2048, checkpointing=True) / 1e9 == pytest.approx(61.7, abs=0.05)
+
+    def test_layers_behind_the_last_converted_one_cost_local_nothing(self):
+        lower = floor_flops(LLAMA_3_1_8B, 2048, range(16))
+        assert lower == floor_flops(LLAMA_3_1_8B, 2048, ALL) / 2
+        assert lower < floor_flops(LLAMA_3_1_8B, 2048, range(16, 32))
+
+    def test_end_to_end_costs_less_than_two_models_by_what_they_share(self):
+        upper = floor_flops(LLAMA_3_1_8B, 2048, range(16, 32), "end_to_end", logits=1.0)
+        whole = floor_flops(LLAMA_3_1_8B, 2048, ALL, "end_to_end", logits=1.0)
+        assert upper < 0.7 * whole < whole < two_model_flops(LLAMA_3_1_8B, 2048)
+
+
+FORMS = {
+    "all": NPTConfig(rank=8, layers="all"),
+    "some": NPTConfig(rank=4, layers="1-2", targets=("gate", "down"), modulation="additive"),
+    "apart": NPTConfig(ranks=(3, 5), layers="1,3", targets=("up",), modulation="multiplicative"),
+    "keep": NPTConfig(rank=4, layers="1-3", residual="keep"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, load_model: Any) -> Any:
+    """A random Llama whose layers are wide beside everything else: D 128, F 352, 5 layers, V 160."""
+    import shutil
+
+    from npt.quant import load as loading
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("wide")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(loading.EMBEDDED_FOLDER / file, folder / file)
+    return lambda quantization: npt.load_base(str(folder), quantization=quantization, device="cpu")[0]
+
+
+def full_rows() -> Batch:
+    ids = torch.randint(3, 160, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    return batch_from_tensors(ids, torch.ones_like(ids))
+
+
+def counted(model: Any, config: TrainConfig, teacher: Any = None) -> float:
+    """Per token."""
+    batch = full_rows()
+    return count_flops(lambda: drive(model, batch, config, teacher)) / batch.tokens
+
+
+@pytest.mark.parametrize("quantization", ["nf4", None])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
+def test_a_strategy_makes_exactly_the_products_of_its_formula(llama, quantization, form, strategy):
+    model = llama(quantization)
+    npt.attach(model, FORMS[form])
+    expected = training_flops(Shape.of(model.config), LENGTH, FORMS[form], strategy)
+    assert counted(model, TrainConfig(strategy=strategy)) == expected
+
+
+def test_local_is_within_three_percent_of_the_floor(llama):
+    model = llama("nf4")
+    npt.attach(model, NPTConfig(rank=1, layers="all"))
+    floor = floor_flops(Shape.of(model.config), LENGTH, resolve_layers("all", 5))
+    assert floor < counted(model, TrainConfig()) < 1.03 * floor
+
+
+@pytest.mark.parametrize("loss", ["kl", "cross_entropy"])
+def test_a_loss_on_the_logits_adds_the_layers_behind_and_the_head(llama, loss):
+    model, form = llama("nf4"), NPTConfig(rank=4, layers="1-2")
+    npt.attach(model, form)
+    batch, shape = full_rows(), Shape.of(model.config)
+    share = batch.scored / batch.tokens
+    expected = training_flops(shape, LENGTH, form, "end_to_end", logits=share)
+    if loss == "cross_entropy":  # the teacher has no logits in it, and needs no layer behind the last converted one
+        expected -= 2 * shape.head_weights * share
+    config = TrainConfig(strategy="end_to_end", logit_kl_weight=0.5, logit_loss=loss)
+    assert counted(model, config) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
+def test_a_teacher_of_its_own_shares_nothing(llama, strategy):
+    model, form = llama("nf4"), NPTConfig(rank=4, layers="1-3")
+    npt.attach(model, form)
+    expected = training_flops(Shape.of(model.config), LENGTH, form, strategy, own_teacher=True)
+    assert counted(model, TrainConfig(strategy=strategy), llama(None)) == expected
+
+
+class TestCount:
+    def test_a_packed_product_counts_as_a_dense_one_forward_and_backward(self, load_model):
+        _, module = quantized_linears(load_model())[0]
+        x = torch.randn(7, module.in_features, requires_grad=True)
+        once = 2 * 7 * module.in_features * module.out_features
+        with torch.no_grad():
+            assert count_flops(lambda: module(x)) == once
+        assert count_flops(lambda: module(x).sum().backward()) == 2 * once
+
+    @pytest.mark.parametrize("heads", [1, 4])
+    def test_causal_attention_counts_half_and_its_backward_twice(self, heads):
+        q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for _ in range(3))
+        full = 2 * 2 * heads * 16 * 16 * 16
+        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward()) == 3 * full
+        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()) == 3 * full // 2
+
+    def test_a_masked_score_matrix_is_computed_and_counted_whole(self):
+        q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+        mask = torch.ones(16, 16, dtype=torch.bool).tril()
+        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)) == 2 * 2 * 16 * 16 * 16
+
+    def test_nothing_counts_nothing(self):
+        assert count_flops(lambda: torch.ones(3) + 1) == 0
+
+
+def test_the_low_rank_products_grow_with_rank_targets_and_terms():
+    shape = LLAMA_3_1_8B
+    full = adapter_flops(shape, (0, 1), 16)
+    assert adapter_flops(shape, (0, 1), (32, 32)) == 2 * full
+    assert adapter_flops(shape, (0, 1), 16, ("gate",)) < full
+    assert adapter_flops(shape, (0, 1), 16, terms=1) < full
+    assert full < adapter_flops(shape, (0, 1), 16, strategy="end_to_end") < 1.1 * full
+    assert full / 2 < 0.02 * layer_flops(shape, 2048)  # small beside a layer
