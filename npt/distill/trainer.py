@@ -8,12 +8,12 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -44,6 +44,7 @@ from npt.distill.calibrated_start import calibrated_start
 from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
 from npt.distill.loop import Loop, Window
+from npt.distill.passes import Passes, tried
 from npt.distill.progress import ProgressDisplay
 from npt.distill.random_state import random_state, set_random_state
 from npt.distill.ranks import Ranks, join_ranks
@@ -84,6 +85,8 @@ from npt.stored import read_json
 
 MODULATION_SAMPLES = 8
 """Evaluation samples that the modulation is looked at on: thousands of multipliers for each of a thousand tokens or two."""
+
+T = TypeVar("T")
 
 _PLACES = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset")
 """Settings in which the ranks of a run may differ: where a machine keeps what has to be the same is shown by its content."""
@@ -266,6 +269,9 @@ class Trainer:
         self.total_steps = self._total_steps()
         self.stages = stages_of(config, self.total_steps)
         self.stop = StopOnSignal()
+        self.passes, self._evaluated_at_once = Passes(config.batch_size), Passes(config.batch_size)
+        self._lacks: list[dict[str, Any]] = []  # where memory ran out before there was a folder to write it to
+        self._folder: RunFolder | None = None
         self._trained = False
         self._reference: Reference | None = None  # what a teacher of its own says of the evaluation samples
 
@@ -417,7 +423,7 @@ class Trainer:
         self._agree()  # all have read the checkpoint then, before rank 0 changes anything in its folder
         if self.config.smoke_test and self._checkpoint is None:
             for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
-                say(smoke_test(self.model, self._first_batch(), self.strategy, config))
+                say(self._smoke_test(config))
         self._calibrate()
         say(self._evaluation_note())
         self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
@@ -440,6 +446,41 @@ class Trainer:
         finally:
             self._report_lost_lines(folder)
             folder.close()
+
+    def _smoke_test(self, config: TrainConfig) -> str:
+        """Of as many samples of the first batch as are computed at once."""
+        batch = self._first_batch()
+
+        def test() -> str:
+            return smoke_test(self.model, self.passes.parts(batch)[0], self.strategy, config)
+
+        return self._fitting(test, self.passes, batch, "the smoke test")
+
+    def _fitting(self, act: Callable[[], T], passes: Passes, batch: Batch, name: str) -> T:
+        """What `act` gives, with fewer samples at once for as long as memory does not do.
+
+        Args:
+            act: computes with `passes`.
+            passes: are lowered.
+            batch: the largest that it computes.
+            name: of it.
+        """
+        while True:
+            if is_sharded(self.model):  # a rank that stopped inside a layer is out of step with the others
+                return act()
+            found, lack = tried(lambda: (act(),))
+            if found is not None:
+                return found[0]
+            assert lack is not None
+            before = passes.lower(batch, lack)
+            self._say(f"{name}: out of memory with {before} samples at once ({lack}); it is begun again with {passes.samples}")
+            self._lacks.append({"during": name, "samples": before, "samples_at_once": passes.samples, "message": lack})
+            self._report_lacks()
+
+    def _report_lacks(self) -> None:
+        """Once there is a folder for it."""
+        while self._folder is not None and self._lacks:
+            self._folder.event("out_of_memory", **self._lacks.pop(0))
 
     def _calibrate(self) -> None:
         """Solve the adapters' start where that is asked for; a run that goes on has its own already."""
@@ -567,6 +608,8 @@ class Trainer:
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps, processes=self.ranks.size)
+        self._folder = folder
+        self._report_lacks()
         if self.calibration is not None:
             folder.event("calibration", **self.calibration.as_dict())
         if self.resumed is not None:
@@ -622,11 +665,13 @@ class Trainer:
             lambda fidelity: self._save_best(folder, loop, fidelity),
             self.record,
             self.ranks,
+            self.passes,
         )
         torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
         if self._checkpoint is not None and self._state is not None and self.resumed is not None:
             self._state.restore(loop.transaction)
             loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)
+            self._recall_passes(self._checkpoint)
             set_random_state(self._state.random_states.get(self.ranks.rank, {}))  # fewer ranks may have saved
             self._state = None  # a copy of everything
         started = time.perf_counter()
@@ -670,6 +715,12 @@ class Trainer:
             signal=number,
         )
         return result if result.signal is not None else self._finish(folder, trackers, loop, result)
+
+    def _recall_passes(self, checkpoint: Checkpoint) -> None:
+        """Where memory once did not do for more samples at once it is not tried again, unless another limit is asked for."""
+        lowered = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(self.ranks.rank)
+        if lowered is not None and "max_memory" not in self.changed:
+            self.passes.samples = self.passes.lowered = min(self.passes.samples, lowered)
 
     def _signal(self) -> int | None:
         """The number of the signal that came to this rank, or else to another; every rank has to ask."""
@@ -740,7 +791,7 @@ class Trainer:
         """`modulation.json`, for the report: on a few of the samples that the run is evaluated on."""
         if not self.ranks.main:
             return
-        few = batches(self.eval_samples[:MODULATION_SAMPLES], self.config.batch_size, self.pad_id)
+        few = batches(self.eval_samples[:MODULATION_SAMPLES], self.passes.samples, self.pad_id)
         try:
             with contextlib.suppress(StoppedError):  # the report does without
                 found = measure_modulation(self.model, few, between=self.stop.check)
@@ -775,8 +826,9 @@ class Trainer:
         audit_precision(self.model, policy_dtype(self.model))
         states = self._gathered_states(loop)
         if self.ranks.broken:
-            return self.ranks.main and self._write(folder, loop, states, last)
-        return self.ranks.first(lambda: self._write(folder, loop, states, last))
+            return self.ranks.main and self._write(folder, loop, states, [self.passes.lowered], last)
+        lowered = self.ranks.gather_json(self.passes.lowered)
+        return self.ranks.first(lambda: self._write(folder, loop, states, lowered, last))
 
     def _gathered_states(self, loop: Loop) -> dict[int, dict[str, Tensor]]:
         """The random state of every rank, that of this one where the others are gone; before it is saved, what they hold is compared."""
@@ -797,9 +849,10 @@ class Trainer:
             for rank, other in enumerate(everyone)
         }
 
-    def _write(self, folder: RunFolder, loop: Loop, states: dict[int, dict[str, Tensor]], last: bool) -> bool:
+    def _write(self, folder: RunFolder, loop: Loop, states: dict[int, dict[str, Tensor]], lowered: list[int | None], last: bool) -> bool:
         record = {
             **loop.state(),
+            "samples_at_once": lowered,
             "counted_from": self._counted_from,
             "settings": plain_settings(self._all_settings()),
             "data": self.data_identity,
@@ -866,13 +919,21 @@ class Trainer:
         return first.batch
 
     def _evaluate(self) -> Fidelity:
+        """Of no more samples at once than a micro-batch is computed with."""
+        passes = self._evaluated_at_once
+        passes.samples = min(passes.samples, self.passes.samples)
+        largest = next(batches(self.eval_samples, passes.samples, self.pad_id))
+        return self._fitting(self._evaluate_at_once, passes, largest, "an evaluation")
+
+    def _evaluate_at_once(self) -> Fidelity:
+        at_once = self._evaluated_at_once.samples
         if self.teacher is not None and self._reference is None:
-            self._reference = refer(self.teacher, self.eval_samples, batch_size=self.config.batch_size, pad_id=self.pad_id)
+            self._reference = refer(self.teacher, self.eval_samples, batch_size=at_once, pad_id=self.pad_id)
         return evaluate(
             self.model,
             self.tokenizer,
             self.eval_samples,
-            batch_size=self.config.batch_size,
+            batch_size=at_once,
             unquantized=self._reference,
             between=self.stop.check,
         )
