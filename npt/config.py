@@ -378,8 +378,7 @@ class TrainConfig:
                 "use --strategy end_to_end"
             )
         self._check_losses()
-        if self.max_memory is not None:
-            parse_bytes(self.max_memory)
+        _ = self.max_memory_bytes  # refuses what is no size
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
 
@@ -432,6 +431,11 @@ class TrainConfig:
             return self
         of_logits = {name: getattr(TrainConfig, name) for name in ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")}
         return replace(self, strategy=strategy, stages=None, **({} if strategy == "end_to_end" else of_logits))
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """`max_memory` in bytes."""
+        return None if self.max_memory is None else parse_bytes(self.max_memory)
 
     @property
     def layer_weight_list(self) -> tuple[float, ...] | None:

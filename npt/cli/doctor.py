@@ -85,7 +85,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--data", nargs="?", const=True, metavar="NAME", help="look at the data; NAME as in --dataset_name, which it may stand for"
     )
     parser.add_argument("--max_records", type=positive, metavar="INT", help="look at the first records only (default: all)")
-    parser.add_argument("--plan", action="store_true", help="predict the memory and the time of a run with these flags; no weights are read")
+    parser.add_argument(
+        "--plan", action="store_true", help="predict the memory and the time of a run with these flags; no weights are read"
+    )
     parser.add_argument("--shape", metavar="SHAPE", help="plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="that is planned for (default: the GPU, if there is one)")
     parser.add_argument("--measure", action="store_true", help="run a few steps for real as well, and compare")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, parse_bytes
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError
 from npt.flags import build
 
@@ -82,7 +82,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
         planner = Planner(workload)
         limit = available(workload.device)
         if training.max_memory is not None:
-            limit = parse_bytes(training.max_memory)
+            limit = training.max_memory_bytes
             try:
                 memory = planner.fitting(limit)
             except ConfigError:
@@ -113,29 +113,21 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.cost.named import llama_config, parse_shape
     from npt.distill.trainer import check_trainable
     from npt.distill.workload import Workload
-    from npt.quant.load import TEACHERS, read_config
+    from npt.quant.load import read_config
 
     base, adapter, data, training = (build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig))
-    for flag in ("device_map", "shard_base"):
-        if getattr(base, flag):
-            raise ConfigError(f"--{flag} spreads the base over several devices, and a plan is of one; leave it out")
     if given["shape"] is None:
-        name, config = base.model_name, read_config(base.model_name)
-        stored = getattr(config, "dtype", None) or torch.float32
+        name, config, stored = base.model_name, read_config(base.model_name), None
+    elif "model_name" in given:
+        raise ConfigError(f"--shape is {given['shape']} and --model_name {base.model_name}; give one of them")
     else:
-        if "model_name" in given:
-            raise ConfigError(f"--shape is {given['shape']} and --model_name {base.model_name}; give one of them")
         name, config, stored = given["shape"], llama_config(parse_shape(given["shape"]), data.max_length), torch.bfloat16
-    packed = base.quantization if getattr(config, "quantization_config", None) is None else base.quant_type
-    if packed is None:
-        stored = torch.float16 if base.use_fp16 else torch.float32
     check_fit(adapter, config, data.max_length)
     check_trainable(adapter, None, base.teacher_precision is not None)
-    kind = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if given["device"] == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but there is no GPU here; a plan is made on the device that it is for")
-    teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
-    return name, Workload(config, adapter, training, data.max_length, packed, stored, teacher, torch.device(kind))
+    device = None if given["device"] is None else torch.device(given["device"])
+    return name, Workload.of(base, config, adapter, training, data.max_length, device, stored=stored)
 
 
 def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str, Any]:
@@ -169,7 +161,9 @@ def print_page(page: Page, console: Any) -> None:
     w, c = page.workload, page.workload.training
     stored = "unquantised" if w.quantization is None else w.quantization.upper()
     shape = w.shape
-    console.print(f"{page.name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,}, {stored}, on {w.device}", soft_wrap=True)
+    console.print(
+        f"{page.name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,}, {stored}, on {w.device}", soft_wrap=True
+    )
     console.print(
         f"rank {max(w.ranks)} on {w.depth.converted} layers, {' then '.join(w.stages)}; a step of {c.gradient_accumulation_steps} x "
         f"{c.batch_size} samples of {w.length:,} tokens",
@@ -179,8 +173,11 @@ def print_page(page: Page, console: Any) -> None:
         console.print(f"{page.memory.samples_at_once} of {c.batch_size} samples of a micro-batch are computed at once", soft_wrap=True)
     console.print()
     table = _table("memory", *PHASES)
+    rows: dict[str, dict[str, int]] = {}
     for term in page.memory.terms:
-        table.add_row(term.name, *(shown(term.bytes) if phase in term.phases else "" for phase in PHASES))
+        rows.setdefault(term.name, {}).update(dict.fromkeys(term.phases, term.bytes))
+    for term_name, sizes in rows.items():
+        table.add_row(term_name, *(shown(sizes[phase]) if phase in sizes else "" for phase in PHASES))
     table.add_section()
     table.add_row("together", *(shown(page.memory.of(phase)) for phase in PHASES))
     console.print(table)

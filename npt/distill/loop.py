@@ -229,7 +229,7 @@ class Loop:
         if index == 0:
             self.recording.open(self._coming_step)
         fill = partial(self._fill, batch, self.stage.config, index)
-        _, lack = self._tried(partial(try_micro_batch, self.transaction, batch, self.model.config.vocab_size, fill))
+        lack = self._tried(partial(try_micro_batch, self.transaction, batch, self.model.config.vocab_size, fill))
         self._logged_at += self.recording.take_seconds()  # reading and writing a record is not training
         if lack is None:
             return True
@@ -239,9 +239,13 @@ class Loop:
         self.display.say(f"step {step}: {said}")
         return False
 
-    def _tried(self, act: Callable[[], None]) -> tuple[None, str | None]:
-        """What memory may not do for, but where ranks share a base: one that stopped inside a layer is out of step with the others."""
-        return (act(), None) if is_sharded(self.model) else tried(act)
+    def _tried(self, act: Callable[[], None]) -> str | None:
+        """What memory lacked, if it did not do. Where ranks share a base that is an error: one that stopped inside a layer is out of
+        step with the others."""
+        if is_sharded(self.model):
+            act()
+            return None
+        return tried(act)[1]
 
     def _fill(self, batch: Batch, config: TrainConfig, index: int | None = None) -> MicroBatch:
         """Gradients and sums of a micro-batch; `index` where it is one of a window, which may be recorded."""

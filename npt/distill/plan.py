@@ -58,7 +58,8 @@ class Planner:
         c = self.workload.training
         samples = c.batch_size if samples_at_once is None else samples_at_once
         evaluated = samples if evaluated_at_once is None else evaluated_at_once
-        terms = [*self._fixed, *self._training(samples), *self._evaluation(min(evaluated, c.eval_samples))]
+        evaluated = min(evaluated, c.eval_samples)
+        terms = [*self._fixed, *self._mask(samples, evaluated), *self._training(samples), *self._evaluation(evaluated)]
         return MemoryPlan(tuple(terms), samples, evaluated)
 
     def fitting(self, limit: int) -> MemoryPlan:
@@ -79,7 +80,13 @@ class Planner:
                 f"predicted to take {shown(plan.peak)} (in the {plan.phase}), most of it {plan.largest.name} "
                 f"({shown(plan.largest.bytes)}); see npt doctor --plan for what would fit"
             )
-        return self.plan(-(-batch_size // -(-batch_size // samples)), evaluated)
+        samples = -(-batch_size // -(-batch_size // samples))
+        return self.plan(samples, min(samples, evaluated))
+
+    def _mask(self, samples: int, evaluated: int) -> list[Term]:
+        """[B, 1, T, T] bool, which there is where rows are padded or packed."""
+        length, name = self.workload.length, "attention mask of padded rows"
+        return [Term(name, samples * length**2, ("micro-batch",)), Term(name, evaluated * length**2, ("evaluation",))]
 
     def _phase(self, samples: int, evaluated: int, phase: str) -> int:
         return self.plan(samples, evaluated).of(phase)
@@ -174,7 +181,7 @@ def _comparison(hollow: Hollow, model: Any, teacher: Any, batch: Batch) -> objec
     """What it does with the states behind the last layer."""
     rows = len(batch.input_ids) * (batch.input_ids.shape[1] - 1)
     with torch.no_grad():
-        hidden = {mode: torch.empty(rows, model.config.hidden_size, device=hollow.device) for mode in MODES}
+        hidden: dict[str, torch.Tensor] = {mode: torch.empty(rows, model.config.hidden_size, device=hollow.device) for mode in MODES}
         targets = hollow.tensor(rows, dtype=torch.int64)
         heads = dict.fromkeys(hidden, model.lm_head)
         return compare_pairs(hidden, heads, targets, model.config.vocab_size, [(mode, "teacher") for mode in MODES])

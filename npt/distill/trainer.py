@@ -36,6 +36,8 @@ from npt.adapters.sharding import is_sharded
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console, silent_console
+from npt.cost.measure import storage_bytes, tensors_of
+from npt.cost.memory import MemoryPlan, shown
 from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader, Position
 from npt.data.samples import Samples, evaluation_samples, no_sample
@@ -45,6 +47,7 @@ from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
 from npt.distill.loop import Loop, Window
 from npt.distill.passes import Passes, tried
+from npt.distill.plan import Planner
 from npt.distill.progress import ProgressDisplay
 from npt.distill.random_state import random_state, set_random_state
 from npt.distill.ranks import Ranks, join_ranks
@@ -74,6 +77,7 @@ from npt.distill.trackers import Trackers
 from npt.distill.transaction import EXACT
 from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
+from npt.distill.workload import Workload
 from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError
 from npt.fidelity.attribution import Reference, refer
 from npt.fidelity.evaluate import Fidelity, evaluate
@@ -270,6 +274,7 @@ class Trainer:
         self.stages = stages_of(config, self.total_steps)
         self.stop = StopOnSignal()
         self.passes, self._evaluated_at_once = Passes(config.batch_size), Passes(config.batch_size)
+        self.memory = self._plan_memory()
         self._lacks: list[dict[str, Any]] = []  # where memory ran out before there was a folder to write it to
         self._folder: RunFolder | None = None
         self._trained = False
@@ -287,6 +292,32 @@ class Trainer:
                 f"a window may have {tokens} tokens (--gradient_accumulation_steps x --batch_size x --max_length x {self.ranks.size} "
                 f"processes), and is counted exactly below {EXACT} only; lower one of them"
             )
+
+    def _plan_memory(self) -> MemoryPlan | None:
+        """How much is computed at once for the predicted peak to stay below `max_memory`, where there is such a limit.
+
+        Raises:
+            ConfigError: one sample at a time is too much, or the base is not all on one device.
+        """
+        limit = self.config.max_memory_bytes
+        if limit is None:
+            return None
+        if is_sharded(self.model) or len({parameter.device for parameter in self.model.parameters()}) > 1:
+            raise ConfigError(f"--max_memory is {self.config.max_memory}, but the base is spread over several devices; lower --batch_size")
+        adapters = sum(parameter.nbytes for parameter in adapter_parameters(self.model).values())
+        workload = Workload(
+            self.model.config,
+            self.adapter_config,
+            self.config,
+            self.data_config.max_length,
+            quantization_of(self.model),
+            self.model.model.embed_tokens.weight.dtype,
+            None if self.teacher is None else self.teacher.model.embed_tokens.weight.dtype,
+            self.device,
+        )
+        plan = Planner(workload, storage_bytes(tensors_of(self.model)) - adapters).fitting(limit)
+        self.passes.samples, self._evaluated_at_once.samples = plan.samples_at_once, plan.evaluated_at_once
+        return plan
 
     def _find_resumed(self) -> Resumed | None:
         """What to go on from. Rank 0 alone looks for it and knows what is to be set aside; the others read what it found."""
@@ -425,6 +456,10 @@ class Trainer:
             for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
                 say(self._smoke_test(config))
         self._calibrate()
+        if self.memory is not None:
+            at_once = f"{self.memory.samples_at_once} of {self.config.batch_size} samples at once"
+            peak = f"predicted peak {shown(self.memory.peak)} in the {self.memory.phase}"
+            say(f"--max_memory {self.config.max_memory}: {at_once}, {peak}")
         say(self._evaluation_note())
         self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
         self.record = self._record()
@@ -609,6 +644,8 @@ class Trainer:
     def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps, processes=self.ranks.size)
         self._folder = folder
+        if self.memory is not None:
+            folder.event("memory", max_memory=self.config.max_memory, **self.memory.as_dict())
         self._report_lacks()
         if self.calibration is not None:
             folder.event("calibration", **self.calibration.as_dict())
@@ -900,6 +937,7 @@ class Trainer:
             "versions": versions(),
             "heldout": self.heldout,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
+            "memory": None if self.memory is None else self.memory.as_dict(),
         }
 
     def _windows(self) -> Generator[Window]:

@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from npt.adapters.attach import resolve_layers
-from npt.config import NPTConfig, TrainConfig
+from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.cost.shape import Shape
+from npt.errors import ConfigError
+from npt.quant.load import TEACHERS
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,44 @@ class Workload:
     stored: torch.dtype = torch.float32
     teacher: torch.dtype | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def of(
+        cls,
+        base: BaseConfig,
+        config: PreTrainedConfig,
+        adapter: NPTConfig,
+        training: TrainConfig,
+        length: int,
+        device: torch.device | None = None,
+        *,
+        stored: torch.dtype | None = None,
+    ) -> Workload:
+        """What these settings ask for.
+
+        Args:
+            base, adapter, training: the settings.
+            config: of the base.
+            length: tokens of a row.
+            device: default the GPU, if there is one.
+            stored: what a packed base's other weights are stored in, default what its configuration says.
+
+        Raises:
+            ConfigError: the base is spread over several devices.
+        """
+        for flag in ("device_map", "shard_base"):
+            if getattr(base, flag):
+                raise ConfigError(
+                    f"--{flag} spreads the base over several devices, and memory is planned for one; leave one of the two out"
+                )
+        quantization = base.quantization if getattr(config, "quantization_config", None) is None else base.quant_type
+        if quantization is None:
+            stored = torch.float16 if base.use_fp16 else torch.float32
+        elif stored is None:
+            stored = getattr(config, "dtype", None) or torch.float32
+        teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+        return cls(config, adapter, training, length, quantization, stored, teacher, device)
 
     @property
     def shape(self) -> Shape:

@@ -167,7 +167,7 @@ def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
 def in_backward(trainer: Trainer, call: int) -> Trainer:
     """Memory runs out in the middle of one call's backward, when some gradients are there already."""
     strategy, numbers = trainer.strategy, iter(range(10**6))
-    parameter = list(adapter_parameters(trainer.model).values())[0]
+    parameter = next(iter(adapter_parameters(trainer.model).values()))
 
     def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         if next(numbers) != call:
