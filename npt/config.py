@@ -69,6 +69,29 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
     return tuple(found)
 
 
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{tail}": base**power for power, letter in enumerate("kmgt", 1) for tail, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_bytes(text: str, flag: str = "--max_memory") -> int:
+    """Bytes of `10GiB` (1024 each), `10GB` (1000 each), likewise K, M and T, or of a plain number of bytes.
+
+    Args:
+        text: what was written.
+        flag: what the message calls it.
+
+    Raises:
+        ConfigError: not of that form, or less than a byte.
+    """
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]{0,3})\s*", text, re.IGNORECASE)
+    unit = None if match is None else _UNITS.get(match[2].lower())
+    found = 0 if match is None or unit is None else int(float(match[1]) * unit)
+    if found < 1:
+        raise ConfigError(f"{flag} is {text!r}; write a size like 10GiB, 800MB or a number of bytes")
+    return found
+
+
 def _check_fields(config: Any) -> None:
     """Every value has its field's type and is one of its choices."""
     hints = typing.get_type_hints(type(config))
@@ -263,6 +286,9 @@ class TrainConfig:
     jsd_weight: float = setting(0.5, "of the logit loss jsd: the teacher's share of the mixture")
     batch_size: int = setting(4, "samples of a micro-batch")
     gradient_accumulation_steps: int = setting(1, "micro-batches K of a window, that is of one optimizer step")
+    max_memory: str | None = setting(
+        None, "peak of tensor memory to stay below, as 10GiB: so many samples are computed at once as are predicted to fit"
+    )
     calibration_tokens: int = setting(65536, "of init calibrated: tokens of the training data that the adapters are solved on")
     calibration_inputs: str = setting(
         "teacher", "of init calibrated: layer inputs, the teacher's or the calibrated student's own", choices=CALIBRATION_INPUTS
@@ -307,6 +333,8 @@ class TrainConfig:
             object.__setattr__(self, "trace_steps", ",".join(str(step) for step in self.trace_steps))
         if isinstance(self.layer_weights, list | tuple):
             object.__setattr__(self, "layer_weights", ",".join(str(weight) for weight in self.layer_weights))
+        if isinstance(self.max_memory, int) and not isinstance(self.max_memory, bool):
+            object.__setattr__(self, "max_memory", str(self.max_memory))
         _check_fields(self)
         _check_at_least(
             self,
@@ -351,6 +379,7 @@ class TrainConfig:
                 "use --strategy end_to_end"
             )
         self._check_losses()
+        _ = self.max_memory_bytes  # refuses what is no size
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
 
@@ -403,6 +432,11 @@ class TrainConfig:
             return self
         of_logits = {name: getattr(TrainConfig, name) for name in ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")}
         return replace(self, strategy=strategy, stages=None, **({} if strategy == "end_to_end" else of_logits))
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """`max_memory` in bytes."""
+        return None if self.max_memory is None else parse_bytes(self.max_memory)
 
     @property
     def layer_weight_list(self) -> tuple[float, ...] | None:

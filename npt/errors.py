@@ -33,6 +33,10 @@ class PrecisionError(NPTError, RuntimeError):
     """A module would compute in a dtype other than the one the policy asks for."""
 
 
+class NoMemoryError(NPTError, RuntimeError):
+    """One sample at a time does not fit into memory. Where fewer samples would, fewer are computed at once, and nothing is raised."""
+
+
 class AdapterFileError(NPTError, ValueError):
     """A saved adapter that does not fit: its file, its settings or its base."""
 

@@ -7,27 +7,55 @@ from dataclasses import fields
 from typing import Any
 
 from npt.cli.arguments import natural, positive
-from npt.config import SEED_MAX, BaseConfig, DataConfig, flag_of
+from npt.cli.planning import make_plan, print_page
+from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError
 from npt.flags import add_settings, build
 
+_OF_DATA = {"model_name", "batch_size", "seed"}
+"""Settings of training, beside those of the data, that a look at the data heeds."""
+
+_OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)} - _OF_DATA
+
 
 def doctor(given: dict[str, Any]) -> int:
-    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data set."""
-    if given["data"] is None:
-        raise ConfigError("npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples of the data)")
+    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data set, --plan for memory and time."""
+    if given["data"] is None and not given["plan"]:
+        raise ConfigError(
+            "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples of the data) or --plan (the memory and "
+            "the time that a run will take)"
+        )
+    _check_flags(given)
     from npt.data.table import print_report
     from npt.files import to_json
 
+    if given.pop("safe_mode", False):
+        given = {**given, "modulation": "additive"}
     console = make_console(stderr=given["json"])
-    reports = _examine(given, console)
-    if given["json"]:
-        print(to_json({part: report.as_dict() for part, report in reports.items()}, indent=2))
-    else:
+    reports = {} if given["data"] is None else _examine(given, console)
+    if not given["json"]:
         for report in reports.values():
             print_report(report, console)
-    return 0 if all(report.trainable for report in reports.values()) else 2
+    page = make_plan(given, console) if given["plan"] else None
+    if given["json"]:
+        found = {part: report.as_dict() for part, report in reports.items()}
+        print(to_json(found | ({} if page is None else {"plan": page.as_dict()}), indent=2))
+    elif page is not None:
+        print_page(page, console)
+    sound = all(report.trainable for report in reports.values()) and (page is None or page.fits)
+    return 0 if sound else 2
+
+
+def _check_flags(given: dict[str, Any]) -> None:
+    """Refuse flags that would be ignored, and seeds out of range."""
+    if given["seed"] > SEED_MAX:
+        raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
+    if given["plan"]:
+        return
+    only = [*sorted(_OF_PLAN & set(given)), *(name for name in ("shape", "device", "measure", "no_trial", "safe_mode") if given.get(name))]
+    if only:
+        raise ConfigError(f"--{only[0]} means nothing without --plan; add it or drop the other")
 
 
 def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
@@ -37,8 +65,6 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
             raise ConfigError(f"--data is {given['data']}, --dataset_name {given['dataset_name']}; they mean the same, give one of them")
         given = {**given, "dataset_name": given["data"]}
     base, data = build(BaseConfig, given), build(DataConfig, given)
-    if given["seed"] > SEED_MAX:
-        raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     from npt.adapters.attach import check_length
     from npt.data.report import examine
     from npt.data.source import check_source, replay_source
@@ -58,9 +84,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", nargs="?", const=True, metavar="NAME", help="look at the data; NAME as in --dataset_name, which it may stand for"
     )
-    parser.add_argument("--batch_size", type=positive, default=4, metavar="INT", help="samples of a batch, for the padding (default: 4)")
     parser.add_argument("--max_records", type=positive, metavar="INT", help="look at the first records only (default: all)")
+    parser.add_argument(
+        "--plan", action="store_true", help="predict the memory and the time of a run with these flags; no weights are read"
+    )
+    parser.add_argument("--shape", metavar="SHAPE", help="plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="that is planned for (default: the GPU, if there is one)")
+    parser.add_argument("--measure", action="store_true", help="run a few steps for real as well, and compare")
+    parser.add_argument("--no_trial", action="store_true", help="leave the time out, for which one layer is run")
+    parser.add_argument("--batch_size", type=positive, default=4, metavar="INT", help="samples of a micro-batch (default: 4)")
     parser.add_argument("--seed", type=natural, default=0, metavar="INT", help="which samples are shown (default: 0)")
+    parser.add_argument("--safe_mode", action="store_true", default=argparse.SUPPRESS, help="short for --modulation additive")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    base_flags = {flag_of(f) for f in fields(BaseConfig)}
-    add_settings(parser, BaseConfig, DataConfig, leave_out=("num_samples", *base_flags - {"model_name"}))
+    add_settings(parser, BaseConfig, NPTConfig, DataConfig, TrainConfig, leave_out=("num_samples", "batch_size", "seed"))

@@ -69,10 +69,12 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     from npt.adapters.attach import check_fit
     from npt.calibration.calibrate import check_calibration
     from npt.data.source import check_source
+    from npt.distill.plan import Planner
     from npt.distill.resume import changed_settings, find_resumed
     from npt.distill.run_folder import check_free
     from npt.distill.signals import StopOnSignal
     from npt.distill.trainer import check_replay, check_trainable
+    from npt.distill.workload import Workload
     from npt.fidelity.table import print_fidelity
     from npt.quant.load import check_teacher, read_config
 
@@ -103,6 +105,9 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     check_source(data)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
+    if training.max_memory_bytes is not None:
+        workload = Workload.of(base, config, adapter, training, data.max_length, ranks.device)
+        Planner(workload).fitting(training.max_memory_bytes)  # as the loaded base is going to be asked
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         model, tokenizer = load(base, console, "cpu" if base.shard_base else ranks.device)
         if base.share_embeddings:

@@ -259,6 +259,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for name in ("refused_by_kind", "refused_by_epoch", "counted_from"):
         if not all(_is_count(value) for value in record[name].values()):
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
+    at_once = record.get("samples_at_once", [])  # earlier versions did not know of it
+    if not isinstance(at_once, list) or not all(samples is None or (_is_count(samples) and samples > 0) for samples in at_once):
+        raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, expected a count or nothing for each rank")
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]
         _check_position(record["position"])

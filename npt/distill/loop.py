@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.sharding import is_sharded
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
 from npt.data.loader import Position
+from npt.distill.passes import Passes, added, tried
 from npt.distill.postmortem import Situation, write_postmortem
 from npt.distill.progress import ProgressDisplay
 from npt.distill.random_state import random_state, set_random_state
@@ -84,6 +86,8 @@ class Loop:
             as the best so far.
         record: what `run.json` holds, for a post-mortem.
         ranks: the processes that train together, each in a loop like this one; default this one alone.
+        passes: how many samples of a micro-batch are computed at once; default all of them. Where memory does not do for so many, they
+            become fewer.
     """
 
     def __init__(
@@ -102,8 +106,10 @@ class Loop:
         save_best: Callable[[Fidelity], None],
         record: Mapping[str, Any],
         ranks: Ranks | None = None,
+        passes: Passes | None = None,
     ):
         self.ranks = ranks if ranks is not None else Ranks()
+        self.passes = passes if passes is not None else Passes(config.batch_size)
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
         self.stages = stages_of(config, total_steps)
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
@@ -167,17 +173,24 @@ class Loop:
             if self.stop.number is not None and self._failure is None:
                 self.transaction.halt(self.stop.number)
             return
+        while not self._filled(window, before):
+            self.transaction.abandon()
+            set_random_state(before)
+
+    def _filled(self, window: Window, before: dict[str, Tensor]) -> bool:
+        """False where memory ran out. The window is to be begun again then, with fewer samples at once: all of it is computed alike."""
         for index, batch in enumerate(window.batches):
             if self._failure is not None:
-                return
+                break
             if self.stop.number is not None:
                 self.transaction.halt(self.stop.number)
                 set_random_state(before)
-                return
-            if index % self.ranks.size == self.ranks.rank:
-                self._safely(partial(self._micro_batch, batch, index))
-            else:
+                break
+            if index % self.ranks.size != self.ranks.rank:
                 self.transaction.pass_over()
+            elif self._safely(partial(self._micro_batch, batch, index)) is False:
+                return False
+        return True
 
     @property
     def _wants_more(self) -> bool:
@@ -211,16 +224,41 @@ class Loop:
         """Wait for the windows whose results are still on their way, and account for them."""
         self._account(self.transaction.flush())
 
-    def _micro_batch(self, batch: Batch, index: int) -> None:
-        fill: Callable[[], MicroBatch] = partial(self._fill, batch)
+    def _micro_batch(self, batch: Batch, index: int) -> bool:
+        """Compute one; False where memory ran out and fewer samples are to be computed at once."""
         if index == 0:
-            self.recording.open(self.steps + self.transaction.in_flight + 1)  # what this window will be, if it is applied
-        fill = self.recording.around(fill, self.model, batch, index)
-        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
+            self.recording.open(self._coming_step)
+        fill = partial(self._fill, batch, self.stage.config, index)
+        lack = self._tried(partial(try_micro_batch, self.transaction, batch, self.model.config.vocab_size, fill))
         self._logged_at += self.recording.take_seconds()  # reading and writing a record is not training
+        if lack is None:
+            return True
+        before, step = self.passes.lower(batch, lack), self._coming_step
+        self.folder.event("out_of_memory", step=step, samples=before, samples_at_once=self.passes.samples, message=lack)
+        said = f"out of memory with {before} samples at once ({lack}); it is begun again with {self.passes.samples}"
+        self.display.say(f"step {step}: {said}")
+        return False
 
-    def _fill(self, batch: Batch) -> MicroBatch:
-        return fill_gradients(self.strategy, self.model, batch, self.stage.config)
+    def _tried(self, act: Callable[[], None]) -> str | None:
+        """What memory lacked, if it did not do. Where ranks share a base that is an error: one that stopped inside a layer is out of
+        step with the others."""
+        if is_sharded(self.model):
+            act()
+            return None
+        return tried(act)[1]
+
+    def _fill(self, batch: Batch, config: TrainConfig, index: int | None = None) -> MicroBatch:
+        """Gradients and sums of a micro-batch; `index` where it is one of a window, which may be recorded."""
+        sums = []
+        for part in self.passes.parts(batch):
+            fill: Callable[[], MicroBatch] = partial(fill_gradients, self.strategy, self.model, part, config)
+            sums.append((fill if index is None else self.recording.around(fill, self.model, part, index))())
+        return added(sums)
+
+    @property
+    def _coming_step(self) -> int:
+        """What the open window will be, if it is applied."""
+        return self.steps + self.transaction.in_flight + 1
 
     @property
     def stage(self) -> Stage:
@@ -266,7 +304,8 @@ class Loop:
         if not self.ranks.main:
             return
         try:
-            finding = diagnose(self.model, window.batches[refusal.micro_batch])
+            parts = self.passes.parts(window.batches[refusal.micro_batch])
+            finding = next((found for part in parts if (found := diagnose(self.model, part)) is not None), None)
             message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"failed: {type(error).__name__}: {error}"
@@ -301,7 +340,7 @@ class Loop:
         situation = Situation(
             model=self.model,
             transaction=self.transaction,
-            fill=partial(fill_gradients, self.strategy, self.model, config=stage.config),
+            fill=partial(self._fill, config=stage.config),
             window=window.batches,
             result=result,
             accepted=() if self._accepted is None else self._accepted.batches,

@@ -8,12 +8,12 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -36,6 +36,8 @@ from npt.adapters.sharding import is_sharded
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console, silent_console
+from npt.cost.measure import storage_bytes, tensors_of
+from npt.cost.memory import MemoryPlan, shown
 from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader, Position
 from npt.data.samples import Samples, evaluation_samples, no_sample
@@ -44,6 +46,8 @@ from npt.distill.calibrated_start import calibrated_start
 from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
 from npt.distill.loop import Loop, Window
+from npt.distill.passes import Passes, tried
+from npt.distill.plan import Planner
 from npt.distill.progress import ProgressDisplay
 from npt.distill.random_state import random_state, set_random_state
 from npt.distill.ranks import Ranks, join_ranks
@@ -73,6 +77,7 @@ from npt.distill.trackers import Trackers
 from npt.distill.transaction import EXACT
 from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
+from npt.distill.workload import Workload
 from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError
 from npt.fidelity.attribution import Reference, refer
 from npt.fidelity.evaluate import Fidelity, evaluate
@@ -85,6 +90,8 @@ from npt.stored import read_json
 
 MODULATION_SAMPLES = 8
 """Evaluation samples that the modulation is looked at on: thousands of multipliers for each of a thousand tokens or two."""
+
+T = TypeVar("T")
 
 _PLACES = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset")
 """Settings in which the ranks of a run may differ: where a machine keeps what has to be the same is shown by its content."""
@@ -267,6 +274,10 @@ class Trainer:
         self.total_steps = self._total_steps()
         self.stages = stages_of(config, self.total_steps)
         self.stop = StopOnSignal()
+        self.passes, self._evaluated_at_once = Passes(config.batch_size), Passes(config.batch_size)
+        self.memory = self._plan_memory()
+        self._lacks: list[dict[str, Any]] = []  # where memory ran out before there was a folder to write it to
+        self._folder: RunFolder | None = None
         self._trained = False
         self._reference: Reference | None = None  # what a teacher of its own says of the evaluation samples
 
@@ -282,6 +293,32 @@ class Trainer:
                 f"a window may have {tokens} tokens (--gradient_accumulation_steps x --batch_size x --max_length x {self.ranks.size} "
                 f"processes), and is counted exactly below {EXACT} only; lower one of them"
             )
+
+    def _plan_memory(self) -> MemoryPlan | None:
+        """How much is computed at once for the predicted peak to stay below `max_memory`, where there is such a limit.
+
+        Raises:
+            ConfigError: one sample at a time is too much, or the base is not all on one device.
+        """
+        limit = self.config.max_memory_bytes
+        if limit is None:
+            return None
+        if is_sharded(self.model) or len({parameter.device for parameter in self.model.parameters()}) > 1:
+            raise ConfigError(f"--max_memory is {self.config.max_memory}, but the base is spread over several devices; lower --batch_size")
+        adapters = sum(parameter.nbytes for parameter in adapter_parameters(self.model).values())
+        workload = Workload(
+            self.model.config,
+            self.adapter_config,
+            self.config,
+            self.data_config.max_length,
+            quantization_of(self.model),
+            self.model.model.embed_tokens.weight.dtype,
+            None if self.teacher is None else self.teacher.model.embed_tokens.weight.dtype,
+            self.device,
+        )
+        plan = Planner(workload, storage_bytes(tensors_of(self.model)) - adapters).fitting(limit)
+        self.passes.samples, self._evaluated_at_once.samples = plan.samples_at_once, plan.evaluated_at_once
+        return plan
 
     def _find_resumed(self) -> Resumed | None:
         """What to go on from. Rank 0 alone looks for it and knows what is to be set aside; the others read what it found."""
@@ -419,8 +456,12 @@ class Trainer:
         self._agree()  # all have read the checkpoint then, before rank 0 changes anything in its folder
         if self.config.smoke_test and self._checkpoint is None:
             for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
-                say(smoke_test(self.model, self._first_batch(), self.strategy, config))
+                say(self._smoke_test(config))
         self._calibrate()
+        if self.memory is not None:
+            at_once = f"{self.memory.samples_at_once} of {self.config.batch_size} samples at once"
+            peak = f"predicted peak {shown(self.memory.peak)} in the {self.memory.phase}"
+            say(f"--max_memory {self.config.max_memory}: {at_once}, {peak}")
         say(self._evaluation_note())
         self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
         self.record = self._record()
@@ -442,6 +483,41 @@ class Trainer:
         finally:
             self._report_lost_lines(folder)
             folder.close()
+
+    def _smoke_test(self, config: TrainConfig) -> str:
+        """Of as many samples of the first batch as are computed at once."""
+        batch = self._first_batch()
+
+        def test() -> str:
+            return smoke_test(self.model, self.passes.parts(batch)[0], self.strategy, config)
+
+        return self._fitting(test, self.passes, batch, "the smoke test")
+
+    def _fitting(self, act: Callable[[], T], passes: Passes, batch: Batch, name: str) -> T:
+        """What `act` gives, with fewer samples at once for as long as memory does not do.
+
+        Args:
+            act: computes with `passes`.
+            passes: are lowered.
+            batch: the largest that it computes.
+            name: of it.
+        """
+        while True:
+            if is_sharded(self.model):  # a rank that stopped inside a layer is out of step with the others
+                return act()
+            found, lack = tried(lambda: (act(),))
+            if found is not None:
+                return found[0]
+            assert lack is not None
+            before = passes.lower(batch, lack)
+            self._say(f"{name}: out of memory with {before} samples at once ({lack}); it is begun again with {passes.samples}")
+            self._lacks.append({"during": name, "samples": before, "samples_at_once": passes.samples, "message": lack})
+            self._report_lacks()
+
+    def _report_lacks(self) -> None:
+        """Once there is a folder for it."""
+        while self._folder is not None and self._lacks:
+            self._folder.event("out_of_memory", **self._lacks.pop(0))
 
     def _calibrate(self) -> None:
         """Solve the adapters' start where that is asked for; a run that goes on has its own already."""
@@ -569,6 +645,10 @@ class Trainer:
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps, processes=self.ranks.size)
+        self._folder = folder
+        if self.memory is not None:
+            folder.event("memory", max_memory=self.config.max_memory, **self.memory.as_dict())
+        self._report_lacks()
         if self.calibration is not None:
             folder.event("calibration", **self.calibration.as_dict())
         if self.resumed is not None:
@@ -624,11 +704,13 @@ class Trainer:
             lambda fidelity: self._save_best(folder, loop, fidelity),
             self.record,
             self.ranks,
+            self.passes,
         )
         torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
         if self._checkpoint is not None and self._state is not None and self.resumed is not None:
             self._state.restore(loop.transaction)
             loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)
+            self._recall_passes(self._checkpoint)
             set_random_state(self._state.random_states.get(self.ranks.rank, {}))  # fewer ranks may have saved
             self._state = None  # a copy of everything
         started = time.perf_counter()
@@ -672,6 +754,12 @@ class Trainer:
             signal=number,
         )
         return result if result.signal is not None else self._finish(folder, trackers, loop, result)
+
+    def _recall_passes(self, checkpoint: Checkpoint) -> None:
+        """Where memory once did not do for more samples at once it is not tried again, unless another limit is asked for."""
+        lowered = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(self.ranks.rank)
+        if lowered is not None and "max_memory" not in self.changed:
+            self.passes.samples = self.passes.lowered = min(self.passes.samples, lowered)
 
     def _signal(self) -> int | None:
         """The number of the signal that came to this rank, or else to another; every rank has to ask."""
@@ -742,7 +830,7 @@ class Trainer:
         """`modulation.json`, for the report: on a few of the samples that the run is evaluated on."""
         if not self.ranks.main:
             return
-        few = batches(self.eval_samples[:MODULATION_SAMPLES], self.config.batch_size, self.pad_id)
+        few = batches(self.eval_samples[:MODULATION_SAMPLES], self.passes.samples, self.pad_id)
         try:
             with contextlib.suppress(StoppedError):  # the report does without
                 found = measure_modulation(self.model, few, between=self.stop.check)
@@ -777,8 +865,9 @@ class Trainer:
         audit_precision(self.model, policy_dtype(self.model))
         states = self._gathered_states(loop)
         if self.ranks.broken:
-            return self.ranks.main and self._write(folder, loop, states, last)
-        return self.ranks.first(lambda: self._write(folder, loop, states, last))
+            return self.ranks.main and self._write(folder, loop, states, [self.passes.lowered], last)
+        lowered = self.ranks.gather_json(self.passes.lowered)
+        return self.ranks.first(lambda: self._write(folder, loop, states, lowered, last))
 
     def _gathered_states(self, loop: Loop) -> dict[int, dict[str, Tensor]]:
         """The random state of every rank, that of this one where the others are gone; before it is saved, what they hold is compared."""
@@ -799,9 +888,10 @@ class Trainer:
             for rank, other in enumerate(everyone)
         }
 
-    def _write(self, folder: RunFolder, loop: Loop, states: dict[int, dict[str, Tensor]], last: bool) -> bool:
+    def _write(self, folder: RunFolder, loop: Loop, states: dict[int, dict[str, Tensor]], lowered: list[int | None], last: bool) -> bool:
         record = {
             **loop.state(),
+            "samples_at_once": lowered,
             "counted_from": self._counted_from,
             "settings": plain_settings(self._all_settings()),
             "data": self.data_identity,
@@ -850,6 +940,7 @@ class Trainer:
             "versions": versions(),
             "heldout": self.heldout,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
+            "memory": None if self.memory is None else self.memory.as_dict(),
         }
 
     def _windows(self) -> Generator[Window]:
@@ -869,13 +960,21 @@ class Trainer:
         return first.batch
 
     def _evaluate(self) -> Fidelity:
+        """Of no more samples at once than a micro-batch is computed with."""
+        passes = self._evaluated_at_once
+        passes.samples = min(passes.samples, self.passes.samples)
+        largest = next(batches(self.eval_samples, passes.samples, self.pad_id))
+        return self._fitting(self._evaluate_at_once, passes, largest, "an evaluation")
+
+    def _evaluate_at_once(self) -> Fidelity:
+        at_once = self._evaluated_at_once.samples
         if self.teacher is not None and self._reference is None:
-            self._reference = refer(self.teacher, self.eval_samples, batch_size=self.config.batch_size, pad_id=self.pad_id)
+            self._reference = refer(self.teacher, self.eval_samples, batch_size=at_once, pad_id=self.pad_id)
         return evaluate(
             self.model,
             self.tokenizer,
             self.eval_samples,
-            batch_size=self.config.batch_size,
+            batch_size=at_once,
             unquantized=self._reference,
             between=self.stop.check,
         )

@@ -94,12 +94,7 @@ def load_base(
     if packed:
         arguments["dtype"] = "auto"
         if quantization is not None and getattr(config, "quantization_config", None) is None:
-            arguments["quantization_config"] = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type=quantization,
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.float32,
-            )
+            arguments["quantization_config"] = packing_config(quantization)
     else:
         arguments["dtype"] = torch.float16 if use_fp16 else torch.float32
     model = _read_weights(name, source, arguments)
@@ -173,6 +168,16 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     """
     source = _locate(name)
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
+
+
+def packing_config(quantization: str) -> BitsAndBytesConfig:
+    """How weights are packed: `nf4` or `fp4`, their scales quantised once more, products in fp32."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
 
 
 def base_hash(model: PreTrainedModel) -> str:

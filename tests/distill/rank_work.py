@@ -80,6 +80,8 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         raise KeyError("a planted error")
     if what in ("term", "kill", "usr1"):
         os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL, "usr1": signal.SIGUSR1}[what])
+    if what == "lack" and len(batch.input_ids) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if what == "sleep":
         time.sleep(4)
     sums = STRATEGIES["local"](model, batch, config)

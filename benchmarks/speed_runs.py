@@ -1,0 +1,264 @@
+"""What `speed.py` compares: a training step of each kind, on bases with the same weights and the same tokens.
+
+Ours run through `npt.distill.strategies`. The others are what one writes without this package, as plainly as their libraries allow and
+with nothing that holds them up: the same SDPA attention, the same packed weights and fp32 products, no padding and so no mask, fused AdamW,
+the same clipping, one backward, and no value read back from the device.
+
+    local                   each layer is fed the teacher's state, its gradient stays inside; NMSE of every layer
+    end_to_end              gradients through the whole student, NMSE of every layer, no logits
+    end_to_end_kl           the same with KL(teacher, student) on the logits of every token
+    two_model               two models; the student runs through transformers' own forward with `output_hidden_states`, NMSE of every layer
+    two_model_kl            the same with KL on the logits, so that the gradient also crosses lm_head
+    two_model_checkpointed  two_model with gradient checkpointing of the student
+    peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by `disable_adapter`, KL on the logits
+    peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
+
+Of transformers' hidden states the last comes behind the final norm, so that the two-model runs compare the last layer there; its lm_head runs
+in either, as it does for everybody who calls a causal language model.
+
+LoRA is on the modules that NPT modulates, at the same rank. Its tensors are not as many: an NPT layer has one A for all targets, and B and
+M for each, LoRA an A and a B for each.
+
+Three bases with the same weights are in memory: the teacher of the two-model runs, one with NPT adapters, which is their student and the only
+base of ours, and one inside PEFT, which puts its layers around the base's own. Each kind of step has an optimizer of its own. Adapters are
+trained by all steps on them in turn, which changes values and no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+import npt
+from npt.adapters.attach import adapter_parameters, adapters_disabled, npt_layers
+from npt.cost.measure import storage_bytes, tensors_of
+from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
+from npt.data.batch import Batch, batch_from_tensors
+from npt.distill.losses import nmse
+from npt.distill.strategies import STRATEGIES
+from npt.quant.random_base import random_base
+
+SHAPES = {
+    "embedded": Shape(layers=8, hidden=192, ffn=512, heads=6, kv_heads=2, head_dim=32, vocab=2048, tied=True),
+    "cpu-0.2b": Shape(layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=8192),
+    "llama-3.2-1b": LLAMA_3_2_1B,
+    "llama-3.1-8b": LLAMA_3_1_8B,
+}
+
+OURS = ("local", "end_to_end", "end_to_end_kl")
+TWO_MODELS = ("two_model", "two_model_kl", "two_model_checkpointed")
+PEFT = ("peft_lora_distill", "peft_lora_ce")
+RUNS = (*OURS, *TWO_MODELS, *PEFT)
+
+LEARNING_RATE = 1e-5
+MAX_GRAD_NORM = 0.5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs have in common."""
+
+    shape: str
+    layers: str
+    rank: int
+    batch_size: int
+    length: int
+    quantization: str | None = "nf4"
+    device: str = "cpu"
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.length
+
+
+@dataclass
+class Run:
+    """A kind of training step.
+
+    step: forward, backward and the optimizer's step on a batch; gradients are gone behind it. It returns the loss, on the device.
+    holds: everything that this kind alone would need in memory, the batch left out.
+    trainable: what its optimizer moves.
+    """
+
+    name: str
+    step: Callable[[Batch], Tensor]
+    holds: tuple[Any, ...]
+    trainable: list[nn.Parameter]
+
+    @property
+    def bytes_held(self) -> int:
+        return storage_bytes(tensors_of(*self.holds))
+
+
+def llama_config(shape: Shape, length: int) -> LlamaConfig:
+    """A Llama of this shape that takes rows of `length` tokens."""
+    return LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max(length, 2048),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=shape.tied,
+    )
+
+
+def make_base(setting: Setting) -> Any:
+    """A fresh base; equal settings give equal weights."""
+    config = llama_config(SHAPES[setting.shape], setting.length)
+    return random_base(config, quantization=setting.quantization, device=setting.device, seed=setting.seed)
+
+
+def make_batch(setting: Setting) -> Batch:
+    """Full rows of random tokens."""
+    generator = torch.Generator().manual_seed(setting.seed)
+    ids = torch.randint(SHAPES[setting.shape].vocab, (setting.batch_size, setting.length), generator=generator)
+    return batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device(setting.device))
+
+
+class Student:
+    """A base with NPT adapters, and the steps that train them.
+
+    Args:
+        setting: of all runs.
+        teacher: a second base, without adapters; needed by the two-model runs.
+    """
+
+    def __init__(self, setting: Setting, teacher: Any = None):
+        self.model, self.teacher = make_base(setting), teacher
+        npt.attach(self.model, npt.NPTConfig(rank=setting.rank, layers=setting.layers))
+        self.parameters = list(adapter_parameters(self.model).values())
+        self.converted = [index for index, _ in npt_layers(self.model)]
+
+    def run(self, name: str) -> Run:
+        """One of OURS or TWO_MODELS."""
+        optimizer = _optimizer(self.parameters)
+        if name in OURS:
+            return Run(name, self._strategy_step(name, optimizer), (self.model, optimizer), self.parameters)
+        step = self._two_model_step(optimizer, kl=name == "two_model_kl")
+        if name == "two_model_checkpointed":
+            step = self._checkpointed(step)
+        return Run(name, step, (self.model, self.teacher, optimizer), self.parameters)
+
+    def _strategy_step(self, name: str, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
+        strategy = "local" if name == "local" else "end_to_end"
+        config = npt.TrainConfig(strategy=strategy, logit_kl_weight=1.0 if name == "end_to_end_kl" else 0.0)
+
+        def step(batch: Batch) -> Tensor:
+            sums = STRATEGIES[strategy](self.model, batch, config)
+            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], sums.tokens)
+            return _finish(sums.loss / sums.tokens, self.parameters, optimizer)
+
+        return step
+
+    def _two_model_step(self, optimizer: torch.optim.Optimizer, kl: bool) -> Callable[[Batch], Tensor]:
+        def step(batch: Batch) -> Tensor:
+            with torch.no_grad():
+                taught = self.teacher(input_ids=batch.input_ids, use_cache=False, output_hidden_states=True)
+            learnt = self.model(input_ids=batch.input_ids, use_cache=False, output_hidden_states=True)
+            losses = [
+                nmse(learnt.hidden_states[i + 1].flatten(0, 1), taught.hidden_states[i + 1].flatten(0, 1))[0] / batch.tokens
+                for i in self.converted
+            ]
+            loss = torch.stack(losses).mean()
+            if kl:
+                loss = loss + _kl(learnt.logits, taught.logits)
+            loss.backward()
+            return _finish(loss.detach(), self.parameters, optimizer)
+
+        return step
+
+    def _checkpointed(self, step: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """The step with checkpointing on, which transformers does in training mode only."""
+
+        def checkpointed(batch: Batch) -> Tensor:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.train()
+            try:
+                return step(batch)
+            finally:
+                self.model.eval()
+                self.model.gradient_checkpointing_disable()
+
+        return checkpointed
+
+
+class LoRA:
+    """A base inside PEFT.
+
+    Raises:
+        ImportError: PEFT is not installed.
+    """
+
+    def __init__(self, setting: Setting, converted: list[int]):
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=setting.rank,
+            lora_alpha=setting.rank,
+            lora_dropout=0.0,
+            target_modules=["gate_proj", "up_proj", "down_proj"],
+            layers_to_transform=converted,
+            task_type="CAUSAL_LM",
+        )
+        self.model = get_peft_model(make_base(setting), config)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def run(self, name: str) -> Run:
+        """One of PEFT."""
+        optimizer = _optimizer(self.parameters)
+
+        def distill(batch: Batch) -> Tensor:
+            with torch.no_grad(), self.model.disable_adapter():
+                taught = self.model(input_ids=batch.input_ids, use_cache=False).logits
+            loss = _kl(self.model(input_ids=batch.input_ids, use_cache=False).logits, taught)
+            loss.backward()
+            return _finish(loss.detach(), self.parameters, optimizer)
+
+        def cross_entropy(batch: Batch) -> Tensor:
+            loss = self.model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss
+            loss.backward()
+            return _finish(loss.detach(), self.parameters, optimizer)
+
+        return Run(name, distill if name == "peft_lora_distill" else cross_entropy, (self.model, optimizer), self.parameters)
+
+
+def make_runs(setting: Setting, names: tuple[str, ...] = RUNS) -> tuple[list[Run], dict[str, str]]:
+    """The runs of these names in their order, and of those that cannot be made, why not."""
+    student = Student(setting, make_base(setting) if set(names) & set(TWO_MODELS) else None)
+    runs = {name: student.run(name) for name in names if name not in PEFT}
+    missing: dict[str, str] = {}
+    if set(names) & set(PEFT):
+        try:
+            lora = LoRA(setting, student.converted)
+            runs |= {name: lora.run(name) for name in names if name in PEFT}
+        except ImportError:
+            missing = {name: "PEFT is not installed: pip install 'npt[peft]'" for name in names if name in PEFT}
+    return [runs[name] for name in names if name in runs], missing
+
+
+def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+
+def _finish(loss: Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensor:
+    nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(teacher || student) per token, as torch has it, over the logits of all tokens at once."""
+    student, teacher = (F.log_softmax(logits.flatten(0, 1).float(), dim=-1) for logits in (student, teacher))
+    return F.kl_div(student, teacher, log_target=True, reduction="batchmean")

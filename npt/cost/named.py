@@ -1,0 +1,51 @@
+"""Shapes by name or by their numbers, for plans of bases whose configuration is not at hand."""
+
+from __future__ import annotations
+
+from transformers import LlamaConfig
+
+from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
+from npt.errors import ConfigError
+
+SHAPES = {
+    "cpu-0.2b": Shape(layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=8192),
+    "llama-3.2-1b": LLAMA_3_2_1B,
+    "llama-3.1-8b": LLAMA_3_1_8B,
+}
+
+FORM = "D,F,L,heads,kv_heads,V"
+"""How a shape is written in numbers."""
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape by its name, or from six numbers `D,F,L,heads,kv_heads,V`.
+
+    Raises:
+        ConfigError: neither, or numbers that no model has.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    try:
+        hidden, ffn, layers, heads, kv_heads, vocab = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give {FORM} like 1024,2816,12,16,4,8192") from None
+    if min(hidden, ffn, layers, heads, kv_heads, vocab) < 1:
+        raise ConfigError(f"--shape is {text}; {FORM} are all at least 1")
+    if hidden % (2 * heads) or heads % kv_heads:
+        raise ConfigError(f"--shape is {text}; D has to be an even multiple of the heads ({heads}), and these a multiple of {kv_heads}")
+    return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
+
+
+def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:
+    """A Llama of this shape that takes rows of `length` tokens."""
+    return LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max(length, 2048),
+        tie_word_embeddings=shape.tied,
+    )

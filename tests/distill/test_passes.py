@@ -1,0 +1,366 @@
+"""Passes: a micro-batch in parts is the micro-batch, and a window that memory did not do for is begun again with smaller ones."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import weakref
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from rank_work import loops
+from resumed_runs import RARE, Act, Runs, events, lines, records, with_faults
+from several import several, values
+from torch import nn
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.config import NPTConfig, TrainConfig
+from npt.data.batch import Batch, batches, collate
+from npt.data.sample import Sample
+from npt.distill.loop import fill_gradients
+from npt.distill.passes import Passes, added, is_out_of_memory, tried
+from npt.distill.strategies import MicroBatch, drive
+from npt.distill.trainer import Trainer
+from npt.errors import NoMemoryError
+
+IMPOSSIBLE = 1 << 50
+"""Bytes, more than any address space has: what asking for them raises is what torch raises where memory is full."""
+
+
+def ask(kind: str) -> None:
+    if kind == "cpu":
+        torch.empty(IMPOSSIBLE, dtype=torch.uint8)
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB.")
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+_SAMPLE = st.tuples(st.integers(1, 3), st.integers(1, 6)).map(lambda pair: (pair[1],) * pair[0])  # lengths of its documents
+
+
+@given(st.lists(_SAMPLE, min_size=1, max_size=7), st.integers(1, 8), st.sampled_from(("left", "right")))
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side) -> None:
+    source = random.Random(str(lengths))
+    samples = [
+        Sample(str(i), tuple(source.randrange(3, 90) for _ in range(sum(own))), lengths=own if len(own) > 1 else None)
+        for i, own in enumerate(lengths)
+    ]
+    parts = Passes(size).parts(collate(samples, 2, side=side))
+    expected = list(batches(samples, size, 2, side=side))
+    assert len(parts) == len(expected)
+    for part, other in zip(parts, expected, strict=True):
+        for name in [f.name for f in fields(Batch)] + ["scored_index", "document_lengths", "scored_lengths"]:
+            one, two = getattr(part, name), getattr(other, name)
+            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, name
+
+
+def test_a_batch_that_is_not_to_be_parted_is_itself(batch) -> None:
+    assert Passes(3).parts(batch)[0] is batch and Passes(9).parts(batch)[0] is batch
+
+
+@pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
+def test_the_sums_of_the_parts_are_those_of_the_whole(load_model: Callable[..., nn.Module], batch: Batch, strategy: str) -> None:
+    model = load_model("nf4")
+    npt.attach(model, NPTConfig(rank=4, layers="1,3", additive_scale=1.0))
+    weight = 0.5 if strategy == "end_to_end" else 0.0
+    config = TrainConfig(strategy=strategy, token_weighting="disagreement", regularization_lambda=0.1, logit_kl_weight=weight)
+    parameters = adapter_parameters(model)
+    gradients, found = [], []
+    for size in (3, 1):
+        for parameter in parameters.values():
+            parameter.grad = None
+        found.append(added([fill_gradients(drive, model, part, config) for part in Passes(size).parts(batch)]))
+        gradients.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
+    for name in [f.name for f in fields(MicroBatch)]:
+        torch.testing.assert_close(*(torch.as_tensor(getattr(sums, name)) for sums in found))  # sums of fp32 in another order
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))  # likewise
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(32, [16, 8, 4, 2, 1]), (5, [3, 2, 1]), (3, [2, 1])])
+def test_halving_ends_at_one_sample_and_then_says_what_to_lower(rows, expected) -> None:
+    full = collate([Sample(str(i), (5, 6, 7)) for i in range(rows)], 2)
+    passes = Passes(64)  # of which the batch has but a few
+    seen = []
+    for _ in expected:
+        passes.lower(full, "it asked for 2 GiB more")
+        seen.append(passes.samples)
+    assert seen == expected and passes.lowered == 1
+    with pytest.raises(NoMemoryError, match=r"one sample of 3 tokens .*2 GiB more.*--max_length") as caught:
+        passes.lower(full, "it asked for 2 GiB more")
+    assert caught.value.exit_status == 2 and "\n" not in str(caught.value)
+
+
+# --- what lack of memory is ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "said"), [("cpu", f"{IMPOSSIBLE} bytes"), ("cuda", "2.00 GiB")])
+def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_alive(kind, said) -> None:
+    alive: list[weakref.ref] = []
+
+    def act() -> None:
+        large = torch.zeros(1000, requires_grad=True)
+        graph = (large * 2).square()
+        alive.extend(weakref.ref(tensor) for tensor in (large, graph))
+        ask(kind)
+
+    found, lack = tried(act)
+    assert found is None and lack is not None and said in lack
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_other_errors_pass_and_results_come_back() -> None:
+    assert tried(lambda: 3) == (3, None)
+    for error in (RuntimeError("size mismatch"), ValueError("out of memory"), NoMemoryError("out of memory with one sample")):
+        assert not is_out_of_memory(error)
+        with pytest.raises(type(error)):
+            tried(lambda error=error: (_ for _ in ()).throw(error))
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(poisoned_folder: Path) -> nn.Module:
+    return npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> nn.Module:
+    return npt.load_base("tiny", quantization="nf4", device="cpu")[0]
+
+
+@pytest.fixture
+def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
+    """Runs of 24 records, six windows of two micro-batches of two samples; a constant rate, so that a part of a run is its beginning."""
+
+    def make(model: nn.Module | None = None, **more: Any) -> Runs:
+        fixed = {"batch_size": 2, "gradient_accumulation_steps": 2, "scheduler_type": "constant", "save_steps": 1}
+        plain: dict[str, Any] = {"data": lambda: records(24), "settings": fixed | more.pop("settings", {})}
+        return Runs(base if model is None else model, tmp_path, **{**plain, **more})
+
+    return make
+
+
+def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
+    """Memory does not do for these calls of the strategy, where they are of more than so many samples."""
+
+    def act(number: int, batch: Batch) -> None:
+        if number in calls and len(batch.input_ids) > more_than:
+            ask(kind)
+
+    return act
+
+
+def in_backward(trainer: Trainer, call: int) -> Trainer:
+    """Memory runs out in the middle of one call's backward, when some gradients are there already."""
+    strategy, numbers = trainer.strategy, iter(range(10**6))
+    parameter = next(iter(adapter_parameters(trainer.model).values()))
+
+    def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+        if next(numbers) != call:
+            return strategy(model, batch, config)
+        handle = parameter.register_hook(lambda gradient: ask("cuda"))
+        try:
+            return strategy(model, batch, config)
+        finally:
+            handle.remove()
+
+    trainer.strategy = failing
+    return trainer
+
+
+def in_parts(trainer: Trainer, samples: int) -> Trainer:
+    trainer.passes.samples = samples
+    return trainer
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], steps: int) -> None:
+    """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of themselves, and Adam divides by the
+    gradient's size, so where it is nearly 0 that may turn a step by a good part of the learning rate, 1e-2."""
+    for name, value in one.items():
+        if value.dtype == torch.float32:
+            difference = (value - other[name]).abs()
+            assert difference.median() < 1e-6 and difference.max() < 1e-3 * steps, name
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_parts(runs, kind, call) -> None:
+    """In the second micro-batch as in the first: what was computed of the window before it is computed again."""
+    here = runs()
+    here.run("lacking", lacking(call, kind=kind))
+    in_parts(here.trainer("parts"), 1).train()
+    here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
+    (event,) = events(here.place / "lacking", "out_of_memory")
+    assert (event["step"], event["samples"], event["samples_at_once"]) == (1, 2, 1)
+    assert "step 1: out of memory with 2 samples at once" in here.said.getvalue()
+    assert events(here.place / "parts", "out_of_memory") == []
+
+
+@pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
+def test_memory_that_runs_out_in_backward_leaves_no_gradient_behind(runs, strategy) -> None:
+    here = runs()
+    in_backward(here.trainer("lacking", strategy=strategy), 1).train()
+    in_parts(here.trainer("parts", strategy=strategy), 1).train()
+    here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
+    assert len(events(here.place / "lacking", "out_of_memory")) == 1
+
+
+@pytest.mark.parametrize("call", [4, 5])
+def test_from_a_later_window_on_a_run_is_the_one_that_was_stopped_there_and_resumed_in_smaller_parts(runs, call) -> None:
+    here = runs()
+    here.run("lacking", lacking(call))
+    here.run("stopped", max_steps=2)
+    in_parts(here.trainer("stopped", resume="auto"), 1).train()
+    one, other = here.outcome("lacking"), here.outcome("stopped")
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, other.tensors[name]), name
+    assert one.state["tokens"] == other.state["tokens"] and one.state["position"] == other.state["position"]
+
+
+def test_smaller_parts_change_nothing_but_rounding(runs) -> None:
+    here = runs()
+    here.run("whole")
+    here.run("lacking", lacking(2))
+    one, other = here.outcome("whole"), here.outcome("lacking")
+    assert_close(one.tensors, other.tensors, steps=6)
+    assert [line["tokens"] for line in one.metrics] == [line["tokens"] for line in other.metrics]
+    for line, expected in zip(other.metrics, one.metrics, strict=True):
+        for key in ("loss", "loss_nmse", "layers.1.nmse"):
+            assert line[key] == pytest.approx(expected[key], rel=1e-3), key  # as the weights differ
+
+
+def test_lack_upon_lack_halves_until_one_sample_is_left(runs) -> None:
+    here = runs(settings={"batch_size": 8, "gradient_accumulation_steps": 1})
+    here.run("lacking", lambda number, batch: ask("cpu") if len(batch.input_ids) > 1 else None)
+    in_parts(here.trainer("parts"), 1).train()
+    here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
+    assert [(e["samples"], e["samples_at_once"]) for e in events(here.place / "lacking", "out_of_memory")] == [(8, 4), (4, 2), (2, 1)]
+
+
+def test_a_run_that_is_killed_after_halving_goes_on_with_what_it_was_halved_to(runs) -> None:
+    here = runs()
+    here.run("whole", lacking(2))
+    assert here.killed("parts", lambda number, batch: [lacking(2)(number, batch), at_kill(number, 14)]) == -signal.SIGKILL
+    here.run("parts", resume="auto")
+    assert events(here.place / "parts", "resume")[0]["step"] > 1
+    here.outcome("parts").assert_equal(here.outcome("whole"))
+    assert here.outcome("whole").state["samples_at_once"] == [1]
+
+
+def at_kill(number: int, call: int) -> None:
+    if number == call:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_refusals_are_counted_once_and_at_their_place_whatever_is_begun_again(runs) -> None:
+    """Windows of three, in which something is refused in front of the call that memory does not do for."""
+    here = runs(data=lambda: with_faults(records(48)), settings={"batch_size": 2, "gradient_accumulation_steps": 3})
+    whole: list[Any] = []
+    for name, act in (("whole", None), ("lacking", lacking(*range(2, 40), more_than=1))):
+        here.run(name, act)
+        found = [(e["step"], e["micro_batch"], e["kind"], e["sample_ids"]) for e in events(here.place / name, "refusal")]
+        whole.append((found, {k: here.outcome(name).state[k] for k in ("micro_batches", "refused_by_kind", "in_a_row", "position")}))
+    assert whole[0] == whole[1] and len(whole[0][0]) > 3
+    assert len(events(here.place / "lacking", "out_of_memory")) == 1
+    assert any(RARE in record["input_ids"] for record in with_faults(records(48)))
+
+
+def test_what_one_sample_at_a_time_does_not_fit_into_ends_with_one_line_and_what_was_trained_is_saved(runs) -> None:
+    here = runs()
+    with pytest.raises(NoMemoryError, match="one sample of") as caught:
+        here.run("run", lambda number, batch: ask("cpu") if number >= 5 else None)
+    assert caught.value.exit_status == 2 and "\n" not in str(caught.value)
+    assert [e["samples_at_once"] for e in events(here.place / "run", "out_of_memory")] == [1]
+    assert here.outcome("run").state["step"] == 2
+    assert events(here.place / "run", "error")[0]["error"] == "NoMemoryError"
+
+
+def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) -> None:
+    data = [{"id": str(i), "input_ids": [5 + (13 * i + 7 * j) % 2000 for j in range(20 + i % 5)]} for i in range(16)]
+    here = Runs(
+        embedded,
+        tmp_path,
+        data=lambda: data,
+        settings={"batch_size": 4},
+        data_settings={"max_length": 32},
+        adapter={"rank": 4, "layers": "6,7"},
+        eval_data=data[:2],
+    )
+    in_backward(here.trainer("lacking"), 0).train()
+    in_parts(here.trainer("parts"), 2).train()
+    here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
+    assert here.outcome("lacking").state["samples_at_once"] == [2]
+
+
+# --- beside the loop -------------------------------------------------------------------------------------------------
+
+
+def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
+    from npt.distill import trainer as module
+
+    evaluate, sizes = module.evaluate, []
+
+    def small_only(*arguments: Any, batch_size: int, **more: Any) -> Any:
+        sizes.append(batch_size)
+        if batch_size > 1:
+            ask("cuda")
+        return evaluate(*arguments, batch_size=batch_size, **more)
+
+    monkeypatch.setattr(module, "evaluate", small_only)
+    here = runs(settings={"smoke_test": True, "batch_size": 4, "gradient_accumulation_steps": 1})
+    here.run("run", lacking(0, more_than=2))
+    found = [(e["during"], e["samples"], e["samples_at_once"]) for e in events(here.place / "run", "out_of_memory")]
+    assert found == [("the smoke test", 4, 2), ("an evaluation", 2, 1)]
+    assert sizes[:2] == [2, 1] and set(sizes[1:]) == {1}  # never tried again
+    assert len(lines(here.place / "run", "metrics")) == 6
+
+
+def test_one_rank_of_two_halves_by_itself_and_both_hold_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
+    windows = [["good a", "lack b", "good c", "lack d"], ["good e", "lack f", "good g", "good h"]]
+    plans = [{"out": str(tmp_path / f"loop-{late}"), "windows": windows, "late": late} for late in (False, True)]
+    together = values(several(2, loops, str(tiny_folder), plans))
+    alone = values(several(1, loops, str(tiny_folder), [{**plan, "out": f"{plan['out']}-alone"} for plan in plans]))
+    for number in range(len(plans)):
+        one, other, single = together[0][number], together[1][number], alone[0][number]
+        assert [e["event"] for e in single["events"]] == ["out_of_memory"]
+        for name, value in one["state"].items():
+            assert np.array_equal(value, other["state"][name]), name
+            difference = np.abs(value - single["state"][name])  # another order of summing, as above
+            assert np.median(difference) < 1e-6 and difference.max() < 2e-3, name
+        assert one["tokens"] == other["tokens"] == single["tokens"] and one["refused"] == single["refused"] == {}
+
+
+def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> None:
+    """The graph of the call that failed would be the very memory that is lacking."""
+    here = runs()
+    trainer = here.trainer("run")
+    strategy, alive, seen = trainer.strategy, [], []
+
+    def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+        if not alive:
+            graph = (torch.ones(8, requires_grad=True) * 2).square()
+            alive.append(weakref.ref(graph))
+            ask("cpu")
+        gc.disable()
+        seen.append(alive[0]())
+        gc.enable()
+        return strategy(model, batch, config)
+
+    trainer.strategy = failing
+    trainer.train()
+    assert seen and seen[0] is None
