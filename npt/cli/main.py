@@ -8,12 +8,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from npt.cli import collect, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, trace, transplant
+from npt.cli import collect, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, sweep, trace, transplant
 from npt.errors import NPTError, StoppedError
 from npt.flags import OneLineParser
 from npt.version import __version__
 
-VERBS = (pretrain, evaluate, generate, trace, replay, report, doctor, collect, consolidate, transplant, push)
+VERBS = (pretrain, evaluate, generate, trace, replay, report, sweep, doctor, collect, consolidate, transplant, push)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
