@@ -57,9 +57,10 @@ class _Course:
     reason: str | None = None
     detail: str | None = None
     fault: Row = field(default_factory=dict)
+    stage_from: int = 0  # a loss is compared with those of its own stage
 
     def first(self) -> float | None:
-        return next((loss for loss in self.losses if loss is not None), None)
+        return next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
 
 
 def run_trial(lab: Lab, trial: Trial, between: Callable[[], None] = lambda: None, watch: Watch = lambda *_: None) -> Row:
@@ -121,6 +122,7 @@ def run(lab: Lab, settings: Settings, between: Callable[[], None] = lambda: None
         training = time.perf_counter()
         course, last = _train(base, settings, windows, between, watch)
         row |= {"seconds_training": time.perf_counter() - training, **_course_figures(course, settings)}
+        row["loss_end"] = _loss(base, settings, windows[0])
         row["sharpness_end"] = _sharpness(base, batch, settings)
         seen = _heldout_look(lab, base, settings)
         row |= seen.measures() | {"look_finite": seen.finite} | _fidelity(lab, base, settings, between)
@@ -161,10 +163,11 @@ def _train(
     model.eval()
     for step, window in enumerate(windows, 1):
         between()
-        stage, faulted = stage_at(stages, step - 1).config, step == probe.fault_step
+        stage, faulted = stage_at(stages, step - 1), step == probe.fault_step
+        course.stage_from = stage.start
         for index, batch in enumerate(window):
             with enlarged(model, probe, armed=faulted and index == 0):
-                fill: Callable[[], MicroBatch] = partial(fill_gradients, strategy, model, batch, stage)  # type: ignore[arg-type]
+                fill: Callable[[], MicroBatch] = partial(fill_gradients, strategy, model, batch, stage.config)  # type: ignore[arg-type]
                 try_micro_batch(transaction, batch, model.config.vocab_size, fill)
         (result,) = (*transaction.commit(), *transaction.flush())
         if result.refusals:
@@ -220,6 +223,17 @@ def _course_figures(course: _Course, settings: Settings) -> Row:
     }
 
 
+def _loss(base: Base, settings: Settings, window: list[Batch]) -> float:
+    """The mean loss per token of a window with the adapters as they are, in the run's first stage; nothing is stepped."""
+    config = stages_of(settings.training, settings.training.max_steps)[0].config
+    strategy = drive if base.teacher is None else partial(drive, teacher=base.teacher)
+    parameters = adapter_parameters(base.model).values()
+    sums = [fill_gradients(strategy, base.model, batch, config) for batch in window]
+    for parameter in parameters:
+        parameter.grad = None
+    return sum(float(part.loss) for part in sums) / sum(part.tokens for part in sums)
+
+
 def _recovery(course: _Course, at: int | None) -> Row:
     """How a run took the fault: mean loss before it, mean loss of the last steps, and steps until the loss was what it had been."""
     if at is None:
@@ -243,13 +257,14 @@ def _recovery(course: _Course, at: int | None) -> Row:
 
 
 def _outcome(course: _Course, settings: Settings, row: Row) -> Row:
-    """`diverged` (stopped, or what came out is not finite), `worse` (it ended with a larger loss than it began with), `stable`."""
+    """`diverged` (stopped, or what came out is not finite), `worse` (on its first window the loss is larger in the end), `stable`."""
     kl = row["kl"]
     if course.reason is not None:
         return {"outcome": "diverged", "reason": course.reason, "stopped_at": len(course.losses)}
     if not row["look_finite"] or kl is None or not math.isfinite(kl):
         return {"outcome": "diverged", "reason": "the student is not finite", "stopped_at": len(course.losses)}
-    if not course.applied or row["loss_last"] is None or row["loss_last"] > row["loss_first"]:
+    end = row["loss_end"]
+    if not course.applied or not math.isfinite(end) or end > row["loss_first"]:
         reason = "the loss has grown" if course.applied else "no step was applied"
         return {"outcome": "worse", "reason": reason, "stopped_at": None}
     return {"outcome": "stable", "reason": None, "stopped_at": None}

@@ -23,7 +23,7 @@ _WHOLE = (
 
 MEASURES = (
     "outcome", "reason", "stopped_at", "detail", "bad_layer", "bad_stage", "kl", "kl_se", "perplexity_ratio", "top1", "acceptance",
-    "floor_kl", "nmse", "loss_first", "loss_last", "loss_max", "steps", "applied", "refused", "refused_kinds", "grad_norm_first",
+    "floor_kl", "nmse", "loss_first", "loss_last", "loss_end", "loss_max", "steps", "applied", "refused", "refused_kinds", "grad_norm_first",
     "grad_norm_last", "grad_norm_max", "grad_growth", "residual_ratio", "saturated", "dead", "m_min", "m_max", "additive_to_residual",
     "additive_to_product", "sharpness_start", "sharpness_end", "limit_low", "limit_high", "fault_refused", "fault_loss",
     "fault_grad_norm", "loss_before_fault", "loss_after_fault", "fault_harm", "recovered_after", "runs", "parameters", "tokens",
