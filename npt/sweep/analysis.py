@@ -8,6 +8,7 @@ trials that differ in nothing but their seed: their spread is noise, the rest is
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -189,7 +190,9 @@ def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row],
             mean = float(weights @ beta)
             half = None if noise is None else student(free) * math.sqrt(max(0.0, noise * float(weights @ inverse @ weights)))
             count = sum(found == level for found in levels[name])
-            effects.append(Effect(name, level[1], mean, None if half is None else mean - half, None if half is None else mean + half, count))
+            effects.append(
+                Effect(name, level[1], mean, None if half is None else mean - half, None if half is None else mean + half, count)
+            )
         at += width
     shares = {}
     for name in columns:
@@ -224,7 +227,7 @@ def _levels(values: Sequence[Any]) -> list[_Level]:
     """Each value's level, by which they are sorted, and its name. Numbers of more than LEVELS kinds are put into classes."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values) and len(set(values)) > LEVELS:
         ends = [float(np.quantile(values, i / _CLASSES)) for i in range(1, _CLASSES)]
-        names = [f"≤ {ends[0]:.3g}", *(f"{a:.3g} to {b:.3g}" for a, b in zip(ends, ends[1:], strict=False)), f"> {ends[-1]:.3g}"]
+        names = [f"≤ {ends[0]:.3g}", *(f"{a:.3g} to {b:.3g}" for a, b in itertools.pairwise(ends)), f"> {ends[-1]:.3g}"]
         return [(float(i), names[i]) for value in values for i in (sum(value > end for end in ends),)]
     kinds = list(dict.fromkeys(values))
     return [(float(v) if isinstance(v, int | float) and not isinstance(v, bool) else float(kinds.index(v)), level_text(v)) for v in values]

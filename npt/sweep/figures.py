@@ -55,25 +55,22 @@ def map_figure(found: Map) -> bytes:
             fine = not cell.failed and value is not None
             colour = colours(scale(value)) if fine else _BAD if cell.diverged else _WORSE
             axes.add_patch(Rectangle((j, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1))
-            bright = fine and scale(value) < 0.55
-            shown = "–" if cell.kl is None else f"{cell.kl:.3g}"
-            if cell.failed:
-                shown = f"{'✕' if cell.diverged else '↑'} {_share(cell.failed, cell.count)}"
-            axes.text(
-                j + 0.5, i + 0.5, shown, ha="center", va="center", fontsize=7.5, color=_INK if bright or (cell.failed and not cell.diverged) else "white"
-            )  # fmt: skip
+            bright = value is not None and scale(value) > 0.6 if fine else not cell.diverged
+            shown = f"{cell.kl:.3g}" if fine else f"{'✕' if cell.diverged else '↑'} {_share(cell.failed, cell.count)}"
+            axes.text(j + 0.5, i + 0.5, shown, ha="center", va="center", fontsize=7.5, color=_INK if bright else "white")
         _edge(axes, found)
         axes.set_xlim(0, len(found.rates))
         axes.set_ylim(len(found.lines), 0)
         axes.set_xticks([j + 0.5 for j in range(len(found.rates))], [f"{rate:g}" for rate in found.rates], rotation=45, ha="right")
         axes.set_yticks([i + 0.5 for i in range(len(found.lines))], [_short(line) for line in found.lines])
-        axes.set_xlabel("learning rate")
-        axes.set_title("number: KL to the teacher where all trained (dark is near);  ↑ ended worse,  ✕ diverged;  line: the edge", fontsize=8)
+        axes.set_xlabel(
+            "learning rate\n\nnumber: KL where all trained, dark is near    ↑ ended worse    ✕ diverged    black: the edge", fontsize=8
+        )
         axes.tick_params(length=0)
         for side in axes.spines.values():
             side.set_visible(False)
 
-    return _drawn(make, min(11.0, 2.6 + 0.72 * len(found.rates)), 1.3 + 0.34 * len(found.lines))
+    return _drawn(make, max(6.2, 2.6 + 0.72 * len(found.rates)), 1.5 + 0.34 * len(found.lines))
 
 
 def _edge(axes: Any, found: Map) -> None:
@@ -99,7 +96,7 @@ def limits_figure(rows: Sequence[tuple[str, float | None, float | None]], settin
                 axes.plot([low], [i], "o", color=_LINE, markersize=6)
             if high is not None:
                 axes.plot([high], [i], "x", color=_BAD, markersize=7, markeredgewidth=2)
-        axes.set_xscale("log")
+        _logarithmic(axes, "x")
         axes.set_yticks(range(len(rows)), [_short(name) for name, _, _ in rows])
         axes.invert_yaxis()
         axes.set_xlabel(f"{setting}: ● trains   ✕ does not")
@@ -124,8 +121,8 @@ def pareto_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
                 axes.annotate(_short(names[i], 34), pairs[i], xytext=(4, 4), textcoords="offset points", fontsize=6.5)
             axes.set_xlabel(called)
             if len({a for a, _ in pairs}) > 1:
-                axes.set_xscale("log")
-            axes.set_yscale("log")
+                _logarithmic(axes, "x")
+            _logarithmic(axes, "y")
             axes.grid(alpha=0.3)
         panels[0].set_ylabel("KL(teacher, student), nats")
 
@@ -148,7 +145,8 @@ def effects_figure(found: Sequence[Analysis]) -> bytes:
                 for i, effect in enumerate(own):
                     if effect.low is not None:
                         axes.plot([i, i], [effect.low, effect.high], color=_INK, linewidth=1.5)
-                axes.plot(range(len(own)), [effect.mean for effect in own], "o-", color=_LINE, markersize=5, linewidth=1)
+                joined = "o-" if all(_is_number(effect.level) for effect in own) else "o"
+                axes.plot(range(len(own)), [effect.mean for effect in own], joined, color=_LINE, markersize=5, linewidth=1)
                 axes.set_xticks(range(len(own)), [_short(effect.level, 18) for effect in own], rotation=50, ha="right", fontsize=7.5)
                 axes.set_xlim(-0.6, len(own) - 0.4)
                 axes.set_title(name, fontsize=8.5)
@@ -173,7 +171,9 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> bytes:
                 axes.barh(i, share, left=left, color=colour, edgecolor="white", height=0.7, label=name if i == 0 else None)
                 if share > 0.045:
                     dark = k < len(settings) and k < 0.6 * len(settings)
-                    axes.text(left + share / 2, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=7.5, color="white" if dark else _INK)
+                    axes.text(
+                        left + share / 2, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=7.5, color="white" if dark else _INK
+                    )
                 left += share
         axes.set_yticks(range(len(found)), [_short(name, 46) for name, _ in found])
         axes.invert_yaxis()
@@ -190,8 +190,7 @@ def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
     def make(figure: Any) -> None:
         axes = figure.add_subplot()
         for i, row in enumerate(rows):
-            before, after = row["loss_before_fault"], row["loss_after_fault"]
-            worst = None if row["fault_harm"] is None or before is None else row["fault_harm"] * before
+            before, worst, after = row["loss_before_fault"], row["loss_worst_behind"], row["loss_after_fault"]
             for value, shape, colour in ((before, "o", _LINE), (worst, "^", "#a35200"), (after, "D", _INK)):
                 if value is not None and value > 0:
                     axes.plot([value], [i], shape, color=colour, markersize=6)
@@ -199,7 +198,7 @@ def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
                 axes.plot([before, worst], [i, i], color="#8a949e", linewidth=1, zorder=0)
             if row["fault_refused"]:
                 axes.text(1.01, i, "refused", transform=axes.get_yaxis_transform(), va="center", fontsize=7.5, color=_BAD)
-        axes.set_xscale("log")
+        _logarithmic(axes, "x")
         axes.set_yticks(range(len(rows)), [_short(name) for name in names])
         axes.invert_yaxis()
         axes.set_xlabel("loss:  ● before the fault   ▲ worst behind it   ◆ in the end")
@@ -208,10 +207,31 @@ def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
     return _drawn(make, 8.0, 1.1 + 0.32 * len(rows))
 
 
+def _logarithmic(axes: Any, which: str) -> None:
+    """A logarithmic axis whose numbers are written out: matplotlib's own are formulas, which are switched off."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_data_interval()
+    narrow = low > 0 and high / low < 100
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _viridis() -> Any:
     import matplotlib
 
     return matplotlib.colormaps["viridis"]
+
+
+def _is_number(level: str) -> bool:
+    try:
+        float(level)
+    except ValueError:
+        return False
+    return True
 
 
 def _share(failed: float, count: int) -> str:

@@ -174,9 +174,7 @@ class Lab:
     def _source(self, base: Base, settings: Settings) -> Samples:
         _, heldout = self.heldout(base, settings)
         own = own_heldout(settings.data) is not None
-        return Samples(
-            open_source(settings.data), base.tokenizer, settings.data, seed=settings.training.seed, hold_out=heldout and not own
-        )
+        return Samples(open_source(settings.data), base.tokenizer, settings.data, seed=settings.training.seed, hold_out=heldout and not own)
 
 
 def _base_key(settings: Settings) -> Any:

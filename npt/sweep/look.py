@@ -112,7 +112,7 @@ def look(model: PreTrainedModel, batch: Batch) -> Look:
                 layer.npt.observer = before[index]
     ratios = {index: _over(student[index], teacher[index]) for index in seen}
     worst = max(ratios, key=lambda index: _distance(ratios[index]))
-    layer, stage, finite = _bad(seen, worst)
+    bad_layer, bad_stage, finite = _bad(seen, worst)
     m = [entry for one in seen.values() for entry in one.m]
     total = sum(entry[4] for entry in m)
     return Look(
@@ -123,8 +123,8 @@ def look(model: PreTrainedModel, batch: Batch) -> Look:
         sum(entry[3] for entry in m) / total if total else None,
         max((one.to_residual for one in seen.values() if one.to_residual is not None), default=None),
         max((ratio for one in seen.values() for ratio in one.to_product), default=None),
-        layer,
-        stage,
+        bad_layer,
+        bad_stage,
         finite,
     )
 

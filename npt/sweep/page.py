@@ -137,7 +137,11 @@ def _head(study: Study) -> str:
     done = finished(study.rows)
     counts = {name: sum(row["outcome"] == name for row in study.rows) for name in ("stable", "worse", "diverged", "failed")}
     open_ = len(study.rows) - sum(counts.values())
-    kind, words = ("good", f"{len(study.rows)} trials, all of them ended") if not open_ else ("warn", f"{open_} of {len(study.rows)} trials have not ended")
+    kind, words = (
+        ("good", f"{len(study.rows)} trials, all of them ended")
+        if not open_
+        else ("warn", f"{open_} of {len(study.rows)} trials have not ended")
+    )
     facts = [(name, f"{count:,}") for name, count in counts.items() if count or name != "failed"]
     facts += [("runs", f"{sum(row['runs'] or 0 for row in done):,}"), ("refusals", f"{sum(row['refused'] or 0 for row in done):,}")]
     seconds = sum(row["seconds"] or 0 for row in done)
@@ -196,7 +200,9 @@ def _limits(study: Study) -> str:
         (text(name), number(row["limit_low"]), number(row["limit_high"]), number(row["kl"]), str(row["runs"]))
         for name, row in zip(names, rows, strict=True)
     ]
-    said = "<p>Found by halving the bracket by its logarithm: the largest value at which a run ended stable, and one at which it did not.</p>"
+    said = (
+        "<p>Found by halving the bracket by its logarithm: the largest value at which a run ended stable, and one at which it did not.</p>"
+    )
     listed = table(("~setting", "*trains up to", "*not at", "*KL there", "*runs"), cells, "Limits")
     return f"{said}\n{_picture(study, 'limits', picture, f'Limits of {len(rows)} settings.')}\n{details('As a table', listed)}"
 
@@ -212,8 +218,9 @@ def _faults(study: Study) -> str:
             text(name),
             "refused" if row["fault_refused"] else "applied",
             number(row["fault_loss"]),
+            number(row["fault_harm"]),
             number(row["loss_before_fault"]),
-            number(row["fault_harm"], 3),
+            number(row["loss_worst_behind"]),
             number(row["loss_after_fault"]),
             "never" if row["recovered_after"] is None else str(row["recovered_after"]),
             text(row["outcome"]),
@@ -222,10 +229,13 @@ def _faults(study: Study) -> str:
         )
         for name, row in zip(names, rows, strict=True)
     ]
-    heads = ("~setting", "~the batch was", "*its loss", "*loss before", "*worst behind, times", "*loss in the end", "*steps to recover",
-             "~outcome", "*KL", "~first bad number")  # fmt: skip
+    heads = (
+        *("~setting", "~the batch was", "*its loss", "*harm, times", "*loss before", "*worst behind", "*loss in the end"),
+        *("*steps to recover", "~outcome", "*KL", "~first bad number"),
+    )
     refused = sum(bool(row["fault_refused"]) for row in rows)
-    said = f"<p>In one step the first batch had activations of another size. {refused} of {len(rows)} such batches were refused.</p>"
+    said = f"<p>In one step the first batch had activations of another size. {refused} of {len(rows)} such batches were refused. "
+    said += "Harm is the loss of one and the same window right behind that step over what it was right before.</p>"
     return f"{said}\n{picture}\n{table(heads, cells, 'Faults')}"
 
 
@@ -330,4 +340,4 @@ def _value(value: Any) -> str:
 
 
 def _file(name: str) -> str:
-    return "".join(letter if letter.isalnum() and letter.isascii() or letter in "-_" else "-" for letter in name)[:60]
+    return "".join(letter if (letter.isalnum() and letter.isascii()) or letter in "-_" else "-" for letter in name)[:60]

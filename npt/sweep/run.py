@@ -165,9 +165,10 @@ def _train(
         between()
         stage, faulted = stage_at(stages, step - 1), step == probe.fault_step
         course.stage_from = stage.start
+        before = _loss(base, settings, windows[0]) if faulted else math.nan
         for index, batch in enumerate(window):
             with enlarged(model, probe, armed=faulted and index == 0):
-                fill: Callable[[], MicroBatch] = partial(fill_gradients, strategy, model, batch, stage.config)  # type: ignore[arg-type]
+                fill: Callable[[], MicroBatch] = partial(fill_gradients, strategy, model, batch, stage.config)
                 try_micro_batch(transaction, batch, model.config.vocab_size, fill)
         (result,) = (*transaction.commit(), *transaction.flush())
         if result.refusals:
@@ -176,6 +177,7 @@ def _train(
         if faulted:  # as it came out, refused or not
             trace = next(trace for trace in reversed(transaction.history) if trace.micro_batch == 0)
             course.fault |= {"fault_refused": bool(result.refusals), "fault_loss": trace.loss, "fault_grad_norm": trace.grad_norm}
+            course.fault["fault_harm"] = _loss(base, settings, windows[0]) / before
         watch(step, result.loss, result.grad_norm)
         if course.reason is not None:
             break
@@ -235,24 +237,20 @@ def _loss(base: Base, settings: Settings, window: list[Batch]) -> float:
 
 
 def _recovery(course: _Course, at: int | None) -> Row:
-    """How a run took the fault: mean loss before it, mean loss of the last steps, and steps until the loss was what it had been."""
+    """How a run took the fault: mean loss before it, the largest and the mean of the last behind it, and steps until it was as before."""
     if at is None:
         return {}
     before = [loss for loss in course.losses[max(0, at - 1 - AROUND) : at - 1] if loss is not None]
-    after = course.losses[at:]
+    after = [(i, loss) for i, loss in enumerate(course.losses[at:], 1) if loss is not None]
     if not before or not after:
-        return {**course.fault, "loss_before_fault": None, "loss_after_fault": None, "recovered_after": None, "fault_harm": None}
+        return course.fault
     usual = statistics.fmean(before)
-    recovered = next((i for i, loss in enumerate(after, 1) if loss is not None and loss <= RECOVERED * usual), None)
-    known = [loss for loss in after if loss is not None]
-    end = statistics.fmean(known[-AROUND:]) if known else None
-    worst = max(known, default=None)
     return {
         **course.fault,
         "loss_before_fault": usual,
-        "loss_after_fault": end,
-        "recovered_after": recovered,
-        "fault_harm": None if worst is None else worst / usual,
+        "loss_worst_behind": max(loss for _, loss in after),
+        "loss_after_fault": statistics.fmean([loss for _, loss in after][-AROUND:]),
+        "recovered_after": next((i for i, loss in after if loss <= RECOVERED * usual), None),
     }
 
 
@@ -289,9 +287,7 @@ def _heldout_look(lab: Lab, base: Base, settings: Settings) -> Look:
 def _fidelity(lab: Lab, base: Base, settings: Settings, between: Callable[[], None]) -> Row:
     samples, heldout = lab.heldout(base, settings)
     reference = lab.reference(base, settings)
-    found = evaluate(
-        base.model, base.tokenizer, samples, batch_size=settings.training.batch_size, unquantized=reference, between=between
-    )
+    found = evaluate(base.model, base.tokenizer, samples, batch_size=settings.training.batch_size, unquantized=reference, between=between)
     aim = found.aim
     return {
         "kl": aim.kl,
@@ -315,4 +311,3 @@ def _spread(count: int, at_most: int) -> list[int]:
     if count <= at_most:
         return list(range(count))
     return [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]
-

@@ -114,7 +114,7 @@ class Settings:
 
     def chosen(self) -> dict[str, Any]:
         """Those that are not at their defaults: what a later version with more settings would still call the same."""
-        defaults = Settings(*(kind() for kind in CLASSES)).values()
+        defaults = Settings(BaseConfig(), NPTConfig(), DataConfig(), TrainConfig(), ProbeConfig()).values()
         return {name: value for name, value in self.values().items() if value != defaults[name]}
 
     @property

@@ -48,9 +48,7 @@ def largest_eigenvalue(loss: Callable[[], Tensor], parameters: Sequence[Tensor],
         return 0.0
 
     def product(vector: list[Tensor]) -> list[Tensor]:
-        found = torch.autograd.grad(
-            [g for g, _ in used], [p for _, p in used], grad_outputs=vector, retain_graph=True, allow_unused=True
-        )
+        found = torch.autograd.grad([g for g, _ in used], [p for _, p in used], grad_outputs=vector, retain_graph=True, allow_unused=True)
         return [torch.zeros_like(v) if part is None else part for v, part in zip(vector, found, strict=True)]
 
     def iterate(shift: float) -> float:

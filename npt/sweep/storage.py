@@ -90,7 +90,9 @@ class Storage:
         try:
             place = sqlalchemy.make_url(url)
         except sqlalchemy.exc.ArgumentError as error:
-            raise ConfigError(f"--storage {url.split('://')[0]}... is no address of a database; write one like sqlite:///study.db") from error
+            raise ConfigError(
+                f"--storage {url.split('://')[0]}... is no address of a database; write one like sqlite:///study.db"
+            ) from error
         shown = place.render_as_string(hide_password=True)
         local = place.get_backend_name() == "sqlite"
         if local and place.database in (None, "", ":memory:"):
@@ -185,7 +187,7 @@ class Storage:
 
     def progress(self, keys: Iterable[str]) -> Progress:
         """How many of these trials stand how."""
-        states = {key: "waiting" for key in keys}
+        states = dict.fromkeys(keys, "waiting")
         order = ("lost", "waiting", "running", "finished")
         names = {
             self._state.COMPLETE: "finished",

@@ -1,17 +1,16 @@
 """A study's folder, and its workers.
 
-    spec.yaml        the specification, as it was given
-    study.json       name, storage (without its password), versions
-    study.db         the storage, unless another one was named
-    trials.parquet   the table, and trials.csv; made anew while the study goes on
-    report.html      and figures/: what `npt report` makes of the table
+spec.yaml        the specification, as it was given
+study.json       name, storage (without its password), versions
+study.db         the storage, unless another one was named
+trials.parquet   the table, and trials.csv; made anew while the study goes on
+report.html      and figures/: what `npt report` makes of the table
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
