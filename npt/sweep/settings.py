@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any
 
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, setting
@@ -26,7 +27,7 @@ class ProbeConfig:
     fault_scale: float = setting(1e4, "how many times as large they are")
     fault_place: str = setting("attention", "which: every attention output, or the embedding's", choices=FAULT_PLACES)
     divergence_factor: float = setting(10.0, "a run has diverged when its loss is this many times its first one")
-    sharpness_steps: int = setting(0, "power iterations for the largest Hessian eigenvalue of the first converted layer's loss (0: none)")
+    sharpness_steps: int = setting(0, "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not measured)")
 
     def __post_init__(self) -> None:
         for name, low in (("fault_step", 2), ("sharpness_steps", 0)):
@@ -114,12 +115,16 @@ class Settings:
 
     def chosen(self) -> dict[str, Any]:
         """Those that are not at their defaults: what a later version with more settings would still call the same."""
-        defaults = Settings(BaseConfig(), NPTConfig(), DataConfig(), TrainConfig(), ProbeConfig()).values()
-        return {name: value for name, value in self.values().items() if value != defaults[name]}
+        return {name: value for name, value in self.values().items() if value != _defaults()[name]}
 
     @property
     def _parts(self) -> tuple[Any, ...]:
         return self.base, self.adapter, self.data, self.training, self.probe
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return Settings(BaseConfig(), NPTConfig(), DataConfig(), TrainConfig(), ProbeConfig()).values()
 
 
 def fingerprint(value: Any) -> str:
