@@ -77,38 +77,43 @@ def test_a_bisection_checks_both_ends_and_is_a_trial_of_its_own() -> None:
         design(a={"bisect": {"low": 1e-3, "high": float("inf")}})
 
 
+def part(**content: Any) -> dict[str, Any]:
+    return {"parts": {"a": content}}
+
+
+MANY = list(range(1, 500))
+BACKWARDS = {"learning_rate": {"low": 1, "high": 0.1}}
+AT_ZERO = {"learning_rate": {"low": 0, "high": 1, "log": True}}
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no parts": ({"parts": {}}, "has no parts"),
     "unknown entry": ({"part": {}}, "unknown entry 'part'"),
-    "unknown setting": ({"parts": {"a": {"grid": {"learning_rat": [1]}}}}, "no setting 'learning_rat'; did you mean learning_rate?"),
-    "unknown setting of all": ({"settings": {"adapter_rnk": 4}, "parts": {"a": {}}}, "did you mean adapter_rank?"),
-    "wrong type": ({"parts": {"a": {"grid": {"adapter_rank": ["many"]}}}}, "adapter_rank is 'many', expected int"),
-    "value that cannot work": ({"parts": {"a": {"grid": {"learning_rate": [1e-3, -1.0]}}}}, "learning_rate -1.0, seed 0: --learning_rate is"),
+    "unknown setting": (part(grid={"learning_rat": [1]}), "no setting 'learning_rat'; did you mean learning_rate?"),
+    "unknown setting of all": ({"settings": {"adapter_rnk": 4}, **part()}, "did you mean adapter_rank?"),
+    "wrong type": (part(grid={"adapter_rank": ["many"]}), "adapter_rank is 'many', expected int"),
+    "value that cannot work": (part(grid={"learning_rate": [1e-3, -1.0]}), "learning_rate -1.0, seed 0: --learning_rate is"),
     "combination that cannot work": (
-        {"parts": {"a": {"arms": {"x": {"safe_mode": True, "mult_form": "unbounded"}}}}},
+        part(arms={"x": {"safe_mode": True, "mult_form": "unbounded"}}),
         "arm x, seed 0: --mult_form unbounded means nothing without",
     ),
-    "no list": ({"parts": {"a": {"grid": {"learning_rate": 1e-3}}}}, "write a list of values"),
-    "value twice": ({"parts": {"a": {"grid": {"learning_rate": [1e-3, "1e-3"]}}}}, "has a value twice"),
-    "setting of a folder": ({"parts": {"a": {"settings": {"output_dir": "x"}}}}, "output_dir is no setting of a study"),
-    "seed among the settings": ({"settings": {"seed": 1}, "parts": {"a": {}}}, "write seeds: [0, 1] instead"),
-    "seeds no list": ({"seeds": 3, "parts": {"a": {}}}, "seeds is 3"),
-    "seed too large": ({"seeds": [2**31], "parts": {"a": {}}}, "seeds is"),
-    "no length": ({"settings": {"max_steps": None}, "parts": {"a": {}}}, "--max_steps is unset"),
-    "too many": ({"parts": {"a": {"grid": {"adapter_rank": list(range(1, 500)), "learning_rate": [i * 1e-6 for i in range(1, 500)]}}}}, "249,001"),
-    "draws of nothing": ({"parts": {"a": {"random": {"count": 3}}}}, "needs a count"),
-    "range backwards": ({"parts": {"a": {"random": {"count": 3, "over": {"learning_rate": {"low": 1, "high": 0.1}}}}}}, "low and high"),
-    "range at zero": (
-        {"parts": {"a": {"random": {"count": 1, "over": {"learning_rate": {"low": 0, "high": 1, "log": True}}}}}},
-        "a range above 0",
-    ),
-    "bisection of a word": ({"parts": {"a": {"bisect": {"setting": "loss", "low": "nmse", "high": "mse"}}}}, "write a setting that is a number"),
-    "fault behind the end": ({"parts": {"a": {"settings": {"fault_step": 4}}}}, "--fault_step is 4 of 4 steps"),
-    "fault of no step": ({"parts": {"a": {"settings": {"fault_scale": 10.0}}}}, "means nothing without --fault_step"),
-    "two number formats": ({"settings": {"use_quantization": False, "use_fp16": True, "compute_dtype": "bf16"}, "parts": {"a": {}}}, "drop one"),
-    "calibrated and unbounded": ({"parts": {"a": {"settings": {"init": "calibrated", "mult_form": "unbounded"}}}}, "solves the sigmoid form"),
-    "wandb no truth": ({"wandb": "yes please", "parts": {"a": {}}}, "write true or false"),
-}  # fmt: skip
+    "no list": (part(grid={"learning_rate": 1e-3}), "write a list of values"),
+    "value twice": (part(grid={"learning_rate": [1e-3, "1e-3"]}), "has a value twice"),
+    "setting of a folder": (part(settings={"output_dir": "x"}), "output_dir is no setting of a study"),
+    "seed among the settings": ({"settings": {"seed": 1}, **part()}, "write seeds: [0, 1] instead"),
+    "seeds no list": ({"seeds": 3, **part()}, "seeds is 3"),
+    "seed too large": ({"seeds": [2**31], **part()}, "seeds is"),
+    "no length": ({"settings": {"max_steps": None}, **part()}, "--max_steps is unset"),
+    "too many": (part(grid={"adapter_rank": MANY, "learning_rate": [i * 1e-6 for i in MANY]}), "249,001"),
+    "draws of nothing": (part(random={"count": 3}), "needs a count"),
+    "range backwards": (part(random={"count": 3, "over": BACKWARDS}), "low and high"),
+    "range at zero": (part(random={"count": 1, "over": AT_ZERO}), "a range above 0"),
+    "bisection of a word": (part(bisect={"setting": "loss", "low": "nmse", "high": "mse"}), "write a setting that is a number"),
+    "fault behind the end": (part(settings={"fault_step": 4}), "--fault_step is 4 of 4 steps"),
+    "fault of no step": (part(settings={"fault_scale": 10.0}), "means nothing without --fault_step"),
+    "two number formats": (part(settings={"use_quantization": False, "use_fp16": True, "compute_dtype": "bf16"}), "drop one of the two"),
+    "calibrated and unbounded": (part(settings={"init": "calibrated", "mult_form": "unbounded"}), "solves the sigmoid form"),
+    "wandb no truth": ({"wandb": "yes please", **part()}, "write true or false"),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

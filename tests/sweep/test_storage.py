@@ -11,11 +11,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from storage_work import __file__ as WORK
+from storage_work import trials
 
 from npt.errors import ConfigError
 from npt.sweep.storage import ATTEMPTS, Storage
-from storage_work import __file__ as WORK
-from storage_work import trials
 
 ROOT = Path(__file__).parents[2]
 
