@@ -86,7 +86,13 @@ def parts_of(rows: Sequence[Row]) -> list[str]:
 
 
 def of_part(rows: Sequence[Row], part: str) -> list[Row]:
-    return [row for row in rows if part in row["parts"].split(";")]
+    """The rows of a part, each with the arm that it is there; one that stands under two arms of it is there twice."""
+    return [{**row, "parts": part, "arms": arm} for row in rows for own, arm in places(row) if own == part]
+
+
+def places(row: Row) -> list[tuple[str, str]]:
+    """The part and the arm of each place at which a trial stands."""
+    return list(zip(row["parts"].split(";"), row["arms"].split(";"), strict=True))
 
 
 def settings_in(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
@@ -131,7 +137,7 @@ def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map
 
 def _line(row: Row, others: Sequence[str], named: bool) -> str:
     if named:
-        return str(row["arms"]).split(";")[0]
+        return str(row["arms"])
     return ", ".join(f"{name} {level_text(row[name])}" if len(others) > 1 else level_text(row[name]) for name in others) or "all"
 
 

@@ -75,7 +75,8 @@ def map_figure(found: Map) -> bytes:
 
 def _edge(axes: Any, found: Map) -> None:
     """The line between the rates that train and the others, through all lines of the map."""
-    place = [len(found.rates) if bad is None else found.rates.index(bad) for _, bad in found.edges]
+    last = [max(j for k, j in found.cells if k == i) + 1 for i in range(len(found.lines))]
+    place = [last[i] if bad is None else found.rates.index(bad) for i, (_, bad) in enumerate(found.edges)]
     xs, ys = [], []
     for i, x in enumerate(place):
         xs += [x, x]

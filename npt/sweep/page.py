@@ -28,6 +28,7 @@ from npt.sweep.analysis import (
     log_kl,
     of_part,
     parts_of,
+    places,
     settings_in,
     stability_map,
 )
@@ -68,10 +69,11 @@ class Study:
 
     def name_of(self, row: Row) -> str:
         """A trial in a few words."""
-        own = of_part(self.rows, row["parts"].split(";")[0])
-        words = [row["arms"].split(";")[0]] if row["arms"] else []
+        part, arm = places(row)[0]
+        own = of_part(self.rows, part)
+        words = [arm] if arm else []
         words += [f"{'lr' if n == RATE else n} {level_text(row[n])}" for n in self.factors(own) if n != "arms"]
-        return ", ".join(words) or row["parts"]
+        return ", ".join(words) or part
 
 
 def page(study: Study) -> str:
@@ -248,7 +250,7 @@ def _fidelity(study: Study) -> str:
     picture = _picture(study, "pareto", figures.pareto_figure(rows, names), "KL against parameters and seconds of the stable trials.")
     best = {i for x in ("parameters", "seconds") for i in frontier([(float(row[x]), float(row["kl"])) for row in rows])}
     cells = [
-        (text(names[i]), text(rows[i]["parts"]), f"{rows[i]['parameters']:,}", number(rows[i]["seconds"]), number(rows[i]["kl"]),
+        (text(names[i]), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(rows[i]["seconds"]), number(rows[i]["kl"]),
          number(rows[i]["perplexity_ratio"]), f"{100 * rows[i]['top1']:.1f}%")
         for i in sorted(best, key=lambda i: rows[i]["kl"])
     ]  # fmt: skip
@@ -313,7 +315,7 @@ def _seeds(study: Study) -> str:
         kls = [row["kl"] for row in rows]
         mean, spread = statistics.fmean(kls), statistics.stdev(kls)
         outcomes = ", ".join(dict.fromkeys(row["outcome"] for row in rows))
-        cells.append((text(rows[0]["parts"]), text(study.name_of(rows[0])), str(len(rows)), number(mean), number(spread),
+        cells.append((text(_parts(rows[0])), text(study.name_of(rows[0])), str(len(rows)), number(mean), number(spread),
                       f"{100 * spread / mean:.1f}%" if mean else "–", text(outcomes)))  # fmt: skip
     calm = [
         statistics.stdev([row["kl"] for row in rows]) / statistics.fmean([row["kl"] for row in rows])
@@ -328,9 +330,13 @@ def _seeds(study: Study) -> str:
 def _trials(study: Study) -> str:
     heads = ["~part", "~trial", "*seed", *(f"{'~' if name in ('outcome', 'reason', 'bad_stage') else '*'}{name}" for name in _SHOWN)]
     rows = [
-        (text(row["parts"]), text(study.name_of(row)), text(row["seed"]), *(_value(row.get(name)) for name in _SHOWN)) for row in study.rows
+        (text(_parts(row)), text(study.name_of(row)), text(row["seed"]), *(_value(row.get(name)) for name in _SHOWN)) for row in study.rows
     ]
     return details(f"All {len(rows)} trials; more columns are in trials.csv", table(heads, rows, "Trials"))
+
+
+def _parts(row: Row) -> str:
+    return ", ".join(dict.fromkeys(part for part, _ in places(row)))
 
 
 def _value(value: Any) -> str:

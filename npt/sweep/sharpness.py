@@ -81,7 +81,7 @@ def largest_eigenvalue(loss: Callable[[], Tensor], parameters: Sequence[Tensor],
 
 
 def layer_sharpness(model: PreTrainedModel, batch: Batch, config: TrainConfig, iterations: int) -> float:
-    """Sharpness of the first converted layer's loss per valid token, the layer being fed the teacher's state.
+    """Sharpness of the first converted layer's loss per valid token, the layer being fed the base's state and aiming at its output.
 
     Args:
         model: with adapters attached.

@@ -131,6 +131,7 @@ def design_of(content: Any, where: str) -> Design:
     trials: dict[str, Trial] = {}
     found = []
     for part, written in parts.items():
+        _check_name(f"{where}: part {part}", str(part))
         own = list(_part(f"{where}: part {part}", str(part), written, shared, seeds))
         for trial in own:
             before = trials.get(trial.key)
@@ -144,6 +145,8 @@ def _part(where: str, name: str, written: Any, shared: Mapping[str, Any], seeds:
     own = _mapping(where, written, _PART)
     settings = {**shared, **_settings(f"{where}: settings", own.get("settings"))}
     arms = {str(arm): _settings(f"{where}, arm {arm}", part) for arm, part in _mapping(f"{where}: arms", own.get("arms"), None).items()}
+    for arm in arms:
+        _check_name(f"{where}, arm {arm}", arm)
     grid = _grid(where, own.get("grid"))
     draws = _draws(where, own.get("random"))
     bisect = _bisection(where, own.get("bisect"))
@@ -166,6 +169,11 @@ def _part(where: str, name: str, written: Any, shared: Mapping[str, Any], seeds:
                 raise ConfigError(f"{said}: {error}") from error
             what = [resolved.chosen(), None if bisect is None else [bisect.setting, bisect.low, bisect.high, bisect.rounds]]
             yield Trial(fingerprint(what), resolved, given, bisect, (Place(name, arm),))
+
+
+def _check_name(where: str, name: str) -> None:
+    if ";" in name or not name.strip() or not name.isprintable():
+        raise ConfigError(f"{where} is no name that a table can hold; use letters, digits and spaces, and no semicolon")
 
 
 def _mapping(where: str, value: Any, known: tuple[str, ...] | None) -> dict[Any, Any]:

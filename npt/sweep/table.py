@@ -47,8 +47,8 @@ def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
         values = trial.settings.values()
         row: Row = {
             "key": trial.key,
-            "parts": ";".join(dict.fromkeys(place.part for place in trial.places)),
-            "arms": ";".join(dict.fromkeys(place.arm for place in trial.places if place.arm)),
+            "parts": ";".join(place.part for place in trial.places),  # a part and an arm for each place of the trial
+            "arms": ";".join(place.arm for place in trial.places),
         }
         row |= {name: _cell(values[name]) for name in names}
         came = found.get(trial.key, {})

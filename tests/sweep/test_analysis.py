@@ -100,8 +100,9 @@ def test_a_part_without_rates_has_no_map() -> None:
 
 
 def test_a_trial_of_two_parts_is_in_both() -> None:
-    found = [{"parts": "a;b"}, {"parts": "b"}]
-    assert parts_of(found) == ["a", "b"] and len(of_part(found, "a")) == 1 and len(of_part(found, "b")) == 2
+    found = [{"parts": "a;b", "arms": ";plain"}, {"parts": "b", "arms": "safe"}]
+    assert parts_of(found) == ["a", "b"]
+    assert [row["arms"] for row in of_part(found, "a")] == [""] and [row["arms"] for row in of_part(found, "b")] == ["plain", "safe"]
 
 
 def test_failures_and_stable_runs_are_two_responses() -> None:
