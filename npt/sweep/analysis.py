@@ -66,13 +66,14 @@ class Cell:
 @dataclass(frozen=True)
 class Map:
     """A part's outcomes by learning rate and by its other settings. edges: by line, the largest rate up to which every trial was stable,
-    and the smallest at which one was not; None where there is none."""
+    and the smallest at which one was not; None where there is none. groups: each line's rows."""
 
     part: str
     rates: tuple[float, ...]
     lines: tuple[str, ...]
     cells: Mapping[tuple[int, int], Cell]
     edges: tuple[tuple[float | None, float | None], ...]
+    groups: tuple[tuple[Row, ...], ...]
 
 
 def finished(rows: Sequence[Row]) -> list[Row]:
@@ -132,7 +133,7 @@ def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map
         first = next((j for j in there if cells[i, j].failed), None)
         below = [j for j in there if first is None or j < first]
         edges.append((rates[below[-1]] if below else None, None if first is None else rates[first]))
-    return Map(part, rates, lines, cells, tuple(edges))
+    return Map(part, rates, lines, cells, tuple(edges), tuple(tuple(groups[line]) for line in lines))
 
 
 def _line(row: Row, others: Sequence[str], named: bool) -> str:

@@ -145,9 +145,9 @@ class Lab:
 
     def reference(self, base: Base, settings: Settings) -> Reference | None:
         """What a teacher of its own says of the held-out samples."""
+        samples, _ = self.heldout(base, settings)
         if base.teacher is None:
             return None
-        samples, _ = self.heldout(base, settings)
         key = (_base_key(settings), _data_key(settings.data), len(samples))
         if key not in self._references:
             size, pad = settings.training.batch_size, pad_id_of(base.tokenizer)

@@ -181,7 +181,25 @@ def _map(study: Study, found: Map) -> str:
     said += f'<p class="alarm">Trains at no rate of these: {text(", ".join(worst))}.</p>' if worst else ""
     listed = table(heads, rows, f"{found.part}: median KL, and failed trials of all, by learning rate")
     picture = _picture(study, f"map-{_file(found.part)}", figures.map_figure(found), told)
-    return f"<h3>{text(found.part)}</h3>{said}\n{picture}\n{details('As a table', listed)}"
+    return (
+        f"<h3>{text(found.part)}</h3>{said}\n{picture}\n{details('As a table', listed)}\n{details('Measures by setting', _measures(found))}"
+    )
+
+
+def _measures(found: Map) -> str:
+    """What each line of a map reached, and how it stood there and at its worst."""
+    rows = []
+    for line, own in zip(found.lines, found.groups, strict=True):
+        best = min((row for row in own if row["outcome"] == "stable" and row["kl"]), key=lambda row: row["kl"], default=None)
+        at_best = [None if best is None else best[name] for name in ("kl", RATE, "saturated", "additive_to_residual", "residual_ratio")]
+        smallest = min((row["m_min"] for row in own if row["m_min"] is not None), default=None)
+        dead = max((row["dead"] for row in own if row["dead"] is not None), default=None)
+        refused = sum(row["refused"] or 0 for row in own)
+        start = next((row["sharpness_start"] for row in own if row["sharpness_start"] is not None), None)
+        rows.append((text(line), *(number(value) for value in (*at_best, smallest, dead)), str(refused), number(start)))
+    heads = ("~setting", "*best KL", "*at rate", "*saturated there", "*additive to residual there", "*residual ratio there")
+    worst = ("*smallest multiplier at any rate", "*largest share at 0", "*refusals", "*sharpness at the start")
+    return table((*heads, *worst), rows, f"{found.part}: at the best rate, and over all")
 
 
 def _cell(found: Map, i: int, j: int) -> str:

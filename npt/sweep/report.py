@@ -8,6 +8,7 @@ from typing import Any
 
 from npt.errors import ConfigError
 from npt.files import new_folder, write_bytes, write_text
+from npt.sweep.analysis import RATE, parts_of, stability_map
 from npt.sweep.page import Study, page
 from npt.sweep.study import SPEC, design_in, refresh
 from npt.sweep.table import read_table
@@ -45,4 +46,26 @@ def write_study_report(folder: Path, output: Path | None = None) -> dict[str, An
             write_bytes(temporary / f"{name}.png", picture)
     write_text(place, content)
     outcomes = Counter(row["outcome"] or "not run" for row in rows)
-    return {"report": str(place), "name": study.name, "trials": len(rows), "outcomes": dict(outcomes), "pictures": sorted(study.pictures)}
+    found = {"report": str(place), "name": study.name, "trials": len(rows), "outcomes": dict(outcomes), "pictures": sorted(study.pictures)}
+    return found | {"maps": _maps(study), "limits": _limits(study)}
+
+
+def _maps(study: Study) -> dict[str, list[dict[str, Any]]]:
+    """By part what each line of its map comes to."""
+    found = {}
+    for part in parts_of(study.rows):
+        drawn = stability_map(study.rows, part, study.columns)
+        if drawn is None:
+            continue
+        lines = []
+        for line, (good, bad), own in zip(drawn.lines, drawn.edges, drawn.groups, strict=True):
+            best = min((row for row in own if row["outcome"] == "stable" and row["kl"]), key=lambda row: row["kl"], default=None)
+            reached = {"best_kl": None, "at_rate": None} if best is None else {"best_kl": best["kl"], "at_rate": best[RATE]}
+            lines.append({"setting": line, "trains_up_to": good, "fails_at": bad, **reached})
+        found[part] = lines
+    return found
+
+
+def _limits(study: Study) -> list[dict[str, Any]]:
+    sought = [row for row in study.rows if row["limit_low"] is not None or row["limit_high"] is not None]
+    return [{"setting": study.name_of(row), "seed": row["seed"], "low": row["limit_low"], "high": row["limit_high"]} for row in sought]

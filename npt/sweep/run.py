@@ -109,9 +109,10 @@ def run(lab: Lab, settings: Settings, between: Callable[[], None] = lambda: None
         lab, between, watch: as `run_trial`.
         settings: of the run.
     """
-    started = time.perf_counter()
     base = lab.base(settings)
     windows = lab.windows(base, settings)
+    lab.reference(base, settings)  # and the held-out samples: what runs share is not one run's time
+    started = time.perf_counter()
     attach(base.model, settings.adapter, seed=settings.training.seed)
     try:
         torch.manual_seed(settings.training.seed)

@@ -13,6 +13,8 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +71,15 @@ def _shown(storage: str | None) -> str | None:
 
 
 def refresh(folder: Path) -> None:
-    """The table anew from a storage that lies in the folder: a study that was killed is reported as far as it came."""
-    if (folder / DATABASE).is_file() and (folder / SPEC).is_file():
+    """The table anew from a storage that lies in the folder: a study that was killed is reported as far as it came. Where it lies
+    elsewhere, or there is nothing to read it with, the table stays as it was last written."""
+    if (folder / DATABASE).is_file() and (folder / SPEC).is_file() and find_spec("optuna") is not None:
         design = design_in(folder)
         write_table(folder, rows_of(design, Storage(storage_url(folder, None), design.name).rows()))
 
 
 def design_in(folder: Path) -> Design:
     """The design of a study's folder; its name is the one on record, for where the specification gives none."""
-    from dataclasses import replace
-
     name = read_json(folder / STUDY, ConfigError).get("name")
     return replace(read_design(str(folder / SPEC)), name=str(name))
 

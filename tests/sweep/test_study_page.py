@@ -67,3 +67,30 @@ def test_a_study_in_which_everything_fails_still_has_its_page(outcome) -> None:
 def test_one_trial_is_a_study() -> None:
     study, html = made(table()[:1])
     assert "1 trials, all of them ended" in html and "map-forms" not in study.pictures
+
+
+def test_a_folder_is_reported_from_its_table_alone_and_by_its_figures(tmp_path) -> None:
+    from made_study import design
+
+    from npt.files import write_json
+    from npt.sweep.report import write_study_report
+    from npt.sweep.table import write_table
+
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_json(folder / "study.json", {"name": "made", "trials": len(design().trials)})
+    write_table(folder, table())
+    found = write_study_report(folder, tmp_path / "elsewhere.html")
+    assert (tmp_path / "elsewhere.html").is_file() and not (folder / "report.html").exists()
+    assert sorted(path.stem for path in (folder / "figures").iterdir()) == found["pictures"]
+    assert found["outcomes"] == {"stable": 19, "worse": 2, "diverged": 4}
+    sigmoid, tanh = found["maps"]["forms"]
+    assert sigmoid == {
+        "setting": "sigmoid",
+        "trains_up_to": 1e-2,
+        "fails_at": 1e-1,
+        "best_kl": pytest.approx(0.1976, rel=1e-3),
+        "at_rate": 1e-2,
+    }
+    assert (tanh["trains_up_to"], tanh["fails_at"]) == (1e-3, 1e-2)
+    assert found["limits"] == [{"setting": "plain", "seed": 0, "low": 0.03, "high": 0.1}]
