@@ -5,11 +5,17 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: pretrain test lint clean
+.PHONY: pretrain stability test lint clean
 
 # The main job on the embedded model: a 4-bit Llama becomes an NPT student, measured on held-out text.
 pretrain: $(VENV)/.core
 	$(BIN)/python pretrain_npt_safe.py --config configs/tiny.yaml --output_dir outputs/pretrain-$(STAMP)
+
+# Which settings train the embedded model, and where that ends: some 240 short runs, shared by two workers. Started again after a kill it
+# goes on where it was.
+stability: $(VENV)/.sweep
+	$(BIN)/npt sweep configs/stability.yaml --study outputs/stability --workers 2
+	$(BIN)/npt report outputs/stability
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
@@ -25,6 +31,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.sweep: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[sweep]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt

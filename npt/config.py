@@ -21,6 +21,8 @@ TARGETS = ("gate", "up", "down")
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
+MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
+INITS_A = ("normal", "kaiming")
 CALIBRATION_INPUTS = ("teacher", "propagated")
 QUANT_TYPES = ("nf4", "fp4")
 TEACHER_PRECISIONS = ("bf16", "fp32")
@@ -150,6 +152,9 @@ class NPTConfig:
     init_std_a: float = setting(0.02, "standard deviation of A at the start")
     init_std_b: float = setting(0.001, "standard deviation of B at the start (0 where residual is keep)")
     ranks: tuple[int, ...] | None = setting(None, "rank of each converted layer in order of depth, as 8,16,32, instead of one for all")
+    mult_form: str = setting("sigmoid", "form of the multiplicative term; the others are there to be compared with", choices=MULT_FORMS)
+    init_a: str = setting("normal", "start of A: normal, with init_std_a, or kaiming, uniform within 1/sqrt(D)", choices=INITS_A)
+    init_std_m: float = setting(0.0, "standard deviation of M at the start (0: every multiplier is exactly 1)")
 
     def __post_init__(self) -> None:
         if isinstance(self.ranks, str):
@@ -177,7 +182,23 @@ class NPTConfig:
             )
         if not (self.additive_scale > 0 and math.isfinite(self.additive_scale)):
             raise ConfigError(f"--additive_scale is {self.additive_scale}; it must be a positive number")
-        _check_at_least(self, {"init_std_a": 0.0, "init_std_b": 0.0})
+        _check_at_least(self, {"init_std_a": 0.0, "init_std_b": 0.0, "init_std_m": 0.0})
+        self._check_forms()
+
+    def _check_forms(self) -> None:
+        """Settings of a term that is not there, and a start that is solved for the sigmoid form alone."""
+        for name, default, used, needed in (
+            ("mult_form", "sigmoid", self.multiplicative, "--modulation both or multiplicative"),
+            ("init_std_m", 0.0, self.multiplicative, "--modulation both or multiplicative"),
+            ("mult_bound", 0.5, self.mult_form == "sigmoid", "--mult_form sigmoid"),
+            ("init_std_a", 0.02, self.init_a == "normal", "--init_a normal"),
+        ):
+            if getattr(self, name) != default and not used:
+                raise ConfigError(f"--{name} {getattr(self, name)} means nothing without {needed}; add it or drop the other")
+        if self.init == "calibrated" and self.mult_form != "sigmoid":
+            raise ConfigError(f"--init calibrated solves the sigmoid form, but --mult_form is {self.mult_form}; drop one of the two")
+        if self.residual == "keep" and (self.init_std_m or self.mult_form == "half_sigmoid"):
+            raise ConfigError("--residual keep starts equal to its base, but these multipliers do not start at 1; drop --residual keep")
 
     def ranks_of(self, count: int) -> tuple[int, ...]:
         """The rank of each of `count` converted layers, in order of depth.

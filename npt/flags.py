@@ -66,18 +66,49 @@ def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | No
     Raises:
         ConfigError: unreadable, not YAML, not a mapping, an unknown name, or a value of another type.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        raise ConfigError(f"--config {path} is not valid YAML: {where}{getattr(error, 'problem', error)}") from error
+    where = f"--config {path}"
+    content = yaml_content(path, where)
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} holds a {type(content).__name__}; write one 'flag_name: value' a line")
+        raise ConfigError(f"{where} holds a {type(content).__name__}; write one 'flag_name: value' a line")
+    return checked_settings(where, content, classes, extra)
+
+
+def yaml_content(path: str, where: str) -> Any:
+    """What a YAML file holds.
+
+    Args:
+        path: the file.
+        where: what messages call it.
+
+    Raises:
+        ConfigError: unreadable, or not YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise ConfigError(f"{where} is not valid YAML: {place}{getattr(error, 'problem', error)}") from error
+
+
+def checked_settings(
+    where: str, content: Mapping[Any, Any], classes: Iterable[type], extra: Mapping[str, type] | None = None
+) -> dict[str, Any]:
+    """Settings by flag name, each known and of its type.
+
+    Args:
+        where: they were written, for messages.
+        content: as it was written.
+        classes: whose flags are allowed.
+        extra: further flags and their types.
+
+    Raises:
+        ConfigError: an unknown name, or a value of another type.
+    """
     kinds: dict[str, type] = dict(extra or {})
     for cls in classes:
         hints = typing.get_type_hints(cls)
@@ -87,8 +118,8 @@ def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | No
         if name not in kinds:
             near = difflib.get_close_matches(str(name), kinds, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"--config {path}: there is no setting {name!r}{hint}")
-        settings[name] = _typed(path, name, value, kinds[name])
+            raise ConfigError(f"{where}: there is no setting {name!r}{hint}")
+        settings[name] = _typed(where, name, value, kinds[name])
     return settings
 
 
@@ -97,7 +128,7 @@ def build(cls: type, given: Mapping[str, Any]) -> Any:
     return cls(**{f.name: given[flag_of(f)] for f in fields(cls) if flag_of(f) in given})
 
 
-def _typed(path: str, name: str, value: Any, kind: type) -> Any:
+def _typed(where: str, name: str, value: Any, kind: type) -> Any:
     if value is None or (kind is not str and isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
         return value
     try:
@@ -113,7 +144,7 @@ def _typed(path: str, name: str, value: Any, kind: type) -> Any:
             return str(value)
     except (ValueError, TypeError, argparse.ArgumentTypeError):
         pass
-    raise ConfigError(f"--config {path}: {name} is {value!r}, expected {'a list' if kind is tuple else kind.__name__}")
+    raise ConfigError(f"{where}: {name} is {value!r}, expected {'a list' if kind is tuple else kind.__name__}")
 
 
 def _fail() -> NoReturn:

@@ -49,7 +49,20 @@ BAD_VALUES = [
         for v in (0.0, 1.0, -0.5, 1.5, NAN, INF)
     ],
     *[(NPTConfig, {"additive_scale": v}, f"--additive_scale is {v}; it must be a positive number") for v in (0.0, -0.1, NAN, INF)],
-    *[(NPTConfig, {n: v}, f"--{n} is {v}; it must be a finite") for n in ("init_std_a", "init_std_b") for v in (-0.1, NAN, INF)],
+    *[
+        (NPTConfig, {n: v}, f"--{n} is {v}; it must be a finite")
+        for n in ("init_std_a", "init_std_b", "init_std_m")
+        for v in (-0.1, NAN, INF)
+    ],
+    (NPTConfig, {"mult_form": "tanh"}, "--mult_form is 'tanh'; choose from sigmoid, half_sigmoid, one_plus_tanh, unbounded"),
+    (NPTConfig, {"init_a": "xavier"}, "--init_a is 'xavier'; choose from normal, kaiming"),
+    (NPTConfig, {"mult_form": "unbounded", "modulation": "additive"}, "--mult_form unbounded means nothing without --modulation both"),
+    (NPTConfig, {"init_std_m": 0.1, "modulation": "additive"}, "--init_std_m 0.1 means nothing without --modulation both"),
+    (NPTConfig, {"mult_form": "one_plus_tanh", "mult_bound": 0.3}, "--mult_bound 0.3 means nothing without --mult_form sigmoid"),
+    (NPTConfig, {"init_a": "kaiming", "init_std_a": 0.1}, "--init_std_a 0.1 means nothing without --init_a normal"),
+    (NPTConfig, {"init": "calibrated", "mult_form": "unbounded"}, "--init calibrated solves the sigmoid form"),
+    (NPTConfig, {"residual": "keep", "init_std_m": 0.1}, "--residual keep starts equal to its base"),
+    (NPTConfig, {"residual": "keep", "mult_form": "half_sigmoid"}, "--residual keep starts equal to its base"),
     (BaseConfig, {"quant_type": "int4"}, "--quant_type is 'int4'; choose from nf4, fp4"),
     (BaseConfig, {"matmul_precision": "low"}, "--matmul_precision is 'low'; choose from highest, high"),
     *[(DataConfig, {"max_length": v}, f"--max_length is {v}; it must be a finite number of at least 2") for v in (1, 0, -5)],

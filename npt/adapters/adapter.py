@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -43,13 +44,15 @@ class NPTAdapter(nn.Module):
         std_b = 0.0 if config.residual == "keep" else config.init_std_b
 
         def normal(rows: int, columns: int, std: float) -> nn.Parameter:
+            if std == 0:
+                return nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32))
             return nn.Parameter(std * torch.randn(rows, columns, generator=generator, dtype=torch.float32))
 
         self.A = normal(config.rank, hidden_size, config.init_std_a)
+        if config.init_a == "kaiming":
+            nn.init.kaiming_uniform_(self.A, a=math.sqrt(5), generator=generator)  # as LoRA's A: uniform within 1 / sqrt(D)
         self.B = nn.ParameterDict({t: normal(widths[t], config.rank, std_b) for t in config.targets if config.additive})
-        self.M = nn.ParameterDict(
-            {t: nn.Parameter(torch.zeros(widths[t], config.rank, dtype=torch.float32)) for t in config.targets if config.multiplicative}
-        )
+        self.M = nn.ParameterDict({t: normal(widths[t], config.rank, config.init_std_m) for t in config.targets if config.multiplicative})
 
     def show(self, **stages: Tensor | None) -> None:
         """Let the observer, if there is one, look at the stages that were just computed."""
@@ -91,6 +94,7 @@ class NPTAdapter(nn.Module):
                 add,
                 self.config.mult_bound,
                 self.config.additive_scale,
+                self.config.mult_form,
             )
 
     def extra_repr(self) -> str:

@@ -32,6 +32,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
+_LATER = {"ranks", "mult_form", "init_a", "init_std_m"}  # settings that folders of earlier versions do not have
 
 
 def save_adapter(
@@ -201,8 +202,8 @@ def read_adapter_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     if not isinstance(settings, dict):
         raise AdapterFileError(f"{path} has no entry 'npt'; it is not an NPT adapter's configuration")
     known = {f.name for f in fields(NPTConfig)}
-    if set(settings) | {"ranks"} != known:  # folders of before there were ranks by layer have none
-        odd = sorted((set(settings) | {"ranks"}) ^ known)
+    if set(settings) | _LATER != known:
+        odd = sorted((set(settings) | _LATER) ^ known)
         raise AdapterFileError(f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}")
     try:
         return NPTConfig(**settings), record

@@ -6,14 +6,15 @@ For a token with attention output a (width D) and low-rank code z = A a (width R
 
 m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and its gradient, off; it is
 exactly 1 where M z = 0. At the ends fp32 rounds it to the bound itself. Left out on purpose: dropout, biases, any
-normalisation of a or z.
+normalisation of a or z. Other forms of m stand beside it, so that what they do to training can be measured; none of them is to be used.
 
 Shapes: B batch, T time, D hidden, R rank; `...` is any leading shape, O the width of the modulated product (F or D).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,8 +30,22 @@ def multiplier(u: Tensor, mult_bound: float) -> Tensor:
     return 1.0 + mult_bound * torch.tanh(0.5 * u)
 
 
+OTHER_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "half_sigmoid": lambda u: 0.5 * torch.sigmoid(u) + 0.5,  # 0.75 at the start, and never above 1
+    "one_plus_tanh": lambda u: 1.0 + torch.tanh(u),  # reaches 0, where channel and gradient are gone
+    "unbounded": lambda u: 1.0 + u,
+}
+"""Forms of m that have been in use elsewhere; u is M z."""
+
+
+def multiplier_range(form: str, mult_bound: float) -> tuple[float, float]:
+    """The smallest and the largest m that a form can give; fp32 rounds to both."""
+    others = {"half_sigmoid": (0.5, 1.0), "one_plus_tanh": (0.0, 2.0), "unbounded": (-math.inf, math.inf)}
+    return others.get(form, (1.0 - mult_bound, 1.0 + mult_bound))
+
+
 def modulate(
-    y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, mult_bound: float, additive_scale: float
+    y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, mult_bound: float, additive_scale: float, form: str = "sigmoid"
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Modulate one MLP product.
 
@@ -41,6 +56,7 @@ def modulate(
         add: B, [O, R], or None for no additive term.
         mult_bound: beta.
         additive_scale: alpha.
+        form: `sigmoid`, or one of OTHER_FORMS, which take no beta.
 
     Returns:
         y' in y's dtype, then m and s in fp32 (None where absent), for the regulariser and for observers.
@@ -48,7 +64,8 @@ def modulate(
     out = y.to(z.dtype)
     m = s = None
     if mult is not None:
-        m = multiplier(F.linear(z, mult), mult_bound)
+        u = F.linear(z, mult)
+        m = multiplier(u, mult_bound) if form == "sigmoid" else OTHER_FORMS[form](u)
         out = m * out
     if add is not None:
         s = additive_scale * F.linear(z, add)

@@ -293,6 +293,8 @@ class _Walk:
 
 def _check(config: NPTConfig, layers: int, width: int, tokens: int, inputs: str, rounds: int, rank_budget: int | None) -> None:
     _check_residual(config)
+    if config.mult_form != "sigmoid":
+        raise NotSupportedError(f"calibration solves the sigmoid form, but --mult_form is {config.mult_form}; use --init random")
     if inputs not in CALIBRATION_INPUTS:
         raise ConfigError(f"--calibration_inputs is {inputs!r}; choose from {', '.join(CALIBRATION_INPUTS)}")
     for flag, value, low in (("calibration_tokens", tokens, 1), ("calibration_rounds", rounds, 0)):

@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from npt.cli import collect, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, trace, transplant
+from npt.cli import collect, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, sweep, trace, transplant
 from npt.errors import NPTError, StoppedError
 from npt.flags import OneLineParser
 from npt.version import __version__
 
-VERBS = (pretrain, evaluate, generate, trace, replay, report, doctor, collect, consolidate, transplant, push)
+VERBS = (pretrain, evaluate, generate, trace, replay, report, sweep, doctor, collect, consolidate, transplant, push)
 
 
 def _keeps_matmul_precision(run: Callable[..., int]) -> Callable[..., int]:

@@ -10,22 +10,25 @@ from npt.console import make_console
 
 
 def report(given: dict[str, Any]) -> int:
-    """Make report.html of a run anew from its folder: a finished, stopped or killed run, or one that is under way."""
+    """Make report.html of a run or a study anew from its folder: a finished, stopped or killed one, or one that is under way."""
     from npt.distill.run_folder import REPORT, is_run
     from npt.distill.run_report import write_report
     from npt.errors import ConfigError
     from npt.files import to_json
     from npt.report.summary import summary
+    from npt.sweep.study import is_study
 
     folder = Path(given["folder"])
     output = folder / REPORT if given["output"] is None else Path(given["output"])
     try:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}; name the one that a run wrote")
-        if not is_run(folder):
-            raise ConfigError(f"{folder} holds no run; name a folder with run.json, metrics.jsonl or checkpoints")
         if output.is_dir():
             raise ConfigError(f"--output {output} is a folder; name a file")
+        if is_study(folder):
+            return _study(folder, output, given["json"])
+        if not is_run(folder):
+            raise ConfigError(f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl, checkpoints or study.json")
         record = write_report(folder, output)
     except OSError as error:
         raise ConfigError(f"{error.filename or output} cannot be read or written: {error.strerror}; check its rights") from error
@@ -41,7 +44,21 @@ def report(given: dict[str, Any]) -> int:
     return 0
 
 
+def _study(folder: Path, output: Path, json: bool) -> int:
+    from npt.files import to_json
+    from npt.sweep.report import write_study_report
+
+    found = write_study_report(folder, output)
+    if json:
+        print(to_json(found, indent=2))
+        return 0
+    console = make_console()
+    console.print(", ".join(f"{count} {name}" for name, count in found["outcomes"].items()), soft_wrap=True)
+    console.print(f"written to {output}, and {len(found['pictures'])} pictures in {folder / 'figures'}", soft_wrap=True)
+    return 0
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help="the run's folder")
-    parser.add_argument("--output", metavar="FILE", help="where to write the page (default: RUN/report.html)")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder of a run or a study")
+    parser.add_argument("--output", metavar="FILE", help="where to write the page (default: FOLDER/report.html)")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")

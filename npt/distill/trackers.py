@@ -18,6 +18,7 @@ class Trackers:
         folder: the run's.
         resolved: settings to show beside the figures.
         wandb_run: what Weights & Biases is to know the run by; one that it knows is gone on with.
+        wandb_group: runs that Weights & Biases shows together.
         resume_at: the step that the run in this folder goes on from. TensorBoard forgets what it has of later ones; Weights & Biases
             keeps the figures that it had first, which differ from those to come only where settings were changed.
     """
@@ -30,6 +31,7 @@ class Trackers:
         *,
         wandb_run: str | None = None,
         resume_at: int | None = None,
+        wandb_group: str | None = None,
     ):
         chosen = [name for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard)) if wanted]
         self._accelerator = None
@@ -41,6 +43,7 @@ class Trackers:
         options: dict[str, dict[str, Any]] = {}
         if config.use_wandb:
             options["wandb"] = {"name": config.run_name or folder.name, "dir": str(folder), "id": wandb_run, "resume": "allow"}
+            options["wandb"] |= {} if wandb_group is None else {"group": wandb_group}
         if config.use_tensorboard and resume_at is not None:
             options["tensorboard"] = {"purge_step": resume_at + 1}
         plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in resolved.items()}

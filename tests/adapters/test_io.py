@@ -243,6 +243,11 @@ DAMAGE = {
 }
 
 
+def test_a_folder_of_before_there_were_other_forms_loads_with_the_usual_one(load_model, saved):
+    in_record(lambda r: [r["npt"].pop(name) for name in ("ranks", "mult_form", "init_a", "init_std_m")])(saved)
+    assert npt.load_adapter(load_model(), saved).mult_form == "sigmoid"
+
+
 class TestRefusedLoad:
     @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
     def test_names_the_fault_and_leaves_the_model_as_it_was(self, load_model, saved, damage, message):

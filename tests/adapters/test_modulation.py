@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from npt.adapters.modulation import modulate, modulate_reference, modulation_energy, multiplier
-from npt.config import NPTConfig
+from npt.adapters.modulation import OTHER_FORMS, modulate, modulate_reference, modulation_energy, multiplier, multiplier_range
+from npt.config import MULT_FORMS, NPTConfig
 
 FORMS = pytest.mark.parametrize(("mult", "add"), [(True, True), (True, False), (False, True), (False, False)])
 
@@ -129,3 +129,46 @@ def test_energy_is_zero_for_multipliers_of_one_and_absent_without_terms():
     assert torch.equal(modulation_energy([(torch.ones(2, 5), None)]), torch.zeros(2))
     assert modulation_energy([]) is None
     assert modulation_energy([(None, None)]) is None
+
+
+def test_every_form_of_the_configuration_is_there():
+    assert set(MULT_FORMS) == {"sigmoid", *OTHER_FORMS}
+
+
+def form_of(form: str, u: torch.Tensor, mult_bound: float = 0.5) -> torch.Tensor:
+    """m as `modulate` gives it, by products of one number each."""
+    _, m, _ = modulate(torch.ones(len(u), 1), u.unsqueeze(-1), torch.ones(1, 1), None, mult_bound, 1.0, form)
+    assert m is not None
+    return m.squeeze(-1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(MULT_FORMS), st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), st.floats(0.01, 0.999))
+@example("one_plus_tanh", [-1e6, 1e6], 0.5)
+def test_every_form_stays_within_its_range_and_grows_with_its_argument(form, values, mult_bound):
+    u = torch.tensor(sorted(values), dtype=torch.float32)
+    m = form_of(form, u, mult_bound)
+    low, high = multiplier_range(form, mult_bound)
+    ulp = torch.finfo(torch.float32).eps * 2  # beta is rounded to fp32 in the range as in the multiplier, at numbers below 2
+    assert (m >= low - ulp).all() and (m <= high + ulp).all()
+    assert (m.diff() >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "at_start", "ends"),
+    [
+        ("sigmoid", 1.0, (0.5, 1.5)),
+        ("half_sigmoid", 0.75, (0.5, 1.0)),
+        ("one_plus_tanh", 1.0, (0.0, 2.0)),
+        ("unbounded", 1.0, (-99.0, 101.0)),
+    ],
+)
+def test_each_form_starts_and_ends_where_it_is_known_to(form, at_start, ends):
+    assert form_of(form, torch.tensor([0.0, -100.0, 100.0])).tolist() == [at_start, *ends]
+
+
+def test_only_the_form_that_reaches_zero_loses_its_gradient_there():
+    u = torch.tensor([-20.0], requires_grad=True)
+    (form_of("one_plus_tanh", u) * 3.0).sum().backward()
+    assert u.grad is not None and u.grad.item() == 0.0 and form_of("one_plus_tanh", u).item() == 0.0
+    assert form_of("sigmoid", u).item() >= 0.5 and form_of("half_sigmoid", u).item() >= 0.5

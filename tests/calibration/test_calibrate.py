@@ -204,6 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] =
     "other inputs": ({}, {"inputs": "student"}, ConfigError, "--calibration_inputs is 'student'; choose from teacher, propagated"),
     "a budget below one each": ({}, {"rank_budget": 2}, ConfigError, "--rank_budget is 2"),
     "a budget beyond the model": ({}, {"rank_budget": 193}, ConfigError, "3 to 192 ranks"),
+    "another form": ({"mult_form": "one_plus_tanh"}, {}, NotSupportedError, "--mult_form is one_plus_tanh"),
     "kept residual": ({"residual": "keep"}, {}, NotSupportedError, "--residual keep start equal to their base"),
 }
 

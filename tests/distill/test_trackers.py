@@ -67,9 +67,9 @@ def test_wandb_offline_keeps_a_run_below_the_run_folder(tmp_path, monkeypatch) -
     folder.mkdir()
     import wandb
 
-    trackers = Trackers(TrainConfig(use_wandb=True, run_name="trial"), folder, RESOLVED)
+    trackers = Trackers(TrainConfig(use_wandb=True, run_name="trial"), folder, RESOLVED, wandb_group="study")
     run = wandb.run
-    assert run.name == "trial"
+    assert (run.name, run.group) == ("trial", "study")
     assert run.config["rank"] == 4 and run.config["targets"] == "('gate', 'up')"
     trackers.log(VALUES, 3)
     trackers.close()

@@ -1,0 +1,71 @@
+"""`npt sweep`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from npt.cli.arguments import positive
+from npt.console import make_console, silent_console
+
+
+def sweep(given: dict[str, Any]) -> int:
+    """Run a study: many short runs on one base, shared by as many workers as join, and a table of what came out."""
+    from npt.distill.run_folder import versions
+    from npt.files import to_json
+    from npt.sweep.lab import Lab, check_design
+    from npt.sweep.spec import read_design
+    from npt.sweep.storage import Storage
+    from npt.sweep.study import Crew, Display, open_folder, storage_url
+    from npt.sweep.worker import Worker, label
+
+    spec = Path(given["spec"])
+    design = read_design(str(spec))
+    check_design(design)
+    console = silent_console() if given["json"] else make_console()
+    if given["dry_run"]:
+        for trial in design.trials:
+            console.print(f"{trial.key}  {label(trial)}", soft_wrap=True)
+        console.print(f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order", soft_wrap=True)
+        return 0
+    folder = Path(given["study"]) if given["study"] is not None else Path("outputs") / design.name
+    url = storage_url(folder, given["storage"])
+    parent = given["parent"]
+    if parent is None:
+        open_folder(folder, spec, design, given["storage"], versions())
+    storage = Storage(url, design.name)
+    if parent is not None:
+        Worker(design, storage, folder, Lab(), lambda line: console.print(f"  {line}", soft_wrap=True), parent).work()
+        return 0
+    new = storage.enqueue(design.trials)
+    before = storage.progress(design.by_key).finished
+    console.print(f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}", soft_wrap=True)
+    display = Display(storage, design, folder, lambda line: console.print(line, soft_wrap=True))
+    display.table()
+    count = given["workers"]
+    threads = max(1, (os.cpu_count() or 1) // count)
+    command = [sys.executable, "-m", "npt.cli", "sweep", str(spec), "--study", str(folder), "--parent", str(os.getpid())]
+    command += ["--storage", given["storage"]] if given["storage"] is not None else []
+    command += ["--json"] if given["json"] else []
+    status = Crew(command, count, threads).wait(display.look)
+    rows = display.table()
+    if given["json"]:
+        print(to_json({"study": str(folder), "trials": [{k: v for k, v in row.items() if k != "curve"} for row in rows]}, indent=2))
+        return status
+    outcomes = [row["outcome"] or "not run" for row in rows]
+    counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
+    console.print(f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}", soft_wrap=True)
+    return status
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC.yaml", help="the study: settings, and the parts that vary them")
+    parser.add_argument("--study", metavar="FOLDER", help="the study's folder, gone on with if it is there (default: outputs/NAME)")
+    parser.add_argument("--storage", metavar="URL", help="database that workers share, sqlite:/// or a server's (default: in the folder)")
+    parser.add_argument("--workers", type=positive, default=1, metavar="INT", help="processes that share the study (default: 1)")
+    parser.add_argument("--dry_run", action="store_true", help="check the study and list its trials, and run nothing")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON and nothing else")
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)

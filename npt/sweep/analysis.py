@@ -1,0 +1,280 @@
+"""What a study's table says: which rates train, which settings matter, and how sure that is.
+
+Effects are those of an additive model, fitted by least squares to a part's trials: a mean, and a contribution of each level of each
+setting. A level's effect is the model's mean over an even mixture of all other levels, so an unbalanced design does not tilt it; its
+interval is Student's. A setting's share of the variance is what the model loses when it is left out. What is left over is split by the
+trials that differ in nothing but their seed: their spread is noise, the rest is what settings do together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+
+RATE = "learning_rate"
+LEVELS = 12
+"""Levels up to which numbers count as levels of their own; more, as a random design has, are put into four classes of equal count."""
+
+_CLASSES = 4
+_ENOUGH = 4
+"""Trials that an analysis needs beside one for each parameter of the model."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One level of a setting. mean: the response there. low, high: of its 95% interval, None where there is no spread to tell from."""
+
+    setting: str
+    level: str
+    mean: float
+    low: float | None
+    high: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Main effects on one response. shares: of the variance, by setting; `together` of what settings do together, and `seeds` of noise,
+    None where no two trials differ in their seed alone."""
+
+    response: str
+    trials: int
+    effects: tuple[Effect, ...]
+    shares: Mapping[str, float]
+    together: float
+    seeds: float | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The trials of one setting at one rate. failed: share that was not stable. kl: median of the finite ones."""
+
+    count: int
+    failed: float
+    diverged: float
+    kl: float | None
+
+
+@dataclass(frozen=True)
+class Map:
+    """A part's outcomes by learning rate and by its other settings. edges: by line, the largest rate up to which every trial was stable,
+    and the smallest at which one was not; None where there is none. groups: each line's rows."""
+
+    part: str
+    rates: tuple[float, ...]
+    lines: tuple[str, ...]
+    cells: Mapping[tuple[int, int], Cell]
+    edges: tuple[tuple[float | None, float | None], ...]
+    groups: tuple[tuple[Row, ...], ...]
+
+
+def finished(rows: Sequence[Row]) -> list[Row]:
+    """Rows of trials that have come to an end."""
+    return [row for row in rows if row["outcome"] in ("stable", "worse", "diverged")]
+
+
+def parts_of(rows: Sequence[Row]) -> list[str]:
+    """The parts' names, in the design's order."""
+    return list(dict.fromkeys(part for row in rows for part in row["parts"].split(";")))
+
+
+def of_part(rows: Sequence[Row], part: str) -> list[Row]:
+    """The rows of a part, each with the arm that it is there; one that stands under two arms of it is there twice."""
+    return [{**row, "parts": part, "arms": arm} for row in rows for own, arm in places(row) if own == part]
+
+
+def places(row: Row) -> list[tuple[str, str]]:
+    """The part and the arm of each place at which a trial stands."""
+    return list(zip(row["parts"].split(";"), row["arms"].split(";"), strict=True))
+
+
+def settings_in(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """The settings in which rows differ, seeds left out."""
+    return [name for name in columns if name != "seed" and len({repr(row.get(name)) for row in rows}) > 1]
+
+
+def level_text(value: Any) -> str:
+    """A setting's value in a few letters."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map | None:
+    """The map of a part; None where its learning rate is the same everywhere, or sought."""
+    own = [row for row in finished(of_part(rows, part)) if row[RATE] is not None and row.get("limit_high") is None]
+    rates = tuple(sorted({row[RATE] for row in own}))
+    if len(rates) < 2:
+        return None
+    others = [name for name in settings_in(own, columns) if name != RATE]
+    named = all(row["arms"] for row in own) and len({row["arms"] for row in own}) > 1
+    groups: dict[str, list[Row]] = {}
+    for row in own:
+        groups.setdefault(_line(row, others, named), []).append(row)
+    lines = tuple(groups)
+    cells: dict[tuple[int, int], Cell] = {}
+    edges = []
+    for i, line in enumerate(lines):
+        for j, rate in enumerate(rates):
+            found = [row for row in groups[line] if row[RATE] == rate]
+            if found:
+                cells[i, j] = _cell(found)
+        there = [j for j in range(len(rates)) if (i, j) in cells]
+        first = next((j for j in there if cells[i, j].failed), None)
+        below = [j for j in there if first is None or j < first]
+        edges.append((rates[below[-1]] if below else None, None if first is None else rates[first]))
+    return Map(part, rates, lines, cells, tuple(edges), tuple(tuple(groups[line]) for line in lines))
+
+
+def _line(row: Row, others: Sequence[str], named: bool) -> str:
+    if named:
+        return str(row["arms"])
+    return ", ".join(f"{name} {level_text(row[name])}" if len(others) > 1 else level_text(row[name]) for name in others) or "all"
+
+
+def _cell(rows: Sequence[Row]) -> Cell:
+    known = [row["kl"] for row in rows if row["kl"] is not None and math.isfinite(row["kl"])]
+    share = {name: sum(row["outcome"] == name for row in rows) / len(rows) for name in ("stable", "diverged")}
+    return Cell(len(rows), 1 - share["stable"], share["diverged"], statistics.median(known) if known else None)
+
+
+def log_kl(row: Row) -> float | None:
+    """log10 of the KL of a run that was stable."""
+    kl = row["kl"]
+    return math.log10(kl) if row["outcome"] == "stable" and kl is not None and kl > 0 and math.isfinite(kl) else None
+
+
+def failure(row: Row) -> float | None:
+    """1 for a run that diverged or ended worse than it began, 0 for the others."""
+    return float(row["outcome"] != "stable")
+
+
+def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row], float | None], called: str) -> Analysis | None:
+    """Main effects and shares of variance.
+
+    Args:
+        rows: of one part.
+        names: of the settings in question.
+        response: of a row; None leaves it out.
+        called: the response's name.
+
+    Returns:
+        None where there are too few trials, or the response is the same in all.
+    """
+    known = [(row, value) for row in finished(rows) if (value := response(row)) is not None]
+    rows, y = [row for row, _ in known], np.array([value for _, value in known], np.float64)
+    levels = {name: _levels([row.get(name) for row in rows]) for name in names}
+    levels = {name: found for name, found in levels.items() if len(set(found)) > 1}
+    if not levels or len(rows) < 1 + sum(len(set(found)) - 1 for found in levels.values()) + _ENOUGH or float(np.ptp(y)) == 0:
+        return None
+    order = {name: list(dict.fromkeys(_sorted(found))) for name, found in levels.items()}
+    columns = {name: _columns(levels[name], order[name]) for name in levels}
+    full = np.hstack([np.ones((len(y), 1)), *columns.values()])
+    total = float(np.square(y - y.mean()).sum())
+    left = _left(full, y)
+    rank = int(np.linalg.matrix_rank(full))
+    free = len(y) - rank
+    noise = left / free if free > 0 else None
+    inverse = np.linalg.pinv(full.T @ full)
+    beta = inverse @ full.T @ y
+    effects, at = [], 1
+    for name, matrix in columns.items():
+        width = matrix.shape[1]
+        for level in order[name]:
+            weights = np.zeros(full.shape[1])
+            weights[0] = 1.0
+            weights[at : at + width] = _code(order[name], level)
+            mean = float(weights @ beta)
+            half = None if noise is None else student(free) * math.sqrt(max(0.0, noise * float(weights @ inverse @ weights)))
+            count = sum(found == level for found in levels[name])
+            effects.append(
+                Effect(name, level[1], mean, None if half is None else mean - half, None if half is None else mean + half, count)
+            )
+        at += width
+    shares = {}
+    for name in columns:
+        without = np.hstack([np.ones((len(y), 1)), *(matrix for other, matrix in columns.items() if other != name)])
+        shares[name] = max(0.0, (_left(without, y) - left) / total)
+    pure = _pure(rows, names, y)
+    seeds = None if pure is None else min(pure, left) / total
+    return Analysis(called, len(y), tuple(effects), shares, left / total - (seeds or 0.0), seeds)
+
+
+def student(free: int) -> float:
+    """The 97.5% point of Student's t with `free` degrees of freedom: exact for one and two, else the expansion about the normal point
+    (Abramowitz and Stegun 26.7.5), within half a per cent from three on."""
+    if free == 1:
+        return 12.7062
+    if free == 2:
+        return 4.30265
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / free**power for power, term in enumerate(terms, 1))
+
+
+_Level = tuple[float, str]
+
+
+def _levels(values: Sequence[Any]) -> list[_Level]:
+    """Each value's level, by which they are sorted, and its name. Numbers of more than LEVELS kinds are put into classes."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values) and len(set(values)) > LEVELS:
+        ends = [float(np.quantile(values, i / _CLASSES)) for i in range(1, _CLASSES)]
+        names = [f"≤ {ends[0]:.3g}", *(f"{a:.3g} to {b:.3g}" for a, b in itertools.pairwise(ends)), f"> {ends[-1]:.3g}"]
+        return [(float(i), names[i]) for value in values for i in (sum(value > end for end in ends),)]
+    kinds = list(dict.fromkeys(values))
+    return [(float(v) if isinstance(v, int | float) and not isinstance(v, bool) else float(kinds.index(v)), level_text(v)) for v in values]
+
+
+def _sorted(levels: Sequence[_Level]) -> list[_Level]:
+    return sorted(set(levels))
+
+
+def _code(order: Sequence[_Level], level: _Level) -> np.ndarray:
+    """A level's columns: they sum to zero over the levels, so the model's mean is an even mixture of them."""
+    place = order.index(level)
+    return np.full(len(order) - 1, -1.0) if place == len(order) - 1 else np.eye(len(order) - 1)[place]
+
+
+def _columns(levels: Sequence[_Level], order: Sequence[_Level]) -> np.ndarray:
+    return np.array([_code(order, level) for level in levels])
+
+
+def _left(matrix: np.ndarray, y: np.ndarray) -> float:
+    """Sum of squares that the model leaves."""
+    solution = np.linalg.lstsq(matrix, y, rcond=None)[0]
+    return float(np.square(y - matrix @ solution).sum())
+
+
+def _pure(rows: Sequence[Row], names: Sequence[str], y: np.ndarray) -> float | None:
+    """Sum of squares within groups of trials that differ in their seed alone; None where there is no such group."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for row, value in zip(rows, y, strict=True):
+        groups.setdefault(tuple(repr(row.get(name)) for name in names), []).append(float(value))
+    several = [values for values in groups.values() if len(values) > 1]
+    return sum(sum((value - statistics.fmean(values)) ** 2 for value in values) for values in several) if several else None
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that none is better than in both coordinates, small being good, by the first coordinate."""
+    order = sorted(range(len(points)), key=lambda i: points[i])
+    found, best = [], math.inf
+    for i in order:
+        if points[i][1] < best:
+            best = points[i][1]
+            found.append(i)
+    return found

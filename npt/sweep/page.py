@@ -1,0 +1,367 @@
+"""The page about a study: what trains and where that ends, what it gains, and which settings matter, in one file that needs nothing else.
+
+It loads nothing and runs no script; its pictures are in it, and lie beside it as PNG. Every picture's numbers stand in a table as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import npt.report
+from npt.report.markup import details, number, table, text
+from npt.sweep import figures
+from npt.sweep.analysis import (
+    RATE,
+    Analysis,
+    Map,
+    analyse,
+    failure,
+    finished,
+    frontier,
+    level_text,
+    log_kl,
+    of_part,
+    parts_of,
+    places,
+    settings_in,
+    stability_map,
+)
+from npt.sweep.table import MEASURES
+
+PLACES = ("key", "parts", "arms")
+
+_SHOWN = (
+    "outcome", "reason", "bad_layer", "bad_stage", "kl", "perplexity_ratio", "top1", "loss_first", "loss_end", "refused", "grad_growth",
+    "residual_ratio", "saturated", "dead", "m_min", "m_max", "additive_to_residual", "additive_to_product", "sharpness_start",
+    "sharpness_end", "parameters", "seconds",
+)  # fmt: skip
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Study:
+    """A study as it is reported. notes: of each part. pictures: PNG by name, filled as the page is made."""
+
+    name: str
+    rows: Sequence[Row]
+    notes: Mapping[str, str] = field(default_factory=dict)
+    pictures: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> list[str]:
+        """The settings that the table has."""
+        return [name for name in (self.rows[0] if self.rows else {}) if name not in PLACES and name not in MEASURES]
+
+    def factors(self, rows: Sequence[Row]) -> list[str]:
+        """What these rows differ in: the arms, where they are named, and the settings that no arm decides."""
+        varied = settings_in(rows, self.columns)
+        if not all(row["arms"] for row in rows) or len({row["arms"] for row in rows}) < 2:
+            return varied
+        groups = [[row for row in rows if row["arms"] == arm] for arm in dict.fromkeys(row["arms"] for row in rows)]
+        return ["arms", *(name for name in varied if any(name in settings_in(group, self.columns) for group in groups))]
+
+    def name_of(self, row: Row) -> str:
+        """A trial in a few words."""
+        part, arm = places(row)[0]
+        own = of_part(self.rows, part)
+        words = [arm] if arm else []
+        words += [f"{'lr' if n == RATE else n} {level_text(row[n])}" for n in self.factors(own) if n != "arms"]
+        return ", ".join(words) or part
+
+
+def page(study: Study) -> str:
+    """The HTML page."""
+    style = (Path(npt.report.__file__).parent / "style.css").read_text(encoding="utf-8") + _STYLE
+    digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src 'sha256-{digest}'"
+    sections = [
+        ("stability", "What trains", _stability(study)),
+        ("limits", "The largest value that trains", _limits(study)),
+        ("faults", "A batch of other activations", _faults(study)),
+        ("fidelity", "Fidelity, parameters and time", _fidelity(study)),
+        ("effects", "Which settings matter", _effects(study)),
+        ("seeds", "Spread of the seeds", _seeds(study)),
+        ("trials", "Trials", _trials(study)),
+        ("reading", "How to read this", _READING),
+    ]
+    shown = [(name, heading, content) for name, heading, content in sections if content]
+    title = f"{text(study.name, 80)}: report of a study"
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in shown)
+    body = "\n".join(
+        f'<section aria-labelledby="{name}">\n<h2 id="{name}">{heading}</h2>\n{content}\n</section>' for name, heading, content in shown
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+{_head(study)}
+<nav aria-label="Sections"><ul>{links}</ul></nav>
+</header>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+_STYLE = """
+.drawn { background: #ffffff; border: 1px solid var(--rule); border-radius: 4px; max-width: 100%; height: auto }
+"""
+
+_READING = """<p>A trial is <strong>stable</strong> when it came to its end and the loss of its first window was smaller there than
+at the beginning; <strong>worse</strong> when that loss was larger; <strong>diverged</strong> when it was stopped, for a loss many
+times its first or for refusals in a row, or when the student that came out gives numbers that are not finite. Refused micro-batches
+leave nothing behind in any trial, so what is seen here is what the form of the adapter does, not what a NaN would have done.</p>
+<p>Trials are short, and on one base: they say which settings train and which do not, and which of two is better early on. They do not
+say how good a setting becomes in a long run, and a limit found here moves with the base, the batch and the number of steps.</p>
+<p>Effects are those of an additive model. Where the share <em>together</em> is large, settings work on one another, and an effect
+alone says little: read the map.</p>"""
+
+
+def _head(study: Study) -> str:
+    done = finished(study.rows)
+    counts = {name: sum(row["outcome"] == name for row in study.rows) for name in ("stable", "worse", "diverged", "failed")}
+    open_ = len(study.rows) - sum(counts.values())
+    kind, words = (
+        ("good", f"{len(study.rows)} trials, all of them ended")
+        if not open_
+        else ("warn", f"{open_} of {len(study.rows)} trials have not ended")
+    )
+    facts = [(name, f"{count:,}") for name, count in counts.items() if count or name != "failed"]
+    facts += [("runs", f"{sum(row['runs'] or 0 for row in done):,}"), ("refusals", f"{sum(row['refused'] or 0 for row in done):,}")]
+    seconds = sum(row["seconds"] or 0 for row in done)
+    facts.append(("computing", f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"))
+    cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+    return f'<p class="status {kind}"><strong>{words}</strong></p>\n<dl class="facts">{cells}</dl>'
+
+
+def _picture(study: Study, name: str, content: bytes, told: str) -> str:
+    study.pictures[name] = content
+    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
+    data = base64.b64encode(content).decode("ascii")
+    return f'<figure><img class="drawn" width="{width}" height="{height}" alt="{text(told)}" src="data:image/png;base64,{data}"></figure>'
+
+
+def _stability(study: Study) -> str:
+    pieces = []
+    for part in parts_of(study.rows):
+        found = stability_map(study.rows, part, study.columns)
+        if found is not None:
+            pieces.append(_map(study, found))
+    return "\n".join(pieces)
+
+
+def _map(study: Study, found: Map) -> str:
+    worst = [line for line, (good, _) in zip(found.lines, found.edges, strict=True) if good is None]
+    told = f"Outcomes of part {found.part} by learning rate, {len(found.lines)} settings."
+    rows = [
+        (text(line), number(good), number(bad), *(_cell(found, i, j) for j in range(len(found.rates))))
+        for i, (line, (good, bad)) in enumerate(zip(found.lines, found.edges, strict=True))
+    ]
+    heads = ("~setting", "*trains up to", "*fails at", *(f"*{rate:g}" for rate in found.rates))
+    note = study.notes.get(found.part, "")
+    said = f"<p>{text(note)}</p>" if note else ""
+    said += f'<p class="alarm">Trains at no rate of these: {text(", ".join(worst))}.</p>' if worst else ""
+    listed = table(heads, rows, f"{found.part}: median KL, and failed trials of all, by learning rate")
+    picture = _picture(study, f"map-{_file(found.part)}", figures.map_figure(found), told)
+    return (
+        f"<h3>{text(found.part)}</h3>{said}\n{picture}\n{details('As a table', listed)}\n{details('Measures by setting', _measures(found))}"
+    )
+
+
+def _measures(found: Map) -> str:
+    """What each line of a map reached, and how it stood there and at its worst."""
+    rows = []
+    for line, own in zip(found.lines, found.groups, strict=True):
+        best = min((row for row in own if row["outcome"] == "stable" and row["kl"]), key=lambda row: row["kl"], default=None)
+        at_best = [None if best is None else best[name] for name in ("kl", RATE, "saturated", "additive_to_residual", "residual_ratio")]
+        smallest = min((row["m_min"] for row in own if row["m_min"] is not None), default=None)
+        dead = max((row["dead"] for row in own if row["dead"] is not None), default=None)
+        refused = sum(row["refused"] or 0 for row in own)
+        start = next((row["sharpness_start"] for row in own if row["sharpness_start"] is not None), None)
+        rows.append((text(line), *(number(value) for value in (*at_best, smallest, dead)), str(refused), number(start)))
+    heads = ("~setting", "*best KL", "*at rate", "*saturated there", "*additive to residual there", "*residual ratio there")
+    worst = ("*smallest multiplier at any rate", "*largest share at 0", "*refusals", "*sharpness at the start")
+    return table((*heads, *worst), rows, f"{found.part}: at the best rate, and over all")
+
+
+def _cell(found: Map, i: int, j: int) -> str:
+    cell = found.cells.get((i, j))
+    if cell is None:
+        return ""
+    failed = round(cell.failed * cell.count)
+    return number(cell.kl, 3) + (f" ({failed}/{cell.count} failed)" if failed else "")
+
+
+def _limits(study: Study) -> str:
+    rows = [row for row in finished(study.rows) if row.get("limit_low") is not None or row.get("limit_high") is not None]
+    if not rows:
+        return ""
+    names = [f"{study.name_of(row)}, seed {row['seed']}" for row in rows]
+    picture = figures.limits_figure([(name, row["limit_low"], row["limit_high"]) for name, row in zip(names, rows, strict=True)], "value")
+    cells = [
+        (text(name), number(row["limit_low"]), number(row["limit_high"]), number(row["kl"]), str(row["runs"]))
+        for name, row in zip(names, rows, strict=True)
+    ]
+    said = (
+        "<p>Found by halving the bracket by its logarithm: the largest value at which a run ended stable, and one at which it did not.</p>"
+    )
+    listed = table(("~setting", "*trains up to", "*not at", "*KL there", "*runs"), cells, "Limits")
+    return f"{said}\n{_picture(study, 'limits', picture, f'Limits of {len(rows)} settings.')}\n{details('As a table', listed)}"
+
+
+def _faults(study: Study) -> str:
+    rows = [row for row in finished(study.rows) if row.get("fault_loss") is not None or row.get("fault_refused") is not None]
+    if not rows:
+        return ""
+    names = [f"{study.name_of(row)}, seed {row['seed']}" for row in rows]
+    picture = _picture(study, "faults", figures.faults_figure(rows, names), f"Loss around the fault in {len(rows)} trials.")
+    cells = [
+        (
+            text(name),
+            "refused" if row["fault_refused"] else "applied",
+            number(row["fault_loss"]),
+            number(row["fault_harm"]),
+            number(row["loss_before_fault"]),
+            number(row["loss_worst_behind"]),
+            number(row["loss_after_fault"]),
+            "never" if row["recovered_after"] is None else str(row["recovered_after"]),
+            text(row["outcome"]),
+            number(row["kl"]),
+            text(f"layer {row['bad_layer']}, {row['bad_stage']}" if row["bad_layer"] is not None else ""),
+        )
+        for name, row in zip(names, rows, strict=True)
+    ]
+    heads = (
+        *("~setting", "~the batch was", "*its loss", "*harm, times", "*loss before", "*worst behind", "*loss in the end"),
+        *("*steps to recover", "~outcome", "*KL", "~first bad number"),
+    )
+    refused = sum(bool(row["fault_refused"]) for row in rows)
+    said = f"<p>In one step the first batch had activations of another size. {refused} of {len(rows)} such batches were refused. "
+    said += "Harm is the loss of one and the same window right behind that step over what it was right before.</p>"
+    return f"{said}\n{picture}\n{table(heads, cells, 'Faults')}"
+
+
+def _fidelity(study: Study) -> str:
+    rows = [row for row in finished(study.rows) if row["outcome"] == "stable" and row["kl"] and row["fault_loss"] is None]
+    rows = [row for row in rows if row["parameters"] and row.get("limit_low") is None and row.get("limit_high") is None]
+    if len(rows) < 2:
+        return ""
+    names = [study.name_of(row) for row in rows]
+    picture = _picture(study, "pareto", figures.pareto_figure(rows, names), "KL against parameters and seconds of the stable trials.")
+    best = {i for x in ("parameters", "seconds") for i in frontier([(float(row[x]), float(row["kl"])) for row in rows])}
+    cells = [
+        (text(names[i]), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(rows[i]["seconds"]), number(rows[i]["kl"]),
+         number(rows[i]["perplexity_ratio"]), f"{100 * rows[i]['top1']:.1f}%")
+        for i in sorted(best, key=lambda i: rows[i]["kl"])
+    ]  # fmt: skip
+    heads = ("~trial", "~part", "*parameters", "*seconds", "*KL", "*perplexity ratio", "*top-1")
+    floor = next((row["floor_kl"] for row in rows if row["floor_kl"] is not None), None)
+    said = f"<p>Stable trials. With attention merely dropped KL is {number(floor)}.</p>"
+    return f"{said}\n{picture}\n{table(heads, cells, 'No trial is better than these in both: KL and parameters, or KL and seconds')}"
+
+
+def _effects(study: Study) -> str:
+    pieces, shares = [], []
+    for part in parts_of(study.rows):
+        rows = [row for row in of_part(study.rows, part) if row.get("limit_high") is None and row.get("limit_low") is None]
+        names = study.factors(rows)
+        found = [
+            analysis
+            for response, called in ((log_kl, "log10 KL, stable trials"), (failure, "share of trials that fail"))
+            if (analysis := analyse(rows, names, response, called)) is not None
+        ]
+        if not found:
+            continue
+        told = f"Main effects in part {part}."
+        picture = _picture(study, f"effects-{_file(part)}", figures.effects_figure(found), told)
+        cells = [
+            (text(a.response), text(e.setting), text(e.level), number(e.mean), number(e.low), number(e.high), str(e.count))
+            for a in found
+            for e in a.effects
+        ]
+        heads = ("~response", "~setting", "~level", "*mean", "*95% from", "*to", "*trials")
+        pieces.append(f"<h3>{text(part)}</h3>\n{picture}\n{details('As a table', table(heads, cells, f'Main effects, {part}'))}")
+        shares += [(f"{part}: {analysis.response}", analysis) for analysis in found]
+    if not shares:
+        return ""
+    return _shares(study, shares) + "\n" + "\n".join(pieces)
+
+
+def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
+    picture = _picture(study, "variance", figures.shares_figure(shares), "Shares of the variance by setting.")
+    cells = [
+        (text(name), text(what), f"{100 * share:.1f}%")
+        for name, a in shares
+        for what, share in [
+            *sorted(a.shares.items(), key=lambda item: -item[1]),
+            ("settings together", a.together),
+            *([("seeds", a.seeds)] if a.seeds is not None else []),
+        ]
+    ]
+    said = "<p>What each setting explains alone, in per cent of the variance.</p>"
+    return f"{said}\n{picture}\n{details('As a table', table(('~part and response', '~setting', '*share'), cells, 'Shares of variance'))}"
+
+
+def _seeds(study: Study) -> str:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in finished(study.rows):
+        if row["kl"] is not None and row.get("limit_low") is None:
+            groups.setdefault((row["parts"], row["arms"], *(repr(row[name]) for name in study.columns if name != "seed")), []).append(row)
+    several = [rows for rows in groups.values() if len({row["seed"] for row in rows}) > 1]
+    if not several:
+        return ""
+    cells = []
+    for rows in several:
+        kls = [row["kl"] for row in rows]
+        mean, spread = statistics.fmean(kls), statistics.stdev(kls)
+        outcomes = ", ".join(dict.fromkeys(row["outcome"] for row in rows))
+        cells.append((text(_parts(rows[0])), text(study.name_of(rows[0])), str(len(rows)), number(mean), number(spread),
+                      f"{100 * spread / mean:.1f}%" if mean else "–", text(outcomes)))  # fmt: skip
+    calm = [
+        statistics.stdev([row["kl"] for row in rows]) / statistics.fmean([row["kl"] for row in rows])
+        for rows in several
+        if all(row["outcome"] == "stable" for row in rows)
+    ]
+    said = f"<p>Where every seed is stable, KL spreads by {100 * statistics.median(calm):.1f}% of itself (median).</p>" if calm else ""
+    heads = ("~part", "~trial", "*seeds", "*mean KL", "*standard deviation", "*of the mean", "~outcomes")
+    return said + details("Every group of seeds", table(heads, cells, "Spread of the seeds"))
+
+
+def _trials(study: Study) -> str:
+    heads = ["~part", "~trial", "*seed", *(f"{'~' if name in ('outcome', 'reason', 'bad_stage') else '*'}{name}" for name in _SHOWN)]
+    rows = [
+        (text(_parts(row)), text(study.name_of(row)), text(row["seed"]), *(_value(row.get(name)) for name in _SHOWN)) for row in study.rows
+    ]
+    return details(f"All {len(rows)} trials; more columns are in trials.csv", table(heads, rows, "Trials"))
+
+
+def _parts(row: Row) -> str:
+    return ", ".join(dict.fromkeys(part for part, _ in places(row)))
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return ""
+    return number(value) if isinstance(value, float) else f"{value:,}" if type(value) is int else text(value)
+
+
+def _file(name: str) -> str:
+    return "".join(letter if (letter.isalnum() and letter.isascii()) or letter in "-_" else "-" for letter in name)[:60]

@@ -1,0 +1,132 @@
+"""What one trial of a study is: settings of the base, the adapters, the data and the training, and what is done to the run and looked
+at beside. They are checked by the classes that a run's own settings are checked by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from typing import Any
+
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, setting
+from npt.errors import ConfigError
+from npt.flags import build
+
+COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
+FAULT_PLACES = ("attention", "embedding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """What is done to a study's run, and looked at, beside training it."""
+
+    compute_dtype: str | None = setting(None, "number format that the whole base computes in, against the policy", choices=COMPUTE_DTYPES)
+    fault_step: int | None = setting(None, "step whose first batch has activations of another size")
+    fault_scale: float = setting(1e4, "how many times as large they are")
+    fault_place: str = setting("attention", "which: every attention output, or the embedding's", choices=FAULT_PLACES)
+    divergence_factor: float = setting(10.0, "a run has diverged when its loss is this many times its first one")
+    sharpness_steps: int = setting(0, "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not measured)")
+
+    def __post_init__(self) -> None:
+        for name, low in (("fault_step", 2), ("sharpness_steps", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < low):
+                raise ConfigError(f"--{name} is {value}; it must be a whole number of at least {low}")
+        for name, choices in (("compute_dtype", COMPUTE_DTYPES), ("fault_place", FAULT_PLACES)):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"--{name} is {value!r}; choose from {', '.join(choices)}")
+        if not 0 < self.fault_scale < float("inf"):
+            raise ConfigError(f"--fault_scale is {self.fault_scale}; it must be a positive number")
+        if not 1 < self.divergence_factor < float("inf"):
+            raise ConfigError(f"--divergence_factor is {self.divergence_factor}; it must be a number above 1")
+        if self.fault_step is None:
+            for name, default in (("fault_scale", 1e4), ("fault_place", "attention")):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"--{name} {getattr(self, name)} means nothing without --fault_step; add it or drop the other")
+
+
+CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig, ProbeConfig)
+
+LEFT_OUT = {
+    **dict.fromkeys(("device_map", "shard_base"), "a study's base lies on one device of one process"),
+    **dict.fromkeys(("replay_dataset", "replay_ratio", "streaming"), "a study's runs read the beginning of one data set"),
+    **dict.fromkeys(("num_epochs", "resume", "save_steps", "save_total_limit"), "a study's runs are as long as max_steps and save nothing"),
+    **dict.fromkeys(
+        ("output_dir", "log_steps", "eval_steps", "trace_steps", "trace_every", "smoke_test", "use_tensorboard", "run_name"),
+        "a study's runs write no folder of their own",
+    ),
+    "use_wandb": "write wandb: true beside the study's name",
+    "share_embeddings": "it does nothing",
+    "rank_timeout": "a study's run is one process",
+    "ranks": "a study's runs have one rank for all layers",
+    "rank_budget": "a study's runs have one rank for all layers",
+    "seed": "write seeds: [0, 1] instead",
+}
+"""Settings of a run that a study does not take, and why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what comes out of a trial, but for the machine."""
+
+    base: BaseConfig
+    adapter: NPTConfig
+    data: DataConfig
+    training: TrainConfig
+    probe: ProbeConfig
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], seed: int) -> Settings:
+        """From values by flag name, `safe_mode` among them.
+
+        Raises:
+            ConfigError: a value or a combination that cannot work, here or in a study at all.
+        """
+        given = {**given, "seed": seed}
+        if given.pop("safe_mode", False):
+            if given.get("modulation", "additive") != "additive":
+                raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
+            given["modulation"] = "additive"
+        settings = cls(*(build(kind, given) for kind in CLASSES))
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        steps, probe = self.training.max_steps, self.probe
+        if steps is None:
+            raise ConfigError("--max_steps is unset; say how long a study's runs are")
+        if probe.fault_step is not None and probe.fault_step >= steps:
+            raise ConfigError(f"--fault_step is {probe.fault_step} of {steps} steps; some have to be left behind it")
+        if probe.compute_dtype is not None and self.base.use_fp16:
+            raise ConfigError(f"--use_fp16 beside --compute_dtype {probe.compute_dtype}; drop one of the two")
+        if probe.compute_dtype in ("bf16", "fp16") and self.base.teacher_precision is not None:
+            raise ConfigError(f"--teacher_precision does not go with --compute_dtype {probe.compute_dtype}; drop one of the two")
+
+    def values(self) -> dict[str, Any]:
+        """Every setting by flag name, as JSON takes it."""
+        found: dict[str, Any] = {}
+        for part in self._parts:
+            plain = asdict(part)
+            found |= {flag_of(f): list(plain[f.name]) if isinstance(plain[f.name], tuple) else plain[f.name] for f in fields(part)}
+        return {name: value for name, value in found.items() if name not in LEFT_OUT or name == "seed"}
+
+    def chosen(self) -> dict[str, Any]:
+        """Those that are not at their defaults: what a later version with more settings would still call the same."""
+        return {name: value for name, value in self.values().items() if value != _defaults()[name]}
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.base, self.adapter, self.data, self.training, self.probe
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return Settings(BaseConfig(), NPTConfig(), DataConfig(), TrainConfig(), ProbeConfig()).values()
+
+
+def fingerprint(value: Any) -> str:
+    """16 hexadecimal digits that equal values share, in every process and on every machine."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]

@@ -1,0 +1,31 @@
+"""A study's page in a browser: it is whole, it complains about nothing, and nothing on it runs off the screen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from browser import Browser, find
+
+sys.path.append(str(Path(__file__).parents[1] / "sweep"))
+
+from made_study import table
+
+from npt.sweep.page import Study, page
+
+pytestmark = pytest.mark.skipif(find() is None, reason="no browser on this machine")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
+def test_a_studys_page_stands_without_complaint(tmp_path, width, dark) -> None:
+    program = find()
+    assert program is not None
+    place = tmp_path / "report.html"
+    place.write_text(page(Study("made", table())), encoding="utf-8")
+    with Browser(program) as browser:
+        browser.open(place, width=width, dark=dark)
+        assert [said for said in browser.complaints if not said.startswith("asked for data:")] == []  # pictures in the page
+        pictures = browser.evaluate("[...document.images].filter(image => image.complete && image.naturalWidth > 300).length")
+        assert pictures == browser.evaluate("document.images.length") >= 8
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width

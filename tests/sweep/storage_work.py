@@ -1,0 +1,39 @@
+"""A worker process of the storage's tests: takes trials and writes down which, without a model.
+
+python storage_work.py URL COUNT LOG [hang]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from npt.sweep.spec import design_of
+from npt.sweep.storage import Storage
+
+
+def trials(count: int):
+    rates = [1e-5 * (i + 1) for i in range(count)]
+    return design_of({"settings": {"max_steps": 4}, "parts": {"a": {"grid": {"learning_rate": rates}}}}, "work.yaml")
+
+
+def main(url: str, count: str, log: str, how: str = "") -> None:
+    design = trials(int(count))
+    storage = Storage(url, "work", grace=1.0, beat=0.2)
+    storage.enqueue(design.trials)
+    while storage.progress(design.by_key).open:
+        claim = storage.claim(design.by_key)
+        if claim is None:
+            time.sleep(0.05)
+            continue
+        with storage.alive(claim):
+            with open(log, "a") as stream:
+                stream.write(f"{claim.key} {os.getpid()}\n")
+            if how == "hang":
+                time.sleep(600)
+            storage.finish(claim, {"kl": 0.5, "outcome": "stable"}, 0.5)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

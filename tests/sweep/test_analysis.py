@@ -1,0 +1,121 @@
+"""Effects, shares of variance, edges and frontiers, against what was put into the tables."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_study import RATES, table
+
+from npt.sweep.analysis import analyse, failure, frontier, log_kl, of_part, parts_of, stability_map, student
+
+COLUMNS = ["learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed", "fault_step", "use_quantization"]
+
+
+def rows(values, **settings):
+    """A row for each value of a response `y`, with the settings' values at its place."""
+    return [{"outcome": "stable", "seed": i, "y": y, **{name: v[i] for name, v in settings.items()}} for i, y in enumerate(values)]
+
+
+def test_effects_of_a_balanced_design_are_its_marginal_means() -> None:
+    a, b = ["x", "x", "y", "y"] * 3, [1, 2, 1, 2] * 3
+    noise = random.Random(0)
+    y = [10 * (p == "y") + 3 * (q == 2) + noise.gauss(0, 0.1) for p, q in zip(a, b, strict=True)]
+    found = analyse(rows(y, a=a, b=b), ["a", "b"], lambda row: row["y"], "y")
+    assert found is not None
+    for effect in found.effects:
+        own = [v for v, p, q in zip(y, a, b, strict=True) if effect.level == (p if effect.setting == "a" else str(q))]
+        assert effect.mean == pytest.approx(sum(own) / len(own)) and effect.count == 6
+        assert effect.low is not None and effect.high is not None and effect.low < effect.mean < effect.high
+    # In a balanced design the shares are the classical sums of squares over their total.
+    mean = sum(y) / 12
+    total = sum((v - mean) ** 2 for v in y)
+    between = [6 * sum((e.mean - mean) ** 2 for e in found.effects if e.setting == name) for name in ("a", "b")]
+    assert [found.shares[name] for name in ("a", "b")] == pytest.approx([part / total for part in between])
+    assert sum(found.shares.values()) + found.together + (found.seeds or 0.0) == pytest.approx(1.0)
+
+
+def test_an_unbalanced_design_does_not_tilt_an_effect() -> None:
+    a, b = ["x"] * 6 + ["y"] * 6, [1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 1]
+    y = [5.0 * (p == "y") + 100.0 * (q == 2) for p, q in zip(a, b, strict=True)]  # raw means would give 5 + 100 * 4/6
+    found = analyse(rows(y, a=a, b=b), ["a", "b"], lambda row: row["y"], "y")
+    assert found is not None
+    means = {(e.setting, e.level): e.mean for e in found.effects}
+    assert means["a", "y"] - means["a", "x"] == pytest.approx(5.0) and means["b", "2"] - means["b", "1"] == pytest.approx(100.0)
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
+    source, covered, count = random.Random(1), 0, 300
+    for _ in range(count):
+        y = [1.0 * (i % 2) + source.gauss(0, 1) for i in range(10)]
+        found = analyse(rows(y, a=[i % 2 for i in range(10)]), ["a"], lambda row: row["y"], "y")
+        assert found is not None
+        low, high = found.effects[1].low, found.effects[1].high
+        assert low is not None and high is not None
+        covered += low <= 1.0 <= high
+    assert abs(covered / count - 0.95) < 3 * math.sqrt(0.95 * 0.05 / count)  # three standard errors of a share
+
+
+def test_what_settings_do_together_is_told_from_the_noise_of_seeds() -> None:
+    a, b = [0, 0, 1, 1] * 4, [0, 1, 0, 1] * 4
+    noise = random.Random(2)
+    y = [float(p ^ q) + noise.gauss(0, 0.05) for p, q in zip(a, b, strict=True)]  # neither does anything alone
+    found = analyse(rows(y, a=a, b=b), ["a", "b"], lambda row: row["y"], "y")
+    assert found is not None and found.together > 0.95 and found.seeds is not None and 0 < found.seeds < 0.05
+    assert max(found.shares.values()) < 0.01
+
+
+def test_numbers_of_many_kinds_are_put_into_classes() -> None:
+    y = [float(i) for i in range(40)]
+    found = analyse(rows(y, a=[i / 7 for i in range(40)]), ["a"], lambda row: row["y"], "y")
+    assert found is not None and [effect.count for effect in found.effects] == [10, 10, 10, 10]
+    assert [effect.mean for effect in found.effects] == pytest.approx([4.5, 14.5, 24.5, 34.5])
+
+
+@pytest.mark.parametrize("values", [[], [1.0] * 9, [1.0, 2.0, 3.0]])
+def test_where_there_is_nothing_to_tell_nothing_is_told(values) -> None:
+    assert analyse(rows(values, a=[i % 2 for i in range(len(values))]), ["a"], lambda row: row["y"], "y") is None
+
+
+# Of published tables of Student's t.
+@pytest.mark.parametrize(("free", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)])
+def test_the_t_quantiles_are_those_of_the_tables(free, t) -> None:
+    assert student(free) == pytest.approx(t, rel=5e-3)
+
+
+def test_a_map_has_its_edge_between_what_trains_and_what_does_not() -> None:
+    found = stability_map(table(), "forms", COLUMNS)
+    assert found is not None
+    assert found.rates == tuple(RATES) and found.lines == ("sigmoid", "one_plus_tanh")
+    assert found.edges == ((1e-2, 1e-1), (1e-3, 1e-2))
+    assert [found.cells[1, j].failed for j in range(4)] == [0, 0, 1, 1]
+    assert found.cells[0, 3].diverged == 0 and found.cells[1, 3].diverged == 1 and found.cells[0, 0].count == 2
+
+
+def test_a_part_without_rates_has_no_map() -> None:
+    assert stability_map(table(), "faults", COLUMNS) is None and stability_map(table(), "limits", COLUMNS) is None
+
+
+def test_a_trial_of_two_parts_is_in_both() -> None:
+    found = [{"parts": "a;b", "arms": ";plain"}, {"parts": "b", "arms": "safe"}]
+    assert parts_of(found) == ["a", "b"]
+    assert [row["arms"] for row in of_part(found, "a")] == [""] and [row["arms"] for row in of_part(found, "b")] == ["plain", "safe"]
+
+
+def test_failures_and_stable_runs_are_two_responses() -> None:
+    stable, worse = {"outcome": "stable", "kl": 0.01}, {"outcome": "worse", "kl": 0.01}
+    assert (log_kl(stable), log_kl(worse)) == (-2.0, None) and (failure(stable), failure(worse)) == (0.0, 1.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=20))
+def test_nothing_is_better_in_both_than_a_point_of_the_frontier_and_something_is_than_any_other(points) -> None:
+    best = frontier(points)
+    for i, point in enumerate(points):
+        beaten = any(other[0] <= point[0] and other[1] <= point[1] and other != point for other in points)
+        if i in best:
+            assert not beaten
+        else:
+            assert beaten or any(points[k] == point for k in best)

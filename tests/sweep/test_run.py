@@ -1,0 +1,120 @@
+"""One run of a study: the base is given back as it was, equal settings give equal figures, and each way to fail is told from the others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from npt.adapters.attach import is_attached
+from npt.errors import StoppedError
+from npt.sweep.run import run, run_trial
+
+TIMES = ("seconds", "seconds_training")
+
+
+def figures(row):
+    return {name: value for name, value in row.items() if name not in TIMES}
+
+
+def test_equal_settings_give_equal_figures_and_another_seed_gives_others(lab, trial) -> None:
+    one, again, other = (run_trial(lab, trial(seeds=[seed], learning_rate=1e-2)) for seed in (0, 0, 1))
+    assert figures(one) == figures(again) and one["kl"] != other["kl"]
+    assert (one["steps"], one["applied"], one["refused"], one["outcome"]) == (6, 6, 0, "stable")
+    assert one["heldout"] and one["tokens"] == 6 * 2 * 16
+
+
+def test_the_base_is_given_back_bit_for_bit_whatever_becomes_of_the_run(lab, trial) -> None:
+    base = lab.base(trial().settings).model
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items() if isinstance(tensor, torch.Tensor)}
+
+    def stop() -> None:
+        raise StoppedError(15)
+
+    with pytest.raises(StoppedError):
+        run_trial(lab, trial(), between=stop)
+    run_trial(lab, trial(learning_rate=10.0))
+    assert not is_attached(base)
+    after = base.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_one_base_serves_all_trials_that_have_it_and_each_number_format_has_its_own(lab, trial) -> None:
+    plain, fp32, half = (lab.base(trial(**extra).settings).model for extra in ({}, {"compute_dtype": "fp32"}, {"compute_dtype": "fp16"}))
+    assert lab.base(trial(learning_rate=0.5).settings).model is plain
+    assert plain.model.norm.weight.dtype == torch.bfloat16 and half.model.norm.weight.dtype == torch.float16
+    assert half is not plain and fp32.model.layers[0].mlp.up_proj.compute_dtype == torch.float32
+    assert half.model.layers[0].mlp.up_proj.compute_dtype == torch.float16
+
+
+def test_a_loss_that_runs_away_ends_the_run_and_says_when_and_where(lab, trial) -> None:
+    row = run_trial(lab, trial(learning_rate=30.0, divergence_factor=2.0, max_steps=30))
+    assert (row["outcome"], row["reason"]) == ("diverged", "loss")
+    assert row["stopped_at"] == row["steps"] < 30 and "at the start" in row["detail"]
+    assert row["bad_layer"] in (2, 3) and row["bad_stage"]
+
+
+def test_refusals_in_a_row_end_the_run_and_the_first_bad_number_is_found(lab, trial, monkeypatch) -> None:
+    import npt.sweep.fault as fault
+
+    # Every window is faulted, with a size that no 16-bit number has.
+    monkeypatch.setattr("npt.sweep.run.enlarged", lambda model, probe, armed: fault.enlarged(model, probe, armed=True))
+    row = run_trial(lab, trial(compute_dtype="fp16", fault_step=2, fault_scale=1e30))
+    assert (row["outcome"], row["reason"], row["stopped_at"]) == ("diverged", "3 refusals in a row", 3)
+    assert row["refused"] == 3 and row["applied"] == 0 and "loss" in row["refused_kinds"]
+    assert (row["bad_layer"], row["bad_stage"], row["bad_finite"]) == (2, "a", False)
+
+
+def test_a_run_that_ends_worse_than_it_began_is_no_success(lab, trial) -> None:
+    row = run_trial(lab, trial(learning_rate=0.3, divergence_factor=1e9, scheduler_type="constant"))
+    assert row["loss_end"] > row["loss_first"] and row["outcome"] == "worse"
+
+
+def test_a_fault_is_planted_in_its_step_alone(lab, trial) -> None:
+    plain, hit = run_trial(lab, trial(learning_rate=1e-3)), run_trial(lab, trial(learning_rate=1e-3, fault_step=4))
+    assert hit["curve"][:3] == plain["curve"][:3] and hit["curve"][3] > 2 * plain["curve"][3]
+    assert hit["fault_loss"] == pytest.approx(hit["curve"][3])
+    assert hit["loss_before_fault"] == pytest.approx(sum(plain["curve"][:3]) / 3)
+    assert not hit["fault_refused"] and hit["fault_harm"] > 0 and hit["outcome"] == "stable"
+
+
+def test_half_precision_overflows_where_fp32_does_not_and_the_batch_is_refused(lab, trial) -> None:
+    half = run_trial(lab, trial(compute_dtype="fp16", fault_step=4, fault_scale=1e6))
+    full = run_trial(lab, trial(fault_step=4, fault_scale=1e6))
+    assert half["fault_refused"] and half["refused"] == 1 and half["fault_loss"] is not None and not math.isfinite(half["fault_loss"])
+    assert half["fault_harm"] == 1.0  # nothing of a refused batch is left behind
+    assert not full["fault_refused"] and full["refused"] == 0
+
+
+def test_a_bisection_closes_in_on_the_largest_rate_that_trains(lab, trial) -> None:
+    row = run_trial(lab, trial(bisect={"low": 1e-4, "high": 100.0, "rounds": 4}))
+    assert 1e-4 <= row["limit_low"] < row["limit_high"] <= 100
+    assert row["runs"] == 6 and math.log(row["limit_high"] / row["limit_low"]) == pytest.approx(math.log(1e6) / 16, rel=1e-3)  # four digits
+    ends = [run(lab, trial(learning_rate=rate).settings)["outcome"] for rate in (row["limit_low"], row["limit_high"])]
+    assert ends[0] == "stable" and ends[1] != "stable"
+
+
+@pytest.mark.parametrize(("low", "high", "bracket"), [(1e-6, 1e-5, (1e-5, None)), (50.0, 100.0, (None, 50.0))])
+def test_a_bracket_that_does_not_hold_the_limit_says_so(lab, trial, low, high, bracket) -> None:
+    row = run_trial(lab, trial(bisect={"low": low, "high": high, "rounds": 3}))
+    assert (row["limit_low"], row["limit_high"]) == bracket
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "end_to_end", "logit_kl_weight": 1.0},
+        {"strategy": "propagated", "loss": "nmse_update"},
+        {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
+        {"gradient_accumulation_steps": 2, "mult_form": "one_plus_tanh"},
+        {"residual": "keep", "teacher_precision": "fp32"},
+        {"init": "calibrated", "calibration_tokens": 256, "calibration_rounds": 0},
+        {"compute_dtype": "bf16", "safe_mode": True},
+        {"use_quantization": False, "use_fp16": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_every_way_to_train_can_be_swept(lab, trial, settings) -> None:
+    row = run_trial(lab, trial(sharpness_steps=2, **settings))
+    assert row["outcome"] in ("stable", "worse") and math.isfinite(row["kl"]) and math.isfinite(row["sharpness_end"])

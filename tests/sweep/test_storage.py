@@ -1,0 +1,171 @@
+"""The storage: no trial twice however many take them at once, none lost with a worker that is killed, none repeated."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from storage_work import __file__ as WORK
+from storage_work import trials
+
+from npt.errors import ConfigError
+from npt.sweep.storage import ATTEMPTS, Storage
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'study.db'}"
+
+
+def worker(url: str, count: int, log: Path, how: str = "") -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.Popen([sys.executable, str(WORK), url, str(count), str(log), *([how] if how else [])], env=environment)
+
+
+def wait_for(log: Path, lines: int, seconds: float = 60.0) -> list[str]:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = log.read_text().splitlines() if log.exists() else []
+        if len(found) >= lines:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{log} did not get {lines} lines")
+
+
+def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None:
+    log, count = tmp_path / "log", 24
+    processes = [worker(url, count, log) for _ in range(3)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    taken = [line.split()[0] for line in log.read_text().splitlines()]
+    design = trials(count)
+    assert Counter(taken) == Counter(trial.key for trial in design.trials)
+    assert len({line.split()[1] for line in log.read_text().splitlines()}) > 1  # they did share it
+    rows = Storage(url, "work").rows()
+    assert rows.keys() == design.by_key.keys() and all(row["kl"] == 0.5 for row in rows.values())
+
+
+def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(url: str, tmp_path: Path) -> None:
+    log, count = tmp_path / "log", 6
+    hanging = worker(url, count, log, "hang")
+    (lost,) = (line.split()[0] for line in wait_for(log, 1))
+    hanging.send_signal(signal.SIGKILL)
+    hanging.wait()
+    assert worker(url, count, log).wait(120) == 0
+    taken = Counter(line.split()[0] for line in log.read_text().splitlines())
+    assert taken.pop(lost) == 2 and set(taken.values()) == {1} and len(taken) == count - 1
+    assert Storage(url, "work").progress(trials(count).by_key).finished == count
+
+
+def test_a_study_that_is_finished_is_not_begun_again(url: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for _ in range(2):
+        assert worker(url, 3, log).wait(120) == 0
+    assert len(log.read_text().splitlines()) == 3
+
+
+def test_filling_a_study_twice_adds_what_is_new_alone(url: str) -> None:
+    storage, design, larger = Storage(url, "work"), trials(3), trials(5)
+    assert storage.enqueue(design.trials) == 3
+    assert Storage(url, "work").enqueue(design.trials) == 0
+    assert storage.enqueue(larger.trials) == 2
+    assert storage.progress(larger.by_key).waiting == 5
+
+
+def test_trials_are_taken_in_the_order_of_the_design_but_for_those_preferred(url: str) -> None:
+    storage, design = Storage(url, "work"), trials(4)
+    storage.enqueue(design.trials)
+    keys = list(design.by_key)
+    claims = [storage.claim(design.by_key, prefer) for prefer in ([], [keys[3]], [], [], [])]
+    assert [claim and claim.key for claim in claims] == [keys[0], keys[3], keys[1], keys[2], None]
+
+
+def test_two_studies_share_a_database_and_no_trial(url: str) -> None:
+    design = trials(2)
+    one, other = Storage(url, "one"), Storage(url, "other")
+    one.enqueue(design.trials)
+    assert one.progress(design.by_key).waiting == 2 and other.claim(design.by_key) is None
+
+
+def test_a_trial_given_back_waits_again_as_if_nobody_had_had_it(url: str) -> None:
+    storage, design = Storage(url, "work"), trials(1)
+    storage.enqueue(design.trials)
+    for _ in range(2 * ATTEMPTS):  # a stop by a signal is not the trial's fault
+        claim = storage.claim(design.by_key)
+        assert claim is not None
+        storage.give_back(claim)
+    assert storage.progress(design.by_key).waiting == 1
+
+
+def test_a_trial_that_fails_again_and_again_is_left_alone_with_its_reason(url: str) -> None:
+    storage, design = Storage(url, "work"), trials(1)
+    storage.enqueue(design.trials)
+    for _ in range(ATTEMPTS):
+        claim = storage.claim(design.by_key)
+        assert claim is not None
+        storage.give_back(claim, "RuntimeError: no")
+    assert storage.claim(design.by_key) is None
+    progress = storage.progress(design.by_key)
+    assert (progress.lost, progress.open) == (1, 0)
+    assert storage.enqueue(design.trials) == 0
+    (row,) = storage.rows().values()
+    assert (row["outcome"], row["reason"]) == ("failed", "RuntimeError: no")
+
+
+def test_what_a_worker_brings_that_was_thought_lost_does_not_count_beside_the_other_one(url: str) -> None:
+    slow, quick, design = Storage(url, "work"), Storage(url, "work", grace=0.0), trials(1)
+    slow.enqueue(design.trials)
+    late = slow.claim(design.by_key)
+    assert late is not None and quick.claim(design.by_key) is None  # seen for the first time, it may yet move
+    time.sleep(0.01)
+    again = quick.claim(design.by_key)
+    assert again is not None and again.key == late.key
+    assert not slow.finish(late, {"kl": 1.0, "outcome": "stable"}, 1.0)
+    assert quick.finish(again, {"kl": 2.0, "outcome": "stable"}, 2.0)
+    assert slow.rows()[late.key]["kl"] == 2.0
+    slow.give_back(late)
+    assert slow.progress(design.by_key).finished == 1
+
+
+def test_a_worker_that_gives_signs_of_life_keeps_its_trial(url: str) -> None:
+    own, other, design = Storage(url, "work", beat=0.05), Storage(url, "work", grace=0.5), trials(1)
+    own.enqueue(design.trials)
+    claim = own.claim(design.by_key)
+    assert claim is not None
+    with own.alive(claim):
+        for _ in range(15):
+            assert other.claim(design.by_key) is None
+            time.sleep(0.05)
+    assert own.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
+
+
+def test_numbers_that_are_not_finite_come_back_as_none(url: str) -> None:
+    storage, design = Storage(url, "work"), trials(1)
+    storage.enqueue(design.trials)
+    claim = storage.claim(design.by_key)
+    assert claim is not None
+    assert storage.finish(claim, {"kl": float("nan"), "loss_max": float("inf"), "outcome": "diverged"}, float("nan"))
+    (row,) = storage.rows().values()
+    assert row["kl"] is None and row["loss_max"] is None
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nonsense", "is no address of a database"),
+        ("sqlite://", "in memory"),
+        ("sqlite:////proc/nowhere/x.db", "cannot be opened"),
+        ("postgresql://user:secret@localhost:1/x", "cannot be opened"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_refused_in_one_line_without_its_password(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        Storage(url, "work")
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)

@@ -1,0 +1,96 @@
+"""A study's page: what must be on it, that it needs nothing else, and what stands in it however little there is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from made_study import table
+
+from npt.sweep.page import Study, page
+from npt.sweep.table import MEASURES
+
+
+def made(rows=None) -> tuple[Study, str]:
+    study = Study("made <study>", table() if rows is None else rows, {"forms": "what <this> is for"})
+    return study, page(study)
+
+
+def test_the_page_has_map_limits_faults_pareto_effects_and_variance() -> None:
+    study, html = made()
+    assert set(study.pictures) >= {"map-forms", "map-sizes", "limits", "faults", "pareto", "variance", "effects-forms", "effects-sizes"}
+    assert all(content.startswith(b"\x89PNG\r\n") and len(content) > 2000 for content in study.pictures.values())
+    for name in ("stability", "limits", "faults", "fidelity", "effects", "seeds", "trials", "reading"):
+        assert f'<h2 id="{name}">' in html and f'<a href="#{name}">' in html
+    assert "1 of 2 such batches were refused" in html
+    assert re.search(r"<td class=\"name\">plain, seed 0<td class=\"n\">0\.03<td class=\"n\">0\.1", html)
+
+
+def test_the_edge_of_the_map_stands_in_its_table() -> None:
+    _, html = made()
+    assert '<tr><td class="name">sigmoid<td class="n">0.01<td class="n">0.1' in html
+    assert '<tr><td class="name">one_plus_tanh<td class="n">0.001<td class="n">0.01' in html
+    assert "(2/2 failed)" in html
+
+
+def test_the_page_loads_nothing_and_runs_nothing() -> None:
+    _, html = made()
+    assert "<script" not in html and "http" not in html.replace("http-equiv", "")
+    assert "default-src 'none'" in html and "img-src data:" in html
+    sources = set(re.findall(r'(?:src|href)="([^"]{0,12})', html))
+    assert all(source.startswith(("#", "data:")) for source in sources)
+
+
+def test_names_and_notes_are_escaped_and_pictures_say_what_they_show() -> None:
+    _, html = made()
+    assert "<study>" not in html and "made &lt;study&gt;" in html and "what &lt;this&gt; is for" in html
+    assert all(alt for alt in re.findall(r'<img [^>]*alt="([^"]*)"', html))
+
+
+def test_the_same_table_gives_the_same_page() -> None:
+    assert made()[1] == made()[1]
+
+
+def test_a_study_of_which_nothing_has_ended_says_so() -> None:
+    rows = [{name: None if name in MEASURES else value for name, value in row.items()} for row in table()]
+    study, html = made(rows)
+    assert f"{len(rows)} of {len(rows)} trials have not ended" in html and not study.pictures
+
+
+@pytest.mark.parametrize("outcome", ["worse", "diverged", "failed"])
+def test_a_study_in_which_everything_fails_still_has_its_page(outcome) -> None:
+    rows = [{**row, "outcome": outcome, "kl": None, "loss_before_fault": None, "loss_worst_behind": None} for row in table()]
+    _, html = made(rows)
+    assert outcome != "worse" or "Trains at no rate of these: sigmoid, one_plus_tanh." in html
+
+
+def test_one_trial_is_a_study() -> None:
+    study, html = made(table()[:1])
+    assert "1 trials, all of them ended" in html and "map-forms" not in study.pictures
+
+
+def test_a_folder_is_reported_from_its_table_alone_and_by_its_figures(tmp_path) -> None:
+    from made_study import design
+
+    from npt.files import write_json
+    from npt.sweep.report import write_study_report
+    from npt.sweep.table import write_table
+
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_json(folder / "study.json", {"name": "made", "trials": len(design().trials)})
+    write_table(folder, table())
+    found = write_study_report(folder, tmp_path / "elsewhere.html")
+    assert (tmp_path / "elsewhere.html").is_file() and not (folder / "report.html").exists()
+    assert sorted(path.stem for path in (folder / "figures").iterdir()) == found["pictures"]
+    assert found["outcomes"] == {"stable": 19, "worse": 2, "diverged": 4}
+    sigmoid, tanh = found["maps"]["forms"]
+    assert sigmoid == {
+        "setting": "sigmoid",
+        "trains_up_to": 1e-2,
+        "fails_at": 1e-1,
+        "best_kl": pytest.approx(0.1976, rel=1e-3),
+        "at_rate": 1e-2,
+    }
+    assert (tanh["trains_up_to"], tanh["fails_at"]) == (1e-3, 1e-2)
+    assert found["limits"] == [{"setting": "plain", "seed": 0, "low": 0.03, "high": 0.1}]

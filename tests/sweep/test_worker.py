@@ -1,0 +1,169 @@
+"""A worker's part in a study, in this process: what it records, what it leaves to others, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npt.errors import StoppedError
+from npt.sweep.spec import Design, design_of
+from npt.sweep.storage import ATTEMPTS, Storage
+from npt.sweep.study import Display
+from npt.sweep.table import read_table, rows_of
+from npt.sweep.worker import Worker, label
+
+
+@pytest.fixture
+def design(small: dict[str, Any]) -> Design:
+    part = {"grid": {"mult_form": ["sigmoid", "unbounded"], "learning_rate": [1e-3, 30.0]}}
+    return design_of({"name": "small", "settings": {**small, "divergence_factor": 2.0}, "parts": {"forms": part}}, "study.yaml")
+
+
+@pytest.fixture
+def storage(tmp_path: Path, design: Design) -> Storage:
+    storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name)
+    storage.enqueue(design.trials)
+    return storage
+
+
+def worker(design: Design, storage: Storage, folder: Path, lab: Any, **more: Any) -> tuple[Worker, list[str]]:
+    said: list[str] = []
+    return Worker(design, storage, folder, lab, said.append, **more), said
+
+
+def test_a_worker_runs_every_trial_and_says_what_came_out(design, storage, tmp_path, lab) -> None:
+    one, said = worker(design, storage, tmp_path, lab)
+    assert one.work().finished == 4 and one.done == 4 and len(said) == 4
+    assert said[0].startswith("forms lr 0.001 seed 0: stable, KL ") and "diverged at step" in said[1]
+    rows = rows_of(design, storage.rows())
+    assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
+    assert all(row["worker"] == storage.worker for row in rows) and not (tmp_path / "wandb").exists()
+
+
+def test_a_second_worker_finds_nothing_left_to_do(design, storage, tmp_path, lab) -> None:
+    worker(design, storage, tmp_path, lab)[0].work()
+    again, said = worker(design, Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name), tmp_path, lab)
+    assert again.work().finished == 4 and again.done == 0 and not said
+
+
+def test_two_workers_come_to_the_same_figures_as_one(design, storage, tmp_path, lab) -> None:
+    worker(design, storage, tmp_path, lab)[0].work()
+    other = Storage(f"sqlite:///{tmp_path / 'other.db'}", design.name)
+    other.enqueue(design.trials)
+    for claims in (3, 9):  # the first one leaves after three trials
+        one, _ = worker(design, other, tmp_path, lab)
+        for _ in range(claims):
+            claim = other.claim(design.by_key)
+            if claim is not None:
+                one._run(claim, design.by_key[claim.key])
+    plain = ("kl", "outcome", "loss_end", "grad_growth", "m_min")
+    first, second = rows_of(design, storage.rows()), rows_of(design, other.rows())
+    assert [[row[name] for name in plain] for row in first] == [[row[name] for name in plain] for row in second]
+
+
+def test_a_trial_that_cannot_be_computed_is_tried_again_then_left_with_its_reason_and_the_others_are_run(
+    design, storage, tmp_path, lab, monkeypatch
+) -> None:
+    import npt.sweep.worker as module
+
+    real = module.run_trial
+
+    def broken(lab, trial, *more):
+        if trial.settings.adapter.mult_form == "unbounded":
+            raise RuntimeError("out of everything")
+        return real(lab, trial, *more)
+
+    monkeypatch.setattr(module, "run_trial", broken)
+    one, said = worker(design, storage, tmp_path, lab)
+    progress = one.work()
+    assert (progress.finished, progress.lost, progress.open) == (2, 2, 0)
+    assert sum("out of everything" in line for line in said) == 2 * ATTEMPTS
+    rows = rows_of(design, storage.rows())
+    assert [row["outcome"] for row in rows] == ["stable", "diverged", "failed", "failed"]
+    assert rows[2]["reason"] == "RuntimeError: out of everything"
+
+
+def test_a_worker_whose_parent_is_gone_gives_its_trial_back_and_ends(design, storage, tmp_path, lab) -> None:
+    orphan, _ = worker(design, storage, tmp_path, lab, parent=1)  # this process is nobody's first child
+    with pytest.raises(StoppedError):
+        orphan.work()
+    progress = storage.progress(design.by_key)
+    assert (progress.waiting, progress.running) == (4, 0)
+
+
+def test_a_stop_in_the_middle_of_a_trial_gives_it_back_at_once(design, storage, tmp_path, lab, monkeypatch) -> None:
+    one, _ = worker(design, storage, tmp_path, lab)
+    steps = iter(range(100))
+    real = one._check
+
+    def check() -> None:
+        if next(steps) == 4:
+            one._stop.number = 15
+        real()
+
+    monkeypatch.setattr(one, "_check", check)
+    with pytest.raises(StoppedError):
+        one.work()
+    assert storage.progress(design.by_key).waiting == 4
+    assert worker(design, storage, tmp_path, lab)[0].work().finished == 4
+
+
+def test_trials_on_the_base_that_is_loaded_come_first(small, tmp_path) -> None:
+    from npt.sweep.lab import Lab
+
+    grid = {"compute_dtype": ["fp32", "bf16"], "learning_rate": [1e-3, 1e-2]}
+    mixed = design_of({"name": "mixed", "settings": {**small, "max_steps": 2}, "parts": {"a": {"grid": grid}}}, "study.yaml")
+    storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", "mixed")
+    storage.enqueue(mixed.trials)
+    lab = Lab("cpu")
+    lab.base(mixed.trials[-1].settings)  # bf16
+    one, _ = worker(mixed, storage, tmp_path, lab)
+    one.work()
+    ends = {row["compute_dtype"]: row["trial"] for row in reversed(rows_of(mixed, storage.rows()))}
+    order = [storage.rows()[trial.key]["ended"] for trial in mixed.trials]
+    assert max(order[2:]) <= min(order[:2]) and ends.keys() == {"fp32", "bf16"}
+
+
+def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp_path, lab, monkeypatch) -> None:
+    import npt.sweep.worker as module
+
+    made: list[tuple[Any, ...]] = []
+    logged: list[int] = []
+
+    class Trackers:
+        def __init__(self, config, folder, settings, *, wandb_group):
+            made.append((config.use_wandb, config.run_name, folder, settings["learning_rate"], wandb_group))
+
+        def log(self, values, step):
+            logged.append(step)
+
+        def close(self):
+            logged.append(-1)
+
+    monkeypatch.setattr(module, "Trackers", Trackers)
+    watched = design_of({"name": "seen", "wandb": True, "settings": small, "parts": {"a": {}}}, "study.yaml")
+    storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", "seen")
+    storage.enqueue(watched.trials)
+    worker(watched, storage, tmp_path, lab)[0].work()
+    assert made == [(True, f"seen-{watched.trials[0].key}", tmp_path / "wandb", 5e-5, "seen")]
+    assert logged == [1, 2, 3, 4, 5, 6, 7, -1]
+
+
+def test_a_display_says_how_far_a_study_is_and_writes_its_table(design, storage, tmp_path, lab) -> None:
+    said: list[str] = []
+    display = Display(storage, design, tmp_path, said.append, seconds=0.0)
+    display.look()
+    claim = storage.claim(design.by_key)
+    assert claim is not None
+    worker(design, storage, tmp_path, lab)[0]._run(claim, design.by_key[claim.key])
+    display.look()
+    display.look()
+    assert said[0] == "0 of 4 trials, 0 under way" and said[1].startswith("1 of 4 trials, 0 under way, ") and len(said) == 2
+    display.table()
+    assert [row["outcome"] for row in read_table(tmp_path)] == ["stable", None, None, None]
+
+
+def test_a_trial_is_called_by_its_place_and_what_people_sweep(design) -> None:
+    assert [label(trial) for trial in design.trials][2:] == ["forms lr 0.001 unbounded seed 0", "forms lr 30 unbounded seed 0"]
