@@ -127,7 +127,7 @@ def is_fusable(layer: NPTLayer, x: Tensor, z: Tensor) -> bool:
     mlp, dtype = layer.mlp, torch.float32
     return (
         not is_unfused()
-        and getattr(layer.npt.config, "mult_form", "sigmoid") == "sigmoid"
+        and layer.npt.config.mult_form == "sigmoid"
         and x.dtype == z.dtype == dtype
         and not torch.is_autocast_enabled(x.device.type)
         and type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
