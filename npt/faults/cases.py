@@ -357,7 +357,7 @@ def activation_cases() -> list[Case]:
         costs_itself(
             "activation-recomputed",
             "NaN in a recomputation only",
-            plants.head_fault((1,), False, 5, 77),
+            plants.trained_head(plants.head_fault((1,), False, 5, 77)),
             "gradient",
             ["nan"],
             END_TO_END,

@@ -108,8 +108,8 @@ def spoil_padding(value: float) -> Callable[[Tensor, Batch], Tensor]:
 def head_fault(calls: Container[int], teacher: bool, row: int, column: int, seen: list[Tensor] | None = None) -> Plant:
     """NaN among the logits of lm_head, at these of its calls (from 0) with the teacher's or the student's state.
 
-    The logit KL runs the head again in backward, so the student's second call is the recomputation. The two are told
-    apart by whether their state carries a graph.
+    Of a head that is trained (`trained_head`) the student's second call is the recomputation in backward. The two states are told
+    apart by whether they carry a graph.
 
     Args:
         seen: receives the poisoned logits.
@@ -136,6 +136,21 @@ def head_fault(calls: Container[int], teacher: bool, row: int, column: int, seen
             yield batch, None
         finally:
             handle.remove()
+
+    return plant
+
+
+def trained_head(other: Plant) -> Plant:
+    """lm_head is trained as well, so that its logits are computed again in backward, beside another plant."""
+
+    @contextmanager
+    def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
+        weight = student.model.lm_head.weight.requires_grad_(True)
+        try:
+            with other(student, batch) as result:
+                yield result
+        finally:
+            weight.requires_grad_(False).grad = None
 
     return plant
 

@@ -33,6 +33,7 @@ from npt.faults.plants import (
     label_at,
     output_fault,
     reverse_kl,
+    trained_head,
 )
 from npt.faults.poisons import Poison, frozen, statistic, weight
 from npt.health.trace import trace
@@ -602,7 +603,7 @@ def _backward() -> Iterator[Case]:
         "NaN in the recomputed logits only",
         "backward",
         Truth("recomputation", None, "lm_head", "masked_fill", (3, 5), "written constant", (0, 3)),
-        plant=recomputed("lm_head", (3, 5)),
+        plant=trained_head(recomputed("lm_head", (3, 5))),
         setting=WITH_LOGITS,
     )
 
