@@ -214,7 +214,7 @@ def _logarithmic(axes: Any, which: str) -> None:
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_data_interval()
-    span = high / low if low > 0 else 1.0
+    span = high / low if 0 < low <= high < math.inf else 1.0  # without a point the interval is turned round
     if span < 4:  # a decade's round numbers may all lie outside
         axis.set_major_locator(MaxNLocator(6))
     else:
