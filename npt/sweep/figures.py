@@ -186,37 +186,39 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> bytes:
 
 
 def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
-    """A run's loss before the faulted step, at it, at its worst behind it, and in the end."""
+    """What a fault did: the loss of one window right behind it over that right before, and the KL that the run ended with."""
 
     def make(figure: Any) -> None:
-        axes = figure.add_subplot()
+        harm, end = figure.subplots(1, 2, sharey=True)
         for i, row in enumerate(rows):
-            before, worst, after = row["loss_before_fault"], row["loss_worst_behind"], row["loss_after_fault"]
-            for value, shape, colour in ((before, "o", _LINE), (worst, "^", "#a35200"), (after, "D", _INK)):
-                if value is not None and value > 0:
-                    axes.plot([value], [i], shape, color=colour, markersize=6)
-            if before and worst:
-                axes.plot([before, worst], [i, i], color="#8a949e", linewidth=1, zorder=0)
-            if row["fault_refused"]:
-                axes.text(1.01, i, "refused", transform=axes.get_yaxis_transform(), va="center", fontsize=7.5, color=_BAD)
-        _logarithmic(axes, "x")
-        axes.set_yticks(range(len(rows)), [_short(name) for name in names])
-        axes.invert_yaxis()
-        axes.set_xlabel("loss:  ● before the fault   ▲ worst behind it   ◆ in the end")
-        axes.grid(axis="x", alpha=0.3)
+            refused = bool(row["fault_refused"])
+            if row["fault_harm"] is not None and row["fault_harm"] > 0:
+                harm.plot([row["fault_harm"]], [i], "x" if refused else "o", color=_BAD if refused else _LINE, markersize=6)
+            if row["kl"] is not None and row["kl"] > 0:
+                end.plot([row["kl"]], [i], "D", color=_INK, markersize=5)
+        harm.axvline(1.0, color="#8a949e", linewidth=1, zorder=0)
+        harm.set_yticks(range(len(rows)), [_short(name) for name in names])
+        harm.invert_yaxis()
+        for axes, called in ((harm, "loss behind over before:  ● applied   ✕ refused"), (end, "KL in the end")):
+            _logarithmic(axes, "x")
+            axes.set_xlabel(called)
+            axes.grid(axis="x", alpha=0.3)
 
-    return _drawn(make, 8.0, 1.1 + 0.32 * len(rows))
+    return _drawn(make, 10.0, 1.1 + 0.3 * len(rows))
 
 
 def _logarithmic(axes: Any, which: str) -> None:
     """A logarithmic axis whose numbers are written out: matplotlib's own are formulas, which are switched off."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_data_interval()
-    narrow = low > 0 and high / low < 100
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
+    span = high / low if 0 < low <= high < math.inf else 1.0  # without a point the interval is turned round
+    if span < 4:  # a decade's round numbers may all lie outside
+        axis.set_major_locator(MaxNLocator(6))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if span < 100 else (1.0,), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -195,10 +195,19 @@ def _measures(found: Map) -> str:
         smallest = min((row["m_min"] for row in own if row["m_min"] is not None), default=None)
         dead = max((row["dead"] for row in own if row["dead"] is not None), default=None)
         refused = sum(row["refused"] or 0 for row in own)
+        broken = sum(row["kl"] is None or bool(row["refused"]) for row in own)
         start = next((row["sharpness_start"] for row in own if row["sharpness_start"] is not None), None)
-        rows.append((text(line), *(number(value) for value in (*at_best, smallest, dead)), str(refused), number(start)))
+        rows.append(
+            (text(line), *(number(value) for value in (*at_best, smallest, dead)), str(refused), f"{broken} of {len(own)}", number(start))
+        )
     heads = ("~setting", "*best KL", "*at rate", "*saturated there", "*additive to residual there", "*residual ratio there")
-    worst = ("*smallest multiplier at any rate", "*largest share at 0", "*refusals", "*sharpness at the start")
+    worst = (
+        "*smallest multiplier at any rate",
+        "*largest share at 0",
+        "*refusals",
+        "*runs with numbers not finite",
+        "*sharpness at the start",
+    )
     return table((*heads, *worst), rows, f"{found.part}: at the best rate, and over all")
 
 
@@ -316,7 +325,8 @@ def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
             *([("seeds", a.seeds)] if a.seeds is not None else []),
         ]
     ]
-    said = "<p>What each setting explains alone, in per cent of the variance.</p>"
+    said = "<p>What each setting explains alone, in per cent of the variance. What two explain only between them, where trials are "
+    said += "missing or failed, is in neither share, and a bar ends before 1.</p>"
     return f"{said}\n{picture}\n{details('As a table', table(('~part and response', '~setting', '*share'), cells, 'Shares of variance'))}"
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from typing import Any
 
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, setting
@@ -113,18 +112,9 @@ class Settings:
             found |= {flag_of(f): list(plain[f.name]) if isinstance(plain[f.name], tuple) else plain[f.name] for f in fields(part)}
         return {name: value for name, value in found.items() if name not in LEFT_OUT or name == "seed"}
 
-    def chosen(self) -> dict[str, Any]:
-        """Those that are not at their defaults: what a later version with more settings would still call the same."""
-        return {name: value for name, value in self.values().items() if value != _defaults()[name]}
-
     @property
     def _parts(self) -> tuple[Any, ...]:
         return self.base, self.adapter, self.data, self.training, self.probe
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return Settings(BaseConfig(), NPTConfig(), DataConfig(), TrainConfig(), ProbeConfig()).values()
 
 
 def fingerprint(value: Any) -> str:

@@ -167,7 +167,8 @@ def _part(where: str, name: str, written: Any, shared: Mapping[str, Any], seeds:
                 resolved = Settings.of(given, seed)
             except ConfigError as error:
                 raise ConfigError(f"{said}: {error}") from error
-            what = [resolved.chosen(), None if bisect is None else [bisect.setting, bisect.low, bisect.high, bisect.rounds]]
+            # Defaults are part of it: where a version changes one, what was found under the old one is of another trial.
+            what = [resolved.values(), None if bisect is None else [bisect.setting, bisect.low, bisect.high, bisect.rounds]]
             yield Trial(fingerprint(what), resolved, given, bisect, (Place(name, arm),))
 
 

@@ -23,7 +23,7 @@ from npt.files import write_bytes, write_json
 from npt.stored import read_json
 from npt.sweep.spec import Design, read_design
 from npt.sweep.storage import Progress, Storage
-from npt.sweep.table import rows_of, write_table
+from npt.sweep.table import PARQUET, read_table, rows_of, write_table
 
 SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
@@ -75,7 +75,13 @@ def refresh(folder: Path) -> None:
     elsewhere, or there is nothing to read it with, the table stays as it was last written."""
     if (folder / DATABASE).is_file() and (folder / SPEC).is_file() and find_spec("optuna") is not None:
         design = design_in(folder)
-        write_table(folder, rows_of(design, Storage(storage_url(folder, None), design.name).rows()))
+        rows = rows_of(design, Storage(storage_url(folder, None), design.name).rows())
+        if not (folder / PARQUET).is_file() or _ended(rows) >= _ended(read_table(folder)):  # not what a later version calls otherwise
+            write_table(folder, rows)
+
+
+def _ended(rows: Sequence[dict[str, Any]]) -> int:
+    return sum(row["outcome"] is not None for row in rows)
 
 
 def design_in(folder: Path) -> Design:

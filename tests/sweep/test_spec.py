@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npt.errors import ConfigError
-from npt.sweep.settings import Settings
+from npt.sweep.settings import LEFT_OUT, Settings, fingerprint
 from npt.sweep.spec import design_of, read_design
 
+ROOT = Path(__file__).parents[2]
 SHORT = {"max_steps": 4, "use_quantization": True}
 
 
@@ -44,8 +48,9 @@ def test_equal_settings_in_two_parts_are_one_trial_with_two_places() -> None:
 
 def test_keys_are_the_same_in_every_process_and_differ_with_any_setting() -> None:
     one, other = (design(a={"grid": {"learning_rate": [rate]}}).trials[0].key for rate in (1e-3, 1e-2))
-    # Pinned: a key that changed would have every study repeat its finished trials.
-    assert one == "c0ed20b397294e95" and other != one
+    code = "from npt.sweep.spec import *; print(design_of({{'settings': {}, 'parts': {{'z': {{}}}}}}, 's.yaml').trials[0].key)"
+    command = [sys.executable, "-c", code.format({**SHORT, "learning_rate": 1e-3})]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip() == one != other
     assert design(b={"settings": {"learning_rate": 1e-3}}).trials[0].key == one
 
 
@@ -140,15 +145,15 @@ def test_a_missing_file_is_named() -> None:
         read_design("nowhere.yaml")
 
 
-def test_only_settings_off_their_default_make_up_a_key() -> None:
-    resolved = Settings.of({**SHORT, "adapter_rank": 16, "compute_dtype": "fp16"}, seed=3)
-    assert resolved.chosen() == {"max_steps": 4, "use_quantization": True, "compute_dtype": "fp16", "seed": 3}
+def test_a_key_is_of_every_setting_so_that_a_changed_default_makes_another_trial() -> None:
+    resolved = Settings.of({**SHORT, "compute_dtype": "fp16"}, seed=3)
+    values = resolved.values()
+    assert values["adapter_rank"] == 16 and values["seed"] == 3 and not values.keys() & (LEFT_OUT.keys() - {"seed"})
+    assert fingerprint(values) != fingerprint({**values, "adapter_rank": 8})
 
 
 def test_the_study_of_make_stability_has_its_hundred_runs() -> None:
-    from pathlib import Path
-
-    found = read_design(str(Path(__file__).parents[2] / "configs" / "stability.yaml"))
+    found = read_design(str(ROOT / "configs" / "stability.yaml"))
     assert len(found.trials) >= 100
     forms = {trial.settings.adapter.mult_form for trial in found.trials}
     assert forms == {"sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"}

@@ -167,3 +167,30 @@ def test_a_display_says_how_far_a_study_is_and_writes_its_table(design, storage,
 
 def test_a_trial_is_called_by_its_place_and_what_people_sweep(design) -> None:
     assert [label(trial) for trial in design.trials][2:] == ["forms lr 0.001 unbounded seed 0", "forms lr 30 unbounded seed 0"]
+
+
+def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_table_has(design, storage, tmp_path, lab) -> None:
+    import yaml
+
+    from npt.files import write_json
+    from npt.sweep.study import refresh
+    from npt.sweep.table import write_table
+
+    part = {"grid": {"mult_form": ["sigmoid", "unbounded"], "learning_rate": [1e-3, 30.0]}}
+    settings = design.trials[0].given | {"divergence_factor": 2.0}
+    for name in ("mult_form", "learning_rate"):
+        settings.pop(name)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({"settings": settings, "parts": {"forms": part}}, sort_keys=False))
+    write_json(tmp_path / "study.json", {"name": "small"})
+    worker(design, storage, tmp_path, lab)[0].work()
+    refresh(tmp_path)
+    rows = read_table(tmp_path)
+    assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
+    other = design_of({"name": "small", "settings": {**settings, "max_steps": 5}, "parts": {"forms": part}}, "study.yaml")
+    write_table(tmp_path, rows)
+    (tmp_path / "spec.yaml").write_text(
+        yaml.safe_dump({"settings": {**settings, "max_steps": 5}, "parts": {"forms": part}}, sort_keys=False)
+    )
+    assert not other.by_key.keys() & design.by_key.keys()
+    refresh(tmp_path)
+    assert read_table(tmp_path) == rows
