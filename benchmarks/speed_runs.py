@@ -13,20 +13,20 @@ the same clipping, one backward, and no value read back from the device.
     peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
 
-Of transformers' hidden states the last comes behind the final norm, so that the two-model runs compare the last layer there; its lm_head runs
-in either, as it does for everybody who calls a causal language model.
+Of transformers' hidden states the last comes behind the final norm, so that the two-model runs compare the last layer there. Its lm_head
+runs in all of them, as it does for everybody who calls a causal language model.
 
 LoRA is on the modules that NPT modulates, at the same rank. Its tensors are not as many: an NPT layer has one A for all targets, and B and
 M for each, LoRA an A and a B for each.
 
-Three bases with the same weights are in memory: the teacher of the two-model runs, one with NPT adapters, which is their student and the only
-base of ours, and one inside PEFT, which puts its layers around the base's own. Each kind of step has an optimizer of its own. Adapters are
-trained by all steps on them in turn, which changes values and no cost.
+Three bases with the same weights are in memory: the teacher of the two-model runs; one with NPT adapters, which is their student and the
+only base of ours; and one inside PEFT, which puts its layers around the base's own. Each kind of step has an optimizer of its own. Steps on
+the same adapters train them in turn, which changes values and no cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 import npt
-from npt.adapters.attach import adapter_parameters, adapters_disabled, npt_layers
-from npt.cost.measure import storage_bytes, tensors_of
+from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.losses import nmse
@@ -92,9 +91,10 @@ class Run:
     holds: tuple[Any, ...]
     trainable: list[nn.Parameter]
 
-    @property
-    def bytes_held(self) -> int:
-        return storage_bytes(tensors_of(*self.holds))
+    def forget(self) -> None:
+        """Drop what a step that did not come to its end has left."""
+        for parameter in self.trainable:
+            parameter.grad = None
 
 
 def llama_config(shape: Shape, length: int) -> LlamaConfig:
@@ -132,10 +132,12 @@ class Student:
     Args:
         setting: of all runs.
         teacher: a second base, without adapters; needed by the two-model runs.
+        base: to put adapters on, in the place of any that it has; default a fresh one.
     """
 
-    def __init__(self, setting: Setting, teacher: Any = None):
-        self.model, self.teacher = make_base(setting), teacher
+    def __init__(self, setting: Setting, teacher: Any = None, base: Any = None):
+        self.model, self.teacher = make_base(setting) if base is None else base, teacher
+        npt.detach(self.model)
         npt.attach(self.model, npt.NPTConfig(rank=setting.rank, layers=setting.layers))
         self.parameters = list(adapter_parameters(self.model).values())
         self.converted = [index for index, _ in npt_layers(self.model)]

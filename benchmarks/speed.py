@@ -1,0 +1,250 @@
+"""Speed, memory and arithmetic of a training step against what one would otherwise run, in one process.
+
+    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json | --markdown] [--output FOLDER]
+
+Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's step is first taken twice under
+instruments, which also warms it up: once with its matrix products counted, once with its memory followed. Then all are timed in turn,
+in reversed order every other round, so that a slow moment of the machine hits all of them and none is always behind the same other.
+
+    tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the lowest and the highest
+    speed_ratio         tokens/s over those of two_model in the same round: likewise
+    peak_bytes          what the run holds before the step (its own models, adapters, gradients, moments, tokens) and how far live tensor
+                        memory rises in the step above what was live before it. Other runs' bases, which are in memory as well, are in
+                        neither, so this is what the run would take alone. A base that two of its models share counts once
+    memory_ratio        peak_bytes over those of two_model
+    flops_per_token     counted, not calculated; floor_flops_per_token is what the arithmetic of ours cannot do without
+                        (npt/cost/flops.py), low-rank products included, formula_flops_per_token the same without these
+    roofline_share      flops_per_token * tokens_per_second over the speed of plain square products, measured before and behind the rounds
+
+`--sweep` varies the tokens of a batch, the length of its rows and the number of converted layers one by one (`speed_sweep.py`).
+
+Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
+from speed_sweep import sweep
+from speed_tables import draw_runs, draw_sweep, markdown
+
+import npt
+from npt.adapters.attach import resolve_layers
+from npt.cost.flops import count_flops, floor_flops, training_flops
+from npt.cost.measure import matmul_roofline, peak_bytes, storage_bytes, tensors_of, wait_for
+from npt.data.batch import Batch
+from npt.errors import ConfigError, NPTError
+from npt.files import write_bytes, write_text
+
+BASELINE = "two_model"
+
+
+def timed(step: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that a step takes, until the device is done with it."""
+    wait_for(device)
+    started = time.perf_counter()
+    step()
+    wait_for(device)
+    return time.perf_counter() - started
+
+
+def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each step in every round; every other round goes through them backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
+            seconds[name].append(timed(steps[name], device))
+    return seconds
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[str, Any]:
+    """What a run's step costs whatever the machine's speed: two steps, of which the second finds the optimizer's moments in place."""
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        losses[:] = [run.step(batch)]
+
+    started = time.perf_counter()
+    flops = count_flops(step)
+    held = storage_bytes(tensors_of(*run.holds, batch))
+    peak = held + peak_bytes(step, batch.input_ids.device).added
+    note(f"{run.name}: {flops / batch.tokens / 1e6:.1f} MFLOP/token, peak {peak / 2**20:.0f} MiB ({time.perf_counter() - started:.0f} s)")
+    return {
+        "held_bytes": held,
+        "peak_bytes": peak,
+        "flops_per_token": flops / batch.tokens,
+        "trainable_parameters": sum(p.numel() for p in run.trainable),
+        "loss": losses[0].item(),
+    }
+
+
+def floors(setting: Setting, name: str) -> dict[str, float]:
+    """The least arithmetic of one of our runs, per token."""
+    shape, config = SHAPES[setting.shape], npt.NPTConfig(rank=setting.rank, layers=setting.layers)
+    strategy = "local" if name == "local" else "end_to_end"
+    scored = (setting.length - 1) / setting.length if name == "end_to_end_kl" else 0.0
+    formula = floor_flops(shape, setting.length, resolve_layers(setting.layers, shape.layers), strategy, logits=scored)
+    return {
+        "floor_flops_per_token": training_flops(shape, setting.length, config, strategy, logits=scored),
+        "formula_flops_per_token": formula,
+    }
+
+
+def measure(setting: Setting, names: tuple[str, ...], rounds: int, note: Callable[[str], None]) -> dict[str, Any]:
+    """All figures of one comparison."""
+    device = torch.device(setting.device)
+    batch = make_batch(setting)
+    runs, missing = make_runs(setting, names)
+    for name, reason in missing.items():
+        note(f"{name} is left out: {reason}")
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        try:
+            found[run.name] = {
+                "name": run.name,
+                **instrumented(run, batch, note),
+                **(floors(setting, run.name) if run.name in OURS else {}),
+            }
+        except torch.OutOfMemoryError:
+            run.forget()
+            missing[run.name] = "it does not fit into the device's memory beside the other runs' bases"
+            note(f"{run.name} is left out: {missing[run.name]}")
+    before = matmul_roofline(device)
+    note(f"roofline {before.flops_per_second / 1e9:.0f} GFLOP/s; timing {rounds} rounds of {len(found)} steps")
+    seconds = in_turns({run.name: lambda run=run: run.step(batch) for run in runs if run.name in found}, rounds, device)  # type: ignore[misc]
+    roofline = max(before, matmul_roofline(device), key=lambda r: r.flops_per_second)
+    for name, row in found.items():
+        speeds = spread([batch.tokens / s for s in seconds[name]])
+        row["tokens_per_second"] = speeds["median"]
+        row["tokens_per_second_range"] = [speeds["low"], speeds["high"]]
+        row["step_seconds"] = seconds[name]
+        row["roofline_share"] = row["flops_per_token"] * speeds["median"] / roofline.flops_per_second
+        if BASELINE in found:
+            row["speed_ratio"] = spread([theirs / s for s, theirs in zip(seconds[name], seconds[BASELINE], strict=True)])
+            row["memory_ratio"] = row["peak_bytes"] / found[BASELINE]["peak_bytes"]
+    return {
+        "shape": setting.shape,
+        "setting": {**asdict(setting), "tokens": setting.tokens, "rounds": rounds},
+        "sizes": asdict(SHAPES[setting.shape]),
+        "machine": machine(device),
+        "roofline": asdict(roofline),
+        "runs": list(found.values()),
+        "missing": missing,
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
+
+
+def make_setting(args: argparse.Namespace) -> Setting:
+    """What the flags say.
+
+    Raises:
+        ConfigError: flags that do not go together.
+    """
+    if args.tokens < 1 or args.length < 2 or args.tokens % args.length:
+        raise ConfigError(f"--tokens is {args.tokens} and --length {args.length}; the tokens of a step are whole rows of 2 tokens at least")
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats is {args.repeats}; it is 1 at least")
+    shape = SHAPES[args.shape]
+    resolve_layers(args.layers, shape.layers)
+    if not 1 <= args.rank <= shape.hidden:
+        raise ConfigError(f"--rank is {args.rank}; it lies between 1 and the hidden size, {shape.hidden}")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    quantization = None if args.quantization == "none" else args.quantization
+    return Setting(args.shape, args.layers, args.rank, args.tokens // args.length, args.length, quantization, device, args.seed)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print one JSON object")
+    shown.add_argument("--markdown", action="store_true", help="print the tables of RESULTS.md")
+    parser.add_argument("--shape", default="cpu-0.2b", choices=list(SHAPES))
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step; full rows of --length")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--layers", default="all", help="converted: all, upper_half, 8-15 or 3,5,7")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
+    parser.add_argument("--runs", default=",".join(RUNS), help="which of them, comma-separated")
+    parser.add_argument("--quantization", default="nf4", choices=["nf4", "fp4", "none"])
+    parser.add_argument("--matmul_precision", default="highest", choices=["highest", "high"], help="high: TF32 where the device has it")
+    parser.add_argument("--threads", type=int, help="of the CPU; default torch's")
+    parser.add_argument("--device", help="default the first CUDA device, else the CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sweep", action="store_true", help="vary tokens, length and converted layers as well")
+    parser.add_argument("--output", type=Path, help="folder for speed.json, speed.md and the plots")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        setting = make_setting(args)
+        names = tuple(name.strip() for name in args.runs.split(","))
+        unknown = [name for name in names if name not in RUNS]
+        if unknown:
+            raise ConfigError(f"--runs names {unknown[0]!r}; choose from {', '.join(RUNS)}")
+    except NPTError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    figures = measure(setting, names, args.repeats, note)
+    if args.sweep:
+        figures["sweep"] = sweep(setting, args.repeats, note, in_turns)
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        write_text(args.output / "speed.json", json.dumps(figures, indent=1) + "\n")
+        write_text(args.output / "speed.md", markdown(figures))
+        write_bytes(args.output / "speed.png", draw_runs(figures))
+        if args.sweep:
+            write_bytes(args.output / "sweep.png", draw_sweep(figures))
+    print(json.dumps(figures) if args.json else markdown(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

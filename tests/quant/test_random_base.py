@@ -1,0 +1,117 @@
+import pytest
+import torch
+from families import MAKE, save_base
+from transformers import GPT2Config, LlamaConfig
+
+import npt
+from npt.cost.measure import peak_bytes, storage_bytes, tensors_of
+from npt.data.batch import batch_from_tensors
+from npt.distill.smoke import smoke_test
+from npt.distill.strategies import STRATEGIES
+from npt.errors import ConfigError, ModelError
+from npt.quant.linear import dense_weight, quantized_linears
+from npt.quant.random_base import random_base
+
+FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]
+
+
+def small(**changes) -> LlamaConfig:
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def description(model) -> dict:
+    """All of a model that is not a value."""
+    tensors = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in model.state_dict().items()}
+    frozen = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters()}
+    buffers = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
+    modules = {name: (type(m), m.training) for name, m in model.named_modules()}
+    packed = {
+        name: (m.compute_dtype, m.compute_type_is_set, m.support_avx512bf16_for_cpu, m.weight.quant_type, m.weight.quant_state.dtype)
+        for name, m in quantized_linears(model)
+    }
+    return {"tensors": tensors, "frozen": frozen, "buffers": buffers, "modules": modules, "packed": packed}
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_what_load_base_gives_but_for_its_values(family, quantization, tmp_path):
+    loaded, _ = npt.load_base(str(save_base(family, tmp_path / "base")), quantization=quantization, device="cpu")
+    made = random_base(MAKE[family]().config, quantization=quantization, device="cpu")
+    assert description(made) == description(loaded)
+    assert made.config._attn_implementation == loaded.config._attn_implementation == "sdpa"
+    assert getattr(made, "is_loaded_in_4bit", False) == getattr(loaded, "is_loaded_in_4bit", False)
+    for own, other in zip(made.buffers(), loaded.buffers(), strict=True):
+        assert torch.equal(own, other)  # the rotary frequencies, which the configuration alone decides
+
+
+def test_the_seed_decides_the_values():
+    first, again, other = (random_base(small(), device="cpu", seed=seed) for seed in (3, 3, 4))
+    assert npt.base_hash(first) == npt.base_hash(again) != npt.base_hash(other)
+    rows = [dense_weight(module).flatten() for _, module in quantized_linears(first)]
+    assert len({tuple(row[:4].tolist()) for row in rows}) == len(rows)  # no two weights are alike
+
+
+def test_the_weights_are_of_a_size_that_keeps_states_finite():
+    model = random_base(small(), device="cpu")
+    for _, module in quantized_linears(model):
+        assert 0.015 < dense_weight(module).std().item() < 0.025  # 0.02 and what packing and a small sample add
+    assert torch.equal(model.model.norm.weight.float(), torch.ones(64))
+    assert torch.isfinite(model(input_ids=torch.arange(90)[None]).logits).all()
+
+
+def test_it_converts_and_trains():
+    model = random_base(small(), device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
+    ids = torch.arange(90).view(2, 45)
+    config = npt.TrainConfig()
+    assert "passed" in smoke_test(model, batch_from_tensors(ids, torch.ones_like(ids)), STRATEGIES["local"], config)
+
+
+def test_a_gradient_crosses_its_packed_weights_after_a_pass_without_one():
+    model = random_base(small(), device="cpu")
+    layer = model.model.layers[0].mlp.gate_proj
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        plain = layer(x)
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert torch.equal(plain, layer(x)) and x.grad is not None and x.grad.abs().sum() > 0
+
+
+def test_tied_embeddings_are_one_tensor():
+    model = random_base(small(tie_word_embeddings=True), device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model = random_base(small(tie_word_embeddings=False), device="cpu")
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_the_dense_model_never_exists():
+    # One layer's packed weights are small beside the largest dense matrix, and eight layers of dense ones would be far above both.
+    config = small(hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, head_dim=32)
+    kept: list = []
+    added = peak_bytes(lambda: kept.append(random_base(config, device="cpu")), "cpu").added
+    largest = 4 * 256 * 1024
+    assert added < storage_bytes(tensors_of(kept[0])) + 4 * largest  # the matrix, its form for packing, and scratch of packing
+
+
+def test_what_cannot_be_made_is_refused():
+    with pytest.raises(ConfigError, match="int3"):
+        random_base(small(), quantization="int3", device="cpu")
+    with pytest.raises(ModelError, match="gpt2"):
+        random_base(GPT2Config(n_layer=1), device="cpu")
+
+
+def test_the_configuration_that_was_given_stays_as_it_was():
+    config = small()
+    before = config.to_dict()
+    random_base(config, device="cpu")
+    assert config.to_dict() == before
