@@ -17,7 +17,7 @@ Of transformers' hidden states the last comes behind the final norm, so that the
 runs in all of them, as it does for everybody who calls a causal language model.
 
 LoRA is on the modules that NPT modulates, at the same rank. Its tensors are not as many: an NPT layer has one A for all targets, and B and
-M for each, LoRA an A and a B for each.
+M for each, LoRA an A and a B for each. They start at random: at LoRA's usual start the student is its teacher, and the gradient is zero.
 
 Three bases with the same weights are in memory: the teacher of the two-model runs; one with NPT adapters, which is their student and the
 only base of ours; and one inside PEFT, which puts its layers around the base's own. Each kind of step has an optimizer of its own. Steps on
@@ -184,13 +184,13 @@ class Student:
         """The step with checkpointing on, which transformers does in training mode only."""
 
         def checkpointed(batch: Batch) -> Tensor:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
             self.model.train()
             try:
                 return step(batch)
             finally:
                 self.model.eval()
-                self.model.gradient_checkpointing_disable()
+                self.model.activation_checkpointing_disable()
 
         return checkpointed
 
@@ -209,6 +209,7 @@ class LoRA:
             r=setting.rank,
             lora_alpha=setting.rank,
             lora_dropout=0.0,
+            init_lora_weights=False,
             target_modules=["gate_proj", "up_proj", "down_proj"],
             layers_to_transform=converted,
             task_type="CAUSAL_LM",

@@ -17,6 +17,7 @@ def markdown(figures: dict[str, Any]) -> str:
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
     if machine["device"] != "cpu":
         where = f"{machine['device']}; {where}"
+    rows = f"{setting['batch_size']} rows of {setting['length']} tokens a step"
     kinds = f"{setting['quantization'] or 'fp32'} base, layers `{setting['layers']}` converted, rank {setting['rank']}"
     lines = [
         f"Machine: {where}; torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}; fp32 products at "
@@ -24,8 +25,7 @@ def markdown(figures: dict[str, Any]) -> str:
         f"{roofline['flops_per_second'] / 1e9:,.0f} GFLOP/s.",
         "",
         f"Shape `{figures['shape']}`: D {shape['hidden']}, F {shape['ffn']}, {shape['layers']} layers, {shape['heads']} heads, "
-        f"{shape['kv_heads']} of keys and values, V {shape['vocab']:,}; {kinds}. {setting['batch_size']} rows of {setting['length']} tokens a "
-        f"step, {setting['rounds']} rounds.",
+        f"{shape['kv_heads']} of keys and values, V {shape['vocab']:,}; {kinds}. {rows}, {setting['rounds']} rounds.",
         "",
         *_runs_table(figures["runs"]),
         *(f"\nLeft out: `{name}` ({reason})." for name, reason in figures["missing"].items()),
@@ -83,9 +83,9 @@ def _sweep_table(sweep: dict[str, Any]) -> list[str]:
     for kind, line in sweep["linearity"].items():
         lines += [
             "",
-            f"`{kind}` against tokens: {1e3 * line['seconds_per_token']:.3g} ms a token and {line['fixed_seconds']:.2g} s a step; points lie "
-            f"within {100 * line['largest_deviation']:.0f}% of that line, and the upper part of the curve is {line['slope_ratio']:.2f} times "
-            "as steep as the lower one.",
+            f"`{kind}` against tokens: {1e3 * line['seconds_per_token']:.3g} ms a token and {line['fixed_seconds']:.2g} s a step; points "
+            f"lie within {100 * line['largest_deviation']:.0f}% of that line, and the upper part of the curve is {line['slope_ratio']:.2f} "
+            "times as steep as the lower one.",
         ]
     return lines
 

@@ -4,14 +4,17 @@ import importlib
 import json
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import npt
 from npt.adapters.attach import adapter_parameters
 from npt.cost.flops import count_flops
-from npt.cost.measure import storage_bytes, tensors_of
+from npt.cost.measure import matmul_roofline, storage_bytes, tensors_of
 from npt.cost.shape import Shape
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -26,6 +29,7 @@ def parts():
         patch.syspath_prepend(str(BENCHMARKS))
         modules = [importlib.import_module(name) for name in ("speed", "speed_runs", "speed_sweep", "speed_tables")]
         patch.setitem(modules[1].SHAPES, "small", SMALL)
+        patch.setattr(modules[0], "matmul_roofline", partial(matmul_roofline, sizes=(64,), seconds=0.0))
         yield modules
         for name in ("speed", "speed_runs", "speed_sweep", "speed_tables"):
             sys.modules.pop(name)
@@ -59,8 +63,8 @@ def test_a_run_of_the_benchmark_gives_every_figure(parts, capsys):
         assert row["speed_ratio"]["low"] <= row["speed_ratio"]["median"] <= row["speed_ratio"]["high"]
     assert rows["two_model"]["speed_ratio"]["median"] == rows["two_model"]["memory_ratio"] == 1.0
     assert figures["machine"]["threads"] == torch.get_num_threads() and figures["roofline"]["flops_per_second"] > 0
-    # Two copies are held by the two-model loop and one by ours; the steps' own memory differs, the order of both holds.
-    assert rows["two_model"]["held_bytes"] > 1.5 * rows["local"]["held_bytes"]
+    base = storage_bytes(tensors_of(runs.make_base(runs.Setting("small", "all", 4, 2, 16))))
+    assert rows["two_model"]["held_bytes"] - rows["local"]["held_bytes"] == base  # two copies, and one of ours
     assert rows["two_model"]["peak_bytes"] > rows["two_model_checkpointed"]["peak_bytes"] > rows["local"]["peak_bytes"]
 
 
@@ -70,9 +74,8 @@ def test_counted_arithmetic_is_near_the_floor_of_ours_and_far_from_it_elsewhere(
     made, _ = runs.make_runs(setting, ("local", "two_model"))
     counted = {run.name: count_flops(lambda run=run: run.step(batch)) / batch.tokens for run in made}
     floor = speed.floors(setting, "local")
-    # The formula leaves out nothing that is a matrix product but the rotary embedding's, which is one row for each position.
-    assert counted["local"] == pytest.approx(floor["floor_flops_per_token"], rel=0.03)
-    assert floor["floor_flops_per_token"] > floor["formula_flops_per_token"]
+    # Of the matrix products the formula leaves out the low-rank ones, and both leave out those of the rotary embedding.
+    assert floor["formula_flops_per_token"] < counted["local"] < 1.03 * floor["floor_flops_per_token"]
     assert counted["two_model"] > 1.2 * counted["local"]
 
 
@@ -88,9 +91,7 @@ def test_every_run_has_a_finite_loss_and_moves_its_adapters_alone(parts, setting
         assert torch.isfinite(loss) and loss > 0 and not loss.requires_grad, run.name
         assert all(p.grad is None for p in run.trainable), run.name
         assert all(torch.equal(p, was) for p, was in zip(frozen, kept, strict=True)), run.name
-        moved = [not torch.equal(p, was) for p, was in zip(run.trainable, before, strict=True)]
-        # LoRA's A has no gradient while its B is still zero.
-        assert all(moved) if run.name not in PEFT else sum(moved) >= len(moved) // 2, run.name
+        assert not any(torch.equal(p, was) for p, was in zip(run.trainable, before, strict=True)), run.name
 
 
 def test_the_gradient_of_the_two_model_loop_crosses_the_whole_student(parts, setting):
@@ -113,8 +114,6 @@ def test_checkpointing_changes_the_memory_and_not_the_loss(parts, setting):
 def test_ours_and_the_two_model_loop_see_the_same_loss_of_the_first_layer(parts, setting):
     """One converted layer, the first: its input is the embedding for every student, so that all kinds of run have the same task."""
     runs = parts[1]
-    from dataclasses import replace
-
     setting = replace(setting, layers="0")
     batch = runs.make_batch(setting)
     losses = {name: runs.make_runs(setting, (name,))[0][0].step(batch) for name in ("local", "end_to_end", "two_model")}
@@ -123,8 +122,6 @@ def test_ours_and_the_two_model_loop_see_the_same_loss_of_the_first_layer(parts,
 
 
 def test_bases_of_one_setting_are_equal_and_of_another_seed_not(parts, setting):
-    import npt
-
     runs = parts[1]
     first, second = runs.make_base(setting), runs.make_base(setting)
     assert npt.base_hash(first) == npt.base_hash(second)
@@ -134,8 +131,6 @@ def test_bases_of_one_setting_are_equal_and_of_another_seed_not(parts, setting):
 @pytest.mark.parametrize("name", ["embedded", "cpu-0.2b"])
 def test_the_shapes_are_of_the_sizes_that_their_names_say(parts, name):
     shapes = parts[1].SHAPES
-    import npt
-
     if name == "embedded":
         assert shapes[name] == Shape.of(npt.load_base("tiny")[0].config)
     else:

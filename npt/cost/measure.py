@@ -7,6 +7,7 @@ holds libraries, freed memory that the allocator keeps, and whatever else the pr
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,6 +17,9 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
+
+# The profiler announces its start and end on the terminal at any level below; it reads this at its first use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 """Sides of the square products that are tried, by the device's type: large enough that nothing but arithmetic counts."""

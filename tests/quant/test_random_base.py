@@ -16,21 +16,15 @@ FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]
 
 
 def small(**changes) -> LlamaConfig:
-    sizes = {
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, **heads}
     return LlamaConfig(**{**sizes, **changes})
 
 
 def description(model) -> dict:
     """All of a model that is not a value."""
-    tensors = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in model.state_dict().items()}
+    state = {name: t for name, t in model.state_dict().items() if ".quant_state." not in name}  # numbers in decimals, of any length
+    tensors = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in state.items()}
     frozen = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters()}
     buffers = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
     modules = {name: (type(m), m.training) for name, m in model.named_modules()}
