@@ -16,6 +16,8 @@ in reversed order every other round, so that a slow moment of the machine hits a
                         (npt/cost/flops.py), low-rank products included, formula_flops_per_token the same without these
     roofline_share      flops_per_token * tokens_per_second over the speed of plain square products, measured before and behind the rounds
 
+A step is one row of 1,024 tokens unless told otherwise; the sweep also has the same tokens in shorter rows, where attention is cheaper.
+
 `--sweep` varies the tokens of a batch, the length of its rows and the number of converted layers one by one (`speed_sweep.py`).
 
 Run it on a machine that does nothing else.
@@ -23,9 +25,12 @@ Run it on a machine that does nothing else.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler warns of memory that was there before it came, which is meant
+
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
@@ -199,7 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
     shown.add_argument("--markdown", action="store_true", help="print the tables of RESULTS.md")
     parser.add_argument("--shape", default="cpu-0.2b", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=1024, help="of a step; full rows of --length")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--layers", default="all", help="converted: all, upper_half, 8-15 or 3,5,7")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")

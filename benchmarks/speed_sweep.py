@@ -1,7 +1,7 @@
 """How the time of a step grows: with the tokens of a batch, with the length of its rows, with the number of converted layers.
 
-One of them is varied at a time, the others stay as the comparison has them. Ours (`local`) and the two-model loop are timed on two bases,
-all points in turn in every round.
+One of them is varied at a time. Lengths and layers go with the tokens of the comparison's own step; the curve against tokens has rows of a
+quarter of those, 1 to 8 of them. Ours (`local`) and the two-model loop are timed on two bases, all points in turn in every round.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Point:
 
 
 def curves(setting: Setting) -> dict[str, list[Point]]:
-    """The points of each curve in their order; the comparison's own point is on all three."""
+    """The points of each curve in their order."""
     layers = SHAPES[setting.shape].layers
     own = Point(len(resolve_layers(setting.layers, layers)), setting.batch_size, setting.length)
-    batches = sorted({*BATCHES, own.batch_size})
+    quarter = max(2, own.tokens // 4)
     lengths = sorted({own.length, *(own.tokens // b for b in BATCHES if own.tokens % b == 0 and own.tokens // b >= 2)})
     counts = sorted({own.converted, *(max(1, layers * part // 4) for part in (1, 2, 3, 4))})
     return {
-        "tokens": [replace(own, batch_size=b) for b in batches],
+        "tokens": [replace(own, batch_size=b, length=quarter) for b in BATCHES],
         "length": [replace(own, batch_size=own.tokens // length, length=length) for length in lengths],
         "layers": [replace(own, converted=count) for count in counts],
     }
@@ -69,7 +69,8 @@ def sweep(setting: Setting, rounds: int, note: Callable[[str], None], in_turns: 
         for converted in sorted({point.converted for point in points}):
             chosen = {i: point for i, point in enumerate(points) if point.converted == converted}
             steps = _steps(setting, base, teacher, chosen)
-            in_turns(dict(list(steps.items())[: len(KINDS)]), 1, device)  # moments are made and kernels found, in the smallest step
+            if number == 0:
+                in_turns(dict(list(steps.items())[: len(KINDS)]), 1, device)  # kernels are found in the smallest step
             for name, times in in_turns(steps, 1, device).items():
                 kind, index = name.split()
                 seconds[points[int(index)]][kind] += times

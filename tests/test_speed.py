@@ -172,7 +172,7 @@ def test_the_sweep_and_its_files(parts, tmp_path, capsys):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     found = figures["sweep"]
     curve = {name: [found["points"][i] for i in numbers] for name, numbers in found["curves"].items()}
-    assert [p["tokens"] for p in curve["tokens"]] == [16, 32, 64, 128] and {p["length"] for p in curve["tokens"]} == {16}
+    assert [p["tokens"] for p in curve["tokens"]] == [8, 16, 32, 64] and {p["length"] for p in curve["tokens"]} == {8}
     assert [p["length"] for p in curve["length"]] == [4, 8, 16, 32] and {p["tokens"] for p in curve["length"]} == {32}
     assert [p["converted"] for p in curve["layers"]] == [1, 2, 3, 4]
     assert all(len(p["all_seconds"][kind]) == 2 for p in found["points"] for kind in ("local", "two_model"))
