@@ -1,6 +1,6 @@
 """Speed, memory and arithmetic of a training step against what one would otherwise run, in one process.
 
-    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json | --markdown] [--output FOLDER]
+    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json | --markdown] [--output FOLDER] [--fill FILE]
 
 Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's step is first taken twice under
 instruments, which also warms it up: once with its matrix products counted, once with its memory followed. Then all are timed in turn,
@@ -44,7 +44,7 @@ import torch
 import transformers
 from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
 from speed_sweep import sweep
-from speed_tables import draw_runs, draw_sweep, markdown
+from speed_tables import check_place, draw_runs, draw_sweep, filled, markdown
 
 import npt
 from npt.adapters.attach import resolve_layers
@@ -197,6 +197,17 @@ def make_setting(args: argparse.Namespace) -> Setting:
     return Setting(args.shape, args.layers, args.rank, args.tokens // args.length, args.length, quantization, device, args.seed)
 
 
+def write_all(figures: dict[str, Any], folder: Path) -> None:
+    """The figures as JSON, tables and pictures, each under the shape's name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = figures["shape"]
+    write_text(folder / f"{shape}.json", json.dumps(figures, indent=1) + "\n")
+    write_text(folder / f"{shape}.md", markdown(figures))
+    write_bytes(folder / f"{shape}-runs.png", draw_runs(figures))
+    if "sweep" in figures:
+        write_bytes(folder / f"{shape}-sweep.png", draw_sweep(figures))
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     shown = parser.add_mutually_exclusive_group()
@@ -215,7 +226,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="default the first CUDA device, else the CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweep", action="store_true", help="vary tokens, length and converted layers as well")
-    parser.add_argument("--output", type=Path, help="folder for speed.json, speed.md and the plots")
+    parser.add_argument("--output", type=Path, help="folder for the figures, the tables and the plots, under the shape's name")
+    parser.add_argument("--fill", type=Path, help="text whose place for this shape is given the tables, such as benchmarks/RESULTS.md")
     return parser
 
 
@@ -223,6 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         setting = make_setting(args)
+        if args.fill is not None:
+            check_place(args.fill, args.shape)
         names = tuple(name.strip() for name in args.runs.split(","))
         unknown = [name for name in names if name not in RUNS]
         if unknown:
@@ -241,12 +255,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.sweep:
         figures["sweep"] = sweep(setting, args.repeats, note, in_turns)
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        write_text(args.output / "speed.json", json.dumps(figures, indent=1) + "\n")
-        write_text(args.output / "speed.md", markdown(figures))
-        write_bytes(args.output / "speed.png", draw_runs(figures))
-        if args.sweep:
-            write_bytes(args.output / "sweep.png", draw_sweep(figures))
+        write_all(figures, args.output)
+    if args.fill is not None:
+        write_text(args.fill, filled(args.fill.read_text(encoding="utf-8"), figures))
     print(json.dumps(figures) if args.json else markdown(figures))
     return 0
 

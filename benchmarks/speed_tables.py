@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from npt.errors import ConfigError
 
 MIB = 1 << 20
 _OURS, _THEIRS, _LIGHT = "#2f6b8e", "#b0592a", "#a9b0b7"
@@ -17,7 +20,7 @@ def markdown(figures: dict[str, Any]) -> str:
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
     if machine["device"] != "cpu":
         where = f"{machine['device']}; {where}"
-    rows = f"{setting['batch_size']} rows of {setting['length']} tokens a step"
+    rows = f"{_rows(setting['batch_size'], setting['length'])} tokens a step"
     kinds = f"{setting['quantization'] or 'fp32'} base, layers `{setting['layers']}` converted, rank {setting['rank']}"
     lines = [
         f"Machine: {where}; torch {machine['torch']}, transformers {machine['transformers']}, Python {machine['python']}; fp32 products at "
@@ -33,6 +36,34 @@ def markdown(figures: dict[str, Any]) -> str:
     if "sweep" in figures:
         lines += ["", *_sweep_table(figures["sweep"])]
     return "\n".join(lines) + "\n"
+
+
+def place(shape: str) -> tuple[str, str]:
+    """What stands before and behind the tables of a shape in a text that holds them."""
+    return f"<!-- speed.py --shape {shape} -->\n", "<!-- end -->\n"
+
+
+def check_place(path: Path, shape: str) -> None:
+    """Refuse a text that has no place for the tables, before they are measured.
+
+    Raises:
+        ConfigError: no such file, or no such place in it.
+    """
+    start, end = place(shape)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if start not in text or end not in text.partition(start)[2]:
+        raise ConfigError(f"--fill is {path}, which has no lines {start.strip()!r} and {end.strip()!r} for the tables to go between")
+
+
+def filled(text: str, figures: dict[str, Any]) -> str:
+    """The text with these tables in their place."""
+    start, end = place(figures["shape"])
+    before, _, rest = text.partition(start)
+    return f"{before}{start}\n{markdown(figures)}\n{end}{rest.partition(end)[2]}"
+
+
+def _rows(count: int, length: int) -> str:
+    return f"{count} row{'' if count == 1 else 's'} of {length:,}"
 
 
 def _runs_table(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -120,7 +151,7 @@ def draw_runs(figures: dict[str, Any]) -> bytes:
             for place, (value, end) in enumerate(zip(values, ends_of, strict=True)):
                 axes.annotate(f"{value:,.0f}", (value + end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
             axes.margins(x=0.16)
-        figure.suptitle(f"{figures['shape']}, {figures['setting']['tokens']:,} tokens a step", fontsize=10)
+        figure.suptitle(f"{figures['shape']}, {figures['setting']['tokens']:,} tokens a step (blue: this package)", fontsize=10)
 
     return _png(draw, (10, 0.42 * len(figures["runs"]) + 1.2))
 
@@ -149,11 +180,13 @@ def draw_sweep(figures: dict[str, Any]) -> bytes:
             axes.set_xticks(xs, [f"{x:,}" for x in xs])
             axes.minorticks_off()
             axes.set_ylim(bottom=0)
+            if name != "length":
+                axes.set_xlim(left=0)
             first = points[0]
             fixed = {
-                "tokens": f"rows of {first['length']}",
+                "tokens": f"rows of {first['length']:,}",
                 "length": f"{first['tokens']:,} tokens a step",
-                "layers": f"{first['batch_size']} rows of {first['length']}",
+                "layers": _rows(first["batch_size"], first["length"]),
             }
             axes.set_xlabel({"tokens": "tokens of a step", "length": "tokens of a row", "layers": "converted layers, from the top"}[name])
             axes.set_ylabel("ms per token" if name == "length" else "seconds per step")

@@ -155,6 +155,8 @@ def test_without_peft_its_rows_are_missing_with_a_reason(parts, monkeypatch, cap
         (["--repeats", "0"], "--repeats is 0"),
         (["--layers", "9"], "layer 9"),
         (["--runs", "local,fast"], "'fast'"),
+        (["--fill", str(BENCHMARKS / "speed.py")], "--fill is "),
+        (["--fill", "nowhere.md"], "--fill is nowhere.md"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_in_one_line(parts, flags, named, capsys):
@@ -164,12 +166,17 @@ def test_flags_that_cannot_work_are_refused_in_one_line(parts, flags, named, cap
 
 
 def test_the_sweep_and_its_files(parts, tmp_path, capsys):
-    assert parts[0].main([*ARGUMENTS, "--runs", "local,two_model", "--sweep", "--markdown", "--output", str(tmp_path / "out")]) == 0
+    text, output = tmp_path / "RESULTS.md", tmp_path / "out"
+    text.write_text("# Before\n\n<!-- speed.py --shape small -->\nold\n<!-- end -->\n\nbehind\n")
+    files = ["--output", str(output), "--fill", str(text)]
+    assert parts[0].main([*ARGUMENTS, "--runs", "local,two_model", "--sweep", "--markdown", *files]) == 0
     shown = capsys.readouterr().out
-    figures = json.loads((tmp_path / "out" / "speed.json").read_text())
-    assert (tmp_path / "out" / "speed.md").read_text() == shown.rstrip("\n") + "\n"
-    for name in ("speed.png", "sweep.png"):
-        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((output / "small.json").read_text())
+    tables = (output / "small.md").read_text()
+    assert tables == shown.rstrip("\n") + "\n"
+    assert text.read_text() == f"# Before\n\n<!-- speed.py --shape small -->\n\n{tables}\n<!-- end -->\n\nbehind\n"
+    for name in ("small-runs.png", "small-sweep.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
     found = figures["sweep"]
     curve = {name: [found["points"][i] for i in numbers] for name, numbers in found["curves"].items()}
     assert [p["tokens"] for p in curve["tokens"]] == [8, 16, 32, 64] and {p["length"] for p in curve["tokens"]} == {8}
@@ -177,6 +184,11 @@ def test_the_sweep_and_its_files(parts, tmp_path, capsys):
     assert [p["converted"] for p in curve["layers"]] == [1, 2, 3, 4]
     assert all(len(p["all_seconds"][kind]) == 2 for p in found["points"] for kind in ("local", "two_model"))
     assert "| `local` |" in shown and "| converted layers |" in shown and "Square products" in shown
+
+
+def test_the_results_have_a_place_for_every_shape_that_is_measured(parts):
+    for shape in ("cpu-0.2b", "llama-3.2-1b", "llama-3.1-8b"):
+        parts[3].check_place(BENCHMARKS / "RESULTS.md", shape)
 
 
 def test_a_straight_line_is_found_straight(parts):
