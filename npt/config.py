@@ -322,6 +322,7 @@ class TrainConfig:
     run_name: str | None = setting(None, "name of the run in the trackers")
     smoke_test: bool = setting(True, "one batch forward and backward under anomaly detection before the loop")
     trace_steps: str | None = setting(None, "steps whose tensors are recorded: a list 1,2,3, a range 1-5, or a mix 1-5,8")
+    compile: bool = setting(False, "compile the elementwise work of each converted layer; needs a compiler, takes a while at the start")
     rank_timeout: float = setting(600.0, "seconds that one of several processes waits for the others before it gives up")
     trace_every: int | None = setting(None, "record the tensors of every so many steps")
 

@@ -62,13 +62,18 @@ class NPTAdapter(nn.Module):
             z = nn.functional.linear(attention.to(self.A.dtype), self.A)
         return z if self.recode is None else self.recode(z)
 
-    def apply_to(self, target: str, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def weights_of(self, target: str) -> tuple[Tensor | None, Tensor | None]:
+        """M and B of a target; None where the form has no such term, or does not modulate it."""
+        return self.M.get(target), self.B.get(target)
+
+    def apply_to(self, target: str, y: Tensor, z: Tensor, *, aside: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Modulate one product; a target that is not modulated comes back as it is.
 
         Args:
             target: gate, up or down.
             y: [..., O].
             z: [..., R], the codes of the same tokens.
+            aside: with copies of the weights in their place, which gradients end in: for whoever only looks.
 
         Returns:
             y' like y; m and s [..., O] in fp32, None where the form has no such term.
@@ -76,11 +81,14 @@ class NPTAdapter(nn.Module):
         if target not in self.config.targets:
             return y, None, None
         with torch.autocast(y.device.type, enabled=False):
+            mult, add = self.weights_of(target)
+            if aside:
+                mult, add = (None if weight is None else weight.detach().requires_grad_() for weight in (mult, add))
             return modulate(
                 y,
                 z,
-                self.M[target] if self.config.multiplicative else None,
-                self.B[target] if self.config.additive else None,
+                mult,
+                add,
                 self.config.mult_bound,
                 self.config.additive_scale,
             )

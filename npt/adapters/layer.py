@@ -7,6 +7,7 @@ gains the child `npt`. A wrapper would not do: transformers finds decoder layers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,13 +123,32 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
     def modulated(target: str, y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return (y, None, None) if z is None else adapter.apply_to(target, y, z)
 
-    gate, gate_m, gate_s = modulated("gate", gate)
-    up, up_m, up_s = modulated("up", up)
-    adapter.show(h=hidden, a=attention, stream=stream, z=z, m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
-    activation = mlp.act_fn(gate)
-    product = activation * up
-    adapter.show(activation=activation, product=product)
+    product, terms = stages_to_product(layer, modulated, gate, up, h=hidden, a=attention, stream=stream, z=z)
+    adapter.show(product=product)
     down, down_m, down_s = modulated("down", mlp.down_proj(product))
     output = stream + down
     adapter.show(m_down=down_m, s_down=down_s, mlp=down, o=output)
-    return output, [] if z is None else [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
+    return output, [] if z is None else [*terms, (down_m, down_s)]
+
+
+def stages_to_product(
+    layer: NPTLayer,
+    modulated: Callable[[str, Tensor], tuple[Tensor, Tensor | None, Tensor | None]],
+    gate: Tensor,
+    up: Tensor,
+    **before: Any,
+) -> tuple[Tensor, Terms]:
+    """What down_proj reads, operation by operation, and the terms of gate and up; the observer is shown all but the product.
+
+    Args:
+        layer: a converted layer.
+        modulated: a target and its product, modulated, with m and s.
+        gate, up: [..., F].
+        before: stages in front of these, to be shown with them.
+    """
+    gate, gate_m, gate_s = modulated("gate", gate)
+    up, up_m, up_s = modulated("up", up)
+    layer.npt.show(**before, m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
+    activation = layer.mlp.act_fn(gate)
+    layer.npt.show(activation=activation)
+    return activation * up, [(gate_m, gate_s), (up_m, up_s)]

@@ -4,9 +4,9 @@ Floating-point operations per token, two for every weight that a token is multip
 full score matrix, and its backward at twice its forward: what a fused kernel computes again is not counted. Norms, rotary embeddings,
 activations, losses and the optimizer are left out; they are no matrix products and cost memory traffic rather than arithmetic.
 
-A layer's forward is F = 2 (A + M) + 2 S D, with A and M its weights of attention and MLP and S the tokens of a row. `local` cannot do with less
-than F for every layer up to the last converted one, and for each of these 2 M, the student's own MLP, and 2 D F_ffn, the one product that the
-gradient has to cross. All formulas are of full rows: a padded position costs attention what a valid one does.
+A layer's forward is F = 2 (A + M) + 2 S D, with A and M its weights of attention and MLP and S the tokens of a row. `local` cannot do
+with less than F for every layer up to the last converted one, and for each converted one 2 M, the student's own MLP, and 2 D F_ffn,
+the one product that the gradient has to cross. All formulas are of full rows: a padded position costs attention what a valid one does.
 
 Shapes: D hidden, F_ffn ffn, S tokens of a row, V vocabulary, R rank, O width of a modulated product.
 """
@@ -130,8 +130,8 @@ def two_model_flops(shape: Shape, length: int, *, checkpointing: bool = False) -
 def count_flops(act: Callable[[], Any]) -> int:
     """The floating-point operations of all matrix products that a call makes, backward passes in it included.
 
-    As torch's counter, with three differences: products of packed 4-bit weights are counted (they are one operator that the counter
-    does not know), causal attention counts half of its score matrix, and its backward twice its forward.
+    As torch's counter, with these differences: products of packed 4-bit weights and products added in place are counted (the counter
+    does not know their operators), causal attention counts half of its score matrix, and its backward twice its forward.
     """
     with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
         act()
@@ -148,11 +148,12 @@ _ATTENTION = (
 
 def _formulas() -> dict[Any, Callable[..., int]]:
     """By operator. One that is not marked raw is handed shapes in place of tensors."""
-    packed = torch.ops.bitsandbytes
+    packed, aten = torch.ops.bitsandbytes, torch.ops.aten
     formulas: dict[Any, Callable[..., int]] = {packed.gemm_4bit: _packed_product, packed.gemv_4bit: _packed_product}
+    formulas[aten.addmm_] = _added_product
     for name in _ATTENTION:
         for factor, full_name in ((1, name), (2, f"{name}_backward")):
-            operator = getattr(torch.ops.aten, full_name)
+            operator = getattr(aten, full_name)
             formulas[operator] = _attention(operator, factor)
     return formulas
 
@@ -160,6 +161,11 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 def _packed_product(x: Sequence[int], packed: Any, shape: Sequence[int], *_: Any, **__: Any) -> int:
     """Of rows [..., in] with a packed weight [out, in]."""
     return 2 * math.prod(x[:-1]) * math.prod(shape)
+
+
+def _added_product(total: Sequence[int], one: Sequence[int], other: Sequence[int], **_: Any) -> int:
+    """Of two matrices, added in place."""
+    return 2 * math.prod(one) * other[1]
 
 
 def _attention(operator: Any, factor: int) -> Callable[..., int]:

@@ -22,11 +22,12 @@ Shapes: N tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -85,10 +86,11 @@ def through_head(
     *,
     teacher_head: nn.Module | None = None,
 ) -> SumAndCount:
-    """A loss of the logits that `head` makes of states, in chunks of tokens whose logits are recomputed in backward.
+    """A loss of the logits that `head` makes of states, chunk by chunk. Of a frozen head the gradient is taken on the way.
 
     What is alive at a time is made of chunks of CHUNK values, whatever N is; so of many tokens [N, V] never exists, and from
-    thirteen chunks on all that is alive together is less than that.
+    thirteen chunks on all that is alive together is less than that. The gradient of a sum for the states needs no later factor but
+    one, so no logit is computed a second time for it; a head that is trained itself is computed again in backward.
 
     Args:
         head: lm_head.
@@ -104,17 +106,43 @@ def through_head(
 
     def chunk_sum(student: Tensor, teacher: Tensor, weights: Tensor | None) -> Tensor:
         logits = head(student)
-        return loss(logits, guide(teacher).to(logits.device) if of_states else teacher, weights)[0]
+        with torch.no_grad():
+            other = guide(teacher).to(logits.device) if of_states else teacher
+        return loss(logits, other, weights)[0]
 
     rows = max(1, CHUNK // vocab_size)
-    chunks = zip(
-        student.split(rows),
-        teacher.detach().split(rows),
-        itertools.repeat(None) if weights is None else weights.split(rows),
-        strict=False,  # `repeat` has no end
-    )
-    sums = [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.stack(sums).sum(), len(student)
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        parts = [None] * len(student.split(rows)) if weights is None else weights.split(rows)
+        chunks = zip(student.split(rows), teacher.detach().split(rows), parts, strict=True)
+        return torch.stack([checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]).sum(), len(student)
+    return _ChunkedSum.apply(student, teacher.detach(), weights, chunk_sum, rows), len(student)
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """The sum of a function over chunks of rows, with its gradient for the first argument, [N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor | None, chunk_sum: Callable[..., Tensor], rows: int) -> Tensor:
+        wanted = ctx.needs_input_grad[0]
+        grad = torch.empty_like(student) if wanted else None
+        sums = []
+        for start in range(0, max(1, len(student)), rows):
+            here = slice(start, start + rows)
+            part = student[here].detach().requires_grad_(wanted)
+            with torch.set_grad_enabled(wanted):
+                # A view, because torch's own observers of modules (its counter of operations is one) cannot hook a leaf in here.
+                value = chunk_sum(part.view_as(part), teacher[here], None if weights is None else weights[here])
+            if grad is not None:
+                (grad[here],) = torch.autograd.grad(value, part)
+            sums.append(value.detach())
+        ctx.save_for_backward(grad)
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return None if grad is None else grad_sum.to(grad.dtype) * grad, None, None, None, None
 
 
 def row_loss(config: TrainConfig) -> RowLoss:

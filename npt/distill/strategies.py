@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, Terms, attention_output, device_of, student_output, student_stream
-from npt.adapters.modulation import modulation_energy
+from npt.adapters.layer import NPTLayer, attention_output, device_of
 from npt.adapters.sharding import is_sharded, whole
 from npt.adapters.stream import Stream, open_stream
+from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.logit_losses import row_loss, through_head
@@ -27,7 +27,6 @@ from npt.distill.losses import hidden_loss
 from npt.distill.weights import disagreement_weights, layer_weights
 from npt.errors import NotSupportedError
 from npt.fidelity.divergence import nmse_per_token
-from npt.quant.linear import stacked_product
 
 
 @dataclass(frozen=True)
@@ -51,45 +50,6 @@ class MicroBatch:
 Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], MicroBatch]
 
 
-def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Tensor, Terms]:
-    """Teacher's and student's output of one converted layer from the same h and a, through one MLP call.
-
-    gate and up see inputs that no adapter has touched, so they need no backward; the gradient crosses one frozen product,
-    down_proj.
-
-    Args:
-        layer: a converted layer; only frozen weights and `layer.npt` are used.
-        hidden: h, [N, D], without graph.
-        attention: a, [N, D], without graph.
-
-    Returns:
-        t [N, D] without graph, o [N, D], and the modulation terms.
-    """
-    adapter, mlp = layer.npt, layer.mlp
-    n = len(hidden)
-    with torch.no_grad():
-        teacher_stream = hidden + attention
-        stream = student_stream(layer, hidden, attention)
-        x = layer.post_attention_layernorm(torch.cat([stream, teacher_stream]))
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        teacher_act = mlp.act_fn(gate[n:]) * up[n:]
-    z = adapter.code(attention)
-    student_gate, gate_m, gate_s = adapter.apply_to("gate", gate[:n], z)
-    student_up, up_m, up_s = adapter.apply_to("up", up[:n], z)
-    adapter.show(
-        h=hidden, a=attention, stream=stream, z=z, m_gate=gate_m, s_gate=gate_s, gate=student_gate, m_up=up_m, s_up=up_s, up=student_up
-    )
-    activation = mlp.act_fn(student_gate)
-    product = activation * student_up
-    adapter.show(activation=activation, product=product)
-    down, teacher_down = stacked_product(mlp.down_proj, product, teacher_act)
-    student_down, down_m, down_s = adapter.apply_to("down", down, z)
-    terms: Terms = [(gate_m, gate_s), (up_m, up_s), (down_m, down_s)]
-    teacher, student = teacher_stream + teacher_down, stream + student_down
-    adapter.show(m_down=down_m, s_down=down_s, mlp=student_down, o=student, t=teacher)
-    return teacher, student, terms
-
-
 def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: PreTrainedModel | None = None) -> MicroBatch:
     """Each converted layer is fed the teacher's h; its loss is backpropagated at once and its graph freed.
 
@@ -98,7 +58,7 @@ def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: Pr
     before it and scattered behind it. Of a `teacher` of its own the student's base shares h and nothing else.
     """
     layers = decoder_layers(model)
-    sums = _Sums(model, config, batch)
+    sums, work = _Sums(model, config, batch), _work(config, Workspace())
     with torch.no_grad(), adapters_disabled(model):
         stream = open_stream(model if teacher is None else teacher, batch)
         hidden = stream.hidden
@@ -112,10 +72,10 @@ def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: Pr
                 h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
                 with torch.enable_grad():
                     if behind is None:
-                        target, student, terms = stacked_outputs(layer, h, attention)
+                        target, student, energy = stacked_outputs(layer, h, attention, work)
                     else:
-                        target, (student, terms) = here.rows(behind), student_output(layer, h, attention)
-                    sums.add(here.batch, student, target, h, terms).backward()
+                        target, (student, energy) = here.rows(behind), trained_output(layer, h, attention, work)
+                    sums.add(here.batch, student, target, h, energy).backward()
             hidden = behind if behind is not None else here.scatter(target)
     return sums.micro_batch()
 
@@ -130,7 +90,7 @@ def propagated(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
         NotSupportedError: the base is sharded.
     """
     layers = decoder_layers(model)
-    sums = _Sums(model, config, batch)
+    sums, work = _Sums(model, config, batch), _work(config, Workspace())
     with torch.no_grad(), adapters_disabled(model):
         stream, taught, hidden, first = _begin(model, teacher, batch, layers, sums.first)
         taught_layers = layers if teacher is None else decoder_layers(teacher)
@@ -145,8 +105,8 @@ def propagated(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
             was = here.rows(before.to(hidden.device)) if config.loss == "nmse_update" else None
             h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
             with torch.enable_grad():
-                student, terms = student_output(layer, h, attention)
-                sums.add(here.batch, student, target, was, terms).backward()
+                student, energy = trained_output(layer, h, attention, work)
+                sums.add(here.batch, student, target, was, energy).backward()
             hidden = here.scatter(student.detach())
     return sums.micro_batch()
 
@@ -162,13 +122,14 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
         NotSupportedError: the base is sharded.
     """
     layers = decoder_layers(model)
-    sums = _Sums(model, config, batch)
+    sums, work = _Sums(model, config, batch), _work(config)
     depth = len(layers) if config.logit_kl_weight else sums.last + 1
+    taught_depth = depth if _teacher_has_logits(config) else sums.last + 1
     with torch.no_grad(), adapters_disabled(model):
         stream, taught, hidden, first = _begin(model, teacher, batch, layers, sums.first)
         taught_layers = layers if teacher is None else decoder_layers(teacher)
         inputs, targets = {}, {}
-        for index in range(first, depth):
+        for index in range(first, taught_depth):
             if isinstance(layers[index], NPTLayer) and config.loss == "nmse_update":
                 inputs[index] = taught
             taught = _run(stream, taught_layers, taught, index, index + 1)
@@ -182,10 +143,10 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
                 continue
             here, hidden = _at(stream, layer, hidden)
             attention = attention_output(layer, hidden, **here.context_of(layer))
-            student, terms = student_output(layer, here.rows(hidden), here.rows(attention))
+            student, energy = trained_output(layer, here.rows(hidden), here.rows(attention), work)
             h = here.rows(inputs.pop(index).to(hidden.device)) if inputs else None
             target = here.rows(targets.pop(index).to(hidden.device))
-            parts.append(sums.add(here.batch, student, target, h, terms))
+            parts.append(sums.add(here.batch, student, target, h, energy))
             hidden = here.scatter(student)
         loss = torch.stack([part.to(hidden.device) for part in parts]).sum()
         if config.logit_kl_weight:
@@ -211,17 +172,17 @@ class _Sums:
         self._nmses: list[Tensor] = []
         self._regs: list[Tensor] = []
 
-    def add(self, batch: Batch, student: Tensor, target: Tensor, hidden: Tensor | None, terms: Terms) -> Tensor:
+    def add(self, batch: Batch, student: Tensor, target: Tensor, hidden: Tensor | None, energy: Tensor | None) -> Tensor:
         """The next layer's share of the loss, with its graph.
 
         Args:
             batch: on the layer's device.
             student, target: [N, D].
             hidden: [N, D], the teacher's h, for the loss that needs it.
-            terms: of the modulation.
+            energy: [N], of the modulation; None where nothing is modulated.
         """
         distance, nmse = _layer_loss(self._config, batch, student, target, hidden)
-        reg = _energy_sum(terms, distance)
+        reg = torch.zeros_like(distance) if energy is None else energy.sum()
         loss = (next(self._weights) * distance + self._config.regularization_lambda * reg) / self._count
         self._losses.append(loss.detach())
         self._nmses.append(nmse)
@@ -269,11 +230,19 @@ def _logit_loss(
     config: TrainConfig, student: tuple[PreTrainedModel, Tensor], teacher: tuple[PreTrainedModel, Tensor], stream: Stream
 ) -> Tensor:
     """The loss on the logits, summed over the scored positions, from each model and its last layer's [B, T, D] states, on the device
-    of lm_head."""
-    rows, taught = (_scored_states(model, states, stream) for model, states in (student, teacher))
+    of lm_head. Of the teacher the states are read only where `_teacher_has_logits`."""
+    rows = _scored_states(*student, stream)
     batch = stream.at(rows.device).batch
-    weights = disagreement_weights(rows, taught.to(rows.device), batch.scored_lengths) if config.token_weighting == "disagreement" else None
-    other = batch.labels.flatten().index_select(0, batch.scored_index + 1) if config.logit_loss == "cross_entropy" else taught
+    taught = _scored_states(*teacher, stream) if _teacher_has_logits(config) else None
+    weights = None
+    if config.token_weighting == "disagreement":
+        assert taught is not None
+        weights = disagreement_weights(rows, taught.to(rows.device), batch.scored_lengths)
+    if config.logit_loss == "cross_entropy":
+        other = batch.labels.flatten().index_select(0, batch.scored_index + 1)
+    else:
+        assert taught is not None
+        other = taught
     model, guide = student[0], teacher[0]
     return through_head(model.lm_head, row_loss(config), rows, other, model.config.vocab_size, weights, teacher_head=guide.lm_head)[0]
 
@@ -298,9 +267,13 @@ def _run(stream: Stream, layers: nn.ModuleList, hidden: Tensor, start: int, stop
     return hidden
 
 
-def _energy_sum(terms: Terms, like: Tensor) -> Tensor:
-    energy = modulation_energy(terms)
-    return torch.zeros_like(like) if energy is None else energy.sum()
+def _work(config: TrainConfig, space: Workspace | None = None) -> Work:
+    return Work(regularised=config.regularization_lambda > 0, compiled=config.compile, space=space)
+
+
+def _teacher_has_logits(config: TrainConfig) -> bool:
+    """Whether the loss on the logits, if there is one, asks for more of the teacher than the text that it was given."""
+    return config.logit_kl_weight > 0 and (config.logit_loss != "cross_entropy" or config.token_weighting == "disagreement")
 
 
 STRATEGIES: dict[str, Callable[..., MicroBatch]] = {"local": local, "propagated": propagated, "end_to_end": end_to_end}

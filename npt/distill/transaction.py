@@ -13,10 +13,12 @@ parameters and moments are verified, and put back where they are not finite.
 
 All of these decisions are device flags. On a CPU they are read at once. On a GPU reading one would make the host wait for the
 device, so there, with a fused AdamW (which obeys `found_inf` without a host branch), they are copied to pinned memory and
-read one window late; the learning rate follows the device's own count of applied steps. Both ways do the same arithmetic in
-the same order, and tests hold their results to bit equality. Only the limits of the spike guard, which are made on the host
-from steps whose results are known, are one step older there. And a step's snapshot, which a post-mortem needs if the window
-turns out bad, is kept until its result is known: one more copy of weights and moments.
+read one window late or, as long as they have not arrived, up to `IN_FLIGHT` windows late; the learning rate follows the device's own
+count of applied steps. Both ways do the same arithmetic in the same order, and tests hold their results to bit equality. Only the
+limits of the spike guard, which are made on the host from steps whose results are known, are one step older there: exactly one, so
+that they depend on no clock. For the same reason several ranks, which have to meet where results are read, read one window late.
+And a step's snapshot, which a post-mortem needs if the window turns out bad, is kept until its result is known: a copy of weights and
+moments for every window in flight.
 
 Several ranks share a window: each computes some of its micro-batches, and one all-reduce sums gradients, losses, token counts and
 flags in one flat tensor. Whatever is decided behind it is decided on these sums, so every rank decides the same. A rank that
@@ -62,6 +64,9 @@ HISTORY = 256
 
 EXACT = 2**24
 """Whole numbers below it are exact in fp32: the tokens of a window over all ranks, its mark, a fingerprint."""
+
+IN_FLIGHT = 3
+"""Windows whose results may be on their way before the host waits for one."""
 
 FAILED = 1000
 """What a rank raises its hand with that met an error; any other number is that of a signal."""
@@ -155,6 +160,11 @@ class _Window(Generic[S]):
     mark: int = 0  # which micro-batches these are
     prints: Tensor | None = None  # [W] fingerprints of what the step left behind, by rank; None without a step
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the record can be read without waiting."""
+        return self.arrived is None or self.arrived.query()
+
 
 # Entries of a record behind its micro-batches' flags, losses and norms. Those of several ranks come behind these.
 _SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
@@ -179,7 +189,7 @@ class Transaction(Generic[S]):
         optimizer: over exactly these parameters.
         max_grad_norm: the window's gradient is clipped to this global norm.
         rates: learning rate of each applied step, from the first; the last one stays.
-        late: read the flags one window late (see above); default for a fused AdamW on CUDA, impossible without fused AdamW.
+        late: read the flags a window late or more (see above); default for a fused AdamW on CUDA, impossible without fused AdamW.
         spikes: refuse windows whose loss or norm leaves the range of the accepted ones; None refuses none.
         ranks: the processes that share the windows; default this one alone.
     """
@@ -280,13 +290,13 @@ class Transaction(Generic[S]):
             mark: a number below `EXACT` that says which micro-batches the window is of; ranks at different ones find out by it.
 
         Returns:
-            Results that have become known, oldest first: this window's, or with `late` the one before it, if any.
+            Results that have become known, oldest first: this window's, or with `late` those of windows before it, if any.
 
         Raises:
             RankError: a rank is lost, or no longer like the others; nothing of this window is applied then.
         """
         self._launched.append(self._launch(mark))
-        return self._finish(keep=1 if self.late else 0)
+        return self._finish(keep=self._unread())
 
     def flush(self) -> list[WindowResult[S]]:
         """Wait for every committed window; the results not returned before."""
@@ -428,6 +438,16 @@ class Transaction(Generic[S]):
         fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
         window.prints = self.ranks.each(torch.where(finite, fingerprint, 0))
         return (window.prints == window.prints[0]).all() & (window.prints[0] > 0)
+
+    def _unread(self) -> int:
+        """How many results to leave unread: with `late` the newest, and those that would have to be waited for while few are in flight."""
+        if not self.late:
+            return 0
+        if self.spikes is not None or self.ranks.size > 1:
+            return 1
+        older = list(self._launched)[:-1]
+        arrived = next((i for i, window in enumerate(older) if not window.has_arrived), len(older))
+        return min(IN_FLIGHT, len(self._launched) - arrived)
 
     def _finish(self, keep: int) -> list[WindowResult[S]]:
         results = []

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from npt.adapters.fused import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError
 from npt.health import causes
@@ -39,6 +40,7 @@ _OVERFLOWS = (
 )
 
 
+@unfused()  # what is looked at is single operations
 def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit: float = math.inf) -> Verdict | None:
     """The first fault of a forward and backward pass, or None where there is none.
 

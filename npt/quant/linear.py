@@ -1,4 +1,4 @@
-"""Frozen linear layers: their dense weight, and the stacked product of teacher and student rows.
+"""Frozen linear layers: their dense weight, products with it, and the stacked product of teacher and student rows.
 
 The seam between the training code and bitsandbytes: nothing else in the package looks inside a 4-bit weight.
 """
@@ -30,6 +30,31 @@ def dense_weight(module: Any) -> Tensor:
     return module.weight
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody looks at, or changes, what goes into a module or comes out of it: only a call of the module itself will do then."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """A frozen linear layer's product as its forward computes it, from its dense weight, so that this can serve more than once.
+
+    Args:
+        module: the layer, whose bias and rows (npt/quant/rows.py) are applied; none of its hooks is called.
+        weight: `dense_weight` of it, [out, in], in the dtype of x.
+        x: [N, in], without graph.
+        out: [N, out], where to write.
+    """
+    product = torch.mm(x, weight.t(), out=out) if module.bias is None else torch.addmm(module.bias.to(x.dtype), x, weight.t(), out=out)
+    scale = getattr(module, "row_scale", None)
+    return product if scale is None else product.mul_(scale).add_(module.row_bias)
+
+
+def multiply_backward(module: Any, weight: Tensor, grad: Tensor, out: Tensor | None = None) -> Tensor:
+    """The gradient [N, in] of what `multiply` was given, from that [N, out] of what it gave."""
+    scale = getattr(module, "row_scale", None)
+    return torch.mm(grad if scale is None else grad * scale.to(grad.dtype), weight, out=out)
+
+
 class _StackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
@@ -42,9 +67,7 @@ class _StackedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_student: Tensor, grad_teacher: Tensor) -> tuple[Tensor, None, None]:
-        scale = getattr(ctx.module, "row_scale", None)  # of a layer with rows (npt/quant/rows.py)
-        grad = grad_student if scale is None else grad_student * scale.to(grad_student.dtype)
-        return grad @ dense_weight(ctx.module).to(grad.dtype), None, None
+        return multiply_backward(ctx.module, dense_weight(ctx.module).to(grad_student.dtype), grad_student), None, None
 
 
 def stacked_product(module: nn.Module, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ def test_a_loss_on_the_logits_adds_the_layers_behind_and_the_head(llama, loss):
     share = batch.scored / batch.tokens
     expected = training_flops(shape, LENGTH, form, "end_to_end", logits=share)
     if loss == "cross_entropy":  # the teacher has no logits in it, and needs no layer behind the last converted one
-        expected -= 2 * shape.head_weights * share
+        expected -= 2 * shape.head_weights * share + 2 * layer_flops(shape, LENGTH)
     config = TrainConfig(strategy="end_to_end", logit_kl_weight=0.5, logit_loss=loss)
     assert counted(model, config) == pytest.approx(expected, rel=1e-12)
 
@@ -143,6 +143,10 @@ class TestCount:
         full = 2 * 2 * heads * 16 * 16 * 16
         assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward()) == 3 * full
         assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()) == 3 * full // 2
+
+    @pytest.mark.parametrize("act", [torch.addmm, torch.Tensor.addmm_])
+    def test_a_product_that_is_added_counts_in_place_as_well(self, act):
+        assert count_flops(lambda: act(torch.ones(3, 5), torch.ones(3, 4), torch.ones(4, 5))) == 2 * 3 * 4 * 5
 
     def test_a_masked_score_matrix_is_computed_and_counted_whole(self):
         q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))

@@ -325,14 +325,40 @@ def test_value_and_gradient_are_those_of_whole_logits_whatever_the_chunk(head, m
 
 
 @through
-def test_no_more_logits_than_a_chunk_exist_at_once(head, monkeypatch, name) -> None:
+def test_no_more_logits_than_a_chunk_exist_at_once_and_none_is_computed_twice(head, monkeypatch, name) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
     rows: list[int] = []
     head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
     student, other, _ = head_states(name)
     through_head(head, row_loss(config_for(name)), student, other, V)[0].backward()
     assert max(rows) == 3
-    assert sum(rows) == (1 if name == "cross_entropy" else 2) * 2 * 10  # student, teacher; in forward and again in backward
+    assert sum(rows) == (1 if name == "cross_entropy" else 2) * 10  # student, teacher; forward alone
+
+
+@through
+def test_a_head_that_is_trained_has_its_gradient(monkeypatch, name) -> None:
+    monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
+    torch.manual_seed(0)
+    head = nn.Linear(D, V)
+    student, other, weights = head_states(name)
+    given_ = [*head.parameters(), student]
+    found = torch.autograd.grad(through_head(head, row_loss(config_for(name)), student, other, V, weights)[0], given_)
+    taught = other if name == "cross_entropy" else head(other).detach()
+    expected = torch.autograd.grad(plain(name, head(student), taught, weights), given_)
+    for one, another in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, another)  # the default fp32 tolerances, as above
+
+
+def test_a_gradient_is_there_for_whoever_asks_and_nothing_is_kept_for_who_does_not(head) -> None:
+    student, other, _ = head_states("kl")
+    loss = row_loss(config_for("kl"))
+    total = through_head(head, loss, student, other, V)[0]
+    (3.0 * total).backward()
+    (once,) = torch.autograd.grad(through_head(head, loss, student, other, V)[0], student)
+    torch.testing.assert_close(student.grad, 3.0 * once, rtol=1e-6, atol=0)  # one product, rounded
+    with torch.no_grad():
+        assert torch.equal(through_head(head, loss, student, other, V)[0], total)
+    assert not through_head(head, loss, student.detach(), other, V)[0].requires_grad
 
 
 class Alive(TorchDispatchMode):

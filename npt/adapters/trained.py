@@ -1,0 +1,314 @@
+"""What a converted layer gives while it is trained: its output, the teacher's where both start from the same h, and the energy.
+
+The frozen products and the modulation are computed by hand here, forward and backward, so that no more is computed and kept than has
+to be: gate and up see inputs that no adapter has touched, and need no backward; a packed weight is dequantised once for teacher and
+student, and down_proj's once for forward and backward; the layers of a pass use one piece of memory after the other. Where a layer
+computes in another precision than fp32, or with another activation than SiLU, the plain form of `npt.adapters.layer` is used, which also
+is the yardstick of the tests.
+
+Whoever observes a layer sees the plain form's stages, made aside from copies of the adapter's weights. What the layer gives, and every
+gradient that counts, has the same bits as without him.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.activations import SiLUActivation
+
+from npt.adapters.adapter import NPTAdapter
+from npt.adapters.fused import Form, is_unfused, modulated, modulated_product, product_backward, product_forward
+from npt.adapters.layer import NPTLayer, Terms, stages_to_product, student_output, student_stream
+from npt.adapters.modulation import modulation_energy
+from npt.quant.linear import dense_weight, is_hooked, multiply, multiply_backward, stacked_product
+from npt.quant.precision import effective_dtype
+
+
+class Workspace:
+    """Memory that is used by one layer after the other. A layer's backward has to come before the next layer's forward."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.uses = 0
+
+    def rows(self, count: int, width: int, like: Tensor) -> Tensor:
+        """[count, width], uninitialised; what was handed out before is void."""
+        self.uses += 1
+        key = like.device, like.dtype
+        if key not in self._kept or self._kept[key].numel() < count * width:
+            self._kept.pop(key, None)  # before the larger one is made
+            self._kept[key] = torch.empty(count * width, device=like.device, dtype=like.dtype)
+        return self._kept[key][: count * width].view(count, width)
+
+
+@dataclass(frozen=True)
+class Work:
+    """How layers are computed in training.
+
+    regularised: the energy is differentiated. compiled: elementwise work by `torch.compile`. space: shared by layers whose backward comes
+    before the next one's forward; None where graphs live longer.
+    """
+
+    regularised: bool = True
+    compiled: bool = False
+    space: Workspace | None = field(default=None, repr=False)
+
+
+def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Work = Work()) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Teacher's and student's output of one converted layer from the same h and a.
+
+    Args:
+        layer: a converted layer; only frozen weights and `layer.npt` are used.
+        hidden: h, [N, D], without graph.
+        attention: a, [N, D], without graph.
+        work: see there.
+
+    Returns:
+        t [N, D] without graph, o [N, D], and the energy of the modulation [N], None where nothing is modulated.
+    """
+    adapter = layer.npt
+    with torch.no_grad():
+        teacher_stream = hidden + attention
+        stream = student_stream(layer, hidden, attention)
+        shared = adapter.config.residual == "keep"  # the MLP reads the same in both
+        n = len(hidden)
+        x = layer.post_attention_layernorm(teacher_stream if shared else torch.cat([stream, teacher_stream]))
+    z = adapter.code(attention)
+    if not is_fusable(layer, x, z):
+        return _plain_stacked_outputs(layer, hidden, attention, (stream, teacher_stream), x, z, work)
+    if not shared:
+        x = torch.cat([x, x[:n]])  # so that both gate and up find the rows of the two side by side, in the order that each needs
+    frozen = _Frozen(layer, n, "shared" if shared else "apart", work.space or Workspace())
+    output, energy, teacher_down = _student_rows(layer, hidden, attention, stream, x, z, frozen, work)
+    teacher = teacher_stream + teacher_down
+    adapter.show(t=teacher)
+    return teacher, output, energy
+
+
+def trained_output(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Work = Work()) -> tuple[Tensor, Tensor | None]:
+    """The student's output of one converted layer, as `student_output` computes it, with the energy [N] in place of the terms.
+
+    Args:
+        layer: a converted layer.
+        hidden: h, [N, D], with a graph or without.
+        attention: a, [N, D], likewise.
+        work: see there.
+    """
+    adapter = layer.npt
+    if adapter.mode == "floor" or not is_fusable(layer, hidden, hidden):
+        output, found = student_output(layer, hidden, attention)
+        return output, _energy(found, work)
+    stream = student_stream(layer, hidden, attention)
+    x = layer.post_attention_layernorm(stream)
+    z = adapter.code(attention)
+    if not x.requires_grad:
+        frozen = _Frozen(layer, len(hidden), "alone", work.space or Workspace())
+        return _student_rows(layer, hidden, attention, stream, x, z, frozen, work)[:2]
+    gate, up = layer.mlp.gate_proj(x), layer.mlp.up_proj(x)
+    product, energy = modulated_product(gate, up, z, adapter.weights_of("gate"), adapter.weights_of("up"), _form(adapter, work))
+    terms: Terms = []
+    if adapter.observer is not None:
+        shown, terms = _aside(layer, gate.detach().requires_grad_(), up.detach().requires_grad_(), z, h=hidden, a=attention, stream=stream)
+        product = _Twin.apply(product, shown)
+        adapter.show(product=product)
+    down = layer.mlp.down_proj(product)
+    return _behind_down(layer, stream, down, down.detach(), z, energy, terms, work)
+
+
+def is_fusable(layer: NPTLayer, x: Tensor, z: Tensor) -> bool:
+    """Whether this layer's MLP can be computed by hand: in fp32, with SiLU."""
+    mlp, dtype = layer.mlp, torch.float32
+    return (
+        not is_unfused()
+        and getattr(layer.npt.config, "mult_form", "sigmoid") == "sigmoid"
+        and x.dtype == z.dtype == dtype
+        and not torch.is_autocast_enabled(x.device.type)
+        and type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
+        and (layer.npt.observer is not None or not is_hooked(mlp.act_fn))  # a hook on it is called where stages are shown
+        and all(effective_dtype(part) == "float32" for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    )
+
+
+def _form(adapter: NPTAdapter, work: Work) -> Form:
+    return Form(adapter.config.mult_bound, adapter.config.additive_scale, work.regularised, work.compiled)
+
+
+def _energy(terms: Terms, work: Work) -> Tensor | None:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and work.regularised):
+        return modulation_energy(terms)
+
+
+@dataclass
+class _Frozen:
+    """The frozen side of a layer's MLP.
+
+    students: rows N of the student. teacher: whose rows stand behind them, with x of their own (`apart`), with the student's x
+    (`shared`), or not at all (`alone`). look: is given copies of gate and up [N, F] in front of down_proj. weight: of down_proj, dense,
+    kept where somebody looks.
+    """
+
+    layer: NPTLayer
+    students: int
+    teacher: str
+    space: Workspace
+    look: Callable[[Tensor, Tensor], None] | None = None
+    weight: Tensor | None = None
+
+
+class _MLP(torch.autograd.Function):
+    """x through gate, up, modulation, SiLU and down, with the teacher's rows beside the student's, and back to z and the adapter's weights.
+
+    x is the student's rows, or these, the teacher's and these once more: gate takes the first two of the three, up the last two.
+    Then of four pieces of memory [N, F] the outer two are the student's gate and up, which are kept for backward, and the inner two the
+    teacher's, which become what down reads of the two, and the first of them in backward the gradient of what it read of the student.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, *others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        *weights, x, frozen, form = others
+        n, mlp, space = frozen.students, frozen.layer.mlp, frozen.space
+        pieces = 3 if frozen.teacher == "alone" else 4
+        memory = space.rows(pieces * n, mlp.gate_proj.out_features, x)
+        gate, product, *behind, up = memory.split(n) if n else [memory] * pieces
+        if frozen.teacher == "apart":
+            _multiply_into(mlp.gate_proj, x[: 2 * n], memory[: 2 * n])
+            _multiply_into(mlp.up_proj, x[n:], memory[2 * n :])
+            behind[0].mul_(F.silu(product, inplace=True))
+        else:
+            _multiply_into(mlp.gate_proj, x, gate)
+            _multiply_into(mlp.up_proj, x, up)
+            if frozen.teacher == "shared":
+                F.silu(behind[0].copy_(gate), inplace=True).mul_(up)
+        energy = x.new_zeros(n)
+        product_forward(gate, up, z, weights, form, product, energy)
+        if frozen.look is not None:
+            with torch.enable_grad():
+                frozen.look(gate.clone(), up.clone())
+        weight = dense_weight(mlp.down_proj).to(x.dtype)
+        read = memory[n : (pieces - 1) * n]
+        down = mlp.down_proj(read) if is_hooked(mlp.down_proj) else multiply(mlp.down_proj, weight, read)
+        frozen.weight = weight if frozen.look is not None else None
+        ctx.frozen, ctx.form, ctx.use = frozen, form, space.uses
+        ctx.pieces, ctx.weight = (gate, up, product), weight
+        ctx.save_for_backward(z, *weights)
+        student, teacher = down.split([n, len(read) - n])
+        ctx.mark_non_differentiable(*([teacher] if form.regularised else [teacher, energy]))
+        return student, teacher, energy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor, grad_energy: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.frozen.space.uses == ctx.use, "another layer has used this layer's memory before its backward"
+        z, *weights = ctx.saved_tensors
+        gate, up, product = ctx.pieces
+        multiply_backward(ctx.frozen.layer.mlp.down_proj, ctx.weight, grad, out=product)
+        ctx.pieces = ctx.weight = None  # a graph may outlive its backward
+        sums = product_backward(product, grad_energy, gate, up, z, weights, ctx.form)
+        return sums.z, *sums.weights, None, None, None
+
+
+def _multiply_into(module: Any, x: Tensor, out: Tensor) -> None:
+    if is_hooked(module):
+        out.copy_(module(x))
+    else:
+        multiply(module, dense_weight(module).to(x.dtype), x, out)
+
+
+def _student_rows(
+    layer: NPTLayer, hidden: Tensor, attention: Tensor, stream: Tensor, x: Tensor, z: Tensor, frozen: _Frozen, work: Work
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [N, D] with the energy [N], and down_proj's product of the teacher's rows."""
+    adapter = layer.npt
+    weights = (*adapter.weights_of("gate"), *adapter.weights_of("up"))
+    shown: list[tuple[Tensor, Terms]] = []
+
+    def look(gate: Tensor, up: Tensor) -> None:
+        shown.append(_aside(layer, gate, up, z, h=hidden, a=attention, stream=stream))
+        adapter.show(product=shown[0][0])
+
+    frozen.look = None if adapter.observer is None else look
+    down, teacher_down, energy = _MLP.apply(z, *weights, x, frozen, _form(adapter, work))
+    seen, terms = down, Terms()
+    if shown:
+        ((product, terms),) = shown
+        seen = _Seen.apply(product, down, layer.mlp.down_proj, frozen.weight)
+    output, energy = _behind_down(layer, stream, down, seen, z, energy, terms, work)
+    return output, energy, teacher_down
+
+
+def _behind_down(
+    layer: NPTLayer, stream: Tensor, down: Tensor, seen: Tensor, z: Tensor, energy: Tensor, terms: Terms, work: Work
+) -> tuple[Tensor, Tensor]:
+    """o and the energy from down_proj's product. seen, terms: the same product and gate's and up's terms, for somebody who looks."""
+    adapter = layer.npt
+    if "down" in adapter.config.targets:
+        changed, of_down = modulated(down, z, adapter.weights_of("down"), _form(adapter, work))
+        energy = energy + of_down
+    else:
+        changed = down
+    if adapter.observer is None:
+        return stream + changed, energy
+    shown, m, s = adapter.apply_to("down", seen, z.detach(), aside=True)
+    changed, energy = _Twin.apply(changed, shown), _Twin.apply(energy, _energy([*terms, (m, s)], work))
+    output = stream + changed
+    adapter.show(m_down=m, s_down=s, mlp=changed, o=output)
+    return output, energy
+
+
+def _aside(layer: NPTLayer, gate: Tensor, up: Tensor, z: Tensor, **before: Tensor) -> tuple[Tensor, Terms]:
+    """The stages up to the product, shown, from copies of the adapter's weights and without a way back to z."""
+    apart = z.detach()
+    return stages_to_product(layer, lambda target, y: layer.npt.apply_to(target, y, apart, aside=True), gate, up, **before, z=z)
+
+
+class _Twin(torch.autograd.Function):
+    """A tensor, whose gradient also goes to another one that was computed for somebody who looks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shown: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+class _Seen(torch.autograd.Function):
+    """down_proj's product, computed already, as a function of the product that it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, down: Tensor, module: nn.Module, weight: Tensor) -> Tensor:
+        ctx.module, ctx.weight = module, weight
+        return down.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return multiply_backward(ctx.module, ctx.weight, grad), None, None, None
+
+
+def _plain_stacked_outputs(
+    layer: NPTLayer, hidden: Tensor, attention: Tensor, streams: tuple[Tensor, Tensor], x: Tensor, z: Tensor, work: Work
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`stacked_outputs`, operation by operation."""
+    adapter, mlp = layer.npt, layer.mlp
+    stream, teacher_stream = streams
+    n, modulate = len(hidden), partial(adapter.apply_to, z=z)
+    with torch.no_grad():
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        teacher_product = mlp.act_fn(gate[-n:]) * up[-n:]
+    product, terms = stages_to_product(layer, modulate, gate[:n], up[:n], h=hidden, a=attention, stream=stream, z=z)
+    adapter.show(product=product)
+    down, teacher_down = stacked_product(mlp.down_proj, product, teacher_product)
+    down, m, s = adapter.apply_to("down", down, z)
+    teacher, output = teacher_stream + teacher_down, stream + down
+    adapter.show(m_down=m, s_down=s, mlp=down, o=output, t=teacher)
+    return teacher, output, _energy([*terms, (m, s)], work)
