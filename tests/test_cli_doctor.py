@@ -119,6 +119,104 @@ def test_flags_that_cannot_be_are_refused_by_the_parser(arguments: list[str], ca
     assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+PLAN = ["doctor", "--plan", "--shape", "64,160,6,4,2,500", "--max_length", "32", "--use_quantization"]
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict:
+    assert main([*PLAN, "--json", *arguments]) == status
+    return json.loads(capsys.readouterr().out)["plan"]
+
+
+def test_a_plan_shows_every_term_of_memory_and_every_part_of_time_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*PLAN, "--strategy", "end_to_end", "--logit_kl_weight", "0.5", "--layers", "1,3"]) == 0
+    out, err = capsys.readouterr()
+    for words in (
+        "base, NF4",
+        "AdamW's two moments",
+        "state before the step",
+        "logits",
+        "activations kept of every layer",
+        "; it fits into the",
+    ):
+        assert words in out
+    for words in ("2 converted layers", "1 layers in front of them", "3 other layers", "optimizer step", "tokens per second"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 80 and err == ""
+
+
+def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(capsys, "--no_trial", "--gradient_accumulation_steps", "3")
+    memory = plan["memory"]
+    for phase, size in memory["phases"].items():
+        assert sum(term["bytes"] for term in memory["terms"] if phase in term["phases"]) == size
+    assert memory["peak_bytes"] == max(memory["phases"].values()) and plan["fits"]
+    assert (plan["time"], plan["measured"], plan["tokens_per_step"]) == ({}, {}, 3 * 4 * 32)
+
+
+def test_a_plan_is_shown_against_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = plan_of(capsys, "--no_trial", "--measure", "--stages", "local:0.5,propagated:0.5")["measured"]
+    assert list(measured) == ["local", "propagated"]
+    for found in measured.values():
+        assert abs(found["errors"]["step"]) < 0.15 and found["seconds"] > 0
+    assert abs(measured["local"]["errors"]["peak_bytes"]) < 0.15
+
+
+def test_the_embedded_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--plan", "--no_trial", "--max_length", "32", "--layers", "7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["name"] == "tiny"
+
+
+def test_a_limit_shows_what_training_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = plan_of(capsys, "--no_trial", "--batch_size", "8")["memory"]
+    limited = plan_of(capsys, "--no_trial", "--batch_size", "8", "--max_memory", str(whole["peak_bytes"] - 1))
+    assert limited["fits"] and limited["memory"]["samples_at_once"] == 4 and whole["samples_at_once"] == 8
+
+
+def test_what_does_not_fit_ends_2_with_the_settings_that_would(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["doctor", "--plan", "--shape", "64,160,6,4,2,500", "--max_length", "32", "--batch_size", "1", "--layers", "5"]
+    assert main([*arguments, "--no_trial", "--json"]) == 0
+    limit = str(json.loads(capsys.readouterr().out)["plan"]["memory"]["peak_bytes"] - 1)
+    assert main([*arguments, "--no_trial", "--max_memory", limit]) == 2
+    out = capsys.readouterr().out
+    assert "; it does not fit into --max_memory" in out and "--use_quantization would" in out
+    assert main([*arguments, "--measure", "--no_trial", "--max_memory", limit]) == 2
+    assert "--measure" in capsys.readouterr().err
+
+
+def test_data_and_plan_may_be_asked_for_together(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--data", str(sound), "--plan", "--no_trial", "--max_length", "32", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"data", "plan"}
+
+
+BAD_PLANS = {
+    "a flag of plans without one": (["--data", "--adapter_rank", "4"], ["--adapter_rank", "--plan"]),
+    "a shape without a plan": (["--data", "--shape", "llama-3.1-8b"], ["--shape", "--plan"]),
+    "an unknown shape": (["--plan", "--shape", "gpt"], ["gpt", "llama-3.1-8b"]),
+    "a shape and a model": (["--plan", "--shape", "cpu-0.2b", "--model_name", "tiny"], ["cpu-0.2b", "tiny"]),
+    "layers out of range": (["--plan", "--layers", "40"], ["40", "0 to 7"]),
+    "a size without a unit that is known": (["--plan", "--max_memory", "10 gigs"], ["max_memory", "10 gigs", "10GiB"]),
+    "several devices": (["--plan", "--device_map", "auto"], ["--device_map"]),
+    "no GPU": (["--plan", "--device", "cuda"], ["--device", "GPU"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_plans_that_cannot_be_made_are_one_line_and_status_2(
+    case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments, named = BAD_PLANS[case]
+    assert main(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert [word for word in named if word not in err] == []
+
+
 def test_the_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -283,3 +283,26 @@ def test_settings_at_their_bounds_are_accepted():
 )
 def test_layer_weights_are_a_word_or_a_list(given, expected):
     assert TrainConfig(layer_weights=given).layer_weight_list == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("10GiB", 10 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("800MB", 800_000_000),
+        ("64KiB", 65536),
+        ("2TB", 2 * 10**12),
+        ("12B", 12),
+        (123456, 123456),
+        ("0.5KiB", 512),
+    ],
+)
+def test_sizes_of_memory_are_read_in_both_kinds_of_units(text, size) -> None:
+    assert TrainConfig(max_memory=text).max_memory_bytes == size
+
+
+@pytest.mark.parametrize("text", ["", "10G", "GiB", "-1GiB", "0", "0.0001KB", "1e9", "nan", "10GiB8", 0, True, "1" * 30])
+def test_what_is_no_size_is_refused_with_an_example(text) -> None:
+    with pytest.raises(ConfigError, match="--max_memory"):
+        TrainConfig(max_memory=text)

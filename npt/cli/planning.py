@@ -205,15 +205,15 @@ def print_page(page: Page, console: Any) -> None:
 def _print_verdict(page: Page, console: Any) -> None:
     from npt.cost.memory import shown
 
-    peak = f"peak {shown(page.memory.peak)}, in the {page.memory.phase}"
+    peak = f"peak {shown(page.memory.peak)} in the {page.memory.phase}"
     if page.limit is None:
         console.print(peak, soft_wrap=True)
         return
-    allowed = "--max_memory" if page.workload.training.max_memory is not None else f"memory that is free on {page.workload.device}"
+    size = shown(page.limit)
+    room = f"--max_memory {size}" if page.workload.training.max_memory is not None else f"the {size} free on {page.workload.device}"
+    console.print(f"{peak}; it {'fits' if page.fits else 'does not fit'} into {room}", soft_wrap=True)
     if page.fits:
-        console.print(f"{peak}: it fits into the {shown(page.limit)} of {allowed}", soft_wrap=True)
         return
-    console.print(f"{peak}: it does not fit into the {shown(page.limit)} of {allowed}", soft_wrap=True)
     for flag, less in page.remedies:
         console.print(f"  {flag} would: {shown(less)} with one sample at a time", soft_wrap=True)
     if not page.remedies:
