@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from npt.cli import collect, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, trace, transplant
 from npt.errors import NPTError, StoppedError
@@ -16,6 +18,24 @@ from npt.version import __version__
 VERBS = (pretrain, evaluate, generate, trace, replay, report, doctor, collect, consolidate, transplant, push)
 
 
+def _keeps_matmul_precision(run: Callable[..., int]) -> Callable[..., int]:
+    """A call that leaves torch's precision of fp32 products, which holds for the whole process, as it was. Torch need not be loaded."""
+
+    @functools.wraps(run)
+    def wrapped(*arguments: Any, **named: Any) -> int:
+        torch = sys.modules.get("torch")
+        before = "highest" if torch is None else torch.get_float32_matmul_precision()
+        try:
+            return run(*arguments, **named)
+        finally:
+            torch = sys.modules.get("torch")
+            if torch is not None:
+                torch.set_float32_matmul_precision(before)
+
+    return wrapped
+
+
+@_keeps_matmul_precision
 def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     """Parse, run, and turn an error meant for the user into one line and its exit status.
 

@@ -66,6 +66,7 @@ class Loader:
         replay: a second source, over and over, its samples mixed in.
         replay_share: probability of a slot to be a replayed sample; drawn per slot from the seed and its number.
         seed: of those draws.
+        pin: put the batches into pinned memory, for a GPU to copy from; whoever works ahead does it, and not the training.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Loader:
         replay: Samples | None = None,
         replay_share: float = 0.0,
         seed: int = 0,
+        pin: bool = False,
     ):
         self.samples, self.replay = samples, replay
         self._batch_size, self._pad_id, self._side, self._epochs = batch_size, pad_id, side, epochs
-        self._share, self._seed = replay_share if replay is not None else 0.0, seed
+        self._share, self._seed, self._pin = replay_share if replay is not None else 0.0, seed, pin
 
     def count(self, limit: int | None = None) -> int | None:
         """Batches of all epochs, counted no further than `limit`; None where only reading on would tell."""
@@ -125,7 +127,8 @@ class Loader:
             yield self._loaded(group, last)
 
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
-        return Loaded(position.epoch, collate(group, self._pad_id, side=self._side), position)
+        batch = collate(group, self._pad_id, side=self._side)
+        return Loaded(position.epoch, batch.pinned() if self._pin else batch, position)
 
     def _drawn(self, position: Position) -> Iterator[tuple[Sample, Position]]:
         """Samples of both sources in their drawn order, each with the position behind it."""

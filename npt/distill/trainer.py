@@ -83,6 +83,7 @@ from npt.fidelity.attribution import Reference, refer
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.fidelity.modulation import measure_modulation
 from npt.health.guards import base_fault, require, tensor_fault
+from npt.quant.errors import product_errors
 from npt.quant.load import TEACHERS, base_hash
 from npt.quant.precision import audit_precision, policy_dtype, quantization_of
 from npt.stored import read_json
@@ -393,6 +394,7 @@ class Trainer:
             replay=replay,
             replay_share=data_config.replay_share,
             seed=config.seed,
+            pin=self.device.type == "cuda",
         )
 
     def _identify_data(self) -> dict[str, Any]:
@@ -932,6 +934,7 @@ class Trainer:
             "seed": self.config.seed,
             "base_hash": self.base_hash,
             "precision": audit_precision(self.model, policy_dtype(self.model)).as_dict(),
+            "product_errors": None if is_sharded(self.model) else product_errors(self.model),
             "device": str(self.device),
             "processes": self.ranks.size,
             "versions": versions(),

@@ -344,3 +344,34 @@ class TestAhead:
         assert tokenised.wait(timeout=30)  # while this thread is busy with its batch
         assert sum(len(loaded.batch.sample_ids) for loaded in batches) > 40
         ahead.close()
+
+
+def test_batches_are_pinned_by_the_thread_that_works_ahead_and_are_the_same(tokenizer, monkeypatch) -> None:
+    """Without a GPU there is no pinned memory: what asks for it is recorded, in whose thread, and copied."""
+    threads = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    plain = [loaded.batch for loaded in make_loader(tokenizer, records(9)).batches()]
+    assert threads == []
+    ahead = Ahead(make_loader(tokenizer, records(9), pin=True).batches())
+    pinned = [loaded.batch for loaded in ahead]
+    ahead.close()
+    assert set(threads) == {"npt-data"} and len(plain) == len(pinned) > 1
+    for one, other in zip(pinned, plain, strict=True):
+        assert one.sample_ids == other.sample_ids
+        names = (
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            "labels",
+            "valid_index",
+            "scored_index",
+            "document_lengths",
+            "scored_lengths",
+        )
+        assert len(threads) % len(names) == 0  # every tensor of every batch, once
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)

@@ -5,8 +5,9 @@ from torch.testing import assert_close
 
 import npt
 from npt.adapters.attach import decoder_layers
-from npt.quant.linear import dense_weight, quantized_linears, stacked_product
+from npt.quant.linear import dense_weight, is_hooked, multiply, multiply_backward, quantized_linears, stacked_product
 from npt.quant.precision import UpcastLinear
+from npt.quant.rows import set_rows
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
 LINEARS = {"gate": (64, 128), "down": (128, 64), "key": (64, 32)}
@@ -136,3 +137,39 @@ class TestStackedProduct:
         # default tolerance of fp32: the same sums of 64 and of 32 products
         assert_close(of_student, student.detach() @ module.weight.float().T)
         assert_close(student.grad, gradient @ module.weight.float())
+
+
+class TestMultiply:
+    @pytest.mark.parametrize("rows", [False, True])
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("name", LINEARS)
+    @QUANTIZATIONS
+    def test_has_the_bits_of_the_modules_own_product_and_its_gradient(self, load_model, quantization, name, bias, rows):
+        module = linear(load_model(quantization), name)
+        columns, out_features = LINEARS[name]
+        if bias:
+            module.bias = nn.Parameter(normal(7, out_features), requires_grad=False)
+        if rows:
+            set_rows(module, (1 + normal(8, out_features), normal(9, out_features)))
+        x, gradient = normal(0, 6, columns), normal(1, 6, out_features)
+        weight, place = dense_weight(module), torch.empty(6, out_features)
+        with torch.no_grad():
+            expected = module(x)
+            assert torch.equal(multiply(module, weight, x), expected)
+            assert multiply(module, weight, x, place) is place and torch.equal(place, expected)
+        module(x.requires_grad_()).backward(gradient)
+        into = torch.empty(6, columns)
+        assert multiply_backward(module, weight, gradient, into) is into
+        assert_close(into, x.grad)  # default tolerance of fp32: the same sums
+        assert torch.equal(multiply_backward(module, weight, gradient), into)
+
+    def test_a_module_is_hooked_where_somebody_looks_or_has_replaced_its_forward(self, load_model):
+        module = linear(load_model(), "gate")
+        assert not is_hooked(module)
+        for register in (module.register_forward_hook, module.register_forward_pre_hook):
+            handle = register(lambda *_: None)
+            assert is_hooked(module)
+            handle.remove()
+            assert not is_hooked(module)
+        module.forward = lambda x: x
+        assert is_hooked(module)

@@ -1,0 +1,339 @@
+"""What a layer gives in training, by hand, against its plain form; who may look, who may change, and how often a weight is unpacked."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import npt
+from npt.adapters import fused, trained
+from npt.adapters.attach import adapter_parameters, decoder_layers
+from npt.adapters.fused import unfused
+from npt.adapters.trained import Work, Workspace, is_fusable, stacked_outputs, trained_output
+from npt.config import NPTConfig, TrainConfig
+from npt.distill.strategies import drive
+from npt.quant.linear import quantized_linears
+from npt.quant.rows import set_rows
+
+N, D, F = 11, 64, 128
+FORMS = [
+    NPTConfig(rank=4, layers="all"),
+    NPTConfig(rank=3, layers="all", targets=("gate",), modulation="additive"),
+    NPTConfig(rank=3, layers="all", targets=("up", "down"), modulation="multiplicative"),
+    NPTConfig(rank=5, layers="all", targets=("down",), additive_scale=1.0),
+    NPTConfig(rank=4, layers="all", residual="keep"),
+]
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda c: f"{c.modulation}-{'+'.join(c.targets)}-{c.residual}")
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def student(load_model: Any, form: NPTConfig = FORMS[0], quantization: str | None = "nf4") -> Any:
+    model = load_model(quantization)
+    npt.attach(model, form)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+EACH_ALONE = Work()
+
+
+def run(outputs: Any, layer: Any, work: Work = EACH_ALONE, graph: bool = False) -> list[Tensor]:
+    """Outputs and gradients of the adapter, and of h and a where these have a graph."""
+    hidden, attention = (normal(seed, N, D).requires_grad_(graph) for seed in (0, 1))
+    for parameter in layer.npt.parameters():
+        parameter.grad = None
+    *states, energy = outputs(layer, hidden, attention, work)
+    loss = (states[-1] * normal(2, N, D)).sum()
+    if work.regularised:
+        loss = loss + (energy * normal(3, N)).sum()
+    loss.backward()
+    grads = [p.grad for p in layer.npt.parameters()] + ([hidden.grad, attention.grad] if graph else [])
+    return [part.detach() for part in (*states, energy, *grads)]
+
+
+CASES = [(stacked_outputs, False), (trained_output, False), (trained_output, True)]
+every_case = pytest.mark.parametrize(("outputs", "graph"), CASES, ids=["stacked", "alone", "with a graph behind"])
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        # fp32 sums of up to 128 terms in other blocks, relative to the largest entry, because single ones may cancel
+        assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
+
+
+@every_case
+@every_form
+@pytest.mark.parametrize("quantization", ["nf4", None])
+@pytest.mark.parametrize("regularised", [True, False])
+def test_it_is_the_plain_form(load_model, form, quantization, outputs, graph, regularised):
+    layer = decoder_layers(student(load_model, form, quantization))[1]
+    work = Work(regularised, space=None if graph else Workspace())
+    found = run(outputs, layer, work, graph)
+    with unfused():
+        assert_same(found, run(outputs, layer, work, graph))
+
+
+def with_rows(mlp: Any) -> None:
+    for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        set_rows(part, (1 + 0.3 * normal(4, part.out_features), normal(5, part.out_features)))
+
+
+def with_biases(mlp: Any) -> None:
+    for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        part.bias = nn.Parameter(normal(6, part.out_features), requires_grad=False)
+
+
+@every_case
+@pytest.mark.parametrize("quantization", ["nf4", None])
+@pytest.mark.parametrize("change", [with_rows, with_biases])
+def test_rows_and_biases_beside_the_frozen_weights_are_part_of_it(load_model, outputs, graph, quantization, change):
+    layer = decoder_layers(student(load_model, quantization=quantization))[1]
+    without = run(outputs, layer, graph=graph)
+    change(layer.mlp)
+    found = run(outputs, layer, graph=graph)
+    with unfused():
+        assert_same(found, run(outputs, layer, graph=graph))
+    assert not torch.allclose(found[0], without[0], atol=0.1)
+
+
+class Watching(nn.Module):
+    """All that an observer and the hooks of every module are shown; gradients of stages are asked for."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.stages: dict[str, Tensor | None] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.called = Counter[str]()
+        layer.npt.observer = self.see
+        for name, module in layer.named_modules():
+            module.register_forward_hook(lambda *_, name=name: self.called.update([name]))
+
+    def see(self, stages: dict[str, Tensor | None]) -> None:
+        self.stages.update(stages)
+        for name, stage in stages.items():
+            if stage is not None and stage.requires_grad:
+                stage.register_hook(lambda g, name=name: self.gradients.update({name: g}))
+
+
+@every_case
+@every_form
+@pytest.mark.parametrize("regularised", [True, False])
+def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(load_model, form, outputs, graph, regularised):
+    layer = decoder_layers(student(load_model, form))[1]
+    unseen = run(outputs, layer, Work(regularised), graph)
+    seen = Watching(layer)
+    found = run(outputs, layer, Work(regularised), graph)
+    assert all(torch.equal(one, other) for one, other in zip(found, unseen, strict=True))
+    other_layer = decoder_layers(student(load_model, form))[1]
+    plain = Watching(other_layer)
+    with unfused():
+        run(outputs, other_layer, Work(regularised), graph)
+    assert list(seen.stages) == list(plain.stages)
+    assert seen.gradients.keys() >= plain.gradients.keys() - {"a"}
+    for name, stage in plain.stages.items():
+        assert (stage is None) == (seen.stages[name] is None)
+        if stage is not None:
+            assert_same([seen.stages[name].detach()], [stage.detach()])  # type: ignore[union-attr]
+    for name in plain.gradients.keys() & seen.gradients.keys():
+        assert_same([seen.gradients[name]], [plain.gradients[name]])
+    assert seen.called.keys() == plain.called.keys()
+
+
+@every_case
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj", "act_fn"])
+def test_a_hook_that_changes_a_product_changes_the_result(load_model, outputs, graph, part):
+    layer = decoder_layers(student(load_model))[1]
+    before = run(outputs, layer, graph=graph)
+    getattr(layer.mlp, part).register_forward_hook(lambda _, __, output: 1.5 * output)
+    found = run(outputs, layer, graph=graph)
+    if part != "down_proj" or graph:  # whose gradient, taken by hand, does not know the hook; as it never did
+        with unfused():
+            assert_same(found, run(outputs, layer, graph=graph))
+    assert not torch.allclose(found[0], before[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
+def test_what_does_not_compute_in_fp32_takes_the_plain_form(load_model, outputs):
+    model = load_model(None).to(torch.bfloat16)
+    npt.attach(model, FORMS[0])
+    layer = decoder_layers(model)[1]
+    hidden, attention = normal(0, N, D).bfloat16(), normal(1, N, D).bfloat16()
+    assert not is_fusable(layer, hidden, layer.npt.code(attention))
+    *states, energy = outputs(layer, hidden, attention)
+    assert states[-1].dtype == torch.bfloat16 and energy.dtype == torch.float32
+    states[-1].float().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in layer.npt.parameters() if p.grad is not None)
+
+
+def test_only_silu_in_fp32_outside_of_autocast_is_computed_by_hand(load_model):
+    layer: Any = decoder_layers(student(load_model))[1]
+    x, z = normal(0, N, D), normal(1, N, 4)
+    assert is_fusable(layer, x, z)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_fusable(layer, x, z)
+    with unfused():
+        assert not is_fusable(layer, x, z)
+    layer.mlp.gate_proj.compute_dtype = torch.bfloat16
+    assert not is_fusable(layer, x, z)
+    layer.mlp.gate_proj.compute_dtype = torch.float32
+    layer.mlp.act_fn = nn.GELU()
+    assert not is_fusable(layer, x, z)
+
+
+class TestWorkspace:
+    def test_layers_use_the_same_memory_one_after_the_other(self, load_model):
+        model = student(load_model)
+        space, alone = Workspace(), []
+        for layer in decoder_layers(model):
+            alone.append(run(stacked_outputs, layer))
+        for layer, expected in zip(decoder_layers(model), alone, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(run(stacked_outputs, layer, Work(space=space)), expected, strict=True))
+        ((memory,),) = (space._kept.values(),)
+        assert memory.numel() == 4 * N * F
+
+    def test_a_backward_behind_the_next_layers_forward_is_refused(self, load_model):
+        layers, space = decoder_layers(student(load_model)), Workspace()
+        first = stacked_outputs(layers[0], normal(0, N, D), normal(1, N, D), Work(space=space))[1]
+        stacked_outputs(layers[1], normal(0, N, D), normal(1, N, D), Work(space=space))
+        with pytest.raises(AssertionError, match="memory"):
+            first.sum().backward()
+
+    def test_it_grows_and_what_it_hands_out_is_of_the_asked_kind(self):
+        space = Workspace()
+        small, large = space.rows(2, 3, torch.ones(1)), space.rows(5, 7, torch.ones(1))
+        assert (small.shape, large.shape) == ((2, 3), (5, 7))
+        assert space.rows(2, 2, torch.ones(1)).data_ptr() == large.data_ptr()
+        assert space.rows(2, 2, torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+        assert space.uses == 4
+
+    def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(self, load_model, monkeypatch):
+        made = []
+
+        def watched(module: Any) -> Tensor:
+            weight = dense(module)
+            made.append(weakref.ref(weight))
+            return weight
+
+        dense = trained.dense_weight
+        monkeypatch.setattr(trained, "dense_weight", watched)
+        layer = decoder_layers(student(load_model))[0]
+        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D))[1]
+        gc.collect()
+        assert [ref() is not None for ref in made] == [False, False, True]  # gate and up are gone, down waits for backward
+        output.sum().backward()
+        gc.collect()
+        assert made[2]() is None and output.requires_grad
+
+
+class Unpacked(TorchDispatchMode):
+    """How often each packed weight is dequantised, alone or as part of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = {"dequantize_4bit": 0, "gemm_4bit": 1}.get(func._schema.name.removeprefix("bitsandbytes::"))
+        if place is not None:
+            self.count[args[place].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "own", "expected"),
+    [
+        # by layer: attention's four, gate, up, down
+        ("local", {}, {0: (1, 1, 1, 1), 1: (1, 1, 1, 1), 2: (1, 1, 1, 1), 3: (0, 0, 0, 0)}),
+        ("propagated", {}, {0: (1, 1, 1, 1), 1: (2, 2, 2, 2), 2: (2, 2, 2, 2), 3: (0, 0, 0, 0)}),
+        # teacher, student, and where the gradient passes through once more: in the first converted layer it does through down alone
+        ("end_to_end", {}, {0: (1, 1, 1, 1), 1: (2, 2, 2, 2), 2: (3, 3, 3, 3), 3: (0, 0, 0, 0)}),
+        ("end_to_end", {"logit_kl_weight": 0.5}, {0: (1, 1, 1, 1), 1: (2, 2, 2, 2), 2: (3, 3, 3, 3), 3: (3, 3, 3, 3)}),
+    ],
+)
+@pytest.mark.parametrize("residual", ["modulate", "keep"])
+def test_a_packed_weight_is_dequantised_no_more_often_than_it_has_to_be(load_model, batch, strategy, own, expected, residual):
+    model = student(load_model, NPTConfig(rank=4, layers="1-2", residual=residual))
+    with Unpacked() as unpacked:
+        drive(model, batch, TrainConfig(strategy=strategy, **own))
+    found: dict[int, list[int]] = {index: [] for index in range(4)}
+    for name, module in quantized_linears(model):
+        found[int(name.split(".")[2])].append(unpacked.count[module.weight.data_ptr()])
+    for index, (attention, gate, up, down) in expected.items():
+        assert found[index] == [*[attention] * 4, gate, up, down], f"layer {index}"
+
+
+def test_no_frozen_weight_gets_a_gradient_and_the_adapters_all_do(load_model, batch):
+    model = student(load_model)
+    own = adapter_parameters(model)
+    for strategy in ("local", "propagated", "end_to_end"):
+        drive(model, batch, TrainConfig(strategy=strategy))
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None) == (name in own), (strategy, name)
+            if name in own:
+                assert float(parameter.grad.abs().max()) > 0
+                parameter.grad = None
+
+
+def test_the_energy_is_that_of_all_targets(load_model):
+    layer: Any = decoder_layers(student(load_model))[1]
+    hidden, attention = normal(0, N, D), normal(1, N, D)
+    _, _, energy = stacked_outputs(layer, hidden, attention)
+    z = layer.npt.code(attention)
+    expected = torch.zeros(N)
+    for target, width in (("gate", F), ("up", F), ("down", D)):
+        m = 1 + layer.npt.config.mult_bound * (2 * torch.sigmoid(z @ layer.npt.M[target].T) - 1)
+        s = layer.npt.config.additive_scale * (z @ layer.npt.B[target].T)
+        expected += ((m - 1) ** 2).sum(-1) / width + (s**2).sum(-1) / width
+    assert energy is not None
+    assert_close(energy, expected)  # default tolerance of fp32
+
+
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def _fresh(self, monkeypatch):
+        """Bodies that nobody has compiled yet."""
+        for name in ("_modulate", "_modulate_backward", "_product", "_product_backward"):
+            monkeypatch.setattr(fused, name, fused._Body(getattr(fused, name)._plain))
+
+    @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
+    def test_the_setting_hands_the_elementwise_work_to_the_compiler_once_for_all_layers(self, load_model, batch, monkeypatch, strategy):
+        made = []
+
+        def compiled(function: Any, **_: Any) -> Any:
+            made.append(function.__name__)
+            return function
+
+        monkeypatch.setattr(torch, "compile", compiled)
+        model = student(load_model)
+        plain = drive(model, batch, TrainConfig(strategy=strategy))
+        assert made == []
+        found = drive(model, batch, TrainConfig(strategy=strategy, compile=True))
+        assert sorted(made) == ["_modulate_backward_block", "_modulate_block", "_product_backward_block", "_product_block"]
+        assert torch.equal(found.loss, plain.loss)
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="takes a C++ compiler")
+    def test_a_compiled_step_is_the_plain_one_to_rounding(self, load_model, batch):
+        model, results = student(load_model), []
+        for compiled in (False, True):
+            sums = drive(model, batch, TrainConfig(regularization_lambda=0.3, compile=compiled))
+            results.append([sums.loss, sums.reg, *(p.grad for p in adapter_parameters(model).values())])
+            for parameter in adapter_parameters(model).values():
+                parameter.grad = None
+        assert_same(*results)

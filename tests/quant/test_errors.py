@@ -1,0 +1,64 @@
+import pytest
+import torch
+from torch import nn
+
+from npt.adapters.attach import attach, decoder_layers
+from npt.quant import errors
+from npt.quant.errors import PRECISIONS, product_errors
+from npt.quant.half import compute_in
+from npt.quant.rows import set_rows
+
+KINDS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+EPS = 2.0**-24
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
+def test_fp32_products_are_exact_to_rounding_and_of_every_kind(load_model, quantization):
+    model = load_model(quantization)
+    attach(model)
+    found = product_errors(model)
+    assert tuple(found) == PRECISIONS and set(found["highest"]) == set(found["high"]) == KINDS
+    # sums of at most 128 products: each rounding is half a unit, and they do not all point one way
+    assert all(0 < error < 10 * EPS for error in found["highest"].values())
+
+
+def test_the_setting_and_the_random_state_are_left_as_they_were(load_model, monkeypatch):
+    model, seen = load_model(), []
+    for setting in ("high", "highest"):
+        torch.set_float32_matmul_precision(setting)
+        state = torch.get_rng_state()
+        try:
+            product_errors(model)
+            assert torch.get_float32_matmul_precision() == setting
+            assert torch.equal(torch.get_rng_state(), state)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    def failing(module: nn.Module) -> float:
+        seen.append(torch.get_float32_matmul_precision())
+        if len(seen) > 10:
+            raise RuntimeError("no")
+        return 0.0
+
+    monkeypatch.setattr(errors, "_error", failing)
+    with pytest.raises(RuntimeError):
+        product_errors(model)
+    assert seen == ["highest"] * 8 + ["high"] * 3  # each kind under each setting
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_that_computes_in_16_bit_has_the_error_of_16_bit(load_model, dtype):
+    model = load_model(None)
+    compute_in(model, dtype)
+    unit = torch.finfo(dtype).eps / 2
+    # at the least the output is rounded, evenly between 0 and half a unit of it
+    assert all(unit / 10 < error < 10 * unit for error in product_errors(model)["highest"].values())
+
+
+def test_biases_and_rows_are_part_of_the_product(load_model):
+    model = load_model()
+    mlp = decoder_layers(model)[0].mlp
+    mlp.up_proj.bias = nn.Parameter(torch.randn(128), requires_grad=False)
+    set_rows(mlp.gate_proj, (torch.rand(128) + 0.5, torch.randn(128)))
+    assert all(error < 10 * EPS for error in product_errors(model)["highest"].values())

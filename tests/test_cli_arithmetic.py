@@ -1,0 +1,42 @@
+"""The flag that changes how a run's fp32 products are computed, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from npt.cli.main import main
+from npt.distill import loop
+
+SHORT = ["pretrain", "--use_quantization", "--max_steps", "1", "--eval_samples", "1", "--no_smoke_test", "--log_steps", "1"]
+
+
+def test_the_matmul_precision_holds_during_the_run_is_recorded_and_given_back(tmp_path, monkeypatch):
+    seen = []
+    fill = loop.fill_gradients
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        seen.append(torch.get_float32_matmul_precision())
+        return fill(*arguments, **named)
+
+    monkeypatch.setattr(loop, "fill_gradients", watched)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert main([*SHORT, "--output_dir", str(tmp_path / "run"), "--matmul_precision", "high"]) == 0
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == ["high"]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["precision"]["matmul_precision"] == record["settings"]["matmul_precision"] == "high"
+    errors = record["product_errors"]
+    assert set(errors) == {"highest", "high"} and "down_proj" in errors["high"]
+    # fp32 sums of at most 512 products, and TF32, with 11 bits, where a device has it
+    assert 0 < max(errors["highest"].values()) < 1e-6 and max(errors["high"].values()) < 1e-3
+
+
+def test_a_refused_call_gives_the_precision_back_too(capsys):
+    assert main([*SHORT, "--matmul_precision", "high", "--model_name", "/nowhere"]) == 2
+    assert torch.get_float32_matmul_precision() == "highest"
