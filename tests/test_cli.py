@@ -328,12 +328,17 @@ def test_brackets_in_a_path_are_no_markup(tmp_path: Path, capsys: pytest.Capture
     assert "a[b]c" in capsys.readouterr().out
 
 
-def test_out_of_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_out_of_memory_is_one_line(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
 
     import npt
 
     def exhausted(*_: object, **__: object) -> None:
+        if device == "cpu":
+            torch.empty(1 << 50, dtype=torch.uint8)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(npt, "load_base", exhausted)

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         print(f"{_speaker(prog)}: interrupted", file=sys.stderr)
         return 130
     except RuntimeError as error:
-        if debug or type(error).__name__ != "OutOfMemoryError":  # by name: torch need not be loaded to say that a flag is wrong
+        # By name: torch need not be loaded to say that a flag is wrong. On a CPU its error has none of its own.
+        if debug or not (type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)):
             raise
         reason = str(error).split(". ")[0]
         print(f"{_speaker(prog)}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)

@@ -182,6 +182,8 @@ def print_page(page: Page, console: Any) -> None:
     table.add_row("together", *(shown(page.memory.of(phase)) for phase in PHASES))
     console.print(table)
     _print_verdict(page, console)
+    if w.adapter.init == "calibrated":
+        console.print("what --init calibrated takes in front of the first step is not in it", soft_wrap=True)
     for name, time in page.times.items():
         console.print()
         table = _table(f"time of a step, {name}", "seconds")

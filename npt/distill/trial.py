@@ -142,14 +142,15 @@ def _predict(workload: Workload, config: TrainConfig, samples: int, seconds: flo
     other = max(0.0, fills["others"] - beside - 2 * layer) / 2 if others else 0.0
     update = max(0.0, commits["three"] - commits["one"]) / 2
     passes = config.gradient_accumulation_steps * config.batch_size / samples
-    parts = {
-        f"{depth.converted} converted layers": passes * depth.converted * layer,
-        f"{depth.before} layers in front of them": passes * depth.before * before,
-        f"{others} other layers": passes * others * other,
+    parts = {f"converted layers ({depth.converted})": passes * depth.converted * layer}
+    if depth.before:
+        parts[f"layers in front of them ({depth.before})"] = passes * depth.before * before
+    if others:
+        parts[f"other layers ({others})"] = passes * others * other
+    parts |= {
         "beside the layers, logits included": passes * beside,
         "optimizer step": max(0.0, commits["one"] - update) + depth.converted * update,
     }
-    parts = {name: value for name, value in parts.items() if not name.startswith("0 ")}
     return StepTime(sum(parts.values()), parts)
 
 

@@ -146,4 +146,4 @@ def test_every_stage_is_tried_with_what_it_drives() -> None:
     found = predict_time(workload("2,4", stages="local:0.5,end_to_end:0.5", logit_kl_weight=0.5), 2, seconds=0.0)
     assert list(found) == ["local", "end_to_end"]
     assert all(isinstance(time, StepTime) and time.seconds > 0 and min(time.parts.values()) >= 0 for time in found.values())
-    assert "2 layers in front of them" in found["local"].parts and "2 other layers" in found["end_to_end"].parts
+    assert "layers in front of them (2)" in found["local"].parts and "other layers (2)" in found["end_to_end"].parts
