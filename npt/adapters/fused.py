@@ -99,7 +99,7 @@ class _Modulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
         out, energy = torch.empty_like(y), y.new_zeros(len(y))
-        for rows in blocks(y):
+        for rows in blocks(y, z.shape[-1]):
             _modulate(form)(y[rows], *_low_rank(z[rows], (mult, add)), form.mult_bound, form.additive_scale, out[rows], energy[rows])
         ctx.form = form
         ctx.save_for_backward(y, z, mult, add)
@@ -114,7 +114,7 @@ class _Modulated(torch.autograd.Function):
         form: Form = ctx.form
         sums = _Sums(z, (tuple(weights),), form)
         grad_y = torch.empty_like(y) if ctx.needs_input_grad[0] else None
-        for rows in blocks(y):
+        for rows in blocks(y, z.shape[-1]):
             low = _low_rank(z[rows], weights)
             energy = grad_energy[rows] if form.regularised else None
             out = None if grad_y is None else grad_y[rows]
@@ -145,7 +145,7 @@ class _Product(torch.autograd.Function):
 
 def product_forward(gate: Tensor, up: Tensor, z: Tensor, weights: Any, form: Form, product: Tensor, energy: Tensor) -> None:
     """Write `modulated_product`'s two results into `product` and `energy`. weights: M and B of gate, M and B of up."""
-    for rows in blocks(gate):
+    for rows in blocks(gate, z.shape[-1]):
         low = _low_rank(z[rows], weights)
         _product(form)(gate[rows], up[rows], *low, form.mult_bound, form.additive_scale, product[rows], energy[rows])
 
@@ -163,7 +163,7 @@ def product_backward(
 ) -> _Sums:
     """Gradients of z, M and B from that of the product; those of gate and up are written where there is a place for them."""
     sums = _Sums(z, (tuple(weights[:2]), tuple(weights[2:])), form)
-    for rows in blocks(gate):
+    for rows in blocks(gate, z.shape[-1]):
         low = _low_rank(z[rows], weights)
         energy = grad_energy[rows] if form.regularised else None
         places = [None if place is None else place[rows] for place in (grad_gate, grad_up)]
@@ -172,9 +172,10 @@ def product_backward(
     return sums
 
 
-def blocks(like: Tensor) -> list[slice]:
-    """Rows of an [N, O] tensor in blocks, whose length depends on O and the device alone."""
-    length = max(1, BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, like.shape[-1]))
+def blocks(like: Tensor, rank: int) -> list[slice]:
+    """Rows of an [N, O] tensor in blocks, whose length depends on O, R and the device alone. A block has no fewer rows than R: with
+    fewer, the low-rank products would spend their time on reading M and B."""
+    length = max(1, rank, BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, like.shape[-1]))
     return [slice(start, start + length) for start in range(0, len(like), length)]
 
 

@@ -32,9 +32,9 @@ RMSNorms, q, k and v are modules and so have their `out`. Rows stand in the orde
 several modules name, such as the output of an MLP and of its last product, is reduced once and has a row under each name. Where a
 module is called again in the same pass its stages are numbered from there on: `out#2`. Such calls are the teacher's (first) and the
 student's (second) under the end_to_end strategy, and a recomputation under gradient checkpointing. Under the local strategy teacher
-and student go through gate_proj, up_proj and down_proj as one stack of rows, the student's first, so the rows of these modules are
-of both; a converted layer's own forward is not called. A gradient has the stage of its value; `out@2` is the second backward
-through it.
+and student go through gate_proj, up_proj and down_proj as one stack of rows, so the rows of these modules are of both, and through the
+first two just once where the attention residual is kept; a converted layer's own forward is not called. A gradient has the stage of
+its value; `out@2` is the second backward through it.
 
 Padded positions are left out of every tensor that starts with the batch and time of the mask: of `valid`, else of the
 two-dimensional `attention_mask` that the model itself is called with.
