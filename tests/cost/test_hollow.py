@@ -103,4 +103,4 @@ def test_few_blocks_of_rows_take_what_all_of_them_take(monkeypatch) -> None:
         monkeypatch.setattr(hollow, "_few_blocks", blocks)
         counts += [place.peak_of(lambda strategy=strategy: drive(model, batch, TrainConfig(strategy=strategy))) for strategy in STRATEGIES]
     assert counts[: len(STRATEGIES)] == counts[len(STRATEGIES) :]
-    assert len(fused.blocks(torch.empty(ROWS * LENGTH, 160))) == 24
+    assert len(fused.blocks(torch.empty(ROWS * LENGTH, 160), ADAPTER.rank)) == 24
