@@ -155,8 +155,8 @@ def _few_blocks() -> Iterator[None]:
     """Within the context a layer's rows are taken in their first two blocks and the last alone: of hundreds, all between take the same."""
     every = fused.blocks
 
-    def few(*arguments: Any) -> list[slice]:
-        found = every(*arguments)
+    def few(like: Tensor, rank: int) -> list[slice]:
+        found = every(like, rank)
         return found if len(found) < 4 else [*found[:2], found[-1]]
 
     fused.blocks = few
