@@ -85,12 +85,12 @@ class MemoryPlan:
         }
 
 
-def state_terms(parameters: int, *, late: bool = False) -> list[Term]:
+def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
     """What training holds of its adapters, whatever drives them.
 
     Args:
         parameters: trainable ones.
-        late: whether the results of a step are read one window late, as on a GPU: the state before a step is then kept until the next.
+        in_flight: steps at most whose results are not read yet, as on a GPU: of each the state before it is kept until then.
     """
     size = FP32 * parameters
     terms = [
@@ -100,7 +100,7 @@ def state_terms(parameters: int, *, late: bool = False) -> list[Term]:
         Term("gradients of the window", size),
         Term("state before the step", 3 * size, ("step",)),
     ]
-    return [*terms, Term("state before the last step", 3 * size)] if late else terms
+    return [*terms, Term("states before steps in flight", in_flight * 3 * size)] if in_flight else terms
 
 
 def adapter_numbers(shape: Shape, config: NPTConfig) -> int:

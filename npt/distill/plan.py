@@ -18,6 +18,7 @@ from npt.cost.hollow import Hollow, bytes_of
 from npt.cost.memory import MemoryPlan, Term, adapter_numbers, shown, state_terms
 from npt.data.batch import Batch
 from npt.distill.strategies import drive
+from npt.distill.transaction import IN_FLIGHT
 from npt.distill.workload import Depth, Workload
 from npt.errors import ConfigError
 from npt.fidelity.evaluate import MODES
@@ -46,7 +47,7 @@ class Planner:
         self._fixed = [Term("base" if w.quantization is None else f"base, {w.quantization.upper()}", base)]
         if w.teacher is not None:
             self._fixed.append(Term("teacher of its own", self._base_bytes(None, w.teacher)))
-        self._fixed += state_terms(adapter_numbers(w.shape, w.adapter), late=w.device.type == "cuda")
+        self._fixed += state_terms(adapter_numbers(w.shape, w.adapter), in_flight=IN_FLIGHT if w.device.type == "cuda" else 0)
 
     def plan(self, samples_at_once: int | None = None, evaluated_at_once: int | None = None) -> MemoryPlan:
         """The memory of the run.
@@ -97,7 +98,7 @@ class Planner:
         return max(found, key=lambda terms: sum(term.bytes for term in terms))
 
     def _stage(self, config: TrainConfig, samples: int) -> list[Term]:
-        config = replace(config, layer_weights="uniform")
+        config = replace(config, layer_weights="uniform", compile=False)  # what is hollow is not compiled, and takes no less
         depth, logits = self.workload.depth, 0
         if not config.logit_kl_weight:
             depth = replace(depth, behind=0)  # nothing runs there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import LlamaConfig
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.config import NPTConfig, TrainConfig
+from npt.config import STRATEGIES, NPTConfig, TrainConfig
 from npt.cost.hollow import Hollow, bytes_of
 from npt.cost.measure import peak_bytes, storage_bytes, tensors_of
 from npt.data.batch import batch_from_tensors
@@ -87,3 +88,19 @@ def test_a_layer_of_the_largest_models_is_counted_without_memory() -> None:
     assert bytes_of(model) > 2**30
     batch = place.batch(1, 512)
     assert place.peak_of(lambda: drive(model, batch, TrainConfig())) > 2**28
+
+
+def test_few_blocks_of_rows_take_what_all_of_them_take(monkeypatch) -> None:
+    """Blocks of some rows, as a layer of a large model has hundreds of."""
+    from npt.adapters import fused
+    from npt.cost import hollow
+
+    monkeypatch.setitem(fused.BLOCK, "cpu", 5 * 160)
+    place = Hollow()
+    model, batch = place.base(LLAMA, "nf4", torch.bfloat16, ADAPTER), place.batch(ROWS, LENGTH)
+    counts = []
+    for blocks in (hollow._few_blocks, contextlib.nullcontext):
+        monkeypatch.setattr(hollow, "_few_blocks", blocks)
+        counts += [place.peak_of(lambda strategy=strategy: drive(model, batch, TrainConfig(strategy=strategy))) for strategy in STRATEGIES]
+    assert counts[: len(STRATEGIES)] == counts[len(STRATEGIES) :]
+    assert len(fused.blocks(torch.empty(ROWS * LENGTH, 160), ADAPTER.rank)) == 24

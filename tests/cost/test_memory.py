@@ -46,9 +46,8 @@ def test_a_plan_adds_up_by_phase_and_names_what_takes_most() -> None:
     assert plan.as_dict()["phases"] == {"micro-batch": 41, "step": 11, "evaluation": 46}
 
 
-def test_results_that_come_late_keep_one_more_state_of_training() -> None:
-    early, late = (sum(term.bytes for term in state_terms(1000, late=late)) for late in (False, True))
-    assert (early, late) == (4000 * 8, 4000 * 11)
+def test_results_that_come_late_keep_a_state_of_training_for_each_step_in_flight() -> None:
+    assert [sum(term.bytes for term in state_terms(1000, in_flight=steps)) for steps in (0, 1, 3)] == [4000 * 8, 4000 * 11, 4000 * 17]
 
 
 def test_the_host_says_what_is_free() -> None:
