@@ -7,8 +7,9 @@ the same clipping, one backward, and no value read back from the device.
     local                   each layer is fed the teacher's state, its gradient stays inside; NMSE of every layer
     end_to_end              gradients through the whole student, NMSE of every layer, no logits
     end_to_end_kl           the same with KL(teacher, student) on the logits of every token
-    two_model               two models; the student runs through transformers' own forward with `output_hidden_states`, NMSE of every layer
-    two_model_kl            the same with KL on the logits, so that the gradient also crosses lm_head
+    two_model               two models; the student runs through transformers' own forward with `output_hidden_states`; NMSE of every layer
+                            and KL(teacher, student) on the logits
+    two_model_hidden        the same without a loss on the logits, which are computed all the same: no gradient crosses lm_head
     two_model_checkpointed  two_model with gradient checkpointing of the student
     peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
@@ -53,7 +54,7 @@ SHAPES = {
 """`cpu-0.2b` is a TinyLlama of half the width and half the depth: 0.2 B parameters, a step within seconds on two cores."""
 
 OURS = ("local", "end_to_end", "end_to_end_kl")
-TWO_MODELS = ("two_model", "two_model_kl", "two_model_checkpointed")
+TWO_MODELS = ("two_model", "two_model_hidden", "two_model_checkpointed")
 PEFT = ("peft_lora_distill", "peft_lora_ce")
 RUNS = (*OURS, *TWO_MODELS, *PEFT)
 
@@ -149,7 +150,7 @@ class Student:
         optimizer = _optimizer(self.parameters)
         if name in OURS:
             return Run(name, self._strategy_step(name, optimizer), (self.model, optimizer), self.parameters)
-        step = self._two_model_step(optimizer, kl=name == "two_model_kl")
+        step = self._two_model_step(optimizer, kl=name != "two_model_hidden")
         if name == "two_model_checkpointed":
             step = self._checkpointed(step)
         return Run(name, step, (self.model, self.teacher, optimizer), self.parameters)

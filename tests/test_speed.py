@@ -116,9 +116,9 @@ def test_ours_and_the_two_model_loop_see_the_same_loss_of_the_first_layer(parts,
     runs = parts[1]
     setting = replace(setting, layers="0")
     batch = runs.make_batch(setting)
-    losses = {name: runs.make_runs(setting, (name,))[0][0].step(batch) for name in ("local", "end_to_end", "two_model")}
+    losses = {name: runs.make_runs(setting, (name,))[0][0].step(batch) for name in ("local", "end_to_end", "two_model_hidden")}
     torch.testing.assert_close(losses["local"], losses["end_to_end"])
-    torch.testing.assert_close(losses["local"], losses["two_model"])
+    torch.testing.assert_close(losses["local"], losses["two_model_hidden"])
 
 
 def test_bases_of_one_setting_are_equal_and_of_another_seed_not(parts, setting):

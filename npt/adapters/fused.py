@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Elements of a block by type of device: on a CPU a handful of them fits into a core's cache; on a GPU they are large enough for the time
-of a kernel to be that of its memory traffic."""
+BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
+"""Elements of a block by type of device: on a CPU a handful of them stays in the last cache, and they have rows enough for low-rank
+products to be worth their call; on a GPU they are large enough for the time of a kernel to be that of its memory traffic."""
 
 Weights = tuple[Tensor | None, Tensor | None]
 """M and B of a target, [O, R] each; None where the form has no such term, or the target is not modulated."""
@@ -63,6 +63,11 @@ class Form:
     additive_scale: float
     regularised: bool = False
     compiled: bool = False
+
+    @property
+    def slope(self) -> float:
+        """2 beta."""
+        return 2.0 * self.mult_bound
 
 
 def modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
@@ -98,9 +103,10 @@ def modulated_product(gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights
 class _Modulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-        out, energy = torch.empty_like(y), y.new_zeros(len(y))
+        low = _LowRank(z, ((mult, add),), form)
+        out, energy = torch.empty_like(y), low.additive_energy()
         for rows in blocks(y, z.shape[-1]):
-            _modulate(form)(y[rows], *_low_rank(z[rows], (mult, add)), form.mult_bound, form.additive_scale, out[rows], energy[rows])
+            _modulate(form)(*low.of(rows, y), form.slope, out[rows], energy[rows])
         ctx.form = form
         ctx.save_for_backward(y, z, mult, add)
         if not form.regularised:
@@ -112,13 +118,12 @@ class _Modulated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_energy: Tensor) -> tuple[Tensor | None, ...]:
         y, z, *weights = ctx.saved_tensors
         form: Form = ctx.form
-        sums = _Sums(z, (tuple(weights),), form)
+        low = _LowRank(z, (tuple(weights),), form)
+        sums = _Sums(low, grad_energy)
         grad_y = torch.empty_like(y) if ctx.needs_input_grad[0] else None
         for rows in blocks(y, z.shape[-1]):
-            low = _low_rank(z[rows], weights)
-            energy = grad_energy[rows] if form.regularised else None
-            out = None if grad_y is None else grad_y[rows]
-            sums.add(rows, _modulate_backward(form)(grad[rows], y[rows], *low, form.mult_bound, form.additive_scale, energy, out))
+            u = low.exponent(rows, 0, y)
+            sums.add(rows, _modulate_backward(form)(grad[rows], y[rows], u, form.slope, sums.weight(rows), _part(grad_y, rows)))
         return grad_y, sums.z, *sums.weights, None
 
 
@@ -126,8 +131,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         *weights, form = others
-        product, energy = torch.empty_like(gate), gate.new_zeros(len(gate))
-        product_forward(gate, up, z, weights, form, product, energy)
+        product = torch.empty_like(gate)
+        energy = product_forward(gate, up, z, weights, form, product)
         ctx.form = form
         ctx.save_for_backward(gate, up, z, *weights)
         if not form.regularised:
@@ -143,11 +148,13 @@ class _Product(torch.autograd.Function):
         return *grads, sums.z, *sums.weights, None
 
 
-def product_forward(gate: Tensor, up: Tensor, z: Tensor, weights: Any, form: Form, product: Tensor, energy: Tensor) -> None:
-    """Write `modulated_product`'s two results into `product` and `energy`. weights: M and B of gate, M and B of up."""
+def product_forward(gate: Tensor, up: Tensor, z: Tensor, weights: Any, form: Form, product: Tensor) -> Tensor:
+    """Write `modulated_product`'s first result into `product`, and give the second. weights: M and B of gate, M and B of up."""
+    low = _LowRank(z, (tuple(weights[:2]), tuple(weights[2:])), form)
+    energy = low.additive_energy()
     for rows in blocks(gate, z.shape[-1]):
-        low = _low_rank(z[rows], weights)
-        _product(form)(gate[rows], up[rows], *low, form.mult_bound, form.additive_scale, product[rows], energy[rows])
+        _product(form)(*low.of(rows, gate, up), form.slope, product[rows], energy[rows])
+    return energy
 
 
 def product_backward(
@@ -162,13 +169,11 @@ def product_backward(
     grad_up: Tensor | None = None,
 ) -> _Sums:
     """Gradients of z, M and B from that of the product; those of gate and up are written where there is a place for them."""
-    sums = _Sums(z, (tuple(weights[:2]), tuple(weights[2:])), form)
+    low = _LowRank(z, (tuple(weights[:2]), tuple(weights[2:])), form)
+    sums = _Sums(low, grad_energy)
     for rows in blocks(gate, z.shape[-1]):
-        low = _low_rank(z[rows], weights)
-        energy = grad_energy[rows] if form.regularised else None
-        places = [None if place is None else place[rows] for place in (grad_gate, grad_up)]
-        found = _product_backward(form)(grad[rows], gate[rows], up[rows], *low, form.mult_bound, form.additive_scale, energy, *places)
-        sums.add(rows, found)
+        places = [_part(place, rows) for place in (grad_gate, grad_up)]
+        sums.add(rows, _product_backward(form)(grad[rows], *low.of(rows, gate, up), form.slope, sums.weight(rows), *places))
     return sums
 
 
@@ -179,66 +184,119 @@ def blocks(like: Tensor, rank: int) -> list[slice]:
     return [slice(start, start + length) for start in range(0, len(like), length)]
 
 
+def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+class _LowRank:
+    """The low-rank side of some targets, block by block, in memory that all blocks share."""
+
+    def __init__(self, z: Tensor, targets: tuple[Weights, ...], form: Form):
+        self.z, self.targets, self.form = z, targets, form
+        self.scaled = [None if add is None else form.additive_scale * add for _, add in targets]
+        self._memory: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, rows: slice, *products: Tensor) -> list[Tensor | None]:
+        """For each target in turn y of these rows, y + s, and u = M z. The second is y itself where there is no s."""
+        found: list[Tensor | None] = []
+        for target, y in enumerate(products):
+            part, add = y[rows], self.scaled[target]
+            moved = part if add is None else torch.addmm(part, self.z[rows], add.t(), out=self._place(target, 0, part))
+            found += [part, moved, self.exponent(rows, target, y)]
+        return found
+
+    def exponent(self, rows: slice, target: int, like: Tensor) -> Tensor | None:
+        """u = M z of these rows, None where there is no M."""
+        mult = self.targets[target][0]
+        return None if mult is None else torch.mm(self.z[rows], mult.t(), out=self._place(target, 1, like[rows]))
+
+    def additive_energy(self) -> Tensor:
+        """Mean over channels of s^2, [N], summed over the targets: |s|^2 = z'(alpha^2 B'B) z needs no s."""
+        energy = self.z.new_zeros(len(self.z))
+        for add in self.scaled:
+            if add is not None:
+                energy += ((self.z @ (add.t() @ add)) * self.z).sum(dim=-1).clamp_min_(0.0) / len(add)
+        return energy
+
+    def _place(self, target: int, term: int, like: Tensor) -> Tensor:
+        if (target, term) not in self._memory:
+            self._memory[target, term] = torch.empty_like(like)  # the first block is the largest
+        return self._memory[target, term][: len(like)]
+
+
 class _Sums:
     """Gradients of z and of the weights of some targets, collected block by block.
 
     z: [N, R]. weights: M and B of each target in turn, None where there is none.
     """
 
-    def __init__(self, z: Tensor, targets: tuple[Weights, ...], form: Form):
-        self.z = torch.zeros_like(z)
-        self.weights = [None if weight is None else torch.zeros_like(weight) for target in targets for weight in target]
-        self._codes, self._given, self._scales = z, [w for target in targets for w in target], (1.0, form.additive_scale) * len(targets)
+    def __init__(self, low: _LowRank, grad_energy: Tensor):
+        self._low = low
+        self.z = torch.zeros_like(low.z)
+        self.weights = [None if weight is None else torch.zeros_like(weight) for target in low.targets for weight in target]
+        self._energy = grad_energy if low.form.regularised else None
+        if self._energy is not None:
+            self._add_energy(self._energy)
+
+    def weight(self, rows: slice) -> Tensor | None:
+        """What the energy's gradient is multiplied with in the gradient of each (m - 1), [rows, 1] and not yet divided by O."""
+        return None if self._energy is None else 2.0 * self._energy[rows].unsqueeze(-1)
 
     def add(self, rows: slice, grads: tuple[Tensor | None, ...]) -> None:
-        """Those of u = M z and s = B z of a block, each [rows, O]; s is not multiplied by alpha yet."""
-        for grad, weight, total, scale in zip(grads, self._given, self.weights, self._scales, strict=True):
-            if weight is not None:
-                assert grad is not None and total is not None
-                total.addmm_(grad.t(), self._codes[rows], alpha=scale)
-                self.z[rows].addmm_(grad, weight, alpha=scale)
+        """Those of a block, for each target that of u = M z, divided by -2 beta, and that of s."""
+        low, codes, total = self._low, self._low.z[rows], self.z[rows]
+        for index, (mult, _) in enumerate(low.targets):
+            of_u, of_s = grads[2 * index : 2 * index + 2]
+            into_mult, into_add = self.weights[2 * index : 2 * index + 2]
+            scaled = low.scaled[index]
+            if mult is not None and into_mult is not None and of_u is not None:
+                into_mult.addmm_(of_u.t(), codes, alpha=-low.form.slope)
+                total.addmm_(of_u, mult, alpha=-low.form.slope)
+            if scaled is not None and into_add is not None and of_s is not None:
+                into_add.addmm_(of_s.t(), codes, alpha=low.form.additive_scale)
+                total.addmm_(of_s, scaled)
+
+    def _add_energy(self, grad: Tensor) -> None:
+        """The gradient of `additive_energy`."""
+        low = self._low
+        for scaled, total in zip(low.scaled, self.weights[1::2], strict=True):
+            if scaled is not None and total is not None:
+                weighted = (2.0 / len(scaled) * grad).unsqueeze(-1) * low.z
+                self.z.addmm_(weighted, scaled.t() @ scaled)
+                total.addmm_(scaled, weighted.t() @ low.z, alpha=low.form.additive_scale)
 
 
-def _low_rank(z: Tensor, weights: Any) -> list[Tensor | None]:
-    return [None if weight is None else F.linear(z, weight) for weight in weights]
+# --- elementwise, on a block: plain functions of tensors, which may be compiled. For a target they are given y, y + s and u, and write over
+# the last two, which are made for them; where there is no s, the second is y itself, and is left as it is.
 
 
-# --- elementwise, on a block: plain functions of tensors, which may be compiled. They write over u and s, which are made for them.
-
-
-def _modulate_block(
-    y: Tensor, u: Tensor | None, s: Tensor | None, mult_bound: float, additive_scale: float, out: Tensor, energy: Tensor
-) -> None:
-    out.copy_(_modulated_block(y, u, s, mult_bound, additive_scale, energy))
+def _modulate_block(y: Tensor, moved: Tensor, u: Tensor | None, slope: float, out: Tensor, energy: Tensor) -> None:
+    out.copy_(_modulated_block(y, moved, u, slope, energy))
 
 
 def _product_block(
     gate: Tensor,
-    up: Tensor,
+    gate_moved: Tensor,
     gate_u: Tensor | None,
-    gate_s: Tensor | None,
+    up: Tensor,
+    up_moved: Tensor,
     up_u: Tensor | None,
-    up_s: Tensor | None,
-    mult_bound: float,
-    additive_scale: float,
+    slope: float,
     out: Tensor,
     energy: Tensor,
 ) -> None:
-    gate = _modulated_block(gate, gate_u, gate_s, mult_bound, additive_scale, energy)
-    up = _modulated_block(up, up_u, up_s, mult_bound, additive_scale, energy)
-    torch.mul(F.silu(gate), up, out=out)
+    gate_out = _modulated_block(gate, gate_moved, gate_u, slope, energy)
+    up_out = _modulated_block(up, up_moved, up_u, slope, energy)
+    torch.mul(F.silu(gate_out, inplace=gate_out is not gate), up_out, out=out)
 
 
-def _modulated_block(y: Tensor, u: Tensor | None, s: Tensor | None, mult_bound: float, additive_scale: float, energy: Tensor) -> Tensor:
-    """m y + s, its energy added to `energy`; y itself where there is neither u nor s."""
-    if s is not None:
-        s = s.mul_(additive_scale)
-        energy += _mean_square(s)
-    if u is not None:
-        u = _centred(u).mul_(2.0 * mult_bound)
-        energy += _mean_square(u)
-        y = u.add_(1.0).mul_(y)
-    return y if s is None else s.add_(y)
+def _modulated_block(y: Tensor, moved: Tensor, u: Tensor | None, slope: float, energy: Tensor) -> Tensor:
+    """m y + s, with the energy of m added to `energy`."""
+    if u is None:
+        return moved
+    c = _centred(u)
+    energy += torch.linalg.vector_norm(c, dim=-1).square_().mul_(slope * slope / c.shape[-1])
+    return _with_mult(y, moved, c, slope)
 
 
 def _centred(u: Tensor) -> Tensor:
@@ -247,87 +305,60 @@ def _centred(u: Tensor) -> Tensor:
     return u.sigmoid_().sub_(0.5)
 
 
-def _mean_square(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1]
+def _with_mult(y: Tensor, moved: Tensor, c: Tensor, slope: float) -> Tensor:
+    """(1 + 2 beta c) y + s."""
+    return torch.addcmul(y, c, y, value=slope) if moved is y else moved.addcmul_(c, y, value=slope)
 
 
 def _modulate_backward_block(
-    grad: Tensor,
-    y: Tensor,
-    u: Tensor | None,
-    s: Tensor | None,
-    mult_bound: float,
-    additive_scale: float,
-    grad_energy: Tensor | None,
-    grad_y: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of u and s; that of y is written to `grad_y`."""
-    c = None if u is None else _centred(u)
-    if s is not None:
-        s = s.mul_(additive_scale)
-    return _modulated_backward(grad, y, c, s, mult_bound, grad_energy, grad_y)
+    grad: Tensor, y: Tensor, u: Tensor | None, slope: float, weight: Tensor | None, grad_y: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Gradients of u, divided by -2 beta, and of s; that of y is written to `grad_y`."""
+    return _modulated_backward(grad, y, None if u is None else _centred(u), slope, weight, grad_y)
 
 
 def _product_backward_block(
     grad: Tensor,
     gate: Tensor,
-    up: Tensor,
+    gate_moved: Tensor,
     gate_u: Tensor | None,
-    gate_s: Tensor | None,
+    up: Tensor,
+    up_moved: Tensor,
     up_u: Tensor | None,
-    up_s: Tensor | None,
-    mult_bound: float,
-    additive_scale: float,
-    grad_energy: Tensor | None,
+    slope: float,
+    weight: Tensor | None,
     grad_gate: Tensor | None,
     grad_up: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of both u and s; those of gate and up are written to `grad_gate` and `grad_up`."""
-    gate_c, gate_s, gate_out = _again(gate, gate_u, gate_s, mult_bound, additive_scale)
-    up_c, up_s, up_out = _again(up, up_u, up_s, mult_bound, additive_scale)
-    sigmoid = torch.sigmoid(gate_out)
-    activation = gate_out * sigmoid
-    of_up = grad * activation
-    # silu' = sigmoid + silu (1 - sigmoid)
-    of_gate = torch.addcmul(sigmoid, activation, 1.0 - sigmoid).mul_(grad).mul_(up_out)
+    """The same of both targets."""
+    gate_c, up_c = (None if u is None else _centred(u) for u in (gate_u, up_u))
+    gate_out = gate_moved if gate_c is None else _with_mult(gate, gate_moved, gate_c, slope)
+    up_out = up_moved if up_c is None else _with_mult(up, up_moved, up_c, slope)
+    of_up = F.silu(gate_out).mul_(grad)
+    of_gate = torch.ops.aten.silu_backward(grad * up_out if up_out is up else up_out.mul_(grad), gate_out)
     return (
-        *_modulated_backward(of_gate, gate, gate_c, gate_s, mult_bound, grad_energy, grad_gate),
-        *_modulated_backward(of_up, up, up_c, up_s, mult_bound, grad_energy, grad_up),
+        *_modulated_backward(of_gate, gate, gate_c, slope, weight, grad_gate),
+        *_modulated_backward(of_up, up, up_c, slope, weight, grad_up),
     )
 
 
-def _again(
-    y: Tensor, u: Tensor | None, s: Tensor | None, mult_bound: float, additive_scale: float
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """c = sigmoid(u) - 1/2, alpha s, and m y + s."""
-    c = None
-    if u is not None:
-        c = _centred(u)
-        y = (c * (2.0 * mult_bound)).add_(1.0).mul_(y)
-    if s is not None:
-        s = s.mul_(additive_scale)
-        y = y + s
-    return c, s, y
-
-
 def _modulated_backward(
-    grad: Tensor, y: Tensor, c: Tensor | None, s: Tensor | None, mult_bound: float, grad_energy: Tensor | None, grad_y: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """From the gradient of m y + s, with m = 1 + 2 beta c and c = sigmoid(u) - 1/2: those of u and alpha s, and where asked that of y."""
-    slope = 2.0 * mult_bound
-    weight = None if grad_energy is None else (2.0 / y.shape[-1] * grad_energy).unsqueeze(-1)
+    grad: Tensor, y: Tensor, c: Tensor | None, slope: float, weight: Tensor | None, grad_y: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """From the gradient of m y + s, with m = 1 + 2 beta c and c = sigmoid(u) - 1/2: those of u, divided by -2 beta, and of s, and where
+    asked that of y."""
     if grad_y is not None:
-        grad_y.copy_(grad if c is None else (c * slope).add_(1.0).mul_(grad))
-    of_u = None
-    if c is not None:
-        of_m = grad * y
-        if weight is not None:
-            of_m = of_m + weight * (slope * c)
-        of_u = of_m.mul_(c.square().neg_().add_(0.25)).mul_(slope)  # sigmoid (1 - sigmoid) = 1/4 - c^2
-    of_s = None
-    if s is not None:
-        of_s = grad if weight is None else grad + weight * s
-    return of_u, of_s
+        if c is None:
+            grad_y.copy_(grad)
+        else:
+            torch.addcmul(grad, c, grad, value=slope, out=grad_y)
+    if c is None:
+        return None, grad
+    # sigmoid (1 - sigmoid) = 1/4 - c^2
+    if weight is None:
+        return c.square_().sub_(0.25).mul_(grad).mul_(y), grad
+    of_m = torch.addcmul(weight / y.shape[-1] * (slope * c), grad, y)
+    return of_m.mul_(c.square_().sub_(0.25)), grad
 
 
 # --- the same, compiled where that is asked for

@@ -186,8 +186,7 @@ class _MLP(torch.autograd.Function):
             _multiply_into(mlp.up_proj, x, up)
             if frozen.teacher == "shared":
                 F.silu(behind[0].copy_(gate), inplace=True).mul_(up)
-        energy = x.new_zeros(n)
-        product_forward(gate, up, z, weights, form, product, energy)
+        energy = product_forward(gate, up, z, weights, form, product)
         if frozen.look is not None:
             with torch.enable_grad():
                 frozen.look(gate.clone(), up.clone())
