@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+WORKERS ?= 2
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: pretrain stability test lint clean
@@ -18,7 +19,7 @@ stability: $(VENV)/.sweep
 	$(BIN)/npt report outputs/stability
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -587,7 +587,10 @@ class Trainer:
         """
         if self.resumed is not None:
             self._set_aside(folder, self.resumed)
-        self.record["wandb_run"] = self._wandb_run(folder)
+        before = self._record_before(folder)
+        self.record["wandb_run"] = self._wandb_run(before)
+        if self._checkpoint is not None and self.resumed is not None and self.resumed.goes_on:
+            self.record["calibration"] = before.get("calibration")  # of the start that this run had
         try:
             folder.write(RUN, self.record)
         except OSError as error:
@@ -633,14 +636,18 @@ class Trainer:
         finally:
             self.stop.at_once = False
 
-    def _wandb_run(self, folder: RunFolder) -> str | None:
+    def _record_before(self, folder: RunFolder) -> dict[str, Any]:
+        """`run.json` as it stands in the folder, empty where there is none."""
+        try:
+            return read_json(folder.path / RUN, CheckpointError)
+        except CheckpointError:
+            return {}
+
+    def _wandb_run(self, before: Mapping[str, Any]) -> str | None:
         """The name under which Weights & Biases knows the run: the one it had, where a run goes on in its folder."""
         if not self.config.use_wandb:
             return None
-        try:
-            known = read_json(folder.path / RUN, CheckpointError).get("wandb_run")
-        except CheckpointError:
-            known = None
+        known = before.get("wandb_run")
         return known if isinstance(known, str) and re.fullmatch(r"[0-9a-z]{8}", known) else secrets.token_hex(4)
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:

@@ -115,10 +115,12 @@ def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_thr
     whole = build(max_steps=4, save_steps=2, output_dir=str(tmp_path / "whole"), scheduler_type="constant")
     whole.train()
     part = build(max_steps=2, save_steps=2, scheduler_type="constant")
-    part.train()
-    assert len(calls) == 2
+    record = part.train().folder / "run.json"
+    solved = json.loads(record.read_text())["calibration"]
+    assert len(calls) == 2 and solved["layers"]
     again = build(max_steps=4, save_steps=2, scheduler_type="constant", resume="auto")
     result = again.train()
+    assert json.loads(record.read_text())["calibration"] == solved
     assert len(calls) == 2 and result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
     expected = adapter_parameters(whole.model)
     assert all(torch.equal(value, expected[name]) for name, value in adapter_parameters(again.model).items())

@@ -246,7 +246,7 @@ class Output:
         (torch.ones(2, dtype=torch.bool), ["in", "in.give", "out"]),
         (torch.empty(0, 3), ["in", "in.give", "out"]),
         (torch.tensor(2.0), ["in", "in.give", "out"]),
-        (object(), ["in"]),
+        pytest.param(object(), ["in"], id="an object"),
     ],
     ids=repr,
 )  # fmt: skip
