@@ -173,7 +173,7 @@ def test_the_embedded_model_is_planned_by_its_name(capsys: pytest.CaptureFixture
 
 def test_a_limit_shows_what_training_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     whole = plan_of(capsys, "--no_trial", "--batch_size", "8")["memory"]
-    limited = plan_of(capsys, "--no_trial", "--batch_size", "8", "--max_memory", str(whole["peak_bytes"] - 1))
+    limited = plan_of(capsys, "--no_trial", "--batch_size", "8", "--max_memory", str(whole["phases"]["micro-batch"] - 1))
     assert limited["fits"] and limited["memory"]["samples_at_once"] == 4 and whole["samples_at_once"] == 8
 
 

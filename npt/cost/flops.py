@@ -85,23 +85,27 @@ def adapter_flops(
     targets: Collection[str] = ("gate", "up", "down"),
     strategy: str = "local",
     *,
-    terms: int = 2,
+    multiplicative: bool = True,
+    additive: bool = True,
 ) -> float:
-    """The low-rank products, per token: codes, modulation, its recomputation in backward, and their gradients.
+    """The low-rank products, per token: codes, modulation, its recomputation in backward, and their gradients. The figure of the
+    regulariser, about 2 R^2 more for each target with an additive term, is left out.
 
     Args:
         shape, converted, strategy: as for `floor_flops`.
         ranks: R of each converted layer, or one for all.
         targets: that are modulated.
-        terms: 2 where there is a multiplicative and an additive one, 1 where there is one of the two.
+        multiplicative, additive: the terms that there are.
     """
     ranks = [ranks] * len(converted) if isinstance(ranks, int) else list(ranks)
+    terms = int(multiplicative) + int(additive)
     width = terms * sum(shape.width(target) for target in targets)
+    again = width - (shape.width("down") if additive and "down" in targets else 0)  # nothing reads down's s in backward
     first = min(converted)
     total = 0.0
     for index, rank in sorted(zip(converted, ranks, strict=True)):
         code = shape.hidden * (3 if strategy == "end_to_end" and index != first else 2)  # z, gradient of A, gradient of a
-        total += 2.0 * rank * (code + 4 * width)  # forward, again in backward, gradients of M and B, gradient of z
+        total += 2.0 * rank * (code + 3 * width + again)  # forward, gradients of M and B, gradient of z; again in backward
     return total
 
 
@@ -110,10 +114,10 @@ def training_flops(
 ) -> float:
     """What a training step costs per token, low-rank products included: arguments as of `floor_flops` and `adapter_flops`."""
     converted = resolve_layers(config.layers, shape.layers)
-    terms = int(config.multiplicative) + int(config.additive)
+    form = {"multiplicative": config.multiplicative, "additive": config.additive}
     return floor_flops(
         shape, length, converted, strategy, residual=config.residual, own_teacher=own_teacher, logits=logits
-    ) + adapter_flops(shape, converted, config.ranks_of(len(converted)), config.targets, strategy, terms=terms)
+    ) + adapter_flops(shape, converted, config.ranks_of(len(converted)), config.targets, strategy, **form)
 
 
 def two_model_flops(shape: Shape, length: int, *, checkpointing: bool = False) -> float:

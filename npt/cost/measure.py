@@ -17,6 +17,7 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import FakeTensor
 
 # The profiler announces its start and end on the terminal at any level below; it reads this at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -75,7 +76,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory behind tensors; what several of them share counts once, and all of it where one shows a part."""
     sizes: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
-        if tensor.layout == torch.strided and tensor.device.type != "meta":
+        if tensor.layout == torch.strided and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
             storage = tensor.untyped_storage()
             sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

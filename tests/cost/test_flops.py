@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
-from npt.adapters.attach import resolve_layers
+from npt.adapters.attach import npt_layers, resolve_layers
 from npt.config import NPTConfig, TrainConfig
 from npt.cost.flops import adapter_flops, count_flops, floor_flops, layer_flops, training_flops, two_model_flops
 from npt.cost.shape import LLAMA_3_1_8B, Shape
@@ -85,9 +85,11 @@ def full_rows() -> Batch:
 
 
 def counted(model: Any, config: TrainConfig, teacher: Any = None) -> float:
-    """Per token."""
+    """Per token, without what the figure of the regulariser takes: B'B of each additive term once, and a product with it per token."""
     batch = full_rows()
-    return count_flops(lambda: drive(model, batch, config, teacher)) / batch.tokens
+    layers = [layer.npt for _, layer in npt_layers(model)]
+    energy = sum(2 * add.shape[1] ** 2 * (len(add) + batch.tokens) for adapter in layers for add in adapter.B.values())
+    return (count_flops(lambda: drive(model, batch, config, teacher)) - energy) / batch.tokens
 
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
@@ -162,6 +164,6 @@ def test_the_low_rank_products_grow_with_rank_targets_and_terms():
     full = adapter_flops(shape, (0, 1), 16)
     assert adapter_flops(shape, (0, 1), (32, 32)) == 2 * full
     assert adapter_flops(shape, (0, 1), 16, ("gate",)) < full
-    assert adapter_flops(shape, (0, 1), 16, terms=1) < full
+    assert adapter_flops(shape, (0, 1), 16, additive=False) < full
     assert full < adapter_flops(shape, (0, 1), 16, strategy="end_to_end") < 1.1 * full
     assert full / 2 < 0.02 * layer_flops(shape, 2048)  # small beside a layer

@@ -130,7 +130,7 @@ def started_m(made: NPTAdapter) -> None:
 
 def unscaled(patch: pytest.MonkeyPatch, base: Base) -> None:
     honest = modulation.modulate
-    patch.setattr(adapter, "modulate", lambda y, z, mult, add, bound, scale: honest(y, z, mult, add, bound, 1.0))
+    patch.setattr(adapter, "modulate", lambda y, z, mult, add, bound, scale, form: honest(y, z, mult, add, bound, 1.0, form))
 
 
 def nmse(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Sabotage:
