@@ -5,10 +5,14 @@ The public names are imported when they are first used, so that `npt --help` and
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from npt.version import __version__
+
+# Without the optional package `kernels`, whose CPU code is not used here, bitsandbytes warns at its import on some CPUs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach

@@ -5,16 +5,12 @@ The seam between the training code and bitsandbytes: nothing else in the package
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-# Without the optional package `kernels`, whose CPU code we do not use, bitsandbytes warns at import on some CPUs.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-import bitsandbytes as bnb  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.autograd.function import once_differentiable  # noqa: E402
+import bitsandbytes as bnb
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:

@@ -1,6 +1,8 @@
 import gc
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -88,6 +90,13 @@ def test_an_error_of_the_call_comes_through_and_the_next_measurement_works():
     with pytest.raises(ZeroDivisionError):
         peak_bytes(lambda: 1 / 0, "cpu")
     assert peak_bytes(lambda: block(1), "cpu").added == MIB
+
+
+@pytest.mark.parametrize("module", ["npt.cost.measure", "npt.quant.load"])
+def test_whatever_is_imported_first_says_nothing(module) -> None:
+    """bitsandbytes has something to say at its import, wherever that is."""
+    said = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
+    assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 
 
 @settings(max_examples=10, deadline=None)
