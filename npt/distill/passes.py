@@ -49,6 +49,10 @@ class Passes:
             return [batch]
         return [_rows(batch, slice(start, start + self.samples)) for start in range(0, rows, self.samples)]
 
+    def of(self, batch: Batch) -> int:
+        """How many samples of this batch are computed at once."""
+        return min(len(batch.input_ids), self.samples)
+
     def lower(self, batch: Batch, lack: str) -> int:
         """Halve what is computed at once, after a batch for whose parts memory did not do.
 
@@ -62,11 +66,10 @@ class Passes:
         Raises:
             NoMemoryError: there was one.
         """
-        rows, length = batch.input_ids.shape
-        before = min(rows, self.samples)
+        before = self.of(batch)
         if before == 1:
             raise NoMemoryError(
-                f"out of memory with one sample of {length} tokens at once ({lack}); lower --max_length or --adapter_rank, convert fewer "
+                f"out of memory with one sample of {batch.input_ids.shape[1]} tokens at once ({lack}); lower --max_length or --adapter_rank, convert fewer "
                 "--layers, or take --strategy local and --use_quantization"
             )
         self.samples = self.lowered = (before + 1) // 2
