@@ -237,10 +237,9 @@ class Loop:
         if lack is None:
             return True
         step = self._coming_step
-        if self.passes.of(batch) == 1 and self.ranks.size == 1 and self.transaction.in_flight:
-            before = 1  # fewer there are not, but there will be more memory
-        else:
-            before = self.passes.lower(batch, lack)
+        # One sample is tried again where windows in flight keep memory, which is going to be freed.
+        again = self.passes.of(batch) == 1 and self.ranks.size == 1 and self.transaction.in_flight > 0
+        before = 1 if again else self.passes.lower(batch, lack)
         self.folder.event("out_of_memory", step=step, samples=before, samples_at_once=self.passes.samples, message=lack)
         said = f"out of memory with {before} samples at once ({lack}); it is begun again with {self.passes.samples}"
         self.display.say(f"step {step}: {said}")

@@ -19,17 +19,9 @@ import torch
 
 from npt.data.batch import Batch
 from npt.distill.strategies import MicroBatch
-from npt.errors import NoMemoryError
+from npt.errors import NoMemoryError, is_out_of_memory
 
 T = TypeVar("T")
-
-_SAID = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-)
-"""What torch says where it has no error of its own for this."""
 
 
 class Passes:
@@ -66,11 +58,11 @@ class Passes:
         Raises:
             NoMemoryError: there was one.
         """
-        before = self.of(batch)
+        before, length = self.of(batch), batch.input_ids.shape[1]
         if before == 1:
             raise NoMemoryError(
-                f"out of memory with one sample of {batch.input_ids.shape[1]} tokens at once ({lack}); lower --max_length or --adapter_rank, convert fewer "
-                "--layers, or take --strategy local and --use_quantization"
+                f"out of memory with one sample of {length} tokens at once ({lack}); lower --max_length or --adapter_rank, "
+                "convert fewer --layers, or take --strategy local and --use_quantization"
             )
         self.samples = self.lowered = (before + 1) // 2
         return before
@@ -100,13 +92,6 @@ def tried(act: Callable[[], T]) -> tuple[T | None, str | None]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None, lack
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
 
 
 def _lack(error: BaseException) -> str:

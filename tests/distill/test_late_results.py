@@ -159,7 +159,7 @@ def poisoning(model: nn.Module, call: int) -> Callable[[int, Batch], None]:
 
 def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_together(late_runs, monkeypatch):
     """The record of the second window arrives with those of the third and the fourth, while the fifth is on its way."""
-    runs, made = late_runs([0, 2, 0, 0, 0, 0])
+    runs, _ = late_runs([0, 2, 0, 0, 0, 0])
     saved: list[tuple[int, int, int, int]] = []
     write = trainer_module.write_checkpoint
 
