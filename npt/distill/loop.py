@@ -366,6 +366,7 @@ class Loop:
                 "in_a_row": self._in_a_row,
             },
             record=self._record,
+            samples_at_once=self.passes.samples,
         )
         last = f", the last: {result.refusals[-1]}" if result.refusals else ""
         said = f"stopped at step {self.steps}: {reason}{last}"
