@@ -109,7 +109,7 @@ def _rows(batch: Batch, rows: slice) -> Batch:
         getattr(batch, name)[rows, columns].clone() for name in ("input_ids", "attention_mask", "position_ids", "labels")
     )
     documents = None if batch.documents is None else batch.documents[rows, columns].clone()
-    return replace(
+    part = replace(
         batch,
         input_ids=ids,
         attention_mask=mask,
@@ -119,3 +119,4 @@ def _rows(batch: Batch, rows: slice) -> Batch:
         sample_ids=batch.sample_ids[rows],
         documents=documents if documents is not None and bool(documents.any()) else None,
     )
+    return part.pinned() if batch.input_ids.is_pinned() else part  # so that it is on its way to the device while the host goes on

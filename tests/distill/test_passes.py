@@ -70,6 +70,16 @@ def test_a_batch_that_is_not_to_be_parted_is_itself(batch) -> None:
     assert Passes(3).parts(batch)[0] is batch and Passes(9).parts(batch)[0] is batch
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_parts_of_a_pinned_batch_are_pinned_as_well(batch, monkeypatch, pinned) -> None:
+    """Where there is no GPU nothing can be: it is asked for, for every tensor of every part."""
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
+    parts = Passes(2).parts(batch)
+    assert {id(part.input_ids) for part in parts} <= {id(tensor) for tensor in asked} if pinned else asked == []
+
+
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
 def test_the_sums_of_the_parts_are_those_of_the_whole(load_model: Callable[..., nn.Module], batch: Batch, strategy: str) -> None:
     model = load_model("nf4")
