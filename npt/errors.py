@@ -92,3 +92,23 @@ class SmokeTestError(NPTError, RuntimeError):
 
 class NumericalError(NPTError, ArithmeticError):
     """Numbers that nothing can be computed from: not finite, or an id that stands for nothing."""
+
+
+_NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""What torch says where it has no error of its own for this. A library that finds no room for its own state is not initialised."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on any device. By names, so that torch need not be loaded to ask."""
+    if isinstance(error, NPTError):  # which may quote such an error
+        return False
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

@@ -174,3 +174,17 @@ def _shown(f: Field[Any]) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     return "unset" if default is None else str(default)
+
+
+def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by flag name, with `safe_mode` written out as the form that it stands for.
+
+    Raises:
+        ConfigError: another form is asked for beside it.
+    """
+    plain = {name: value for name, value in given.items() if name != "safe_mode"}
+    if not given.get("safe_mode", False):
+        return plain
+    if given.get("modulation", "additive") != "additive":
+        raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
+    return {**plain, "modulation": "additive"}

@@ -171,6 +171,15 @@ def test_the_embedded_model_is_planned_by_its_name(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["plan"]["name"] == "tiny"
 
 
+def test_a_budget_of_ranks_is_planned_and_said_to_be_approximate(capsys: pytest.CaptureFixture[str]) -> None:
+    calibrated = ["--no_trial", "--layers", "1,3,4", "--init", "calibrated"]
+    small, large = (plan_of(capsys, *calibrated, "--rank_budget", budget) for budget in ("9", "100"))
+    assert (small["ranks"], large["ranks"]) == ([3, 3, 3], [34, 34, 34])
+    assert small["ranks_are_approximate"] and small["memory"]["peak_bytes"] < large["memory"]["peak_bytes"]
+    assert main([*PLAN, *calibrated, "--rank_budget", "9"]) == 0
+    assert "--rank_budget 9 is planned as if it were spent evenly" in capsys.readouterr().out
+
+
 def test_a_limit_shows_what_training_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     whole = plan_of(capsys, "--no_trial", "--batch_size", "8")["memory"]
     limited = plan_of(capsys, "--no_trial", "--batch_size", "8", "--max_memory", str(whole["phases"]["micro-batch"] - 1))
@@ -202,6 +211,10 @@ BAD_PLANS = {
     "a size without a unit that is known": (["--plan", "--max_memory", "10 gigs"], ["max_memory", "10 gigs", "10GiB"]),
     "several devices": (["--plan", "--device_map", "auto"], ["--device_map"]),
     "no GPU": (["--plan", "--device", "cuda"], ["--device", "GPU"]),
+    "a safe mode that is none": (["--plan", "--safe_mode", "--modulation", "multiplicative"], ["--safe_mode", "multiplicative"]),
+    "a budget that nothing spends": (["--plan", "--rank_budget", "20"], ["--rank_budget", "--init calibrated"]),
+    "a budget that is too small": (["--plan", "--init", "calibrated", "--layers", "all", "--rank_budget", "2"], ["--rank_budget is 2"]),
+    "a shape beyond all bounds": (["--plan", "--shape", f"64,160,{10**30},4,2,500"], ["--shape", "from 1 to"]),
 }
 
 

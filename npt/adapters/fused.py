@@ -365,33 +365,40 @@ def _modulated_backward(
 
 
 class _Body:
-    """An elementwise function, as it is or compiled. Where it cannot be compiled that is said once, and it is used as it is."""
+    """An elementwise function, as it is or compiled. Where it cannot be compiled that is said once, and it is used as it is.
+
+    It is compiled as a whole, so that whatever the compiler lacks, for these arguments or for others later, shows before anything is
+    computed. What fails while it runs is an error like any other: some of its arguments may have been written over by then.
+    """
 
     def __init__(self, plain: Callable[..., Any]):
         self._plain = plain
         self._compiled: Callable[..., Any] | None = None
-        self._proven = self._failed = False
+        self._failed = False
 
     def __call__(self, form: Form) -> Callable[..., Any]:
         return self._fast if form.compiled and not self._failed else self._plain
 
     def _fast(self, *arguments: Any) -> Any:
         if self._compiled is None:
-            self._compiled = torch.compile(self._plain, dynamic=True)
-        if self._proven:
-            return self._compiled(*arguments)
+            self._compiled = torch.compile(self._plain, dynamic=True, fullgraph=True)
         try:
-            found = self._compiled(*arguments)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler may lack; nothing has been computed yet
+            return self._compiled(*arguments)
+        except Exception as error:
+            if not _is_of_the_compiler(error):
+                raise
             self._failed = True
             reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             name = self._plain.__name__.strip("_")
             warnings.warn(f"--compile: {name} could not be compiled and is computed as it is ({reason})", stacklevel=2)
             return self._plain(*arguments)
-        self._proven = True
-        return found
+
+
+def _is_of_the_compiler(error: Exception) -> bool:
+    """Whether nothing has been computed: there is no compiler, it failed, or it was asked for too many forms of one function."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # here, since it takes a second to load
+
+    return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
 
 
 _modulate, _modulate_backward = _Body(_modulate_block), _Body(_modulate_backward_block)

@@ -233,7 +233,9 @@ def _student_rows(
         adapter.show(product=shown[0][0])
 
     frozen.look = None if adapter.observer is None else look
-    down, teacher_down, energy = _MLP.apply(z, *weights, x, frozen, _form(adapter, work))
+    # Where down alone is modulated, a backward through the MLP would bring z nothing but zeros.
+    code = z if any(weight is not None for weight in weights) else z.detach()
+    down, teacher_down, energy = _MLP.apply(code, *weights, x, frozen, _form(adapter, work))
     seen, terms = down, Terms()
     if shown:
         ((product, terms),) = shown

@@ -11,7 +11,7 @@ from npt.cli.planning import make_plan, print_page
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError
-from npt.flags import add_settings, build
+from npt.flags import add_settings, build, with_safe_mode
 
 _OF_DATA = {"model_name", "batch_size", "seed"}
 """Settings of training, beside those of the data, that a look at the data heeds."""
@@ -30,8 +30,7 @@ def doctor(given: dict[str, Any]) -> int:
     from npt.data.table import print_report
     from npt.files import to_json
 
-    if given.pop("safe_mode", False):
-        given = {**given, "modulation": "additive"}
+    given = with_safe_mode(given)
     console = make_console(stderr=given["json"])
     reports = {} if given["data"] is None else _examine(given, console)
     if not given["json"]:

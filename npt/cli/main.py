@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from npt.cli import collect, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, sweep, trace, transplant
-from npt.errors import NPTError, StoppedError
+from npt.errors import NPTError, StoppedError, is_out_of_memory
 from npt.flags import OneLineParser
 from npt.version import __version__
 
@@ -63,11 +63,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except KeyboardInterrupt:
         print(f"{_speaker(prog)}: interrupted", file=sys.stderr)
         return 130
-    except RuntimeError as error:
-        # By name: torch need not be loaded to say that a flag is wrong. On a CPU its error has none of its own.
-        if debug or not (type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)):
+    except (RuntimeError, MemoryError) as error:
+        if debug or not is_out_of_memory(error):
             raise
-        reason = str(error).split(". ")[0]
+        reason = next(iter(str(error).split(". ")[0].splitlines()), "") or type(error).__name__
         print(f"{_speaker(prog)}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)
         return 2
 

@@ -43,6 +43,8 @@ class Page:
             "name": self.name,
             "device": str(self.workload.device),
             "tokens_per_step": self.tokens,
+            "ranks": list(self.workload.ranks),
+            "ranks_are_approximate": self.workload.approximate,
             "memory": self.memory.as_dict(),
             "limit_bytes": self.limit,
             "fits": self.fits,
@@ -110,6 +112,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     import torch
 
     from npt.adapters.attach import check_fit
+    from npt.calibration.calibrate import check_calibration
     from npt.cost.named import llama_config, parse_shape
     from npt.distill.trainer import check_trainable
     from npt.distill.workload import Workload
@@ -122,7 +125,8 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
         raise ConfigError(f"--shape is {given['shape']} and --model_name {base.model_name}; give one of them")
     else:
         name, config, stored = given["shape"], llama_config(parse_shape(given["shape"]), data.max_length), torch.bfloat16
-    check_fit(adapter, config, data.max_length)
+    layers = check_fit(adapter, config, data.max_length)
+    check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
     check_trainable(adapter, None, base.teacher_precision is not None)
     if given["device"] == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but there is no GPU here; a plan is made on the device that it is for")
@@ -147,7 +151,7 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
         model, _ = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, device=workload.device)
         if base.teacher_precision is not None:
             teacher = npt.load_teacher(base.model_name, base.teacher_precision, device=workload.device)
-    npt.attach(model, replace(workload.adapter, init="random"))
+    npt.attach(model, replace(workload.form, init="random"))
     return {
         name: measure(model, workload, config, Passes(memory.samples_at_once), memory.evaluated_at_once, teacher=teacher)
         for name, (_, config) in workload.stages.items()
@@ -169,6 +173,8 @@ def print_page(page: Page, console: Any) -> None:
         f"{c.batch_size} samples of {w.length:,} tokens",
         soft_wrap=True,
     )
+    if w.approximate:
+        console.print(f"--rank_budget {c.rank_budget} is planned as if it were spent evenly; the calibration spends it", soft_wrap=True)
     if page.memory.samples_at_once < c.batch_size:
         console.print(f"{page.memory.samples_at_once} of {c.batch_size} samples of a micro-batch are computed at once", soft_wrap=True)
     console.print()

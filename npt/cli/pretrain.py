@@ -11,7 +11,7 @@ from npt.cli.arguments import load
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError
-from npt.flags import add_settings, build, read_yaml
+from npt.flags import add_settings, build, read_yaml, with_safe_mode
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
@@ -23,10 +23,7 @@ def pretrain(given: dict[str, Any]) -> int:
     idle = next((name for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds") if name in given), None)
     if "config" in given:
         given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool}), **given}
-    if given.pop("safe_mode", False):
-        if given.get("modulation", "additive") != "additive":
-            raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
-        given = {**given, "modulation": "additive"}
+    given = with_safe_mode(given)
     base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
     if idle is not None and adapter.init != "calibrated":
         raise ConfigError(f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or drop the other")
@@ -106,7 +103,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
     if training.max_memory_bytes is not None:
-        workload = Workload.of(base, config, adapter, training, data.max_length, ranks.device)
+        workload = Workload.of(base, config, adapter, training, data.max_length, ranks.device, processes=ranks.size)
         Planner(workload).fitting(training.max_memory_bytes)  # as the loaded base is going to be asked
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         model, tokenizer = load(base, console, "cpu" if base.shard_base else ranks.device)

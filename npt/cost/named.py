@@ -13,6 +13,9 @@ SHAPES = {
     "llama-3.1-8b": LLAMA_3_1_8B,
 }
 
+LARGEST = 2**24
+"""Of each number of a shape: beyond it no model is, but sums that a plan cannot be made of."""
+
 FORM = "D,F,L,heads,kv_heads,V"
 """How a shape is written in numbers."""
 
@@ -29,8 +32,8 @@ def parse_shape(text: str) -> Shape:
         hidden, ffn, layers, heads, kv_heads, vocab = (int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give {FORM} like 1024,2816,12,16,4,8192") from None
-    if min(hidden, ffn, layers, heads, kv_heads, vocab) < 1:
-        raise ConfigError(f"--shape is {text}; {FORM} are all at least 1")
+    if min(hidden, ffn, layers, heads, kv_heads, vocab) < 1 or max(hidden, ffn, layers, heads, kv_heads, vocab) > LARGEST:
+        raise ConfigError(f"--shape is {text}; {FORM} are all from 1 to {LARGEST}")
     if hidden % (2 * heads) or heads % kv_heads:
         raise ConfigError(f"--shape is {text}; D has to be an even multiple of the heads ({heads}), and these a multiple of {kv_heads}")
     return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)

@@ -47,6 +47,7 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "base_hash_at_stop": (str, type(None)),
     "precision": (dict, str, type(None)),
     "findings": (dict,),
+    "samples_at_once": (int,),
     "micro_batch": (int, type(None)),
     "record": (dict, type(None)),
     "verdict": (dict, type(None)),
@@ -99,8 +100,9 @@ class Bundle:
     """A bundle whose form has been checked; micro-batches and random state are on the host, adapters and moments still on disk.
 
     step: applied steps behind the state. window: the micro-batches that ended the run. accepted: those of the last window of
-    which nothing was refused. rate: learning rate of the window's step. limits: of the spike guard, None without one. headers:
-    of `state.safetensors`. random_state: by `cpu`, `cuda.0` and so on. said: `postmortem.json` as it stands.
+    which nothing was refused. rate: learning rate of the window's step. samples_at_once: that the run computed of a micro-batch.
+    limits: of the spike guard, None without one. headers: of `state.safetensors`. random_state: by `cpu`, `cuda.0` and so on. said:
+    `postmortem.json` as it stands.
     """
 
     folder: Path
@@ -112,6 +114,7 @@ class Bundle:
     adapter_config: NPTConfig
     train_config: TrainConfig
     rate: float
+    samples_at_once: int
     limits: tuple[float, float] | None
     base: RecordedBase
     device: str
@@ -163,7 +166,7 @@ def read_bundle(folder: str | Path) -> Bundle:
         raise BundleError(
             f"{path} is of format {shown(said.get('format'))}, this version reads {FORMAT}; replay it with the npt that wrote it"
         )
-    check_entries(path, "", said, _ENTRIES, BundleError)
+    check_entries(path, "", {"samples_at_once": 1, **said}, _ENTRIES, BundleError)  # which older bundles do not have
     check_entries(path, "schedule.", said["schedule"], _SCHEDULE, BundleError)
     check_entries(path, "base.", said["base"], _BASE, BundleError)
     check_entries(path, "findings.", said["findings"], _FINDINGS, BundleError)
@@ -194,6 +197,7 @@ def read_bundle(folder: str | Path) -> Bundle:
         adapter_config=_config(path, NPTConfig, said),
         train_config=train_config,
         rate=_rate(path, said, train_config),
+        samples_at_once=_samples_at_once(path, said, train_config),
         limits=_limits(path, said["spike_limits"]),
         base=RecordedBase(**said["base"]),
         device=said["device"],
@@ -257,6 +261,14 @@ def _rate(path: Path, said: Mapping[str, Any], config: TrainConfig) -> float:
     if not math.isclose(rate, found["next_rate"], rel_tol=1e-9, abs_tol=1e-30):
         _refuse(path, f"schedule.next_rate is {found['next_rate']}, its schedule gives {rate} at step {step}")
     return float(found["next_rate"])
+
+
+def _samples_at_once(path: Path, said: Mapping[str, Any], config: TrainConfig) -> int:
+    """All of a micro-batch in a bundle that is older than this entry."""
+    found: int = said.get("samples_at_once", config.batch_size)
+    if found < 1:
+        _refuse(path, f"samples_at_once is {shown(found)}, expected a number from 1 on")
+    return found
 
 
 def _limits(path: Path, limits: Sequence[Any] | None) -> tuple[float, float] | None:

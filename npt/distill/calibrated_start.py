@@ -24,6 +24,7 @@ def calibrated_start(
     data_config: DataConfig,
     *,
     hold_out: bool,
+    batch_size: int,
     console: Console,
 ) -> Calibration | None:
     """Calibrate the attached adapters where their configuration asks for it and nothing has been done to them yet.
@@ -34,8 +35,9 @@ def calibrated_start(
     Args:
         model: with adapters attached. Adapters that were loaded or calibrated before are left as they are.
         tokenizer, data, data_config: of the run.
-        config: `calibration_tokens`, `calibration_inputs`, `calibration_rounds`, `rank_budget`, `batch_size`, `seed`.
+        config: `calibration_tokens`, `calibration_inputs`, `calibration_rounds`, `rank_budget`, `seed`.
         hold_out: whether the run leaves out one sample in twenty of its data.
+        batch_size: samples at a time.
         console: for estimate, progress and table.
     """
     if attached_config(model).init != "calibrated" or not at_random_start(model):
@@ -49,7 +51,7 @@ def calibrated_start(
         inputs=config.calibration_inputs,
         rounds=config.calibration_rounds,
         rank_budget=config.rank_budget,
-        batch_size=config.batch_size,
+        batch_size=batch_size,
         seed=config.seed,
         console=console,
     )

@@ -125,7 +125,8 @@ class Loop:
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
-        self._open: dict[int, Window | None] = {}  # committed, result not known yet; None behind the last one
+        self._open: dict[int, Window | None] = {}  # committed, not accounted for yet; None behind the last one
+        self._known: deque[WindowResult[MicroBatch]] = deque()  # results of theirs that have come
         self._accepted: Window | None = None  # the last one of which nothing was refused
         self._refused: tuple[Window, WindowResult[MicroBatch], Stage] | None = None  # the last other one, without its state
         self._epoch = self._diagnoses = 0
@@ -175,6 +176,8 @@ class Loop:
             return
         while not self._filled(window, before):
             self.transaction.abandon()
+            if self.ranks.size == 1:  # several have to meet where results are read
+                self.settle()  # which frees what is kept of the windows in flight
             set_random_state(before)
 
     def _filled(self, window: Window, before: dict[str, Tensor]) -> bool:
@@ -233,7 +236,10 @@ class Loop:
         self._logged_at += self.recording.take_seconds()  # reading and writing a record is not training
         if lack is None:
             return True
-        before, step = self.passes.lower(batch, lack), self._coming_step
+        step = self._coming_step
+        # One sample is tried again where windows in flight keep memory, which is going to be freed.
+        again = self.passes.of(batch) == 1 and self.ranks.size == 1 and self.transaction.in_flight > 0
+        before = 1 if again else self.passes.lower(batch, lack)
         self.folder.event("out_of_memory", step=step, samples=before, samples_at_once=self.passes.samples, message=lack)
         said = f"out of memory with {before} samples at once ({lack}); it is begun again with {self.passes.samples}"
         self.display.say(f"step {step}: {said}")
@@ -272,7 +278,9 @@ class Loop:
         return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
 
     def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
-        for result in results:
+        self._known.extend(results)
+        while self._known:  # one that ends the loop leaves those behind it there: their steps are in the weights all the same
+            result = self._known.popleft()
             window = self._open.pop(result.index)
             if result.halts or window is None:
                 self._halts, self._ended = self._halts or result.halts, self._ended or window is None
@@ -324,14 +332,15 @@ class Loop:
         self._close_epoch()
         before, stage = self.steps, self.stage
         # What is saved from here on bears the step that its weights are of: that of this window, if it was applied at all, or,
-        # where results come late, of the one behind it.
-        later = self.transaction.flush()
+        # where results come late, of the last one behind it. How many those are, one to `IN_FLIGHT`, is a matter of the clock.
+        later = [*self._known, *self.transaction.flush()]
+        self._known.clear()
         for known in (result, *later):
             self.steps += known.applied
             self.tokens += known.tokens if known.applied else 0
         for known in later:
             behind = self._open.pop(known.index)
-            self.position = self.position if behind is None else behind.position
+            self.position = self.position if behind is None or known.halts else behind.position
             self.micro_batches += known.micro_batches
             self.refused_by_kind.update(refusal.kind for refusal in known.refusals)
         if not result.refusals and self._refused is not None:
@@ -357,6 +366,7 @@ class Loop:
                 "in_a_row": self._in_a_row,
             },
             record=self._record,
+            samples_at_once=self.passes.samples,
         )
         last = f", the last: {result.refusals[-1]}" if result.refusals else ""
         said = f"stopped at step {self.steps}: {reason}{last}"

@@ -19,17 +19,9 @@ import torch
 
 from npt.data.batch import Batch
 from npt.distill.strategies import MicroBatch
-from npt.errors import NoMemoryError
+from npt.errors import NoMemoryError, is_out_of_memory
 
 T = TypeVar("T")
-
-_SAID = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-)
-"""What torch says where it has no error of its own for this."""
 
 
 class Passes:
@@ -49,6 +41,10 @@ class Passes:
             return [batch]
         return [_rows(batch, slice(start, start + self.samples)) for start in range(0, rows, self.samples)]
 
+    def of(self, batch: Batch) -> int:
+        """How many samples of this batch are computed at once."""
+        return min(len(batch.input_ids), self.samples)
+
     def lower(self, batch: Batch, lack: str) -> int:
         """Halve what is computed at once, after a batch for whose parts memory did not do.
 
@@ -62,12 +58,11 @@ class Passes:
         Raises:
             NoMemoryError: there was one.
         """
-        rows, length = batch.input_ids.shape
-        before = min(rows, self.samples)
+        before, length = self.of(batch), batch.input_ids.shape[1]
         if before == 1:
             raise NoMemoryError(
-                f"out of memory with one sample of {length} tokens at once ({lack}); lower --max_length or --adapter_rank, convert fewer "
-                "--layers, or take --strategy local and --use_quantization"
+                f"out of memory with one sample of {length} tokens at once ({lack}); lower --max_length or --adapter_rank, "
+                "convert fewer --layers, or take --strategy local and --use_quantization"
             )
         self.samples = self.lowered = (before + 1) // 2
         return before
@@ -99,13 +94,6 @@ def tried(act: Callable[[], T]) -> tuple[T | None, str | None]:
     return None, lack
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
-
-
 def _lack(error: BaseException) -> str:
     """What was asked for in vain, as far as the error says it."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
@@ -121,7 +109,7 @@ def _rows(batch: Batch, rows: slice) -> Batch:
         getattr(batch, name)[rows, columns].clone() for name in ("input_ids", "attention_mask", "position_ids", "labels")
     )
     documents = None if batch.documents is None else batch.documents[rows, columns].clone()
-    return replace(
+    part = replace(
         batch,
         input_ids=ids,
         attention_mask=mask,
@@ -131,3 +119,4 @@ def _rows(batch: Batch, rows: slice) -> Batch:
         sample_ids=batch.sample_ids[rows],
         documents=documents if documents is not None and bool(documents.any()) else None,
     )
+    return part.pinned() if batch.input_ids.is_pinned() else part  # so that it is on its way to the device while the host goes on

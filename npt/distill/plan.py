@@ -47,7 +47,7 @@ class Planner:
         self._fixed = [Term("base" if w.quantization is None else f"base, {w.quantization.upper()}", base)]
         if w.teacher is not None:
             self._fixed.append(Term("teacher of its own", self._base_bytes(None, w.teacher)))
-        self._fixed += state_terms(adapter_numbers(w.shape, w.adapter), in_flight=IN_FLIGHT if w.device.type == "cuda" else 0)
+        self._fixed += state_terms(adapter_numbers(w.shape, w.form), in_flight=_in_flight(w))
 
     def plan(self, samples_at_once: int | None = None, evaluated_at_once: int | None = None) -> MemoryPlan:
         """The memory of the run.
@@ -163,6 +163,13 @@ class Planner:
         return one + (self.workload.config.num_hidden_layers - 1) * (two - one)
 
 
+def _in_flight(workload: Workload) -> int:
+    """Steps at most whose state before them is kept because their results are not read yet (npt/distill/transaction.py)."""
+    if workload.device.type != "cuda":
+        return 0
+    return 1 if workload.training.skip_spikes or workload.processes > 1 else IN_FLIGHT
+
+
 def _drive(config: TrainConfig, model: Any, teacher: Any, batch: Batch) -> object:
     return drive(model, batch, config, teacher)
 
@@ -216,7 +223,7 @@ def remedies(workload: Workload, limit: int) -> list[tuple[str, int]]:
         tried.append((f"--max_memory {limit}", w))
     if w.quantization is None:
         tried.append(("--use_quantization", replace(w, quantization="nf4", stored=torch.bfloat16)))
-    if w.teacher is not None:
+    if w.teacher is not None and w.adapter.residual != "keep":  # which has nothing to learn from its own base
         tried.append(("no --teacher_precision", replace(w, teacher=None)))
     if any(name != "local" for name in w.stages):
         unset = {name: getattr(TrainConfig, name) for name in ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")}
@@ -224,10 +231,14 @@ def remedies(workload: Workload, limit: int) -> list[tuple[str, int]]:
     for share in (2, 4, 8):
         if w.length >= 64 * share:
             tried.append((f"--max_length {w.length // share}", replace(w, length=w.length // share)))
-        if w.adapter.ranks is None and w.adapter.rank >= share:
+        budget = training.rank_budget
+        if w.approximate and budget is not None and budget // share >= w.depth.converted:
+            tried.append((f"--rank_budget {budget // share}", replace(w, training=replace(training, rank_budget=budget // share))))
+        elif not w.approximate and w.adapter.ranks is None and w.adapter.rank >= share:
             less = replace(w.adapter, rank=w.adapter.rank // share)
             tried.append((f"--adapter_rank {less.rank}", replace(w, adapter=less)))
-    if w.depth.converted > w.config.num_hidden_layers // 2 + 1 and w.adapter.ranks is None:
+    listed = w.adapter.ranks is not None or training.layer_weight_list is not None  # one for each layer that is converted now
+    if w.depth.converted > w.config.num_hidden_layers // 2 + 1 and not listed:
         tried.append(("--layers upper_half", replace(w, adapter=replace(w.adapter, layers="upper_half"))))
     found: dict[str, tuple[str, int]] = {}
     for flag, other in tried:

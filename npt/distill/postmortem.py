@@ -53,7 +53,7 @@ class Situation:
     model, transaction: as they are, with no window in flight. fill: gradients and sums of one micro-batch. window: the
     micro-batches that ended the run, as collated. result: what became of them. accepted: those of the last window of which
     nothing was refused. step: applied steps that the state before the window has behind it. total_steps: of the run, None where
-    unknown. record: the content of `run.json`.
+    unknown. record: the content of `run.json`. samples_at_once: that `fill` computes of a micro-batch, None for all of it.
     """
 
     model: PreTrainedModel
@@ -68,6 +68,7 @@ class Situation:
     total_steps: int | None = None
     accepted: Sequence[Batch] = ()
     counters: Mapping[str, Any] = field(default_factory=dict)
+    samples_at_once: int | None = None
 
 
 def write_postmortem(run: Path, situation: Situation) -> Path:
@@ -186,6 +187,7 @@ def _known(situation: Situation) -> dict[str, Any]:
         "base_hash_at_stop": None,
         "precision": None,
         "findings": {"adapters": None, "moments": None, "base": None},
+        "samples_at_once": c.batch_size if situation.samples_at_once is None else situation.samples_at_once,
         "micro_batch": suspect(result.refusals, _traces(situation)),
         "record": None,
         "verdict": None,

@@ -16,6 +16,7 @@ from npt.config import QUANT_TYPES
 from npt.data.batch import Batch
 from npt.distill.bundle import Bundle
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
+from npt.distill.passes import Passes, added
 from npt.distill.random_state import set_random_state
 from npt.distill.strategies import MicroBatch, drive
 from npt.distill.transaction import Kept, Refusal, Trace
@@ -60,9 +61,10 @@ class Rebuilt:
         set_random_state(self.bundle.random_state)
 
     def fill(self, batch: Batch) -> MicroBatch:
-        """Gradients and sums of one micro-batch."""
-        config = self.bundle.train_config
-        return fill_gradients(partial(drive, teacher=self._teacher), self.model, batch, config)
+        """Gradients and sums of one micro-batch, in the parts that the run computed it in: an overflow may be a matter of their size."""
+        strategy, config = partial(drive, teacher=self._teacher), self.bundle.train_config
+        parts = Passes(self.bundle.samples_at_once).parts(batch)
+        return added([fill_gradients(strategy, self.model, part, config) for part in parts])
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
         """One window through a transaction of its own, as the run would have taken it; the state is restored around it.

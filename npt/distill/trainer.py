@@ -34,6 +34,7 @@ from npt.adapters.attach import (
 from npt.adapters.consolidate import consolidated
 from npt.adapters.sharding import is_sharded
 from npt.calibration.calibrate import check_calibration
+from npt.calibration.report import Calibration
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console, silent_console
 from npt.cost.measure import storage_bytes, tensors_of
@@ -315,9 +316,11 @@ class Trainer:
             self.model.model.embed_tokens.weight.dtype,
             None if self.teacher is None else self.teacher.model.embed_tokens.weight.dtype,
             self.device,
+            self.ranks.size,
         )
         plan = Planner(workload, storage_bytes(tensors_of(self.model)) - adapters).fitting(limit)
         self.passes.samples, self._evaluated_at_once.samples = plan.samples_at_once, plan.evaluated_at_once
+        self._planned_evenly = workload.approximate
         return plan
 
     def _find_resumed(self) -> Resumed | None:
@@ -461,7 +464,8 @@ class Trainer:
         if self.memory is not None:
             at_once = f"{self.memory.samples_at_once} of {self.config.batch_size} samples at once"
             peak = f"predicted peak {shown(self.memory.peak)} in the {self.memory.phase}"
-            say(f"--max_memory {self.config.max_memory}: {at_once}, {peak}")
+            even = ", with --rank_budget spent evenly" if self._planned_evenly else ""
+            say(f"--max_memory {self.config.max_memory}: {at_once}, {peak}{even}")
         say(self._evaluation_note())
         self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
         self.record = self._record()
@@ -521,24 +525,32 @@ class Trainer:
 
     def _calibrate(self) -> None:
         """Solve the adapters' start where that is asked for; a run that goes on has its own already."""
-        self.calibration = None
+        self.calibration: Calibration | None = None
         if self._checkpoint is not None:
             return
         if self.teacher is not None and self.adapter_config.init == "calibrated":
             self._say("the start is solved against the student's own base; training then goes on to the unquantised teacher")
-        self.calibration = calibrated_start(
+        if self.adapter_config.init == "calibrated":
+            # Of its own: its graph goes through the whole teacher, and what that lacks memory for says little of a micro-batch.
+            passes = Passes(min(self.config.batch_size, self.passes.samples))
+            self.calibration = self._fitting(partial(self._solve_start, passes), passes, self._first_batch(), "the calibration")
+        if self.calibration is not None:
+            self._share_start()
+            self.adapter_config = attached_config(self.model)
+            self._agree()
+
+    def _solve_start(self, passes: Passes) -> Calibration | None:
+        """In batches of as many samples as `passes` says; until all is solved the adapters are as they were."""
+        return calibrated_start(
             self.model,
             self.tokenizer,
             self._data,
             self.config,
             self.data_config,
             hold_out=self.samples.hold_out,
+            batch_size=passes.samples,
             console=self.console,
         )
-        if self.calibration is not None:
-            self._share_start()
-            self.adapter_config = attached_config(self.model)
-            self._agree()
 
     def _share_start(self) -> None:
         """What rank 0 has solved, on every rank. Each has solved it while it waited, but rounding is a matter of its cores and kernels."""

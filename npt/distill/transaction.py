@@ -16,9 +16,10 @@ device, so there, with a fused AdamW (which obeys `found_inf` without a host bra
 read one window late or, as long as they have not arrived, up to `IN_FLIGHT` windows late; the learning rate follows the device's own
 count of applied steps. Both ways do the same arithmetic in the same order, and tests hold their results to bit equality. Only the
 limits of the spike guard, which are made on the host from steps whose results are known, are one step older there: exactly one, so
-that they depend on no clock. For the same reason several ranks, which have to meet where results are read, read one window late.
-And a step's snapshot, which a post-mortem needs if the window turns out bad, is kept until its result is known: a copy of weights and
-moments for every window in flight.
+that they depend on no clock. For the same reason several ranks, which have to meet where results are read, read one window late. What
+is wrong with a window is known one to `IN_FLIGHT` windows late: where that ends a run, the clock says how many windows behind it are
+stepped on first. And a step's snapshot, which a post-mortem needs if the window turns out bad, is kept until its result is known: a
+copy of weights and moments for every window in flight.
 
 Several ranks share a window: each computes some of its micro-batches, and one all-reduce sums gradients, losses, token counts and
 flags in one flat tensor. Whatever is decided behind it is decided on these sums, so every rank decides the same. A rank that

@@ -23,6 +23,7 @@ from npt.data.sample import Sample
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
 from npt.distill.passes import Passes, added
 from npt.distill.strategies import Strategy, drive
+from npt.distill.transaction import IN_FLIGHT
 from npt.distill.workload import Depth, Workload
 from npt.fidelity.evaluate import evaluate
 from npt.quant.precision import enforce_fp32
@@ -96,16 +97,18 @@ class Window:
         self._passes = passes if passes is not None else Passes(rows)
         self._batches = [_random_batch(model.config.vocab_size, rows, length, seed) for seed in range(micro_batches)]
 
-    def fill(self) -> None:
+    def fill(self, wait: bool = True) -> None:
         """The window's micro-batches."""
         for batch in self._batches:
             try_micro_batch(self.transaction, batch, self.model.config.vocab_size, partial(self._fill, batch))
-        wait_for(self.device)
+        if wait:
+            wait_for(self.device)
 
-    def commit(self) -> None:
+    def commit(self, wait: bool = True) -> None:
         """Its step."""
         self.transaction.commit()
-        wait_for(self.device)
+        if wait:
+            wait_for(self.device)
 
     def _fill(self, batch: Batch) -> Any:
         return added([fill_gradients(self._strategy, self.model, part, self.config) for part in self._passes.parts(batch)])
@@ -213,6 +216,9 @@ def measure(
         window.fill()
         window.commit()
         spent.append(time.perf_counter() - started)
+    for _ in range(IN_FLIGHT if window.transaction.late else 0):  # as in a run, where nobody waits for them, each keeps the state before it
+        window.fill(wait=False)
+        window.commit(wait=False)
     phases = {name: peak_bytes(act, window.device).peak for name, act in (("micro-batch", window.fill), ("step", window.commit))}
     samples = _samples(model.config.vocab_size, min(evaluated_at_once, c.eval_samples), length)
     phases["evaluation"] = peak_bytes(lambda: evaluate(model, None, samples, batch_size=len(samples)), window.device).peak

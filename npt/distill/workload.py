@@ -46,7 +46,7 @@ class Workload:
     """A run that is planned.
 
     config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of what is not packed. teacher: dtype
-    of a teacher of its own, None where the base teaches.
+    of a teacher of its own, None where the base teaches. processes: that share a window.
     """
 
     config: PreTrainedConfig
@@ -57,6 +57,7 @@ class Workload:
     stored: torch.dtype = torch.float32
     teacher: torch.dtype | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    processes: int = 1
 
     @classmethod
     def of(
@@ -69,6 +70,7 @@ class Workload:
         device: torch.device | None = None,
         *,
         stored: torch.dtype | None = None,
+        processes: int = 1,
     ) -> Workload:
         """What these settings ask for.
 
@@ -78,6 +80,7 @@ class Workload:
             length: tokens of a row.
             device: default the GPU, if there is one.
             stored: what a packed base's other weights are stored in, default what its configuration says.
+            processes: that share a window.
 
         Raises:
             ConfigError: the base is spread over several devices.
@@ -94,7 +97,7 @@ class Workload:
             stored = getattr(config, "dtype", None) or torch.float32
         teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-        return cls(config, adapter, training, length, quantization, stored, teacher, device)
+        return cls(config, adapter, training, length, quantization, stored, teacher, device, processes)
 
     @property
     def shape(self) -> Shape:
@@ -126,9 +129,22 @@ class Workload:
 
     def small_adapter(self, depth: Depth, rank: int) -> NPTConfig:
         """The adapters' form on the converted layers of a small model."""
-        return replace(self.adapter, layers=",".join(map(str, depth.indices)), rank=rank, ranks=None, init="random")
+        return replace(self.form, layers=",".join(map(str, depth.indices)), rank=rank, ranks=None, init="random")
+
+    @property
+    def approximate(self) -> bool:
+        """Whether a budget of ranks is still to be spent, so that only the calibration will say which layer gets how many."""
+        return self.training.rank_budget is not None and self.adapter.ranks is None
+
+    @property
+    def form(self) -> NPTConfig:
+        """The adapters as they are planned: of a budget that is still to be spent, every layer has an even share, rounded up."""
+        budget = self.training.rank_budget
+        if budget is None or self.adapter.ranks is not None:
+            return self.adapter
+        return replace(self.adapter, rank=-(-budget // self.depth.converted))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of each converted layer."""
-        return self.adapter.ranks_of(self.depth.converted)
+        """Of each converted layer, as they are planned."""
+        return self.form.ranks_of(self.depth.converted)

@@ -28,7 +28,21 @@ def dense_weight(module: Any) -> Tensor:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody looks at, or changes, what goes into a module or comes out of it: only a call of the module itself will do then."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    replaced = "forward" in vars(module) and not _only_placed(module)
+    return bool(module._forward_hooks or module._forward_pre_hooks or replaced)
+
+
+def _only_placed(module: Any) -> bool:
+    """Whether what replaces the module's forward is accelerate's wrapper that `device_map` puts around every layer, in a form that brings
+    inputs to the weight's device and does nothing else. One that also brings in weights, or that wraps something else, does more."""
+    forward, hook, wrapped = vars(module)["forward"], getattr(module, "_hf_hook", None), getattr(module, "_old_forward", None)
+    function = getattr(forward, "func", None)
+    return (
+        (getattr(function, "__module__", None), getattr(function, "__name__", None)) == ("accelerate.hooks", "new_forward")
+        and (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
+        and not getattr(hook, "offload", True)
+        and getattr(wrapped, "__func__", None) is type(module).forward
+    )
 
 
 def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, setting
 from npt.errors import ConfigError
-from npt.flags import build
+from npt.flags import build, with_safe_mode
 
 COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 FAULT_PLACES = ("attention", "embedding")
@@ -84,11 +84,7 @@ class Settings:
         Raises:
             ConfigError: a value or a combination that cannot work, here or in a study at all.
         """
-        given = {**given, "seed": seed}
-        if given.pop("safe_mode", False):
-            if given.get("modulation", "additive") != "additive":
-                raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
-            given["modulation"] = "additive"
+        given = with_safe_mode({**given, "seed": seed})
         settings = cls(*(build(kind, given) for kind in CLASSES))
         settings._check()
         return settings

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -256,13 +257,13 @@ class TestCompiled:
         def broken(function: Any, **_: Any) -> Any:
             def call(*_: Any) -> None:
                 calls.append(function.__name__)
-                raise RuntimeError("no working C++ compiler\nand more")
+                raise InternalTorchDynamoError("no working C++ compiler\nand more")
 
             return call
 
         monkeypatch.setattr(torch, "compile", broken)
         with pytest.warns(
-            UserWarning, match=r"--compile: product(_backward)?_block could not be compiled .*RuntimeError: no working C\+\+ compiler\)"
+            UserWarning, match=r"--compile: product(_backward)?_block could not be compiled .*Error: no working C\+\+ compiler\)"
         ):
             found = gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
         expected = gradients(modulated_product, self.inputs(), Form(0.5, 0.3))
@@ -272,10 +273,54 @@ class TestCompiled:
             gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
         assert calls == ["_product_block", "_product_backward_block"]
 
-    def test_memory_that_runs_out_is_not_taken_for_a_missing_compiler(self, monkeypatch):
-        def full(*_: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory"),
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+            RuntimeError("CUDA error: an illegal memory access was encountered"),
+        ],
+        ids=lambda error: str(error)[:20],
+    )
+    def test_what_fails_while_it_runs_is_not_taken_for_a_missing_compiler(self, monkeypatch, error):
+        """It may have written over its arguments, so that it cannot be done again."""
 
-        monkeypatch.setattr(torch, "compile", lambda function, **_: full)
-        with pytest.raises(torch.OutOfMemoryError):
+        def failing(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(torch, "compile", lambda function, **_: failing)
+        with pytest.raises(type(error)) as caught:
             gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
+        assert caught.value is error
+
+    def test_a_form_that_cannot_be_compiled_later_is_computed_as_it_is(self, monkeypatch):
+        """Such as one without B, after one with both."""
+
+        def picky(function: Any, **_: Any) -> Any:
+            def call(*arguments: Any) -> Any:
+                if arguments[1] is arguments[0]:
+                    raise InternalTorchDynamoError("not in this form")
+                return function(*arguments)
+
+            return call
+
+        monkeypatch.setattr(torch, "compile", picky)
+        y, z, *weights = normal(0, 7, 6), normal(2, 7, 2).requires_grad_(), *weights_of(2, 6, True, True, 3)[:2]
+        both, mult_only = [y, z, *weights], [y, z, weights[0], None]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gradients(modulated, both, Form(0.5, 0.3, compiled=True))
+        with pytest.warns(UserWarning, match="not in this form"):
+            found = gradients(modulated, mult_only, Form(0.5, 0.3, compiled=True))
+        expected = gradients(modulated, mult_only, Form(0.5, 0.3))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+    def test_every_form_is_compiled_as_a_whole(self, monkeypatch):
+        made = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda function, **arguments: made(function, backend="eager", **arguments))
+        form = Form(0.5, 0.3, compiled=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="--compile")
+            for mult, add in ((True, True), (True, False), (False, True), (False, False)):
+                inputs = [normal(0, 7, 6), normal(1, 7, 6), normal(2, 7, 2).requires_grad_(), *weights_of(2, 6, mult, add, 3)]
+                assert_same(gradients(modulated_product, inputs, form), gradients(modulated_product, inputs, Form(0.5, 0.3)))

@@ -337,3 +337,15 @@ class TestCompiled:
             for parameter in adapter_parameters(model).values():
                 parameter.grad = None
         assert_same(*results)
+
+
+@pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
+@pytest.mark.parametrize("regularised", [True, False])
+def test_where_down_alone_is_modulated_nothing_goes_back_through_the_mlp(load_model, monkeypatch, outputs, regularised):
+    layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="all", targets=("down",))))[1]
+    expected = run(outputs, layer, Work(regularised))
+    back: list[str] = []
+    for name in ("product_backward", "multiply_backward"):
+        monkeypatch.setattr(trained, name, lambda *_, name=name, **__: back.append(name))
+    found = run(outputs, layer, Work(regularised))
+    assert back == [] and all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

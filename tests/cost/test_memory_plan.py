@@ -65,7 +65,10 @@ def test_a_shape_may_be_given_in_numbers() -> None:
     assert parse_shape("256,512,8,4,2,1000") == Shape(8, 256, 512, 4, 2, 64, 1000)
 
 
-@pytest.mark.parametrize("text", ["llama", "1,2,3", "256,512,8,4,2,x", "256,512,8,0,2,1000", "100,512,8,8,2,1000", "256,512,8,4,3,1000"])
+@pytest.mark.parametrize(
+    "text",
+    ["llama", "1,2,3", "256,512,8,4,2,x", "256,512,8,0,2,1000", "100,512,8,8,2,1000", "256,512,8,4,3,1000", f"256,512,{10**30},4,2,1000"],
+)
 def test_a_shape_that_cannot_be_is_refused_in_one_line(text) -> None:
     with pytest.raises(ConfigError, match="--shape is") as caught:
         parse_shape(text)

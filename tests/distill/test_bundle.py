@@ -50,7 +50,13 @@ def test_a_bundle_is_read_with_everything_in_it(bundle) -> None:
     assert [r.kind for r in read.refusals] == ["loss"] and read.refusals[0].sample_ids == ("bad@0",)
     assert read.window[read.refusals[0].micro_batch or 0].tokens == 7
     assert read.limits is None and read.rate > 0 and set(read.random_state) >= {"cpu"}
+    assert read.samples_at_once == 1
     assert read.base.quantization == "nf4" and len(read.base.hash) == 64
+
+
+def test_an_older_bundle_was_computed_with_all_samples_at_once(bundle) -> None:
+    change_record(bundle, lambda said: (said.pop("samples_at_once"), said["settings"].update(batch_size=3)))
+    assert read_bundle(bundle).samples_at_once == 3
 
 
 @pytest.mark.parametrize("name", [RECORD, STATE, WINDOW])
@@ -130,6 +136,7 @@ def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
 
 
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no number of samples": (lambda said: said.update(samples_at_once=0), "samples_at_once is 0"),
     "an entry missing": (lambda said: said.pop("base"), "'base' is missing"),
     "an entry too many": (entry("run\nme")(1), "'run\\nme' is unknown"),
     "an entry too many in the schedule": (entry("schedule", "more")(1), "schedule.'more' is unknown"),

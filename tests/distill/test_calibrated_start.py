@@ -64,6 +64,30 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Sample]]:
     return found
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_adapters_as_they_were(build, monkeypatch, limited) -> None:
+    trainer = build(batch_size=4, smoke_test=False, max_steps=1)
+    if limited:
+        trainer.passes.samples = 2  # as --max_memory has it
+    before = {name: p.detach().clone() for name, p in adapter_parameters(trainer.model).items()}
+    sizes: list[int] = []
+    original = starting.calibrate
+
+    def calibrate(model: Any, *arguments: Any, batch_size: int, **options: Any) -> Any:
+        sizes.append(batch_size)
+        assert all(torch.equal(p, before[name]) for name, p in adapter_parameters(model).items())
+        if batch_size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return original(model, *arguments, batch_size=batch_size, **options)
+
+    monkeypatch.setattr(starting, "calibrate", calibrate)
+    trainer.train()
+    assert sizes == ([2, 1] if limited else [4, 2, 1])
+    assert trainer.calibration is not None and trainer.passes.samples == (2 if limited else 4)
+    events = [json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()]
+    assert [e["during"] for e in events if e["event"] == "out_of_memory"] == ["the calibration"] * (len(sizes) - 1)
+
+
 def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
     trainer = build()
     result = trainer.train()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resumed_runs import Runs, events, records
 from torch import Tensor, nn
 
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.data.batch import Batch
+from npt.distill import loop as loop_module
+from npt.distill import trainer as trainer_module
 from npt.distill import transaction as module
 from npt.distill.spikes import SpikeGuard
 from npt.distill.transaction import IN_FLIGHT, Transaction
+from npt.errors import NoMemoryError, TooManyRefusalsError
 
 
 @dataclass
@@ -119,3 +128,91 @@ def test_however_late_results_are_read_bits_and_results_are_those_of_results_rea
     late_weights, late_told, *_ = run(windows, slow=slow)
     assert late_told == told
     assert all(torch.equal(weights[name], late_weights[name]) for name in weights)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late_runs(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Runs, list[Transaction[Any]]]]:
+    """Runs of eight windows of one sample, whose records arrive when `slow` says so, and the transactions that they made."""
+
+    def make(slow: list[int]) -> tuple[Runs, list[Transaction[Any]]]:
+        made: list[Transaction[Any]] = []
+        monkeypatch.setattr(loop_module, "Transaction", lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1])
+        monkeypatch.setattr(module, "_to_host", Device(slow).to_host)
+        model = npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0]
+        return Runs(model, tmp_path, data=lambda: records(8), settings={"scheduler_type": "constant"}), made
+
+    return make
+
+
+def poisoning(model: nn.Module, call: int) -> Callable[[int, Batch], None]:
+    """One call of the strategy finds a gradient that is not a number."""
+
+    def act(number: int, batch: Batch) -> None:
+        if number == call:
+            next(iter(adapter_parameters(model).values())).grad[0, 0] = float("nan")
+
+    return act
+
+
+def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_together(late_runs, monkeypatch):
+    """The record of the second window arrives with those of the third and the fourth, while the fifth is on its way."""
+    runs, _ = late_runs([0, 2, 0, 0, 0, 0])
+    saved: list[tuple[int, int, int, int]] = []
+    write = trainer_module.write_checkpoint
+
+    def writing(path: Path, model: Any, transaction: Transaction[Any], record: dict[str, Any], *others: Any) -> None:
+        saved.append((record["step"], transaction.applied_steps, record["micro_batches"], record["position"]["drawn"]))
+        write(path, model, transaction, record, *others)
+
+    monkeypatch.setattr(trainer_module, "write_checkpoint", writing)
+    with pytest.raises(TooManyRefusalsError, match="stopped at step 4: 1 refusals in a row"):
+        runs.run("run", poisoning(runs.model, 1), max_consecutive_bad=1)
+    assert saved == [(4, 4, 5, 5)]
+    (stopped,) = events(runs.place / "run", "stopped")
+    assert stopped["step"] == 4
+
+
+def test_an_error_between_results_that_came_together_loses_none_of_them(late_runs, monkeypatch):
+    runs, made = late_runs([0, 2, 0, 0, 0, 0])
+    log, seen = loop_module.Loop._log, []
+
+    def failing(loop: Any, metrics: dict[str, Any]) -> None:
+        seen.append(loop)
+        log(loop, metrics)
+        if metrics["step"] == 2:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(loop_module.Loop, "_log", failing)
+    with pytest.raises(ZeroDivisionError):
+        runs.run("run")
+    assert seen[0].steps == made[0].applied_steps == 5
+    assert runs.outcome("run").state["step"] == 5
+
+
+def test_what_windows_in_flight_keep_is_freed_before_one_sample_is_found_to_be_too_much(late_runs):
+    runs, made = late_runs([NEVER])
+    lacked: list[int] = []
+
+    def act(number: int, batch: Batch) -> None:
+        if made[0].in_flight > 1:
+            lacked.append(made[0].in_flight)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    result = runs.run("run", act)
+    assert (result.steps, result.refused) == (8, 0) and lacked == [2] * 3
+    assert [(e["samples"], e["samples_at_once"]) for e in events(runs.place / "run", "out_of_memory")] == [(1, 1)] * 3
+
+
+def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_every_step_saved(late_runs):
+    runs, made = late_runs([NEVER])
+
+    def act(number: int, batch: Batch) -> None:
+        if number >= 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(NoMemoryError):
+        runs.run("run", act)
+    assert runs.outcome("run").state["step"] == made[0].applied_steps == 2

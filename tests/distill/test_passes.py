@@ -24,14 +24,15 @@ from torch import nn
 
 import npt
 from npt.adapters.attach import adapter_parameters
+from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batches, collate
 from npt.data.sample import Sample
 from npt.distill.loop import fill_gradients
-from npt.distill.passes import Passes, added, is_out_of_memory, tried
+from npt.distill.passes import Passes, added, tried
 from npt.distill.strategies import MicroBatch, drive
 from npt.distill.trainer import Trainer
-from npt.errors import NoMemoryError
+from npt.errors import NoMemoryError, is_out_of_memory
 
 IMPOSSIBLE = 1 << 50
 """Bytes, more than any address space has: what asking for them raises is what torch raises where memory is full."""
@@ -67,6 +68,16 @@ def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side
 
 def test_a_batch_that_is_not_to_be_parted_is_itself(batch) -> None:
     assert Passes(3).parts(batch)[0] is batch and Passes(9).parts(batch)[0] is batch
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_parts_of_a_pinned_batch_are_pinned_as_well(batch, monkeypatch, pinned) -> None:
+    """Where there is no GPU nothing can be: it is asked for, for every tensor of every part."""
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
+    parts = Passes(2).parts(batch)
+    assert {id(part.input_ids) for part in parts} <= {id(tensor) for tensor in asked} if pinned else asked == []
 
 
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
@@ -122,11 +133,33 @@ def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_
 
 def test_other_errors_pass_and_results_come_back() -> None:
     assert tried(lambda: 3) == (3, None)
-    for error in (RuntimeError("size mismatch"), ValueError("out of memory"), NoMemoryError("out of memory with one sample")):
+    quoting = NoMemoryError("out of memory with one sample of 9 tokens at once (CUDA error: out of memory)")
+    for error in (RuntimeError("size mismatch"), ValueError("CUDA error: out of memory"), quoting):
         assert not is_out_of_memory(error)
         with pytest.raises(type(error)):
             tried(lambda error=error: (_ for _ in ()).throw(error))
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
+    assert is_out_of_memory(MemoryError())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+    ],
+)
+def test_a_library_without_room_for_itself_lacks_memory_to_training_and_to_the_command_line(said, monkeypatch, capsys) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(said)
+
+    assert tried(fail)[1] is not None
+    monkeypatch.setattr("npt.cli.doctor._check_flags", fail)
+    assert main(["doctor", "--plan"]) == 2
+    err = capsys.readouterr().err
+    assert "error: out of memory" in err and len(err.splitlines()) == 1
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

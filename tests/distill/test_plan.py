@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from transformers import LlamaConfig
 
 import npt
 from npt.config import NPTConfig, TrainConfig
+from npt.cost.hollow import Hollow
+from npt.cost.measure import Peak
 from npt.cost.memory import PHASES
-from npt.distill import trial
+from npt.distill import loop, plan, transaction, trial
 from npt.distill.passes import Passes
 from npt.distill.plan import Planner, remedies
+from npt.distill.transaction import IN_FLIGHT, Transaction
 from npt.distill.trial import StepTime, measure, predict_time
 from npt.distill.workload import Depth, Workload
 from npt.errors import ConfigError
@@ -84,6 +88,37 @@ def test_a_teacher_of_its_own_is_counted() -> None:
     assert beside.of("step") - alone.of("step") == term.bytes > 6 * 2 * 3 * 64 * 160
 
 
+def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkeypatch) -> None:
+    """On a device whose results arrive when it is waited for, and not before."""
+    events: list[SimpleNamespace] = []
+    made: list[Transaction[Any]] = []
+    seen: list[int] = []
+
+    def to_host(record: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        event = SimpleNamespace(arrived=False, query=lambda: event.arrived, synchronize=lambda: None)
+        events.append(event)
+        return record, event
+
+    def wait_for(device: torch.device) -> None:
+        for event in events:
+            event.arrived = True
+
+    def peak(call: Any, device: torch.device) -> Peak:
+        seen.append(made[-1].in_flight)
+        call()
+        return Peak(0, 1)
+
+    monkeypatch.setattr(transaction, "_to_host", to_host)
+    monkeypatch.setattr(loop, "Transaction", lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1])
+    monkeypatch.setattr(trial, "wait_for", wait_for)
+    monkeypatch.setattr(trial, "peak_bytes", peak)
+    planned = workload("1,2", count=3, batch_size=1)
+    model = random_base(planned.config, quantization="nf4", device="cpu")
+    npt.attach(model, planned.adapter)
+    measure(model, planned, planned.training, Passes(1), 1, steps=1)
+    assert seen[:2] == [IN_FLIGHT, IN_FLIGHT]  # in a micro-batch, and as the step behind it begins
+
+
 # --- what fits -------------------------------------------------------------------------------------------------------
 
 
@@ -111,6 +146,39 @@ def test_settings_that_would_fit_do() -> None:
     ((flag, peak),) = remedies(planned, limit)
     assert flag == "--use_quantization" and peak <= limit
     assert remedies(planned, 1000) == []
+
+
+def test_no_setting_is_offered_that_would_be_refused() -> None:
+    """Without its teacher what keeps the residual has nothing to learn, and a list of weights has one for each converted layer."""
+    kept = replace(workload("all", batch_size=1, layer_weights="1,1,1,1,1,2"), teacher=torch.float32)
+    kept = replace(kept, adapter=replace(kept.adapter, residual="keep"))
+    free = replace(kept, adapter=replace(kept.adapter, residual="modulate"), training=replace(kept.training, layer_weights="linear"))
+    offered = [{flag.rsplit(" ", 1)[0] for flag, _ in remedies(planned, Planner(planned).plan(1).peak - 1)} for planned in (kept, free)]
+    refused = {"no", "--layers"}
+    assert offered[0] & refused == set() and offered[1] & refused == refused
+
+
+def test_a_budget_that_is_still_to_be_spent_is_planned_evenly_and_halved_as_a_remedy() -> None:
+    budget = workload("1,3,4", rank_budget=50)
+    assert budget.approximate and budget.ranks == (17, 17, 17)
+    spent = replace(budget, adapter=replace(budget.adapter, ranks=(40, 5, 5)))
+    assert not spent.approximate and spent.ranks == (40, 5, 5)
+    (planned,) = {Planner(w).plan(1) for w in (budget, replace(workload("1,3,4"), adapter=NPTConfig(rank=17, layers="1,3,4")))}
+    flags = [flag for flag, _ in remedies(budget, planned.peak - 1)]
+    assert "--rank_budget 25" in flags and not any(flag.startswith("--adapter_rank") for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("device", "training", "processes", "expected"),
+    [("cpu", {}, 1, 0), ("cuda", {}, 1, IN_FLIGHT), ("cuda", {"skip_spikes": True}, 1, 1), ("cuda", {}, 2, 1)],
+)
+def test_states_are_counted_of_as_many_steps_as_may_be_in_flight(monkeypatch, device, training, processes, expected) -> None:
+    """As many as the transaction leaves unread; what is counted hollow needs no such device."""
+    planned = replace(workload(**training), processes=processes)
+    monkeypatch.setattr(plan, "Hollow", lambda device: Hollow(torch.device("cpu")))
+    found = Planner(replace(planned, device=torch.device(device)), base_bytes=0)
+    sizes = {term.name: term.bytes for term in found._fixed}
+    assert sizes.get("states before steps in flight", 0) == expected * 3 * sizes["adapters"]
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

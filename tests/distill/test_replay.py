@@ -22,6 +22,7 @@ import npt
 from npt.cli.main import main
 from npt.data.batch import IGNORE_INDEX, batch_from_tensors
 from npt.data.samples import Sample
+from npt.distill import rebuilt
 from npt.distill.bundle import read_bundle
 from npt.distill.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
 from npt.distill.transaction import Refusal
@@ -62,6 +63,25 @@ def test_the_window_is_computed_in_the_very_state_that_the_run_had(trainer, pois
         else:
             assert then["loss"] is None
     assert len({t.sample_ids for t in found.traces}) == 2
+
+
+def test_a_micro_batch_that_was_computed_in_parts_is_replayed_in_those_parts(trainer, poisoned_folder, monkeypatch) -> None:
+    """With more samples at once a replay could lack the very memory that the run had lacked."""
+    run = trainer(poisoned_folder, [*good(15), BAD], batch_size=4)
+    run.passes.samples = 2
+    folder = stop(run)
+    sizes: list[int] = []
+    drive = rebuilt.drive
+
+    def watching(model: Any, batch: Any, *others: Any, **more: Any) -> Any:
+        sizes.append(len(batch.input_ids))
+        return drive(model, batch, *others, **more)
+
+    monkeypatch.setattr(rebuilt, "drive", watching)
+    found = replay(folder)
+    assert found.bundle.samples_at_once == found.bundle.said["samples_at_once"] == 2
+    assert len(found.bundle.window[0].input_ids) == 4 and set(sizes) == {2}
+    assert found.classification == "data" and found.same_fault
 
 
 def test_an_adapter_that_is_not_finite_is_the_state_and_is_named(trainer, tiny_folder) -> None:

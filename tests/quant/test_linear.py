@@ -1,5 +1,6 @@
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 from torch.testing import assert_close
 
@@ -172,4 +173,29 @@ class TestMultiply:
             handle.remove()
             assert not is_hooked(module)
         module.forward = lambda x: x
+        assert is_hooked(module)
+
+    def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something_else_is_there(self, load_model):
+        module = linear(load_model(), "gate")
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+        assert not is_hooked(module)
+        placed = module.forward
+        module.forward = lambda x: 2 * placed(x)  # in front of the wrapper
+        assert is_hooked(module)
+        module.forward = placed
+        handle = module.register_forward_hook(lambda *_: None)
+        assert is_hooked(module)
+        handle.remove()
+        assert not is_hooked(module)
+        add_hook_to_module(module, ModelHook(), append=True)
+        assert is_hooked(module)
+        remove_hook_from_module(module)
+        forward = module.forward
+        module.forward = lambda x: 2 * forward(x)  # behind it
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+        assert is_hooked(module)
+
+    def test_a_weight_that_is_brought_in_for_a_call_alone_is_used_by_that_call_alone(self, load_model):
+        module = linear(load_model(None), "gate")
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True, weights_map=dict(module.state_dict())))
         assert is_hooked(module)
