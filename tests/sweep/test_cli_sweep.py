@@ -191,8 +191,8 @@ def test_a_study_whose_processes_are_killed_goes_on_where_it_was_and_repeats_not
     # The same settings on the same base give the same figures, whichever worker computed them.
     assert main(["report", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["trials"] == 12 and "map-forms" in found["pictures"]
-    assert (folder / "report.html").is_file() and (folder / "figures" / "map-forms.png").is_file()
+    assert found["trials"] == 12 and "map-1-forms" in found["pictures"]
+    assert (folder / "report.html").is_file() and (folder / "figures" / "map-1-forms.png").is_file()
 
 
 @pytest.mark.slow
