@@ -59,6 +59,7 @@ def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, mo
         ({"dataset_name": "/nowhere/x.jsonl"}, "/nowhere/x.jsonl"),
         ({"model_name": "/nowhere/model"}, "there is no model folder"),
         ({"residual": "keep"}, "--residual keep starts equal to its base"),
+        ({"dataset_name": "builtin", "dataset_split": "nowhere"}, "the built-in text has no split"),
         ({"learning_rat": 1}, "there is no setting 'learning_rat'; did you mean learning_rate?"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -70,6 +71,13 @@ def test_what_no_run_could_start_with_is_refused_before_anything_is_made(spec, t
     assert main(["sweep", str(spec), "--study", str(tmp_path / "study")]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and not (tmp_path / "study").exists()
+
+
+def test_data_settings_of_every_trial_are_checked(spec, tmp_path, capsys, small) -> None:
+    arms = {"one": {}, "other": {"dataset_split": "nowhere"}}
+    spec.write_text(yaml.safe_dump({"settings": {**small, "dataset_name": "builtin"}, "parts": {"a": {"arms": arms}}}))
+    assert main(["sweep", str(spec), "--dry_run"]) == 2
+    assert "part a, arm other: the built-in text has no split" in capsys.readouterr().err
 
 
 def test_a_folder_of_something_else_is_left_alone(spec, tmp_path, capsys) -> None:
