@@ -197,9 +197,21 @@ def make_setting(args: argparse.Namespace) -> Setting:
     return Setting(args.shape, args.layers, args.rank, args.tokens // args.length, args.length, quantization, device, args.seed)
 
 
+def make_folder(folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be made, or not be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / ".writable", "")
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise ConfigError(f"--output is {folder}, which cannot be written to: {error.strerror}; name another folder") from error
+
+
 def write_all(figures: dict[str, Any], folder: Path) -> None:
     """The figures as JSON, tables and pictures, each under the shape's name."""
-    folder.mkdir(parents=True, exist_ok=True)
     shape = figures["shape"]
     write_text(folder / f"{shape}.json", json.dumps(figures, indent=1) + "\n")
     write_text(folder / f"{shape}.md", markdown(figures))
@@ -237,6 +249,8 @@ def main(argv: list[str] | None = None) -> int:
         setting = make_setting(args)
         if args.fill is not None:
             check_place(args.fill, args.shape)
+        if args.output is not None:
+            make_folder(args.output)
         names = tuple(name.strip() for name in args.runs.split(","))
         unknown = [name for name in names if name not in RUNS]
         if unknown:
@@ -254,11 +268,11 @@ def main(argv: list[str] | None = None) -> int:
     figures = measure(setting, names, args.repeats, note)
     if args.sweep:
         figures["sweep"] = sweep(setting, args.repeats, note, in_turns)
+    print(json.dumps(figures) if args.json else markdown(figures), flush=True)  # first: nothing that fails behind it loses them
     if args.output is not None:
         write_all(figures, args.output)
     if args.fill is not None:
         write_text(args.fill, filled(args.fill.read_text(encoding="utf-8"), figures))
-    print(json.dumps(figures) if args.json else markdown(figures))
     return 0
 
 

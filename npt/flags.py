@@ -142,7 +142,7 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
             return ",".join(map(str, value))  # layers: [3, 5]
         if kind is str and not isinstance(value, dict | list):
             return str(value)
-    except (ValueError, TypeError, argparse.ArgumentTypeError):
+    except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):  # a whole number that is infinite overflows
         pass
     raise ConfigError(f"{where}: {name} is {value!r}, expected {'a list' if kind is tuple else kind.__name__}")
 

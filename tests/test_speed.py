@@ -156,6 +156,7 @@ def test_without_peft_its_rows_are_missing_with_a_reason(parts, monkeypatch, cap
         (["--layers", "9"], "layer 9"),
         (["--runs", "local,fast"], "'fast'"),
         (["--fill", str(BENCHMARKS / "speed.py")], "--fill is "),
+        (["--output", "/proc/nowhere/out"], "--output is /proc/nowhere/out, which cannot be written to"),
         (["--fill", "nowhere.md"], "--fill is nowhere.md"),
     ],
 )
@@ -184,6 +185,16 @@ def test_the_sweep_and_its_files(parts, tmp_path, capsys):
     assert [p["converted"] for p in curve["layers"]] == [1, 2, 3, 4]
     assert all(len(p["all_seconds"][kind]) == 2 for p in found["points"] for kind in ("local", "two_model"))
     assert "| `local` |" in shown and "| converted layers |" in shown and "Square products" in shown
+
+
+def test_figures_are_printed_whatever_becomes_of_their_files(parts, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(parts[0], "write_all", fail)
+    with pytest.raises(OSError, match="no space left"):
+        parts[0].main([*ARGUMENTS, "--runs", "local", "--json", "--output", str(tmp_path / "out")])
+    assert json.loads(capsys.readouterr().out)["shape"] == "small"
 
 
 def test_the_results_have_a_place_for_every_shape_that_is_measured(parts):

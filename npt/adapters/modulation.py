@@ -44,6 +44,13 @@ def multiplier_range(form: str, mult_bound: float) -> tuple[float, float]:
     return others.get(form, (1.0 - mult_bound, 1.0 + mult_bound))
 
 
+def multiplier_spread(form: str, mult_bound: float) -> tuple[float, float]:
+    """The middle of the range of m, and how far from it the ends are: what saturation is measured by. A form without ends is never
+    saturated: its ends are infinitely far from 1."""
+    low, high = multiplier_range(form, mult_bound)
+    return ((low + high) / 2, (high - low) / 2) if math.isfinite(high) else (1.0, math.inf)
+
+
 def modulate(
     y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, mult_bound: float, additive_scale: float, form: str = "sigmoid"
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

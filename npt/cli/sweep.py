@@ -16,12 +16,14 @@ def sweep(given: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of what came out."""
     from npt.distill.run_folder import versions
     from npt.files import to_json
-    from npt.sweep.lab import Lab, check_design
+    from npt.sweep.lab import check_design
     from npt.sweep.spec import read_design
     from npt.sweep.storage import Storage
-    from npt.sweep.study import Crew, Display, open_folder, storage_url
-    from npt.sweep.worker import Worker, label
+    from npt.sweep.study import Crew, Display, check_folder, open_folder, storage_url
+    from npt.sweep.worker import label
 
+    if given["parent"] is not None:
+        return _work(given)
     spec = Path(given["spec"])
     design = read_design(str(spec))
     check_design(design)
@@ -32,15 +34,10 @@ def sweep(given: dict[str, Any]) -> int:
         console.print(f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order", soft_wrap=True)
         return 0
     folder = Path(given["study"]) if given["study"] is not None else Path("outputs") / design.name
-    url = storage_url(folder, given["storage"])
-    parent = given["parent"]
-    if parent is None:
-        open_folder(folder, spec, design, given["storage"], versions())
-    storage = Storage(url, design.name)
-    if parent is not None:
-        Worker(design, storage, folder, Lab(), lambda line: console.print(f"  {line}", soft_wrap=True), parent).work()
-        return 0
-    new = storage.enqueue(design.trials)
+    check_folder(folder, spec, design, given["storage"])
+    storage = Storage(storage_url(folder, given["storage"]), design.name)
+    open_folder(folder, spec, design, given["storage"], versions())
+    new = storage.enqueue(design.trials, again=True)
     before = storage.progress(design.by_key).finished
     console.print(f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}", soft_wrap=True)
     display = Display(storage, design, folder, lambda line: console.print(line, soft_wrap=True))
@@ -59,6 +56,22 @@ def sweep(given: dict[str, Any]) -> int:
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
     console.print(f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}", soft_wrap=True)
     return status
+
+
+def _work(given: dict[str, Any]) -> int:
+    """A worker process. The study is the one in the folder, whatever has been written into its specification since."""
+    from npt.sweep.lab import Lab
+    from npt.sweep.storage import Storage
+    from npt.sweep.study import design_in, storage_url
+    from npt.sweep.worker import Worker
+
+    console = silent_console() if given["json"] else make_console()
+    folder = Path(given["study"])
+    design = design_in(folder)
+    storage = Storage(storage_url(folder, given["storage"]), design.name)
+    storage.enqueue(design.trials)
+    Worker(design, storage, folder, Lab(), lambda line: console.print(f"  {line}", soft_wrap=True), given["parent"]).work()
+    return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapter_mode, attached_config, decoder_layers, npt_layers
 from npt.adapters.layer import device_of
+from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
 from npt.data.batch import Batch, find_fault
 from npt.errors import DataError
@@ -27,7 +28,7 @@ BINS = 40
 """Of a histogram of multipliers over (1 - beta, 1 + beta); an even number, so that 1 is an edge."""
 
 SATURATED = 0.99
-"""A multiplier is saturated beyond this share of the way from 1 to a bound."""
+"""A multiplier is saturated beyond this share of the way from the middle of its form's range to an end."""
 
 _PRODUCTS = {"gate": "gate", "up": "up", "down": "mlp"}
 """The stage that an adapter shows of each target's product once it is modulated."""
@@ -170,7 +171,8 @@ class _Look:
         away = torch.where(finite, away, 0.0)
         place = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
         counts = torch.bincount(torch.where(finite, place, BINS).flatten(), minlength=BINS + 1)
-        saturated = (finite & (away.abs() > SATURATED * bound)).sum()
+        middle, half = multiplier_spread(self.config.mult_form, bound)
+        saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
         sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
         return torch.cat([counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums])
 

@@ -57,11 +57,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from npt.adapters.adapter import NPTAdapter
+from npt.adapters.modulation import multiplier_spread
 from npt.health.record import Direction, Record, Row
 from npt.health.statistics import FIELDS, share_beyond, summarise
 
 SATURATED = 0.99
-"""A multiplier counts as saturated beyond this share of its bound."""
+"""A multiplier counts as saturated beyond this share of the way from the middle of its form's range to an end."""
 
 _MAIN_INPUTS = ("hidden_states", "inputs_embeds", "input_ids", "input", "x")
 
@@ -311,7 +312,8 @@ class Recorder:
         found[stage] = known = self._add(site, stage, tensor, None if before is None else before.entries[-1])
         if stage.startswith("m_"):
             valid = None if self._valid is None else self._valid.on(tensor.device)
-            beyond = share_beyond(tensor, 1.0, SATURATED * adapter.config.mult_bound, valid)
+            middle, half = multiplier_spread(adapter.config.mult_form, adapter.config.mult_bound)
+            beyond = share_beyond(tensor, middle, SATURATED * half, valid)
             self._entries[known.entries[-1]].saturation = self._keep(beyond)
         if stage in ("o", "t") and before is not None:
             self._add_update(known, tensor, before)

@@ -1,9 +1,11 @@
 """What a study's table says: which rates train, which settings matter, and how sure that is.
 
 Effects are those of an additive model, fitted by least squares to a part's trials: a mean, and a contribution of each level of each
-setting. A level's effect is the model's mean over an even mixture of all other levels, so an unbalanced design does not tilt it; its
-interval is Student's. A setting's share of the variance is what the model loses when it is left out. What is left over is split by the
-trials that differ in nothing but their seed: their spread is noise, the rest is what settings do together.
+setting. A level's effect is the model's mean over an even mixture of all other levels, so an unbalanced design does not tilt it, or where
+the trials cannot tell that, over the mixture that they are; its interval is Student's. A level that they cannot tell from another
+setting's is left out. A setting's share of the variance is what the model loses when it is left out. What is left over is split by the
+trials that differ in nothing but their seed: their mean square, for each degree of freedom that is left over, is noise, the rest is
+what settings do together.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,12 @@ Row = Mapping[str, Any]
 RATE = "learning_rate"
 LEVELS = 12
 """Levels up to which numbers count as levels of their own; more, as a random design has, are put into four classes of equal count."""
+
+RATE_CLASSES = 8
+"""Classes, equal in the logarithm, that the rates of a map are put into where there are more than LEVELS."""
+
+ROUNDING = 1e-8
+"""Weights of a level are between -1 and 1; fp64 makes no larger difference of them."""
 
 _CLASSES = 4
 _ENOUGH = 4
@@ -43,7 +51,7 @@ class Effect:
 @dataclass(frozen=True)
 class Analysis:
     """Main effects on one response. shares: of the variance, by setting; `together` of what settings do together, and `seeds` of noise,
-    None where no two trials differ in their seed alone."""
+    None where no two trials differ in their seed alone: `together` is both then."""
 
     response: str
     trials: int
@@ -51,6 +59,11 @@ class Analysis:
     shares: Mapping[str, float]
     together: float
     seeds: float | None
+
+    @property
+    def rest(self) -> str:
+        """What `together` is of."""
+        return "together and noise" if self.seeds is None else "together"
 
 
 @dataclass(frozen=True)
@@ -65,15 +78,23 @@ class Cell:
 
 @dataclass(frozen=True)
 class Map:
-    """A part's outcomes by learning rate and by its other settings. edges: by line, the largest rate up to which every trial was stable,
-    and the smallest at which one was not; None where there is none. groups: each line's rows."""
+    """A part's outcomes by learning rate and by its other settings.
+
+    heads: the rate of each column, or where there are many the ends of its class. edges: by line, the largest rate up to which every
+    trial was stable, and the smallest at which one was not; None where there is none. groups: each line's rows.
+    """
 
     part: str
-    rates: tuple[float, ...]
+    heads: tuple[str, ...]
     lines: tuple[str, ...]
     cells: Mapping[tuple[int, int], Cell]
     edges: tuple[tuple[float | None, float | None], ...]
     groups: tuple[tuple[Row, ...], ...]
+
+    def top(self, count: int) -> Map:
+        """The map of the first lines."""
+        cells = {place: cell for place, cell in self.cells.items() if place[0] < count}
+        return replace(self, lines=self.lines[:count], cells=cells, edges=self.edges[:count], groups=self.groups[:count])
 
 
 def finished(rows: Sequence[Row]) -> list[Row]:
@@ -112,34 +133,55 @@ def level_text(value: Any) -> str:
 
 def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map | None:
     """The map of a part; None where its learning rate is the same everywhere, or sought."""
-    own = [row for row in finished(of_part(rows, part)) if row[RATE] is not None and row.get("limit_high") is None]
-    rates = tuple(sorted({row[RATE] for row in own}))
+    own = [row for row in finished(of_part(rows, part)) if row[RATE] is not None and not sought(row)]
+    rates = sorted({row[RATE] for row in own})
     if len(rates) < 2:
         return None
-    others = [name for name in settings_in(own, columns) if name != RATE]
-    named = all(row["arms"] for row in own) and len({row["arms"] for row in own}) > 1
+    others = [name for name in factors(own, columns) if name != RATE]
+    heads, column = _rate_columns(rates)
     groups: dict[str, list[Row]] = {}
     for row in own:
-        groups.setdefault(_line(row, others, named), []).append(row)
-    lines = tuple(groups)
+        groups.setdefault(_line(row, others), []).append(row)
     cells: dict[tuple[int, int], Cell] = {}
     edges = []
-    for i, line in enumerate(lines):
-        for j, rate in enumerate(rates):
-            found = [row for row in groups[line] if row[RATE] == rate]
-            if found:
-                cells[i, j] = _cell(found)
-        there = [j for j in range(len(rates)) if (i, j) in cells]
-        first = next((j for j in there if cells[i, j].failed), None)
-        below = [j for j in there if first is None or j < first]
-        edges.append((rates[below[-1]] if below else None, None if first is None else rates[first]))
-    return Map(part, rates, lines, cells, tuple(edges), tuple(tuple(groups[line]) for line in lines))
+    for i, line in enumerate(groups.values()):
+        for j in {column[row[RATE]] for row in line}:
+            cells[i, j] = _cell([row for row in line if column[row[RATE]] == j])
+        bad = min((row[RATE] for row in line if failure(row)), default=None)
+        edges.append((max((row[RATE] for row in line if bad is None or row[RATE] < bad), default=None), bad))
+    return Map(part, heads, tuple(groups), cells, tuple(edges), tuple(tuple(line) for line in groups.values()))
 
 
-def _line(row: Row, others: Sequence[str], named: bool) -> str:
-    if named:
-        return str(row["arms"])
-    return ", ".join(f"{name} {level_text(row[name])}" if len(others) > 1 else level_text(row[name]) for name in others) or "all"
+def sought(row: Row) -> bool:
+    """Whether the trial sought a limit: its figures are of no one value that was chosen."""
+    return row.get("limit_low") is not None or row.get("limit_high") is not None
+
+
+def factors(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """What these rows differ in: the arms, where they are named, and the settings that no arm decides."""
+    varied = settings_in(rows, columns)
+    if not all(row["arms"] for row in rows) or len({row["arms"] for row in rows}) < 2:
+        return varied
+    groups = [[row for row in rows if row["arms"] == arm] for arm in dict.fromkeys(row["arms"] for row in rows)]
+    return ["arms", *(name for name in varied if any(name in settings_in(group, columns) for group in groups))]
+
+
+def _rate_columns(rates: Sequence[float]) -> tuple[tuple[str, ...], dict[float, int]]:
+    """What a map's columns are called, and the column of each rate."""
+    if len(rates) <= LEVELS:
+        return tuple(f"{rate:g}" for rate in rates), {rate: j for j, rate in enumerate(rates)}
+    low, high = math.log(rates[0]), math.log(rates[-1])
+    width = (high - low) / RATE_CLASSES
+    ends = [math.exp(low + j * width) for j in range(RATE_CLASSES + 1)]
+    column = {rate: min(RATE_CLASSES - 1, int((math.log(rate) - low) / width)) for rate in rates}
+    return tuple(f"{a:.2g} to {b:.2g}" for a, b in itertools.pairwise(ends)), column
+
+
+def _line(row: Row, others: Sequence[str]) -> str:
+    words = [str(row["arms"])] if "arms" in others else []
+    settings = [name for name in others if name != "arms"]
+    words += [f"{name} {level_text(row[name])}" if len(others) > 1 else level_text(row[name]) for name in settings]
+    return ", ".join(words) or "all"
 
 
 def _cell(rows: Sequence[Row]) -> Cell:
@@ -152,6 +194,11 @@ def log_kl(row: Row) -> float | None:
     """log10 of the KL of a run that was stable."""
     kl = row["kl"]
     return math.log10(kl) if row["outcome"] == "stable" and kl is not None and kl > 0 and math.isfinite(kl) else None
+
+
+def training_seconds(row: Row) -> float:
+    """Seconds that a run's start and training took, what is measured beside them left out."""
+    return float((row.get("seconds_start") or 0.0) + (row["seconds_training"] or 0.0))
 
 
 def failure(row: Row) -> float | None:
@@ -186,14 +233,17 @@ def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row],
     free = len(y) - rank
     noise = left / free if free > 0 else None
     inverse = np.linalg.pinv(full.T @ full)
+    told = inverse @ full.T @ full  # of a level's weights it leaves what the trials tell
     beta = inverse @ full.T @ y
+    mixtures = np.eye(1, full.shape[1])[0], full.mean(axis=0)
     effects, at = [], 1
     for name, matrix in columns.items():
         width = matrix.shape[1]
         for level in order[name]:
-            weights = np.zeros(full.shape[1])
-            weights[0] = 1.0
-            weights[at : at + width] = _code(order[name], level)
+            block, code = slice(at, at + width), _code(order[name], level)
+            weights = next((w for mixture in mixtures if _is_told(w := _with(mixture, block, code), told)), None)
+            if weights is None:
+                continue
             mean = float(weights @ beta)
             half = None if noise is None else student(free) * math.sqrt(max(0.0, noise * float(weights @ inverse @ weights)))
             count = sum(found == level for found in levels[name])
@@ -201,12 +251,14 @@ def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row],
                 Effect(name, level[1], mean, None if half is None else mean - half, None if half is None else mean + half, count)
             )
         at += width
+    if not effects:
+        return None
     shares = {}
     for name in columns:
         without = np.hstack([np.ones((len(y), 1)), *(matrix for other, matrix in columns.items() if other != name)])
         shares[name] = max(0.0, (_left(without, y) - left) / total)
-    pure = _pure(rows, names, y)
-    seeds = None if pure is None else min(pure, left) / total
+    pure, pure_free = _pure(rows, names, y)
+    seeds = None if not pure_free else min(left, pure / pure_free * free) / total
     return Analysis(called, len(y), tuple(effects), shares, left / total - (seeds or 0.0), seeds)
 
 
@@ -250,6 +302,17 @@ def _code(order: Sequence[_Level], level: _Level) -> np.ndarray:
     return np.full(len(order) - 1, -1.0) if place == len(order) - 1 else np.eye(len(order) - 1)[place]
 
 
+def _with(mixture: np.ndarray, block: slice, code: np.ndarray) -> np.ndarray:
+    """A mixture of all settings, but for one of them that is at a level."""
+    weights = mixture.copy()
+    weights[block] = code
+    return weights
+
+
+def _is_told(weights: np.ndarray, told: np.ndarray) -> bool:
+    return float(np.abs(weights @ told - weights).max()) <= ROUNDING
+
+
 def _columns(levels: Sequence[_Level], order: Sequence[_Level]) -> np.ndarray:
     return np.array([_code(order, level) for level in levels])
 
@@ -260,13 +323,13 @@ def _left(matrix: np.ndarray, y: np.ndarray) -> float:
     return float(np.square(y - matrix @ solution).sum())
 
 
-def _pure(rows: Sequence[Row], names: Sequence[str], y: np.ndarray) -> float | None:
-    """Sum of squares within groups of trials that differ in their seed alone; None where there is no such group."""
+def _pure(rows: Sequence[Row], names: Sequence[str], y: np.ndarray) -> tuple[float, int]:
+    """Sum of squares within groups of trials that differ in their seed alone, and its degrees of freedom."""
     groups: dict[tuple[str, ...], list[float]] = {}
     for row, value in zip(rows, y, strict=True):
         groups.setdefault(tuple(repr(row.get(name)) for name in names), []).append(float(value))
-    several = [values for values in groups.values() if len(values) > 1]
-    return sum(sum((value - statistics.fmean(values)) ** 2 for value in values) for values in several) if several else None
+    squares = sum(sum((value - statistics.fmean(values)) ** 2 for value in values) for values in groups.values())
+    return squares, len(y) - len(groups)
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from npt.sweep.analysis import Analysis, Map, frontier
+from npt.sweep.analysis import Analysis, Map, frontier, training_seconds
 
 _DPI = 130
 _BAD, _WORSE, _INK, _LINE = "#c5162a", "#f0a860", "#1c2127", "#0a58a8"
@@ -59,9 +59,9 @@ def map_figure(found: Map) -> bytes:
             shown = f"{cell.kl:.3g}" if fine else f"{'✕' if cell.diverged else '↑'} {_share(cell.failed, cell.count)}"
             axes.text(j + 0.5, i + 0.5, shown, ha="center", va="center", fontsize=7.5, color=_INK if bright else "white")
         _edge(axes, found)
-        axes.set_xlim(0, len(found.rates))
+        axes.set_xlim(0, len(found.heads))
         axes.set_ylim(len(found.lines), 0)
-        axes.set_xticks([j + 0.5 for j in range(len(found.rates))], [f"{rate:g}" for rate in found.rates], rotation=45, ha="right")
+        axes.set_xticks([j + 0.5 for j in range(len(found.heads))], found.heads, rotation=45, ha="right")
         axes.set_yticks([i + 0.5 for i in range(len(found.lines))], [_short(line) for line in found.lines])
         axes.set_xlabel(
             "learning rate\n\nnumber: KL where all trained, dark is near    ↑ ended worse    ✕ diverged    black: the edge", fontsize=8
@@ -70,13 +70,13 @@ def map_figure(found: Map) -> bytes:
         for side in axes.spines.values():
             side.set_visible(False)
 
-    return _drawn(make, max(6.2, 2.6 + 0.72 * len(found.rates)), 1.5 + 0.34 * len(found.lines))
+    return _drawn(make, max(6.2, 2.6 + 0.72 * len(found.heads)), 1.5 + 0.34 * len(found.lines))
 
 
 def _edge(axes: Any, found: Map) -> None:
     """The line between the rates that train and the others, through all lines of the map."""
-    last = [max(j for k, j in found.cells if k == i) + 1 for i in range(len(found.lines))]
-    place = [last[i] if bad is None else found.rates.index(bad) for i, (_, bad) in enumerate(found.edges)]
+    columns = [sorted(j for k, j in found.cells if k == i) for i in range(len(found.lines))]
+    place = [next((j for j in there if found.cells[i, j].failed), there[-1] + 1) for i, there in enumerate(columns)]
     xs, ys = [], []
     for i, x in enumerate(place):
         xs += [x, x]
@@ -108,11 +108,11 @@ def limits_figure(rows: Sequence[tuple[str, float | None, float | None]], settin
 
 def pareto_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
     """KL against parameters and against seconds of training, stable runs; the frontier joined."""
-    points = [(float(row["parameters"]), float(row["seconds"]), float(row["kl"])) for row in rows]
+    points = [(float(row["parameters"]), training_seconds(row), float(row["kl"])) for row in rows]
 
     def make(figure: Any) -> None:
         panels = figure.subplots(1, 2, sharey=True)
-        for axes, x, called in zip(panels, (0, 1), ("trainable parameters", "seconds, start and evaluation included"), strict=True):
+        for axes, x, called in zip(panels, (0, 1), ("trainable parameters", "seconds of start and training"), strict=True):
             pairs = [(point[x], point[2]) for point in points]
             best = frontier(pairs)
             axes.plot([pairs[i][0] for i in best], [pairs[i][1] for i in best], color=_LINE, linewidth=1.5, drawstyle="steps-post")
@@ -164,12 +164,14 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> bytes:
     def make(figure: Any) -> None:
         axes = figure.add_subplot()
         colours = [_viridis()(x) for x in np.linspace(0.05, 0.95, max(2, len(settings)))]
+        named: set[str] = set()
         for i, (_, analysis) in enumerate(found):
             left = 0.0
             parts = [(name, analysis.shares.get(name, 0.0), colours[k]) for k, name in enumerate(settings)]
-            parts += [("together", analysis.together, "#b9c0c7"), ("seeds", analysis.seeds or 0.0, "#e4e7ea")]
+            parts += [(analysis.rest, analysis.together, "#b9c0c7"), ("seeds", analysis.seeds or 0.0, "#e4e7ea")]
             for k, (name, share, colour) in enumerate(parts):
-                axes.barh(i, share, left=left, color=colour, edgecolor="white", height=0.7, label=name if i == 0 else None)
+                axes.barh(i, share, left=left, color=colour, edgecolor="white", height=0.7, label=None if name in named else name)
+                named.add(name)
                 if share > 0.045:
                     dark = k < len(settings) and k < 0.6 * len(settings)
                     axes.text(
@@ -192,7 +194,9 @@ def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
         harm, end = figure.subplots(1, 2, sharey=True)
         for i, row in enumerate(rows):
             refused = bool(row["fault_refused"])
-            if row["fault_harm"] is not None and row["fault_harm"] > 0:
+            if row["fault_harm"] is None:
+                harm.text(0.98, i, "not finite", transform=harm.get_yaxis_transform(), ha="right", va="center", fontsize=7.5, color=_BAD)
+            elif row["fault_harm"] > 0:
                 harm.plot([row["fault_harm"]], [i], "x" if refused else "o", color=_BAD if refused else _LINE, markersize=6)
             if row["kl"] is not None and row["kl"] > 0:
                 end.plot([row["kl"]], [i], "D", color=_INK, markersize=5)

@@ -53,13 +53,13 @@ def check_design(design: Design) -> None:
     Raises:
         ConfigError, DataError, ModelError: the first trial that cannot work, by its place.
     """
-    seen: set[str] = set()
+    seen: set[Any] = set()
     for trial in design.trials:
         s = trial.settings
         try:
-            if s.data.dataset_name not in seen:
+            if _data_key(s.data) not in seen:
                 check_source(s.data)
-                seen.add(s.data.dataset_name)
+                seen.add(_data_key(s.data))
             config = read_config(s.base.model_name)
             layers = check_fit(s.adapter, config, s.data.max_length)
             check_calibration(s.adapter, None, len(layers), config.hidden_size)
@@ -91,14 +91,14 @@ class Lab:
         return _base_key(settings) in self._bases
 
     def base(self, settings: Settings) -> Base:
-        """The base, without adapters."""
+        """The base, without adapters; fp32 products are from here on as these settings want them."""
+        torch.set_float32_matmul_precision(settings.base.matmul_precision)
         key = _base_key(settings)
         if key in self._bases:
             found = self._bases[key] = self._bases.pop(key)
             return found
         wanted, dtype = settings.base, settings.probe.compute_dtype
         self._say(f"loading {wanted.model_name}, {wanted.quantization or 'unquantised'}, computing in {_dtype_name(settings)}")
-        torch.set_float32_matmul_precision(wanted.matmul_precision)
         model, tokenizer = load_base(
             wanted.model_name, quantization=wanted.quantization, use_fp16=wanted.use_fp16 and dtype is None, device=self._device
         )

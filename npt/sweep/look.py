@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_mode, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer
-from npt.adapters.modulation import multiplier_range
+from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig
 from npt.data.batch import Batch
@@ -68,7 +68,7 @@ class _Seen:
     stream: Tensor | None = None
 
     def __call__(self, stages: dict[str, Tensor | None]) -> None:
-        rows = {name: self._rows(tensor) for name, tensor in stages.items() if tensor is not None and name not in ("h", "t")}
+        rows = {name: self._rows(tensor) for name, tensor in stages.items() if tensor is not None and name != "t"}
         for name, tensor in rows.items():
             self.sizes[name] = float(tensor.abs().amax()) if tensor.numel() else 0.0
             if name.startswith("m_"):
@@ -85,9 +85,8 @@ class _Seen:
         return states.reshape(-1, states.shape[-1]).index_select(0, self.valid.to(states.device)).to(torch.float64)
 
     def _multipliers(self, m: Tensor) -> tuple[float, float, int, int, int]:
-        low, high = multiplier_range(self.config.mult_form, self.config.mult_bound)
-        middle, half = (low + high) / 2, (high - low) / 2
-        beyond = int(((m - middle).abs() > SATURATED * half).sum()) if math.isfinite(half) else 0
+        middle, half = multiplier_spread(self.config.mult_form, self.config.mult_bound)
+        beyond = int(((m - middle).abs() > SATURATED * half).sum())
         return float(m.amin()), float(m.amax()), beyond, int((m.abs() <= DEAD).sum()), m.numel()
 
 
@@ -134,7 +133,7 @@ def _bad(seen: dict[int, _Seen], worst: int) -> tuple[int, str | None, bool]:
         for stage, size in one.sizes.items():
             if not math.isfinite(size):
                 return index, stage, False
-    inner = {stage: size for stage, size in seen[worst].sizes.items() if stage not in ("stream", "o")}
+    inner = {stage: size for stage, size in seen[worst].sizes.items() if stage not in ("h", "stream", "o")}
     return worst, max(inner, key=lambda stage: inner[stage]) if inner else None, True
 
 

@@ -21,6 +21,7 @@ from npt.sweep.analysis import (
     Analysis,
     Map,
     analyse,
+    factors,
     failure,
     finished,
     frontier,
@@ -29,10 +30,14 @@ from npt.sweep.analysis import (
     of_part,
     parts_of,
     places,
-    settings_in,
+    sought,
     stability_map,
+    training_seconds,
 )
 from npt.sweep.table import MEASURES
+
+LINES = 40
+"""Settings that a map draws: more are read in its table."""
 
 PLACES = ("key", "parts", "arms")
 
@@ -61,11 +66,7 @@ class Study:
 
     def factors(self, rows: Sequence[Row]) -> list[str]:
         """What these rows differ in: the arms, where they are named, and the settings that no arm decides."""
-        varied = settings_in(rows, self.columns)
-        if not all(row["arms"] for row in rows) or len({row["arms"] for row in rows}) < 2:
-            return varied
-        groups = [[row for row in rows if row["arms"] == arm] for arm in dict.fromkeys(row["arms"] for row in rows)]
-        return ["arms", *(name for name in varied if any(name in settings_in(group, self.columns) for group in groups))]
+        return factors(rows, self.columns)
 
     def name_of(self, row: Row) -> str:
         """A trial in a few words."""
@@ -125,9 +126,10 @@ _STYLE = """
 .drawn { background: #ffffff; border: 1px solid var(--rule); border-radius: 4px; max-width: 100%; height: auto }
 """
 
-_READING = """<p>A trial is <strong>stable</strong> when it came to its end and the loss of its first window was smaller there than
-at the beginning; <strong>worse</strong> when that loss was larger; <strong>diverged</strong> when it was stopped, for a loss many
-times its first or for refusals in a row, or when the student that came out gives numbers that are not finite. Refused micro-batches
+_READING = """<p>A trial is <strong>stable</strong> when it came to its end and neither the loss of its first window was larger there than
+at the beginning, nor the KL on held-out text by more than a per cent; <strong>worse</strong> when one of them was;
+<strong>diverged</strong> when it was stopped, for a loss many times its first or for refusals in a row, or when the student that came
+out gives numbers that are not finite. Refused micro-batches
 leave nothing behind in any trial, so what is seen here is what the form of the adapter does, not what a NaN would have done.</p>
 <p>Trials are short, and on one base: they say which settings train and which do not, and which of two is better early on. They do not
 say how good a setting becomes in a long run, and a limit found here moves with the base, the batch and the number of steps.</p>
@@ -161,26 +163,27 @@ def _picture(study: Study, name: str, content: bytes, told: str) -> str:
 
 def _stability(study: Study) -> str:
     pieces = []
-    for part in parts_of(study.rows):
+    for place, part in enumerate(parts_of(study.rows), 1):
         found = stability_map(study.rows, part, study.columns)
         if found is not None:
-            pieces.append(_map(study, found))
+            pieces.append(_map(study, found, place))
     return "\n".join(pieces)
 
 
-def _map(study: Study, found: Map) -> str:
+def _map(study: Study, found: Map, place: int) -> str:
     worst = [line for line, (good, _) in zip(found.lines, found.edges, strict=True) if good is None]
     told = f"Outcomes of part {found.part} by learning rate, {len(found.lines)} settings."
     rows = [
-        (text(line), number(good), number(bad), *(_cell(found, i, j) for j in range(len(found.rates))))
+        (text(line), number(good), number(bad), *(_cell(found, i, j) for j in range(len(found.heads))))
         for i, (line, (good, bad)) in enumerate(zip(found.lines, found.edges, strict=True))
     ]
-    heads = ("~setting", "*trains up to", "*fails at", *(f"*{rate:g}" for rate in found.rates))
+    heads = ("~setting", "*trains up to", "*fails at", *(f"*{head}" for head in found.heads))
     note = study.notes.get(found.part, "")
     said = f"<p>{text(note)}</p>" if note else ""
     said += f'<p class="alarm">Trains at no rate of these: {text(", ".join(worst))}.</p>' if worst else ""
+    said += f"<p>The first {LINES} of {len(found.lines)} settings are drawn.</p>" if len(found.lines) > LINES else ""
     listed = table(heads, rows, f"{found.part}: median KL, and failed trials of all, by learning rate")
-    picture = _picture(study, f"map-{_file(found.part)}", figures.map_figure(found), told)
+    picture = _picture(study, f"map-{place}-{_file(found.part)}", figures.map_figure(found.top(LINES)), told)
     return (
         f"<h3>{text(found.part)}</h3>{said}\n{picture}\n{details('As a table', listed)}\n{details('Measures by setting', _measures(found))}"
     )
@@ -220,7 +223,7 @@ def _cell(found: Map, i: int, j: int) -> str:
 
 
 def _limits(study: Study) -> str:
-    rows = [row for row in finished(study.rows) if row.get("limit_low") is not None or row.get("limit_high") is not None]
+    rows = [row for row in finished(study.rows) if sought(row)]
     if not rows:
         return ""
     names = [f"{study.name_of(row)}, seed {row['seed']}" for row in rows]
@@ -237,7 +240,7 @@ def _limits(study: Study) -> str:
 
 
 def _faults(study: Study) -> str:
-    rows = [row for row in finished(study.rows) if row.get("fault_loss") is not None or row.get("fault_refused") is not None]
+    rows = [row for row in finished(study.rows) if row.get("fault_refused") is not None]
     if not rows:
         return ""
     names = [f"{study.name_of(row)}, seed {row['seed']}" for row in rows]
@@ -246,8 +249,8 @@ def _faults(study: Study) -> str:
         (
             text(name),
             "refused" if row["fault_refused"] else "applied",
-            number(row["fault_loss"]),
-            number(row["fault_harm"]),
+            _finite(row["fault_loss"]),
+            _finite(row["fault_harm"]),
             number(row["loss_before_fault"]),
             number(row["loss_worst_behind"]),
             number(row["loss_after_fault"]),
@@ -269,28 +272,30 @@ def _faults(study: Study) -> str:
 
 
 def _fidelity(study: Study) -> str:
-    rows = [row for row in finished(study.rows) if row["outcome"] == "stable" and row["kl"] and row["fault_loss"] is None]
-    rows = [row for row in rows if row["parameters"] and row.get("limit_low") is None and row.get("limit_high") is None]
+    rows = [row for row in finished(study.rows) if row["outcome"] == "stable" and row["kl"] and row["fault_refused"] is None]
+    rows = [row for row in rows if row["parameters"] and not sought(row)]
     if len(rows) < 2:
         return ""
     names = [study.name_of(row) for row in rows]
     picture = _picture(study, "pareto", figures.pareto_figure(rows, names), "KL against parameters and seconds of the stable trials.")
-    best = {i for x in ("parameters", "seconds") for i in frontier([(float(row[x]), float(row["kl"])) for row in rows])}
+    costs = ([float(row["parameters"]) for row in rows], [training_seconds(row) for row in rows])
+    best = {i for cost in costs for i in frontier([(x, float(row["kl"])) for x, row in zip(cost, rows, strict=True)])}
     cells = [
-        (text(names[i]), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(rows[i]["seconds"]), number(rows[i]["kl"]),
+        (text(names[i]), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(costs[1][i]), number(rows[i]["kl"]),
          number(rows[i]["perplexity_ratio"]), f"{100 * rows[i]['top1']:.1f}%")
         for i in sorted(best, key=lambda i: rows[i]["kl"])
     ]  # fmt: skip
     heads = ("~trial", "~part", "*parameters", "*seconds", "*KL", "*perplexity ratio", "*top-1")
     floor = next((row["floor_kl"] for row in rows if row["floor_kl"] is not None), None)
-    said = f"<p>Stable trials. With attention merely dropped KL is {number(floor)}.</p>"
+    said = f"<p>Stable trials. With attention merely dropped KL is {number(floor)}. Seconds are those of start "
+    said += "and training. Only the sigmoid form is computed fused, so the other forms take longer for that alone.</p>"
     return f"{said}\n{picture}\n{table(heads, cells, 'No trial is better than these in both: KL and parameters, or KL and seconds')}"
 
 
 def _effects(study: Study) -> str:
     pieces, shares = [], []
-    for part in parts_of(study.rows):
-        rows = [row for row in of_part(study.rows, part) if row.get("limit_high") is None and row.get("limit_low") is None]
+    for place, part in enumerate(parts_of(study.rows), 1):
+        rows = [row for row in of_part(study.rows, part) if not sought(row)]
         names = study.factors(rows)
         found = [
             analysis
@@ -300,7 +305,7 @@ def _effects(study: Study) -> str:
         if not found:
             continue
         told = f"Main effects in part {part}."
-        picture = _picture(study, f"effects-{_file(part)}", figures.effects_figure(found), told)
+        picture = _picture(study, f"effects-{place}-{_file(part)}", figures.effects_figure(found), told)
         cells = [
             (text(a.response), text(e.setting), text(e.level), number(e.mean), number(e.low), number(e.high), str(e.count))
             for a in found
@@ -321,7 +326,7 @@ def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
         for name, a in shares
         for what, share in [
             *sorted(a.shares.items(), key=lambda item: -item[1]),
-            ("settings together", a.together),
+            (f"settings {a.rest}", a.together),
             *([("seeds", a.seeds)] if a.seeds is not None else []),
         ]
     ]
@@ -333,7 +338,7 @@ def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
 def _seeds(study: Study) -> str:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in finished(study.rows):
-        if row["kl"] is not None and row.get("limit_low") is None:
+        if row["kl"] is not None and not sought(row):
             groups.setdefault((row["parts"], row["arms"], *(repr(row[name]) for name in study.columns if name != "seed")), []).append(row)
     several = [rows for rows in groups.values() if len({row["seed"] for row in rows}) > 1]
     if not several:
@@ -348,7 +353,7 @@ def _seeds(study: Study) -> str:
     calm = [
         statistics.stdev([row["kl"] for row in rows]) / statistics.fmean([row["kl"] for row in rows])
         for rows in several
-        if all(row["outcome"] == "stable" for row in rows)
+        if all(row["outcome"] == "stable" for row in rows) and any(row["kl"] for row in rows)
     ]
     said = f"<p>Where every seed is stable, KL spreads by {100 * statistics.median(calm):.1f}% of itself (median).</p>" if calm else ""
     heads = ("~part", "~trial", "*seeds", "*mean KL", "*standard deviation", "*of the mean", "~outcomes")
@@ -365,6 +370,11 @@ def _trials(study: Study) -> str:
 
 def _parts(row: Row) -> str:
     return ", ".join(dict.fromkeys(part for part, _ in places(row)))
+
+
+def _finite(value: float | None) -> str:
+    """A figure that every such row has; a table holds no number that is not finite."""
+    return "not finite" if value is None else number(value)
 
 
 def _value(value: Any) -> str:

@@ -19,6 +19,7 @@ from npt.calibration.calibrate import calibrate
 from npt.data.batch import Batch, collate, pad_id_of
 from npt.distill.loop import bad_in_a_row, fill_gradients, new_transaction, try_micro_batch
 from npt.distill.schedule import rate_table
+from npt.distill.spikes import SpikeGuard
 from npt.distill.stages import stage_at, stages_of
 from npt.distill.strategies import MicroBatch, drive
 from npt.distill.transaction import WindowResult
@@ -35,6 +36,9 @@ CURVE = 64
 
 AROUND = 3
 """Steps before a fault, and at the end of a run, whose mean loss is taken as the loss there."""
+
+GROWN = 1.01
+"""A run's KL has grown when it is more than this many times what it was at the start; less is the choice of the held-out tokens."""
 
 RECOVERED = 1.5
 """A run has recovered from a fault when its loss is no more than this many times the loss before."""
@@ -115,11 +119,14 @@ def run(lab: Lab, settings: Settings, between: Callable[[], None] = lambda: None
     started = time.perf_counter()
     attach(base.model, settings.adapter, seed=settings.training.seed)
     try:
+        base.model.eval()
         torch.manual_seed(settings.training.seed)
         _start(lab, base, settings)
+        row: Row = {"runs": 1, "seconds_start": time.perf_counter() - started}
+        row["parameters"] = sum(p.numel() for p in adapter_parameters(base.model).values())
         batch = windows[0][0].to(base.model.device)
-        parameters = sum(p.numel() for p in adapter_parameters(base.model).values())
-        row: Row = {"runs": 1, "parameters": parameters, "sharpness_start": _sharpness(base, batch, settings)}
+        row |= {"sharpness_start": _sharpness(base, batch, settings), "loss_first": _loss(base, settings, windows[0])}
+        row["kl_start"] = _fidelity(lab, base, settings, between)["kl"]
         training = time.perf_counter()
         course, last = _train(base, settings, windows, between, watch)
         row |= {"seconds_training": time.perf_counter() - training, **_course_figures(course, settings)}
@@ -161,10 +168,11 @@ def _train(
     transaction = new_transaction(adapter_parameters(model), config, rates)
     stages = stages_of(config, config.max_steps)
     course, last = _Course(), None
-    model.eval()
     for step, window in enumerate(windows, 1):
         between()
         stage, faulted = stage_at(stages, step - 1), step == probe.fault_step
+        if stage.start != course.stage_from and transaction.spikes is not None:  # losses of another kind are not measured by those before
+            transaction.spikes = SpikeGuard(config.spike_sigmas)
         course.stage_from = stage.start
         before = _loss(base, settings, windows[0]) if faulted else math.nan
         for index, batch in enumerate(window):
@@ -177,7 +185,8 @@ def _train(
         _account(course, result, settings, step, faulted)
         if faulted:  # as it came out, refused or not
             trace = next(trace for trace in reversed(transaction.history) if trace.micro_batch == 0)
-            course.fault |= {"fault_refused": bool(result.refusals), "fault_loss": trace.loss, "fault_grad_norm": trace.grad_norm}
+            norm = trace.grad_norm / sum(batch.tokens for batch in window)  # per token, as the norms of windows are
+            course.fault |= {"fault_refused": bool(result.refusals), "fault_loss": trace.loss, "fault_grad_norm": norm}
             course.fault["fault_harm"] = _loss(base, settings, windows[0]) / before
         watch(step, result.loss, result.grad_norm)
         if course.reason is not None:
@@ -214,7 +223,6 @@ def _course_figures(course: _Course, settings: Settings) -> Row:
         "refused": course.refused.total(),
         "refused_kinds": ",".join(f"{kind} {count}" for kind, count in sorted(course.refused.items())),
         "tokens": course.tokens,
-        "loss_first": losses[0] if losses else None,
         "loss_last": statistics.fmean(losses[-AROUND:]) if losses else None,
         "loss_max": max(losses) if losses else None,
         "grad_norm_first": first,
@@ -256,8 +264,9 @@ def _recovery(course: _Course, at: int | None) -> Row:
 
 
 def _outcome(course: _Course, settings: Settings, row: Row) -> Row:
-    """`diverged` (stopped, or what came out is not finite), `worse` (on its first window the loss is larger in the end), `stable`."""
-    kl = row["kl"]
+    """`diverged` (stopped, or what came out is not finite), `worse` (the loss of the first window or the KL is larger in the end than
+    at the start), `stable`."""
+    kl, kl_start = row["kl"], row["kl_start"]
     if course.reason is not None:
         return {"outcome": "diverged", "reason": course.reason, "stopped_at": len(course.losses)}
     if not row["look_finite"] or kl is None or not math.isfinite(kl):
@@ -266,6 +275,8 @@ def _outcome(course: _Course, settings: Settings, row: Row) -> Row:
     if not course.applied or not math.isfinite(end) or end > row["loss_first"]:
         reason = "the loss has grown" if course.applied else "no step was applied"
         return {"outcome": "worse", "reason": reason, "stopped_at": None}
+    if kl_start is not None and kl > GROWN * kl_start:
+        return {"outcome": "worse", "reason": "the KL has grown", "stopped_at": None}
     return {"outcome": "stable", "reason": None, "stopped_at": None}
 
 

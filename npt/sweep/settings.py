@@ -57,6 +57,8 @@ LEFT_OUT = {
         ("output_dir", "log_steps", "eval_steps", "trace_steps", "trace_every", "smoke_test", "use_tensorboard", "run_name"),
         "a study's runs write no folder of their own",
     ),
+    "max_memory": "a study's runs compute a batch at once",
+    "max_refused_share": "a study's runs are too short for a share; max_consecutive_bad ends them",
     "use_wandb": "write wandb: true beside the study's name",
     "share_embeddings": "it does nothing",
     "rank_timeout": "a study's run is one process",
@@ -95,6 +97,8 @@ class Settings:
             raise ConfigError("--max_steps is unset; say how long a study's runs are")
         if probe.fault_step is not None and probe.fault_step >= steps:
             raise ConfigError(f"--fault_step is {probe.fault_step} of {steps} steps; some have to be left behind it")
+        if probe.fault_step is not None and self.base.teacher_precision is not None:
+            raise ConfigError("--fault_step does not go with --teacher_precision, whose teacher it would not reach; drop one of the two")
         if probe.compute_dtype is not None and self.base.use_fp16:
             raise ConfigError(f"--use_fp16 beside --compute_dtype {probe.compute_dtype}; drop one of the two")
         if probe.compute_dtype in ("bf16", "fp16") and self.base.teacher_precision is not None:

@@ -34,6 +34,9 @@ from npt.sweep.settings import CLASSES, LEFT_OUT, Settings, fingerprint
 _TOP = ("name", "wandb", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
 _EXTRA = {"safe_mode": bool}
+NAME = 200
+"""Letters of a study's name, which files and databases have to hold."""
+
 TRIALS = 100_000
 """Trials that a study may have: more are a slip of the pen in a grid."""
 
@@ -122,7 +125,7 @@ def design_of(content: Any, where: str) -> Design:
     parts = _mapping(f"{where}: parts", top.get("parts"), None)
     if not parts:
         raise ConfigError(f"{where} has no parts; write at least one, like parts: {{first: {{grid: {{learning_rate: [1.0e-4, 1.0e-3]}}}}}}")
-    name = str(top.get("name", Path(where).stem))
+    name = _study_name(where, top.get("name"))
     wandb = top.get("wandb", False)
     if not isinstance(wandb, bool):
         raise ConfigError(f"{where}: wandb is {wandb!r}; write true or false")
@@ -170,6 +173,16 @@ def _part(where: str, name: str, written: Any, shared: Mapping[str, Any], seeds:
             # Defaults are part of it: where a version changes one, what was found under the old one is of another trial.
             what = [resolved.values(), None if bisect is None else [bisect.setting, bisect.low, bisect.high, bisect.rounds]]
             yield Trial(fingerprint(what), resolved, given, bisect, (Place(name, arm),))
+
+
+def _study_name(where: str, value: Any) -> str:
+    """What a study is called: its folder is, too."""
+    name = Path(where).stem if value is None else str(value)
+    if isinstance(value, list | dict) or "/" in name or "\\" in name or name in (".", "..") or not name.strip() or not name.isprintable():
+        raise ConfigError(f"{where}: name is {value!r}, which no folder can be called; use letters, digits and spaces")
+    if len(name) > NAME:
+        raise ConfigError(f"{where}: name has {len(name)} letters, more than {NAME}; shorten it")
+    return name
 
 
 def _check_name(where: str, name: str) -> None:
@@ -267,12 +280,14 @@ def _bisection(where: str, value: Any) -> Bisection | None:
     where = f"{where}: bisect"
     written = _mapping(where, value, ("setting", "low", "high", "rounds"))
     name = written.get("setting", "learning_rate")
-    _check_taken(where, str(name))
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: setting is {name!r}; write the name of one setting")
+    _check_taken(where, name)
     low, high = (checked_settings(where, {name: written.get(end)}, CLASSES)[name] for end in ("low", "high"))
     rounds = written.get("rounds", 4)
     if not (isinstance(low, float) and isinstance(high, float) and 0 < low < high and type(rounds) is int and 1 <= rounds <= 20):
         raise ConfigError(f"{where} is {value!r}; write a setting that is a number, low and high above 0, and 1 to 20 rounds")
-    return Bisection(str(name), low, high, rounds)
+    return Bisection(name, low, high, rounds)
 
 
 def _varied(trials: list[Trial]) -> tuple[str, ...]:

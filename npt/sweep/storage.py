@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -19,10 +20,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from npt.errors import ConfigError
 from npt.files import finite_or_null
@@ -33,9 +34,18 @@ GRACE_SECONDS = 45.0
 """A trial whose worker has not been heard of for so long is taken up again: many beats, since a busy database may delay some."""
 
 ATTEMPTS = 3
-"""Workers that a trial may take with it, or errors that it may end in, before it is left alone."""
+"""Errors that a trial may end in, or workers that may fall silent over it, before it is left alone."""
+
+TRIES = 5
+TRY_SECONDS = 1.0
+"""A database that is out of reach is asked so many times, with a pause that begins with this and doubles."""
+
+_ERROR, _SILENCE = "error", "silence"
 
 _LOCK_SECONDS = 60.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,28 @@ class Progress:
     @property
     def open(self) -> int:
         return self.running + self.waiting
+
+
+def _patiently(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
+    """A method of a storage that outlasts a database which is out of reach for a moment. What it does may be done twice."""
+
+    @functools.wraps(method)
+    def wrapped(self: Storage, *arguments: P.args, **named: P.kwargs) -> T:
+        for number in range(TRIES):
+            if number:
+                time.sleep(TRY_SECONDS * 2 ** (number - 1))
+            try:
+                return method(self, *arguments, **named)
+            except self._passing as error:
+                last = error
+        said = f"the study's database {self._shown} cannot be reached: {_reason(last)}"
+        raise ConfigError(f"{said}; run npt sweep again when it can be, which repeats no finished trial") from last
+
+    return wrapped
+
+
+def _reason(error: BaseException) -> str:
+    return next((line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 class Storage:
@@ -89,7 +121,7 @@ class Storage:
         self._seen: dict[int, tuple[str | None, float]] = {}  # by trial, its last sign of life and when it was new to this worker
         try:
             place = sqlalchemy.make_url(url)
-        except sqlalchemy.exc.ArgumentError as error:
+        except (sqlalchemy.exc.ArgumentError, ValueError) as error:  # a port that is no number is the latter
             raise ConfigError(
                 f"--storage {url.split('://')[0]}... is no address of a database; write one like sqlite:///study.db"
             ) from error
@@ -97,26 +129,41 @@ class Storage:
         local = place.get_backend_name() == "sqlite"
         if local and place.database in (None, "", ":memory:"):
             raise ConfigError("--storage names an SQLite database in memory, which no other worker can join; name a file")
+        self._passing = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
+        self._shown = shown
         options: dict[str, Any] = {"connect_args": {"timeout": _LOCK_SECONDS}} if local else {"pool_pre_ping": True}
         try:
             self._turns: _FileTurns | _RowTurns = _FileTurns(Path(str(place.database))) if local else _RowTurns(url, name)
             with self._turns.turn():  # two workers that make the tables at once get into each other's way
                 self._storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
                 self._study = optuna.create_study(storage=self._storage, study_name=name, load_if_exists=True, direction="minimize")
-        except (OSError, ImportError, sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-            reason = next((line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()), type(error).__name__)
-            raise ConfigError(f"the study's database {shown} cannot be opened: {reason[:200]}; check --storage") from error
+        except (OSError, ImportError, TypeError, ValueError, sqlalchemy.exc.SQLAlchemyError, *self._passing) as error:
+            raise ConfigError(f"the study's database {shown} cannot be opened: {_reason(error)}; check --study and --storage") from error
         self._name, self._create = name, optuna.create_trial
 
-    def enqueue(self, trials: Iterable[Trial]) -> int:
-        """Let these trials wait, but for those that the study has already; how many are new."""
+    @_patiently
+    def enqueue(self, trials: Iterable[Trial], again: bool = False) -> int:
+        """Let these trials wait, but for those that the study has already.
+
+        Args:
+            trials: of the design.
+            again: also those that were left alone because workers fell silent over them, which may have been killed for any reason.
+
+        Returns:
+            How many wait that did not.
+        """
         with self._turns.turn():
-            known = {trial.user_attrs.get("key") for trial in self._trials()}
+            known = {trial.user_attrs["key"] for trial in self._trials() if not (again and self._fell_silent(trial))}
             new = [trial for trial in trials if trial.key not in known]
             for trial in new:
-                self._wait(trial.key, {**trial.given, "seed": trial.settings.training.seed}, 1)
+                self._wait(trial.key, {**trial.given, "seed": trial.settings.training.seed})
             return len(new)
 
+    def _fell_silent(self, trial: Any) -> bool:
+        """An attempt that is nothing to anyone but by its successor, or that has none because its workers fell silent."""
+        return trial.state == self._state.FAIL and trial.user_attrs.get("left") != _ERROR
+
+    @_patiently
     def claim(self, keys: Mapping[str, Any], prefer: Iterable[str] = ()) -> Claim | None:
         """Take a waiting trial; None where none waits. Trials whose workers are gone wait again first.
 
@@ -160,6 +207,7 @@ class Storage:
             over.set()
             thread.join()
 
+    @_patiently
     def finish(self, claim: Claim, row: Mapping[str, Any], value: float) -> bool:
         """Record what came out; False where the trial was given to another worker meanwhile, whose result counts.
 
@@ -174,6 +222,7 @@ class Storage:
             self._storage.set_trial_state_values(claim.id, self._state.COMPLETE, [value if value == value else math.inf])
             return True
 
+    @_patiently
     def give_back(self, claim: Claim, error: str | None = None) -> None:
         """Let a trial that did not come to an end wait again.
 
@@ -183,8 +232,9 @@ class Storage:
         with self._turns.turn():
             trial = self._storage.get_trial(claim.id)
             if trial.state == self._state.RUNNING:
-                self._again(trial, error or "", counts=error is not None)
+                self._again(trial, error or "", errors=int(error is not None))
 
+    @_patiently
     def progress(self, keys: Iterable[str]) -> Progress:
         """How many of these trials stand how."""
         states = dict.fromkeys(keys, "waiting")
@@ -203,36 +253,40 @@ class Storage:
         counts = {name: sum(found.get(key, "waiting") == name for key in states) for name in order}
         return Progress(counts["finished"], counts["running"], counts["waiting"], counts["lost"])
 
+    @_patiently
     def rows(self) -> dict[str, dict[str, Any]]:
         """What came out of the finished trials, by key; of those that were left alone, why."""
         found: dict[str, dict[str, Any]] = {}
-        for trial in self._trials():
-            key = trial.user_attrs.get("key")
+        trials = self._trials()
+        open_ = {trial.user_attrs["key"] for trial in trials if trial.state in (self._state.WAITING, self._state.RUNNING)}
+        for trial in trials:
+            key = trial.user_attrs["key"]
             times = {"started": _time(trial.datetime_start), "ended": _time(trial.datetime_complete)}
             if trial.state == self._state.COMPLETE:
                 row = {"trial": trial.number, "worker": trial.user_attrs.get("worker"), **times}
                 found[key] = {**row, **trial.user_attrs["row"]}
-            elif trial.state == self._state.FAIL and key not in found and trial.user_attrs.get("left"):
+            elif trial.state == self._state.FAIL and key not in found and key not in open_ and trial.user_attrs.get("left"):
                 found[key] = {"trial": trial.number, **times, "outcome": "failed", "reason": trial.user_attrs.get("error")}
         return found
 
     def _trials(self) -> list[Any]:
         return [trial for trial in self._study.get_trials(deepcopy=False) if "key" in trial.user_attrs]
 
-    def _wait(self, key: str, settings: Mapping[str, Any], attempt: int) -> None:
+    def _wait(self, key: str, settings: Mapping[str, Any], errors: int = 0, silences: int = 0) -> None:
         plain = json.loads(json.dumps(settings))
-        attributes = {"key": key, "settings": plain, "attempt": attempt}
+        attributes = {"key": key, "settings": plain, "errors": errors, "silences": silences}
         system = {"fixed_params": {name: value for name, value in plain.items() if isinstance(value, int | float | str | bool)}}
         self._study.add_trial(self._create(state=self._state.WAITING, user_attrs=attributes, system_attrs=system))
 
-    def _again(self, trial: Any, error: str, counts: bool) -> None:
-        attempt = int(trial.user_attrs["attempt"]) + counts
+    def _again(self, trial: Any, error: str, errors: int = 0, silences: int = 0) -> None:
+        """Let an attempt's trial wait again, with one more error or silence; or leave it alone."""
+        errors += int(trial.user_attrs.get("errors", 0))
+        silences += int(trial.user_attrs.get("silences", 0))
         self._storage.set_trial_user_attr(trial._trial_id, "error", error)
-        left = attempt > ATTEMPTS
-        if left:
-            self._storage.set_trial_user_attr(trial._trial_id, "left", True)
+        if max(errors, silences) >= ATTEMPTS:
+            self._storage.set_trial_user_attr(trial._trial_id, "left", _ERROR if errors >= ATTEMPTS else _SILENCE)
         else:  # in front of giving it up: a worker that is killed between the two leaves it twice, of which one is never taken
-            self._wait(trial.user_attrs["key"], trial.user_attrs["settings"], attempt)
+            self._wait(trial.user_attrs["key"], trial.user_attrs["settings"], errors, silences)
         self._storage.set_trial_state_values(trial._trial_id, self._state.FAIL)
 
     def _revive(self, trials: list[Any]) -> None:
@@ -245,7 +299,7 @@ class Storage:
             if since < 0 or sign != last:
                 self._seen[trial._trial_id] = (sign, now)
             elif now - since > self._grace:
-                self._again(trial, f"its worker {trial.user_attrs.get('worker')} was not heard of for {self._grace:.0f} s", counts=True)
+                self._again(trial, f"its worker {trial.user_attrs.get('worker')} was not heard of for {self._grace:.0f} s", silences=1)
         taken = {trial.user_attrs["key"] for trial in trials if trial.state in (self._state.RUNNING, self._state.COMPLETE)}
         seen: set[str] = set()
         for trial in trials:

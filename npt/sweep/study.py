@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.errors import ConfigError
-from npt.files import write_bytes, write_json
+from npt.files import PARTIAL, write_bytes, write_json
 from npt.stored import read_json
 from npt.sweep.spec import Design, read_design
 from npt.sweep.storage import Progress, Storage
@@ -41,23 +41,44 @@ def storage_url(folder: Path, storage: str | None) -> str:
     return storage if storage is not None else f"sqlite:///{(folder / DATABASE).resolve()}"
 
 
-def open_folder(folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]) -> None:
-    """Make the folder, or go on in it.
+def check_folder(folder: Path, spec: Path, design: Design, storage: str | None) -> None:
+    """Refuse a folder that this study cannot be in, and change nothing.
 
     Raises:
-        ConfigError: it is another study's, something else's, or cannot be written.
+        ConfigError: it is another study's, something else's, or cannot be read.
     """
-    if folder.exists() and not is_study(folder) and any(item.name != "wandb" for item in folder.iterdir()):
-        raise ConfigError(f"--study {folder} holds something other than a study; choose another folder")
-    if is_study(folder):
-        before = read_json(folder / STUDY, ConfigError).get("name")
-        if before != design.name:
-            raise ConfigError(f"--study {folder} is of the study {before!r}, {spec} describes {design.name!r}; choose another folder")
+    try:
+        if not is_study(folder):
+            if folder.exists() and not all(_own(item, spec, storage) for item in folder.iterdir()):
+                raise ConfigError(f"--study {folder} holds something other than a study; choose another folder")
+            return
+    except OSError as error:
+        raise ConfigError(f"--study {folder} cannot be read: {error.strerror}; choose another folder") from error
+    before = read_json(folder / STUDY, ConfigError).get("name")
+    if before != design.name:
+        raise ConfigError(f"--study {folder} is of the study {before!r}, {spec} describes {design.name!r}; choose another folder")
+
+
+def _own(item: Path, spec: Path, storage: str | None) -> bool:
+    """Whether a study that was killed as it began may have left this in its folder."""
+    if item.name == SPEC:
+        return item.read_bytes() == spec.read_bytes()
+    database = DATABASE if storage is None else storage.partition("?")[0].rpartition("/")[2]
+    names = ("wandb", *(f"{database}{ending}" for ending in ("", ".lock", "-journal", "-wal", "-shm")))
+    return item.name in names or (item.name.startswith((f".{SPEC}.", f".{STUDY}.")) and item.name.endswith(PARTIAL))
+
+
+def open_folder(folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]) -> None:
+    """Make the folder, or go on in it; `check_folder` has found it fit.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    record = {"name": design.name, "trials": len(design.trials), "storage": _shown(storage), "versions": versions}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / STUDY, record)  # first: from here on the folder is known for a study's, whenever this is killed
         write_bytes(folder / SPEC, spec.read_bytes())
-        record = {"name": design.name, "trials": len(design.trials), "storage": _shown(storage), "versions": versions}
-        write_json(folder / STUDY, record)
     except OSError as error:
         raise ConfigError(f"--study {folder} cannot be written: {error.strerror}; choose another folder") from error
 
@@ -101,7 +122,8 @@ class Crew:
 
     def __init__(self, command: Sequence[str], count: int, threads: int):
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-        self._processes = [subprocess.Popen([*command], env=environment) for _ in range(count)]
+        # In groups of their own: an interrupt from the terminal reaches this process alone, which then ends them all in one way.
+        self._processes = [subprocess.Popen([*command], env=environment, process_group=0) for _ in range(count)]
 
     def wait(self, each: Callable[[], None]) -> int:
         """Until all have ended; `each` is called about once a second.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -58,8 +59,7 @@ class Worker:
                 progress = self.storage.progress(self._trials)
                 if not progress.open:
                     return progress
-                if not progress.waiting:
-                    time.sleep(WAIT_SECONDS)
+                time.sleep(WAIT_SECONDS)
 
     def _preferred(self) -> list[str]:
         """Trials on bases that are loaded, before those that would have another one loaded."""
@@ -68,20 +68,26 @@ class Worker:
     def _run(self, claim: Claim, trial: Trial) -> None:
         trackers = None
         try:
-            with self.storage.alive(claim):
+            with self.storage.alive(claim):  # until what came out is on record
                 trackers = self._trackers(trial)
-                row = run_trial(self.lab, trial, self._check, _watch(trackers))
-                trackers.log({name: value for name, value in row.items() if not isinstance(value, str)}, row["steps"] + 1)
-        except BaseException as error:
+                self._try(claim, trial, trackers)
+        except BaseException as error:  # of the worker and not of the trial
             own = isinstance(error, StoppedError | KeyboardInterrupt)
-            self.storage.give_back(claim, None if own else f"{type(error).__name__}: {error}"[:500])
-            if own or isinstance(error, ConfigError) or not isinstance(error, NPTError | RuntimeError):
-                raise
-            self._say(f"{label(trial)}: {type(error).__name__}: {error}")
-            return
+            with contextlib.suppress(ConfigError):  # out of reach; the trial is taken up when it has been silent for long
+                self.storage.give_back(claim, None if own else f"{type(error).__name__}: {error}"[:500])
+            raise
         finally:
             if trackers is not None:
                 trackers.close()
+
+    def _try(self, claim: Claim, trial: Trial, trackers: Trackers) -> None:
+        try:
+            row = run_trial(self.lab, trial, self._check, _watch(trackers))
+            trackers.log({name: value for name, value in row.items() if not isinstance(value, str)}, row["steps"] + 1)
+        except (NPTError, RuntimeError) as error:  # its settings', its data's or the machine's: other trials may do
+            self.storage.give_back(claim, f"{type(error).__name__}: {error}"[:500])
+            self._say(f"{label(trial)}: {type(error).__name__}: {error}")
+            return
         kl = row["kl"]
         if self.storage.finish(claim, row, float("nan") if kl is None else kl):
             self.done += 1

@@ -96,6 +96,18 @@ def test_multipliers_at_their_bounds_are_counted_as_saturated_and_in_the_outermo
     assert SATURATED == 0.99
 
 
+@pytest.mark.parametrize(
+    ("form", "least", "most"), [("half_sigmoid", 0.5, 1.0), ("one_plus_tanh", 0.5, 1.0), ("unbounded", 0.0, 0.0), ("sigmoid", 0.5, 1.0)]
+)
+@pytest.mark.parametrize("size", [0.0, 30.0])
+def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, least, most, size) -> None:
+    found = measure_modulation(make(load_model, scale=size, mult_form=form), [batch])
+    for layer in found.layers.values():
+        for target in layer.targets.values():
+            assert target.saturated is not None
+            assert least <= target.saturated <= most if size else target.saturated == 0.0
+
+
 def test_fresh_adapters_do_not_move_their_multipliers(load_model, batch) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))

@@ -576,6 +576,22 @@ def test_saturated_multipliers_are_a_share(load_model, batch) -> None:
     assert found["model.layers.1.npt s_up"].saturation is None
 
 
+@pytest.mark.parametrize(("form", "share"), [("half_sigmoid", 1.0), ("one_plus_tanh", 1.0), ("unbounded", 0.0)])
+def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, share) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1", mult_form=form))
+    adapter = npt_layers(model)[0][1].npt
+    with torch.no_grad():
+        adapter.M["gate"].zero_()
+        adapter.M["up"].fill_(1.0)
+        adapter.A.mul_(1e6)
+    with Recorder(model) as recorder, torch.no_grad():
+        model(batch.input_ids)
+    found = rows(recorder.record())
+    assert found["model.layers.1.npt m_gate"].saturation == 0.0  # the middle of a range, though it is not 1
+    assert found["model.layers.1.npt m_up"].saturation == pytest.approx(share, abs=0.01)  # a code may be next to 0 by chance
+
+
 # --- nothing is changed, nothing stays -------------------------------------------------------------------------------
 
 

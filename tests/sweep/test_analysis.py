@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_study import RATES, table
 
-from npt.sweep.analysis import analyse, failure, frontier, log_kl, of_part, parts_of, stability_map, student
+from npt.sweep.analysis import RATE_CLASSES, analyse, failure, frontier, log_kl, of_part, parts_of, stability_map, student
 
 COLUMNS = ["learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed", "fault_step", "use_quantization"]
 
@@ -68,6 +68,39 @@ def test_what_settings_do_together_is_told_from_the_noise_of_seeds() -> None:
     assert max(found.shares.values()) < 0.01
 
 
+def test_noise_is_told_by_degrees_of_freedom_and_not_taken_for_what_settings_do_together() -> None:
+    noise = random.Random(3)
+    a, b = [i // 2 % 6 for i in range(24)], [i // 12 for i in range(24)]
+    y = [noise.gauss(0, 1) for _ in a]  # nothing but noise: the additive model leaves 17 degrees of freedom, of which seeds have 12
+    found = analyse(rows(y, a=a, b=b), ["a", "b"], lambda row: row["y"], "y")
+    assert found is not None and found.seeds is not None
+    cells: dict[tuple[int, int], list[float]] = {}
+    for key, value in zip(zip(a, b, strict=True), y, strict=True):
+        cells.setdefault(key, []).append(value)
+    mean = sum(y) / 24
+    pure = sum((v - sum(cell) / 2) ** 2 for cell in cells.values() for v in cell) / sum((v - mean) ** 2 for v in y)
+    left = 1 - sum(found.shares.values())
+    assert found.seeds == pytest.approx(min(left, pure / 12 * 17)) and found.seeds > pure
+
+
+def test_without_seeds_what_is_left_is_called_both() -> None:
+    y = [float(p ^ q) + 0.1 * i for i, (p, q) in enumerate(zip([0, 0, 1, 1] * 2, [0, 1, 0, 1] * 2, strict=True))]
+    found = analyse(rows(y, a=[0, 0, 1, 1] * 2, b=[0, 1, 0, 1] * 2, c=list(range(8))), ["a", "b"], lambda row: row["y"], "y")
+    assert found is not None and found.seeds is not None and found.rest == "together"
+    found = analyse(rows([1.0, 2.0, 4.0, 3.0] * 3, a=list("xxyyzzuuvvww"), b=[0, 1] * 6), ["a", "b"], lambda row: row["y"], "y")
+    assert found is not None and found.seeds is None and found.rest == "together and noise"
+
+
+def test_an_effect_that_the_trials_cannot_tell_from_another_is_left_out() -> None:
+    a, c = ["x", "x", "y", "y", "z", "z"] * 2, [0, 1] * 6
+    b = ["p", "p", "q", "q", "q", "q"] * 2  # p is x: what it does nobody can say
+    y = [10.0 * (p == "x") + 3.0 * (p == "z") + q for p, q in zip(a, c, strict=True)]
+    found = analyse(rows([v + 0.01 * i for i, v in enumerate(y)], a=a, b=b, c=c), ["a", "b", "c"], lambda row: row["y"], "y")
+    assert found is not None and {effect.setting for effect in found.effects} == {"c"}
+    low, high = (effect.mean for effect in found.effects)
+    assert high - low == pytest.approx(1.0, abs=0.05)  # the drift of 0.01 a trial
+
+
 def test_numbers_of_many_kinds_are_put_into_classes() -> None:
     y = [float(i) for i in range(40)]
     found = analyse(rows(y, a=[i / 7 for i in range(40)]), ["a"], lambda row: row["y"], "y")
@@ -89,10 +122,42 @@ def test_the_t_quantiles_are_those_of_the_tables(free, t) -> None:
 def test_a_map_has_its_edge_between_what_trains_and_what_does_not() -> None:
     found = stability_map(table(), "forms", COLUMNS)
     assert found is not None
-    assert found.rates == tuple(RATES) and found.lines == ("sigmoid", "one_plus_tanh")
+    assert found.heads == tuple(f"{rate:g}" for rate in RATES) and found.lines == ("sigmoid", "one_plus_tanh")
     assert found.edges == ((1e-2, 1e-1), (1e-3, 1e-2))
     assert [found.cells[1, j].failed for j in range(4)] == [0, 0, 1, 1]
     assert found.cells[0, 3].diverged == 0 and found.cells[1, 3].diverged == 1 and found.cells[0, 0].count == 2
+
+
+def trained(rates, limit=1e9, **settings):
+    """Rows of a part `a`, of which those above a rate have diverged; settings are a list each, or one value for all."""
+    return [
+        {"parts": "a", "arms": "", "outcome": "stable" if rate <= limit else "diverged", "kl": 0.1, "seed": 0, "learning_rate": rate}
+        | {name: value[i] if isinstance(value, list) else value for name, value in settings.items()}
+        for i, rate in enumerate(rates)
+    ]
+
+
+def test_a_map_keeps_settings_apart_that_are_laid_over_arms() -> None:
+    found = trained([1e-3, 1e-2] * 4, arms=["x", "x", "y", "y"] * 2, rank=[4] * 4 + [8] * 4, form=["s", "s", "t", "t"] * 2)
+    drawn = stability_map(found, "a", ["learning_rate", "rank", "form"])
+    assert drawn is not None and drawn.lines == ("x, rank 4", "y, rank 4", "x, rank 8", "y, rank 8")  # an arm decides the form
+    assert all(cell.count == 1 for cell in drawn.cells.values()) and len(drawn.cells) == 8
+
+
+@given(st.lists(st.floats(1e-6, 10.0), min_size=14, max_size=40, unique=True), st.floats(1e-6, 10.0))
+def test_many_rates_are_put_into_classes_and_their_edges_are_rates_that_were_tried(rates, limit) -> None:
+    drawn = stability_map(trained(rates, limit), "a", ["learning_rate"])
+    assert drawn is not None and len(drawn.heads) == RATE_CLASSES
+    assert sum(cell.count for cell in drawn.cells.values()) == len(rates) and {j for _, j in drawn.cells} <= set(range(RATE_CLASSES))
+    below, above = [rate for rate in rates if rate <= limit], [rate for rate in rates if rate > limit]
+    assert drawn.edges == ((max(below, default=None), min(above, default=None)),)
+
+
+def test_trials_that_sought_a_limit_are_in_no_map() -> None:
+    rows_ = trained([1e-3, 1e-2, 1e-1])
+    rows_[2] |= {"limit_low": 1e-1, "limit_high": None}  # the whole bracket trains
+    drawn = stability_map(rows_, "a", ["learning_rate"])
+    assert drawn is not None and drawn.heads == ("0.001", "0.01")
 
 
 def test_a_part_without_rates_has_no_map() -> None:

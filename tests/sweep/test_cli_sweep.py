@@ -59,6 +59,7 @@ def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, mo
         ({"dataset_name": "/nowhere/x.jsonl"}, "/nowhere/x.jsonl"),
         ({"model_name": "/nowhere/model"}, "there is no model folder"),
         ({"residual": "keep"}, "--residual keep starts equal to its base"),
+        ({"dataset_name": "builtin", "dataset_split": "nowhere"}, "the built-in text has no split"),
         ({"learning_rat": 1}, "there is no setting 'learning_rat'; did you mean learning_rate?"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -72,12 +73,100 @@ def test_what_no_run_could_start_with_is_refused_before_anything_is_made(spec, t
     assert said in error and error.count("\n") == 1 and not (tmp_path / "study").exists()
 
 
+def test_data_settings_of_every_trial_are_checked(spec, tmp_path, capsys, small) -> None:
+    arms = {"one": {}, "other": {"dataset_split": "nowhere"}}
+    spec.write_text(yaml.safe_dump({"settings": {**small, "dataset_name": "builtin"}, "parts": {"a": {"arms": arms}}}))
+    assert main(["sweep", str(spec), "--dry_run"]) == 2
+    assert "part a, arm other: the built-in text has no split" in capsys.readouterr().err
+
+
 def test_a_folder_of_something_else_is_left_alone(spec, tmp_path, capsys) -> None:
     folder = tmp_path / "study"
     folder.mkdir()
     (folder / "letter.txt").write_text("x")
     assert main(["sweep", str(spec), "--study", str(folder)]) == 2
     assert "holds something other than a study" in capsys.readouterr().err and [p.name for p in folder.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("killed_at", ["write_json", "write_bytes"])
+def test_a_folder_that_was_killed_as_it_was_begun_is_gone_on_in(spec, tmp_path, monkeypatch, killed_at) -> None:
+    import npt.sweep.study as module
+
+    folder, design = tmp_path / "study", read_design(str(spec))
+
+    def kill(path: Path, content: Any) -> None:
+        path.with_name(f".{path.name}.abcd_123.partial").write_bytes(b"")  # what a process that is killed as it writes leaves
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, killed_at, kill)
+        Storage(module.storage_url(folder, None), design.name)
+        with pytest.raises(KeyboardInterrupt):
+            module.open_folder(folder, spec, design, None, {})
+    assert not (folder / "spec.yaml").exists()
+    module.check_folder(folder, spec, design, None)
+    module.open_folder(folder, spec, design, None, {})
+    assert module.design_in(folder).by_key.keys() == design.by_key.keys()
+
+
+def test_a_specification_alone_is_a_study_that_is_about_to_begin_if_it_is_this_one(spec, tmp_path) -> None:
+    from npt.errors import ConfigError
+    from npt.sweep.study import check_folder
+
+    folder, design = tmp_path / "study", read_design(str(spec))
+    folder.mkdir()
+    (folder / "spec.yaml").write_bytes(spec.read_bytes())
+    check_folder(folder, spec, design, None)
+    (folder / "spec.yaml").write_text("something else")
+    with pytest.raises(ConfigError, match="holds something other than a study"):
+        check_folder(folder, spec, design, None)
+
+
+@pytest.mark.parametrize("storage", ["nonsense", "postgresql://u:secret@host:port/x", "mars://x", "sqlite:////proc/nowhere/x.db"])
+def test_a_storage_that_cannot_be_used_is_refused_before_the_folder_is_made(spec, tmp_path, capsys, storage) -> None:
+    folder = tmp_path / "study"
+    assert main(["sweep", str(spec), "--study", str(folder), "--storage", storage]) == 2
+    error = capsys.readouterr().err
+    assert "--storage" in error and error.count("\n") == 1 and "secret" not in error and not folder.exists()
+
+
+def test_a_study_without_its_packages_is_refused_before_the_folder_is_made(spec, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    for more in ([], ["--storage", "postgresql://host/x"]):
+        assert main(["sweep", str(spec), "--study", str(tmp_path / "study"), *more]) == 2
+        assert "pip install 'npt[sweep]'" in capsys.readouterr().err and not (tmp_path / "study").exists()
+
+
+def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_by_now(spec, tmp_path, small) -> None:
+    from npt.sweep.study import open_folder, storage_url
+
+    content = {"name": "small", "settings": {**small, "max_steps": 2}, "parts": {"a": {}}}
+    spec.write_text(yaml.safe_dump(content))
+    folder, design = tmp_path / "study", read_design(str(spec))
+    open_folder(folder, spec, design, None, {})
+    spec.write_text("no specification any more")
+    assert main(["sweep", str(spec), "--study", str(folder), "--parent", str(os.getppid())]) == 0
+    progress = Storage(storage_url(folder, None), "small").progress(design.by_key)
+    assert (progress.finished, progress.open) == (1, 0)
+
+
+def test_a_worker_is_in_a_process_group_of_its_own() -> None:
+    from npt.sweep.study import Crew
+
+    code = "import os, sys; sys.exit(0 if os.getpgrp() == os.getpid() else 3)"
+    assert Crew([sys.executable, "-c", code], 2, 1).wait(lambda: None) == 0
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
 
 
 @pytest.mark.slow
@@ -87,7 +176,8 @@ def test_a_study_whose_processes_are_killed_goes_on_where_it_was_and_repeats_not
     end = time.monotonic() + 120
     while finished(folder, spec) < 3 and time.monotonic() < end:
         time.sleep(0.1)
-    os.killpg(first.pid, signal.SIGKILL)  # the parent and both workers, in the middle of their trials
+    for pid in (*children(first.pid), first.pid):  # both workers and the parent, in the middle of their trials
+        os.kill(pid, signal.SIGKILL)
     first.communicate()
     before = {key: row["ended"] for key, row in Storage(f"sqlite:///{folder / 'study.db'}", "small").rows().items()}
     assert 3 <= len(before) < 12
@@ -109,8 +199,8 @@ def test_a_study_whose_processes_are_killed_goes_on_where_it_was_and_repeats_not
     # The same settings on the same base give the same figures, whichever worker computed them.
     assert main(["report", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["trials"] == 12 and "map-forms" in found["pictures"]
-    assert (folder / "report.html").is_file() and (folder / "figures" / "map-forms.png").is_file()
+    assert found["trials"] == 12 and "map-1-forms" in found["pictures"]
+    assert (folder / "report.html").is_file() and (folder / "figures" / "map-1-forms.png").is_file()
 
 
 @pytest.mark.slow

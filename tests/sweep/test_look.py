@@ -105,6 +105,14 @@ def test_the_first_number_that_is_not_finite_is_found_in_the_order_of_the_pass(l
     assert (found.finite, found.bad_layer, found.bad_stage) == (False, 3, "m_up")
 
 
+def test_a_stream_that_is_not_finite_in_front_of_the_layer_is_found_there(load_model, batch) -> None:
+    model, _ = attached(load_model)
+    with torch.no_grad():
+        model.model.layers[2].input_layernorm.weight[0] = float("inf")
+    found = look(model, batch)
+    assert (found.finite, found.bad_layer, found.bad_stage) == (False, 3, "h")
+
+
 def test_padding_does_not_count(load_model, batch) -> None:
     from dataclasses import replace
 

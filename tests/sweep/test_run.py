@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from npt.adapters.attach import is_attached
+from npt.distill.spikes import SpikeGuard
 from npt.errors import StoppedError
 from npt.sweep.run import run, run_trial
 
-TIMES = ("seconds", "seconds_training")
+TIMES = ("seconds", "seconds_start", "seconds_training")
 
 
 def figures(row):
@@ -69,6 +71,69 @@ def test_refusals_in_a_row_end_the_run_and_the_first_bad_number_is_found(lab, tr
 def test_a_run_that_ends_worse_than_it_began_is_no_success(lab, trial) -> None:
     row = run_trial(lab, trial(learning_rate=0.3, divergence_factor=1e9, scheduler_type="constant"))
     assert row["loss_end"] > row["loss_first"] and row["outcome"] == "worse"
+
+
+def test_a_run_begins_with_its_own_figures_and_is_judged_by_them(lab, trial) -> None:
+    row = run_trial(lab, trial(learning_rate=1e-3))
+    assert row["loss_first"] == pytest.approx(row["curve"][0]) and 0 < row["kl"] < row["kl_start"]
+    assert 0 < row["seconds_start"] + row["seconds_training"] < row["seconds"]
+
+
+def test_a_run_whose_loss_falls_and_whose_kl_grows_is_worse(lab, trial, monkeypatch) -> None:
+    import npt.sweep.run as module
+
+    real, kls = module._fidelity, iter([0.1, 0.1005, 0.1, 0.102])
+
+    def fidelity(*given: Any) -> Any:
+        return real(*given) | {"kl": next(kls)}
+
+    monkeypatch.setattr(module, "_fidelity", fidelity)
+    small, large = (run_trial(lab, trial(learning_rate=1e-3)) for _ in range(2))
+    assert small["outcome"] == "stable" and (large["outcome"], large["reason"]) == ("worse", "the KL has grown")
+    assert large["loss_end"] < large["loss_first"]
+
+
+def test_the_first_loss_is_of_the_first_window_even_where_that_is_refused(lab, trial, monkeypatch) -> None:
+    import npt.sweep.fault as fault
+
+    plain = run_trial(lab, trial(compute_dtype="fp16"))
+    steps = iter([True] + [False] * 20)
+    monkeypatch.setattr("npt.sweep.run.enlarged", lambda model, probe, armed: fault.enlarged(model, probe, armed=next(steps)))
+    row = run_trial(lab, trial(compute_dtype="fp16", fault_step=6 - 1, fault_scale=1e30))
+    assert row["refused"] == 1 and row["curve"][0] is None and row["loss_first"] == plain["loss_first"] == pytest.approx(plain["curve"][0])
+
+
+def test_a_stage_has_a_spike_guard_of_its_own(lab, trial, monkeypatch) -> None:
+    import npt.sweep.run as module
+
+    made: list[int] = []
+    monkeypatch.setattr(module, "SpikeGuard", lambda sigmas: made.append(sigmas) or SpikeGuard(sigmas))
+    stages = {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0}
+    run_trial(lab, trial(skip_spikes=True, **stages))
+    assert len(made) == 1  # that of the first stage comes with the transaction
+    run_trial(lab, trial(**stages))
+    run_trial(lab, trial(skip_spikes=True))
+    assert len(made) == 1
+
+
+def test_the_norm_of_a_faults_gradient_is_per_token_as_those_of_windows_are(lab, trial) -> None:
+    # With a scale of 1 nothing is changed, and a window of one batch has that batch's norm.
+    row = run_trial(lab, trial(fault_step=4, fault_scale=1.0, learning_rate=1e-3))
+    usual = run_trial(lab, trial(learning_rate=1e-3))
+    assert usual["grad_norm_max"] / 10 < row["fault_grad_norm"] <= usual["grad_norm_max"] * (1 + 1e-6)  # fp32
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_every_trial_sets_the_precision_of_its_products(lab, trial, precision) -> None:
+    before = torch.get_float32_matmul_precision()
+    settings = trial(matmul_precision=precision).settings
+    try:
+        lab.base(settings)
+        torch.set_float32_matmul_precision("medium")
+        lab.base(settings)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_fault_is_planted_in_its_step_alone(lab, trial) -> None:

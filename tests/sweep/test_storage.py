@@ -9,12 +9,14 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from storage_work import __file__ as WORK
 from storage_work import trials
 
 from npt.errors import ConfigError
+from npt.sweep.spec import Design
 from npt.sweep.storage import ATTEMPTS, Storage
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +119,67 @@ def test_a_trial_that_fails_again_and_again_is_left_alone_with_its_reason(url: s
     assert storage.enqueue(design.trials) == 0
     (row,) = storage.rows().values()
     assert (row["outcome"], row["reason"]) == ("failed", "RuntimeError: no")
+
+
+def taken_by_workers_that_fall_silent(url: str, design: Design, times: int) -> None:
+    for _ in range(times):
+        watch = Storage(url, "work", grace=0.0)
+        assert watch.claim(design.by_key) is not None and watch.claim(design.by_key) is None  # seen for the first time, it may yet move
+        time.sleep(0.001)
+        watch._revive(watch._trials())
+
+
+def test_a_trial_over_which_workers_fall_silent_is_left_alone_until_the_study_is_started_anew(url: str) -> None:
+    storage, design = Storage(url, "work"), trials(1)
+    storage.enqueue(design.trials)
+    taken_by_workers_that_fall_silent(url, design, ATTEMPTS)
+    assert storage.claim(design.by_key) is None and storage.progress(design.by_key).lost == 1
+    (row,) = storage.rows().values()
+    assert row["outcome"] == "failed" and "was not heard of" in row["reason"]
+    assert storage.enqueue(design.trials) == 0 and storage.progress(design.by_key).lost == 1
+    assert storage.enqueue(design.trials, again=True) == 1 and storage.progress(design.by_key).waiting == 1
+    assert storage.enqueue(design.trials, again=True) == 0 and not storage.rows()
+    claim = storage.claim(design.by_key)
+    assert claim is not None and storage.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
+    assert storage.enqueue(design.trials, again=True) == 0 and storage.rows()[claim.key]["outcome"] == "stable"
+
+
+def test_silences_and_errors_are_counted_apart(url: str) -> None:
+    storage, design = Storage(url, "work"), trials(1)
+    storage.enqueue(design.trials)
+    taken_by_workers_that_fall_silent(url, design, ATTEMPTS - 1)
+    for left in range(ATTEMPTS, 0, -1):
+        assert storage.progress(design.by_key).waiting == 1, left
+        claim = storage.claim(design.by_key)
+        assert claim is not None
+        storage.give_back(claim, "RuntimeError: no")
+    assert storage.progress(design.by_key).lost == 1 and storage.enqueue(design.trials, again=True) == 0  # errors are the trial's own
+
+
+def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, monkeypatch) -> None:
+    import sqlalchemy
+
+    import npt.sweep.storage as module
+
+    monkeypatch.setattr(module, "TRY_SECONDS", 0.0)
+    storage, design = Storage(url, "work"), trials(1)
+    real, left = storage._trials, [0]
+
+    def unsteady() -> list[Any]:
+        if left[0]:
+            left[0] -= 1
+            raise sqlalchemy.exc.OperationalError("select", {}, Exception("database is locked"))
+        return real()
+
+    monkeypatch.setattr(storage, "_trials", unsteady)
+    left[0] = module.TRIES - 1
+    assert storage.enqueue(design.trials) == 1
+    left[0] = module.TRIES - 1
+    assert storage.claim(design.by_key) is not None
+    left[0] = module.TRIES
+    with pytest.raises(ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again") as caught:
+        storage.progress(design.by_key)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_a_worker_brings_that_was_thought_lost_does_not_count_beside_the_other_one(url: str) -> None:

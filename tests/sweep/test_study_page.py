@@ -18,7 +18,16 @@ def made(rows=None) -> tuple[Study, str]:
 
 def test_the_page_has_map_limits_faults_pareto_effects_and_variance() -> None:
     study, html = made()
-    assert set(study.pictures) >= {"map-forms", "map-sizes", "limits", "faults", "pareto", "variance", "effects-forms", "effects-sizes"}
+    assert set(study.pictures) >= {
+        "map-1-forms",
+        "map-2-sizes",
+        "limits",
+        "faults",
+        "pareto",
+        "variance",
+        "effects-1-forms",
+        "effects-2-sizes",
+    }
     assert all(content.startswith(b"\x89PNG\r\n") and len(content) > 2000 for content in study.pictures.values())
     for name in ("stability", "limits", "faults", "fidelity", "effects", "seeds", "trials", "reading"):
         assert f'<h2 id="{name}">' in html and f'<a href="#{name}">' in html
@@ -64,9 +73,45 @@ def test_a_study_in_which_everything_fails_still_has_its_page(outcome) -> None:
     assert outcome != "worse" or "Trains at no rate of these: sigmoid, one_plus_tanh." in html
 
 
+def changed(part, change, rows=None):
+    """The made rows, those of a part changed."""
+    return [{**row, **(change(row) if row["parts"] == part else {})} for row in (table() if rows is None else rows)]
+
+
+def test_a_fault_that_leaves_no_finite_loss_says_so_and_no_faulted_run_is_compared_with_others() -> None:
+    refused = changed("faults", lambda row: {"fault_loss": None, "fault_harm": None, "kl": 1e-9, "kl_start": 1.0})
+    _, html = made(refused)
+    assert html.count('<td class="n">not finite') == 4  # loss and harm of two trials
+    front = html[html.index('id="fidelity"') : html.index('id="effects"')]
+    assert "fp16" not in front and "fp32" not in front and "only the sigmoid form".lower() in front.lower()
+
+
+def test_seconds_of_the_frontier_are_those_of_start_and_training(monkeypatch) -> None:
+    _, html = made([{**row, "seconds": 1e6} for row in table()])
+    front = html[html.index('id="fidelity"') : html.index('id="effects"')]
+    assert re.search(r'<td class="n">5\.7<td class="n">', front)  # rank 32: 0.5 + 2 + 3.2
+    assert "1e+06" not in front and "1,000,000" not in front
+
+
+def test_parts_whose_names_differ_in_a_sign_have_pictures_of_their_own() -> None:
+    rows = [{**row, "parts": {"forms": "a b", "sizes": "a/b"}.get(row["parts"], row["parts"])} for row in table()]
+    assert {"map-1-a-b", "map-2-a-b", "effects-1-a-b", "effects-2-a-b"} <= made(rows)[0].pictures.keys()
+
+
+def test_seeds_without_any_kl_have_a_spread_all_the_same() -> None:
+    _, html = made(changed("forms", lambda row: {"kl": 0.0, "outcome": "stable"}))
+    assert 'id="seeds"' in html and "KL spreads by" not in html
+
+
+def test_a_map_of_many_settings_draws_the_first_ones_and_lists_all(monkeypatch) -> None:
+    monkeypatch.setattr("npt.sweep.page.LINES", 1)
+    _, html = made()
+    assert "The first 1 of 2 settings are drawn." in html and '<tr><td class="name">one_plus_tanh<td' in html
+
+
 def test_one_trial_is_a_study() -> None:
     study, html = made(table()[:1])
-    assert "1 trials, all of them ended" in html and "map-forms" not in study.pictures
+    assert "1 trials, all of them ended" in html and "map-1-forms" not in study.pictures
 
 
 def test_a_folder_is_reported_from_its_table_alone_and_by_its_figures(tmp_path) -> None:

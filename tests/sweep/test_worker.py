@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_study import result
 
-from npt.errors import StoppedError
+from npt.errors import ConfigError, StoppedError
 from npt.sweep.spec import Design, design_of
 from npt.sweep.storage import ATTEMPTS, Storage
 from npt.sweep.study import Display
@@ -83,6 +87,70 @@ def test_a_trial_that_cannot_be_computed_is_tried_again_then_left_with_its_reaso
     rows = rows_of(design, storage.rows())
     assert [row["outcome"] for row in rows] == ["stable", "diverged", "failed", "failed"]
     assert rows[2]["reason"] == "RuntimeError: out of everything"
+
+
+def test_settings_that_cannot_work_are_the_trials_fault_and_trackers_that_cannot_the_workers(
+    design, storage, tmp_path, lab, monkeypatch
+) -> None:
+    import npt.sweep.worker as module
+
+    def refused(*_: Any) -> None:
+        raise ConfigError("--loss does not go with --strategy")
+
+    monkeypatch.setattr(module, "run_trial", refused)
+    progress = worker(design, storage, tmp_path, lab)[0].work()
+    assert (progress.lost, progress.open) == (4, 0)
+    assert {row["reason"] for row in rows_of(design, storage.rows())} == {"ConfigError: --loss does not go with --strategy"}
+    other = Storage(f"sqlite:///{tmp_path / 'other.db'}", design.name)
+    other.enqueue(design.trials)
+    one, _ = worker(design, other, tmp_path, lab)
+    monkeypatch.setattr(one, "_trackers", refused)
+    with pytest.raises(ConfigError):
+        one.work()
+    assert other.progress(design.by_key).waiting == 4
+
+
+def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(design, storage, tmp_path, lab, monkeypatch) -> None:
+    import npt.sweep.worker as module
+
+    order: list[str] = []
+
+    class Trackers:
+        def log(self, values: Any, step: int) -> None: ...
+
+        def close(self) -> None:
+            order.append("closed")
+
+    @contextlib.contextmanager
+    def alive(claim: Any) -> Iterator[None]:
+        order.append("alive")
+        yield
+        order.append("silent")
+
+    one, _ = worker(design, storage, tmp_path, lab)
+    finish = storage.finish
+    monkeypatch.setattr(storage, "alive", alive)
+    monkeypatch.setattr(storage, "finish", lambda *given: order.append("finished") or finish(*given))
+    monkeypatch.setattr(one, "_trackers", lambda trial: Trackers())
+    monkeypatch.setattr(module, "run_trial", lambda *_: result())
+    claim = storage.claim(design.by_key)
+    one._run(claim, design.by_key[claim.key])
+    assert order == ["alive", "finished", "silent", "closed"]
+
+
+def test_a_worker_that_gets_no_trial_waits_before_it_asks_again(design, tmp_path, lab, monkeypatch) -> None:
+    import npt.sweep.worker as module
+
+    storage, slept = Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name), []  # trials that nobody has let wait yet
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        storage.enqueue(design.trials)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(module, "run_trial", lambda *_: result())
+    assert worker(design, storage, tmp_path, lab)[0].work().finished == 4
+    assert slept == [module.WAIT_SECONDS]
 
 
 def test_a_worker_whose_parent_is_gone_gives_its_trial_back_and_ends(design, storage, tmp_path, lab) -> None:
