@@ -29,7 +29,7 @@ def _drawn(make: Callable[[Any], None], width: float, height: float) -> bytes:
     from matplotlib.figure import Figure
 
     # The settings of whoever uses matplotlib in this process stay out of the picture, and a `$` in a name is no formula.
-    settings = {"text.parse_math": False, "font.size": 9}
+    settings: Any = {"text.parse_math": False, "font.size": 9}
     with matplotlib.style.context("default"), matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -52,10 +52,11 @@ def map_figure(found: Map) -> bytes:
         colours = _viridis()
         for (i, j), cell in found.cells.items():
             value = None if cell.kl is None else math.log10(max(cell.kl, 1e-12))
-            fine = not cell.failed and value is not None
-            colour = colours(scale(value)) if fine else _BAD if cell.diverged else _WORSE
+            shade = None if cell.failed or value is None else float(scale(value))
+            fine = shade is not None
+            colour = colours(shade) if fine else _BAD if cell.diverged else _WORSE
             axes.add_patch(Rectangle((j, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1))
-            bright = value is not None and scale(value) > 0.6 if fine else not cell.diverged
+            bright = not cell.diverged if shade is None else shade > 0.6
             shown = f"{cell.kl:.3g}" if fine else f"{'✕' if cell.diverged else '↑'} {_share(cell.failed, cell.count)}"
             axes.text(j + 0.5, i + 0.5, shown, ha="center", va="center", fontsize=7.5, color=_INK if bright else "white")
         _edge(axes, found)
