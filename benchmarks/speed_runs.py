@@ -35,23 +35,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
 
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
-from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
+from npt.cost.named import SHAPES, llama_config
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.losses import nmse
 from npt.distill.strategies import STRATEGIES
 from npt.quant.random_base import random_base
-
-SHAPES = {
-    "embedded": Shape(layers=8, hidden=192, ffn=512, heads=6, kv_heads=2, head_dim=32, vocab=2048, tied=True),
-    "cpu-0.2b": Shape(layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=32000),
-    "llama-3.2-1b": LLAMA_3_2_1B,
-    "llama-3.1-8b": LLAMA_3_1_8B,
-}
-"""`cpu-0.2b` is a TinyLlama of half the width and half the depth: 0.2 B parameters, a step within seconds on two cores."""
 
 OURS = ("local", "end_to_end", "end_to_end_kl")
 TWO_MODELS = ("two_model", "two_model_hidden", "two_model_checkpointed")
@@ -98,22 +89,6 @@ class Run:
         """Drop what a step that did not come to its end has left."""
         for parameter in self.trainable:
             parameter.grad = None
-
-
-def llama_config(shape: Shape, length: int) -> LlamaConfig:
-    """A Llama of this shape that takes rows of `length` tokens."""
-    return LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=max(length, 2048),
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=shape.tied,
-    )
 
 
 def make_base(setting: Setting) -> Any:

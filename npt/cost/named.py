@@ -1,4 +1,4 @@
-"""Shapes by name or by their numbers, for plans of bases whose configuration is not at hand."""
+"""Shapes by name or by their numbers, for plans and benchmarks of bases whose configuration is not at hand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
 from npt.errors import ConfigError
 
 SHAPES = {
-    "cpu-0.2b": Shape(layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=8192),
+    "embedded": Shape(layers=8, hidden=192, ffn=512, heads=6, kv_heads=2, head_dim=32, vocab=2048, tied=True),
+    "cpu-0.2b": Shape(layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=32000),
     "llama-3.2-1b": LLAMA_3_2_1B,
     "llama-3.1-8b": LLAMA_3_1_8B,
 }
+"""`cpu-0.2b` is a TinyLlama of half the width and half the depth: 0.2 B parameters, a step within seconds on two cores."""
 
 LARGEST = 2**24
 """Of each number of a shape: beyond it no model is, but sums that a plan cannot be made of."""
@@ -50,5 +52,6 @@ def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=max(length, 2048),
+        rms_norm_eps=1e-5,
         tie_word_embeddings=shape.tied,
     )

@@ -6,12 +6,11 @@ lets no script run but its own. The pictures are drawn before and can be read wi
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from pathlib import Path
 
 from npt.report.charts import PALETTE
 from npt.report.fidelity import fidelity_section
+from npt.report.frame import frame
 from npt.report.history import events_section, saved_section
 from npt.report.layers import layers_section
 from npt.report.markup import number, text
@@ -29,11 +28,8 @@ def page(record: RunRecord, place: Path) -> str:
         record: what its folder has.
         place: where the page will lie, for its links.
     """
-    here = Path(__file__).parent
     palette = "\n".join(f".c{i} {{ fill: {colour}; background: {colour} }}" for i, colour in enumerate(PALETTE))
-    style = (here / "style.css").read_text(encoding="utf-8") + palette
-    script = (here / "script.js").read_text(encoding="utf-8")
-    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    script = (Path(__file__).parent / "script.js").read_text(encoding="utf-8")
     training = Training(record)
     sections = (
         ("fidelity", "Fidelity", fidelity_section(record)),
@@ -46,33 +42,7 @@ def page(record: RunRecord, place: Path) -> str:
         ("environment", "Environment", environment_section(record)),
     )
     title = f"{text(record.name, 80)}: report of a run"
-    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in sections)
-    body = "\n".join(
-        f'<section aria-labelledby="{name}">\n<h2 id="{name}">{heading}</h2>\n{content}\n</section>' for name, heading, content in sections
-    )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-{_head(record)}
-<nav aria-label="Sections"><ul>{links}</ul></nav>
-</header>
-<main>
-{body}
-</main>
-<script type="application/json" id="data">{training.data()}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+    return frame(title, _head(record), sections, style=palette, script=script, data=training.data())
 
 
 def _head(record: RunRecord) -> str:
@@ -88,8 +58,3 @@ def _head(record: RunRecord) -> str:
     items = "".join(f"<li><code>{text(name)}</code>: {text(why)}</li>" for name, why in missing)
     said = f'<div class="missing"><p>Not all of the run is here:</p><ul>{items}</ul></div>' if items else ""
     return f'<p class="status {kind}"><strong>{text(words)}</strong></p>\n<dl class="facts">{cells}</dl>\n{said}'
-
-
-def _hash(content: str) -> str:
-    """What the page's policy knows its own style or script by."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode('utf-8')).digest()).decode('ascii')}"

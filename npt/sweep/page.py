@@ -6,14 +6,12 @@ It loads nothing and runs no script; its pictures are in it, and lie beside it a
 from __future__ import annotations
 
 import base64
-import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import npt.report
+from npt.report.frame import frame
 from npt.report.markup import details, number, table, text
 from npt.sweep import figures
 from npt.sweep.analysis import (
@@ -79,9 +77,6 @@ class Study:
 
 def page(study: Study) -> str:
     """The HTML page."""
-    style = (Path(npt.report.__file__).parent / "style.css").read_text(encoding="utf-8") + _STYLE
-    digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
-    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src 'sha256-{digest}'"
     sections = [
         ("stability", "What trains", _stability(study)),
         ("limits", "The largest value that trains", _limits(study)),
@@ -94,32 +89,7 @@ def page(study: Study) -> str:
     ]
     shown = [(name, heading, content) for name, heading, content in sections if content]
     title = f"{text(study.name, 80)}: report of a study"
-    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in shown)
-    body = "\n".join(
-        f'<section aria-labelledby="{name}">\n<h2 id="{name}">{heading}</h2>\n{content}\n</section>' for name, heading, content in shown
-    )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-{_head(study)}
-<nav aria-label="Sections"><ul>{links}</ul></nav>
-</header>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
+    return frame(title, _head(study), shown, style=_STYLE)
 
 
 _STYLE = """
