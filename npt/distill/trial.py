@@ -7,8 +7,10 @@ a layer without an adapter takes, in front of the first converted one or behind 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 
 from npt.adapters.attach import adapter_parameters, attach
 from npt.config import TrainConfig
-from npt.cost.measure import peak_bytes, wait_for
+from npt.cost.measure import live_bytes, peak_bytes, storage_bytes, tensors_of, wait_for
 from npt.data.batch import Batch, batch_from_tensors
 from npt.data.sample import Sample
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
@@ -197,7 +199,7 @@ def _fastest(windows: dict[str, Window], seconds: float) -> tuple[dict[str, floa
 def measure(
     model: Any, workload: Workload, config: TrainConfig, passes: Passes, evaluated_at_once: int, *, steps: int = 3, teacher: Any = None
 ) -> Measured:
-    """Run a few windows and a batch of an evaluation for real.
+    """Run a few windows and a batch of an evaluation for real. What else lives in this process is not counted.
 
     Args:
         model: the whole base, with adapters attached; these are trained.
@@ -209,6 +211,10 @@ def measure(
         teacher: of its own.
     """
     c, length = workload.training, workload.length
+    device = next(model.parameters()).device
+    gc.collect()  # small models that were tried before are gone
+    there = torch.cuda.memory_allocated(device) if device.type == "cuda" else live_bytes(device)
+    beside = there - storage_bytes(tensors_of(model, teacher))
     window = Window(model, config, c.batch_size, length, c.gradient_accumulation_steps, passes, teacher)
     spent = []
     for _ in range(steps + 1):
@@ -219,9 +225,13 @@ def measure(
     for _ in range(IN_FLIGHT if window.transaction.late else 0):  # as in a run, where nobody waits for them, each keeps the state before it
         window.fill(wait=False)
         window.commit(wait=False)
-    phases = {name: peak_bytes(act, window.device).peak for name, act in (("micro-batch", window.fill), ("step", window.commit))}
+
+    def peak(act: Callable[[], object]) -> int:
+        return peak_bytes(act, device).peak - beside
+
+    phases = {"micro-batch": peak(window.fill), "step": peak(window.commit)}
     samples = _samples(model.config.vocab_size, min(evaluated_at_once, c.eval_samples), length)
-    phases["evaluation"] = peak_bytes(lambda: evaluate(model, None, samples, batch_size=len(samples)), window.device).peak
+    phases["evaluation"] = peak(lambda: evaluate(model, None, samples, batch_size=len(samples)))
     return Measured(min(spent[1:]), phases)
 
 
