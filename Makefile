@@ -12,7 +12,7 @@ STAMP  := $(shell date +%Y%m%d-%H%M%S)
 pretrain: $(VENV)/.core
 	$(BIN)/python pretrain_npt_safe.py --config configs/tiny.yaml --output_dir outputs/pretrain-$(STAMP)
 
-# Which settings train the embedded model, and where that ends: some 240 short runs, shared by two workers. Started again after a kill it
+# Which settings train the embedded model, and where that ends: some 320 short runs, shared by two workers. Started again after a kill it
 # goes on where it was; with outputs/stability removed it begins anew.
 stability: $(VENV)/.sweep
 	$(BIN)/npt sweep configs/stability.yaml --study outputs/stability --workers 2
