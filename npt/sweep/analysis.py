@@ -132,16 +132,15 @@ def level_text(value: Any) -> str:
 
 
 def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map | None:
-    """The map of a part; None where its learning rate is the same everywhere, or sought."""
+    """The map of a part; None where its learning rate is sought, or no setting has more than one of it, as in a random design."""
     own = [row for row in finished(of_part(rows, part)) if row[RATE] is not None and not sought(row)]
-    rates = sorted({row[RATE] for row in own})
-    if len(rates) < 2:
-        return None
     others = [name for name in factors(own, columns) if name != RATE]
-    heads, column = _rate_columns(rates)
     groups: dict[str, list[Row]] = {}
     for row in own:
         groups.setdefault(_line(row, others), []).append(row)
+    if all(len({row[RATE] for row in line}) < 2 for line in groups.values()):
+        return None
+    heads, column = _rate_columns(sorted({row[RATE] for row in own}))
     cells: dict[tuple[int, int], Cell] = {}
     edges = []
     for i, line in enumerate(groups.values()):

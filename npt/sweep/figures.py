@@ -17,8 +17,8 @@ from npt.sweep.analysis import Analysis, Map, frontier, training_seconds
 
 _DPI = 130
 _BAD, _WORSE, _INK, _LINE = "#c5162a", "#f0a860", "#1c2127", "#0a58a8"
-_FEW = 40
-"""Points that are named one by one."""
+_HARMLESS = 1.25
+"""Factor of the loss on each side of 1 that the axis of harm has at least."""
 
 Row = Mapping[str, Any]
 
@@ -204,6 +204,7 @@ def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
         harm.axvline(1.0, color="#8a949e", linewidth=1, zorder=0)
         harm.set_yticks(range(len(rows)), [_short(name) for name in names])
         harm.invert_yaxis()
+        harm.update_datalim([(1 / _HARMLESS, 0), (_HARMLESS, 0)], updatey=False)  # what is no harm is not to look like some
         for axes, called in ((harm, "loss behind over before:  ● applied   ✕ refused"), (end, "KL in the end")):
             _logarithmic(axes, "x")
             axes.set_xlabel(called)

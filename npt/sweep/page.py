@@ -196,7 +196,7 @@ def _limits(study: Study) -> str:
     rows = [row for row in finished(study.rows) if sought(row)]
     if not rows:
         return ""
-    names = [f"{study.name_of(row)}, seed {row['seed']}" for row in rows]
+    names = _named(study, rows)
     picture = figures.limits_figure([(name, row["limit_low"], row["limit_high"]) for name, row in zip(names, rows, strict=True)], "value")
     cells = [
         (text(name), number(row["limit_low"]), number(row["limit_high"]), number(row["kl"]), str(row["runs"]))
@@ -213,7 +213,7 @@ def _faults(study: Study) -> str:
     rows = [row for row in finished(study.rows) if row.get("fault_refused") is not None]
     if not rows:
         return ""
-    names = [f"{study.name_of(row)}, seed {row['seed']}" for row in rows]
+    names = _named(study, rows)
     picture = _picture(study, "faults", figures.faults_figure(rows, names), f"Loss around the fault in {len(rows)} trials.")
     cells = [
         (
@@ -336,6 +336,12 @@ def _trials(study: Study) -> str:
         (text(_parts(row)), text(study.name_of(row)), text(row["seed"]), *(_value(row.get(name)) for name in _SHOWN)) for row in study.rows
     ]
     return details(f"All {len(rows)} trials; more columns are in trials.csv", table(heads, rows, "Trials"))
+
+
+def _named(study: Study, rows: Sequence[Row]) -> list[str]:
+    """What each of the rows is called, with its seed where they have several."""
+    several = len({row["seed"] for row in rows}) > 1
+    return [study.name_of(row) + (f", seed {row['seed']}" if several else "") for row in rows]
 
 
 def _parts(row: Row) -> str:

@@ -53,10 +53,11 @@ class Bisection:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the specification a trial stands."""
+    """Where in the specification a trial stands. point: of the part's grid, or what was drawn."""
 
     part: str
     arm: str
+    point: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _part(where: str, name: str, written: Any, shared: Mapping[str, Any], seeds:
                 raise ConfigError(f"{said}: {error}") from error
             # Defaults are part of it: where a version changes one, what was found under the old one is of another trial.
             what = [resolved.values(), None if bisect is None else [bisect.setting, bisect.low, bisect.high, bisect.rounds]]
-            yield Trial(fingerprint(what), resolved, given, bisect, (Place(name, arm),))
+            yield Trial(fingerprint(what), resolved, given, bisect, (Place(name, arm, {**point, **draw}),))
 
 
 def _study_name(where: str, value: Any) -> str:

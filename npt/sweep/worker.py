@@ -115,15 +115,12 @@ def _watch(trackers: Trackers) -> Callable[[int, float | None, float | None], No
 
 
 def label(trial: Trial) -> str:
-    """A trial in a few words: its first place, and the settings that people sweep."""
+    """A trial in a few words: its first place in the specification, and its seed."""
     place = trial.places[0]
-    s = trial.settings
     words = [place.part, place.arm] if place.arm else [place.part]
-    if trial.bisect is None:
-        words.append(f"lr {s.training.learning_rate:g}")
-    if s.adapter.mult_form != "sigmoid":
-        words.append(s.adapter.mult_form)
-    return " ".join([*words, f"seed {s.training.seed}"])
+    for name, value in place.point.items():
+        words.append(f"{'lr' if name == 'learning_rate' else name} {f'{value:g}' if isinstance(value, float) else value}")
+    return ", ".join([*words, f"seed {trial.settings.training.seed}"])
 
 
 def told(row: Row) -> str:

@@ -164,6 +164,13 @@ def test_a_part_without_rates_has_no_map() -> None:
     assert stability_map(table(), "faults", COLUMNS) is None and stability_map(table(), "limits", COLUMNS) is None
 
 
+def test_a_random_design_whose_settings_have_one_rate_each_has_no_map() -> None:
+    rates, ranks = [1e-3, 1e-2, 1e-1], [4, 8, 16]
+    assert stability_map(trained(rates, rank=ranks), "a", ["learning_rate", "rank"]) is None
+    again = trained([*rates, 1e-2], rank=[*ranks, 4])
+    assert stability_map(again, "a", ["learning_rate", "rank"]) is not None  # one setting has two rates: an edge may lie there
+
+
 def test_a_trial_of_two_parts_is_in_both() -> None:
     found = [{"parts": "a;b", "arms": ";plain"}, {"parts": "b", "arms": "safe"}]
     assert parts_of(found) == ["a", "b"]

@@ -32,7 +32,7 @@ def test_the_page_has_map_limits_faults_pareto_effects_and_variance() -> None:
     for name in ("stability", "limits", "faults", "fidelity", "effects", "seeds", "trials", "reading"):
         assert f'<h2 id="{name}">' in html and f'<a href="#{name}">' in html
     assert "1 of 2 such batches were refused" in html
-    assert re.search(r"<td class=\"name\">plain, seed 0<td class=\"n\">0\.03<td class=\"n\">0\.1", html)
+    assert re.search(r"<td class=\"name\">plain<td class=\"n\">0\.03<td class=\"n\">0\.1", html)
 
 
 def test_the_edge_of_the_map_stands_in_its_table() -> None:
@@ -84,6 +84,14 @@ def test_a_fault_that_leaves_no_finite_loss_says_so_and_no_faulted_run_is_compar
     assert html.count('<td class="n">not finite') == 4  # loss and harm of two trials
     front = html[html.index('id="fidelity"') : html.index('id="effects"')]
     assert "fp16" not in front and "fp32" not in front and "only the sigmoid form".lower() in front.lower()
+
+
+def test_a_row_is_called_by_its_seed_only_beside_other_seeds() -> None:
+    assert "fp16, seed" not in made()[1]
+    rows = table()
+    rows += [{**row, "seed": 1} for row in rows if row["parts"] == "faults"]
+    html = made(rows)[1]
+    assert "fp16, seed 0" in html and "fp16, seed 1" in html and "plain, seed" not in html
 
 
 def test_seconds_of_the_frontier_are_those_of_start_and_training(monkeypatch) -> None:

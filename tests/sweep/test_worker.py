@@ -40,7 +40,7 @@ def worker(design: Design, storage: Storage, folder: Path, lab: Any, **more: Any
 def test_a_worker_runs_every_trial_and_says_what_came_out(design, storage, tmp_path, lab) -> None:
     one, said = worker(design, storage, tmp_path, lab)
     assert one.work().finished == 4 and one.done == 4 and len(said) == 4
-    assert said[0].startswith("forms lr 0.001 seed 0: stable, KL ") and "diverged at step" in said[1]
+    assert said[0].startswith("forms, mult_form sigmoid, lr 0.001, seed 0: stable, KL ") and "diverged at step" in said[1]
     rows = rows_of(design, storage.rows())
     assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
     assert all(row["worker"] == storage.worker for row in rows) and not (tmp_path / "wandb").exists()
@@ -233,8 +233,17 @@ def test_a_display_says_how_far_a_study_is_and_writes_its_table(design, storage,
     assert [row["outcome"] for row in read_table(tmp_path)] == ["stable", None, None, None]
 
 
-def test_a_trial_is_called_by_its_place_and_what_people_sweep(design) -> None:
-    assert [label(trial) for trial in design.trials][2:] == ["forms lr 0.001 unbounded seed 0", "forms lr 30 unbounded seed 0"]
+def test_a_trial_is_called_by_its_place_and_everything_that_varies_there() -> None:
+    parts = {
+        "faults": {"settings": {"fault_step": 3}, "arms": {"plain": {}}, "grid": {"fault_place": ["attention", "embedding"]}},
+        "drawn": {"seeds": [7], "random": {"count": 1, "over": {"learning_rate": [1e-3], "adapter_rank": [4]}}},
+    }
+    design = design_of({"settings": {"max_steps": 5}, "parts": parts}, "names.yaml")
+    assert [label(trial) for trial in design.trials] == [
+        "faults, plain, fault_place attention, seed 0",
+        "faults, plain, fault_place embedding, seed 0",
+        "drawn, lr 0.001, adapter_rank 4, seed 7",
+    ]
 
 
 def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_table_has(design, storage, tmp_path, lab) -> None:
