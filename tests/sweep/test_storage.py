@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 from storage_work import __file__ as WORK
 from storage_work import trials
 
@@ -22,9 +25,27 @@ from npt.sweep.storage import ATTEMPTS, Storage
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'study.db'}"
+SERVER = "NPT_TEST_DATABASE"
+"""Environment variable with the address of a server's database to test against as well, postgresql+psycopg2://..."""
+
+
+@pytest.fixture(params=["file", "server"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database of the test's own: a file, and a schema of a server where one is named."""
+    if request.param == "file":
+        yield f"sqlite:///{tmp_path / 'study.db'}"
+        return
+    if SERVER not in os.environ:
+        pytest.skip(f"{SERVER} names no database of a server")
+    schema = f"npt_{uuid.uuid4().hex}"
+    engine = sqlalchemy.create_engine(os.environ[SERVER])
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text(f"create schema {schema}"))
+    own = sqlalchemy.make_url(os.environ[SERVER]).update_query_dict({"options": f"-csearch_path={schema}"})
+    yield own.render_as_string(hide_password=False)
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text(f"drop schema {schema} cascade"))
+    engine.dispose()
 
 
 def worker(url: str, count: int, log: Path, how: str = "") -> subprocess.Popen[bytes]:
@@ -157,8 +178,6 @@ def test_silences_and_errors_are_counted_apart(url: str) -> None:
 
 
 def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, monkeypatch) -> None:
-    import sqlalchemy
-
     import npt.sweep.storage as module
 
     monkeypatch.setattr(module, "TRY_SECONDS", 0.0)
