@@ -136,7 +136,7 @@ def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map
     own = [row for row in finished(of_part(rows, part)) if row[RATE] is not None and not sought(row)]
     others = [name for name in factors(own, columns) if name != RATE]
     groups: dict[str, list[Row]] = {}
-    for row in own:
+    for row in _ordered(own, others):
         groups.setdefault(_line(row, others), []).append(row)
     if all(len({row[RATE] for row in line}) < 2 for line in groups.values()):
         return None
@@ -174,6 +174,12 @@ def _rate_columns(rates: Sequence[float]) -> tuple[tuple[str, ...], dict[float, 
     ends = [math.exp(low + j * width) for j in range(RATE_CLASSES + 1)]
     column = {rate: min(RATE_CLASSES - 1, int((math.log(rate) - low) / width)) for rate in rates}
     return tuple(f"{a:.2g} to {b:.2g}" for a, b in itertools.pairwise(ends)), column
+
+
+def _ordered(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """Rows by these settings: numbers by their size, everything else as it first comes."""
+    keys = list(zip(*(_order_of([row[name] for row in rows]) for name in names), strict=True)) if names else [()] * len(rows)
+    return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)]
 
 
 def _line(row: Row, others: Sequence[str]) -> str:
@@ -287,8 +293,13 @@ def _levels(values: Sequence[Any]) -> list[_Level]:
         ends = [float(np.quantile(values, i / _CLASSES)) for i in range(1, _CLASSES)]
         names = [f"≤ {ends[0]:.3g}", *(f"{a:.3g} to {b:.3g}" for a, b in itertools.pairwise(ends)), f"> {ends[-1]:.3g}"]
         return [(float(i), names[i]) for value in values for i in (sum(value > end for end in ends),)]
+    return list(zip(_order_of(values), map(level_text, values), strict=True))
+
+
+def _order_of(values: Sequence[Any]) -> list[float]:
+    """By what values are sorted: numbers by their size, others as they first come."""
     kinds = list(dict.fromkeys(values))
-    return [(float(v) if isinstance(v, int | float) and not isinstance(v, bool) else float(kinds.index(v)), level_text(v)) for v in values]
+    return [float(v) if isinstance(v, int | float) and not isinstance(v, bool) else float(kinds.index(v)) for v in values]
 
 
 def _sorted(levels: Sequence[_Level]) -> list[_Level]:

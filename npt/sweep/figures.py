@@ -64,9 +64,8 @@ def map_figure(found: Map) -> bytes:
         axes.set_ylim(len(found.lines), 0)
         axes.set_xticks([j + 0.5 for j in range(len(found.heads))], found.heads, rotation=45, ha="right")
         axes.set_yticks([i + 0.5 for i in range(len(found.lines))], [_short(line) for line in found.lines])
-        axes.set_xlabel(
-            "learning rate\n\nnumber: KL where all trained, dark is near    ↑ ended worse    ✕ diverged    black: the edge", fontsize=8
-        )
+        axes.set_xlabel("learning rate", fontsize=8)
+        figure.supxlabel("number: KL where all trained, dark is near   ↑ ended worse   ✕ diverged   black: the edge", fontsize=8)
         axes.tick_params(length=0)
         for side in axes.spines.values():
             side.set_visible(False)
@@ -107,8 +106,9 @@ def limits_figure(rows: Sequence[tuple[str, float | None, float | None]], settin
     return _drawn(make, 7.5, 1.1 + 0.32 * len(rows))
 
 
-def pareto_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
-    """KL against parameters and against seconds of training, stable runs; the frontier joined."""
+def pareto_figure(rows: Sequence[Row], numbers: Mapping[int, int]) -> bytes:
+    """KL against parameters and against seconds of training, stable runs; the frontier joined. numbers: by which the table beside the
+    picture calls some of the rows."""
     points = [(float(row["parameters"]), training_seconds(row), float(row["kl"])) for row in rows]
 
     def make(figure: Any) -> None:
@@ -119,8 +119,8 @@ def pareto_figure(rows: Sequence[Row], names: Sequence[str]) -> bytes:
             axes.plot([pairs[i][0] for i in best], [pairs[i][1] for i in best], color=_LINE, linewidth=1.5, drawstyle="steps-post")
             axes.plot([a for a, _ in pairs], [b for _, b in pairs], "o", color="#8a949e", markersize=3.5, zorder=1)
             axes.plot([pairs[i][0] for i in best], [pairs[i][1] for i in best], "D", color=_LINE, markersize=5, zorder=3)
-            for i in best[:8]:
-                axes.annotate(_short(names[i], 34), pairs[i], xytext=(4, 4), textcoords="offset points", fontsize=6.5)
+            for i in best:
+                axes.annotate(str(numbers[i]), pairs[i], xytext=(4, 4), textcoords="offset points", fontsize=7.5)
             axes.set_xlabel(called)
             if len({a for a, _ in pairs}) > 1:
                 _logarithmic(axes, "x")

@@ -246,19 +246,21 @@ def _fidelity(study: Study) -> str:
     rows = [row for row in rows if row["parameters"] and not sought(row)]
     if len(rows) < 2:
         return ""
-    names = [study.name_of(row) for row in rows]
-    picture = _picture(study, "pareto", figures.pareto_figure(rows, names), "KL against parameters and seconds of the stable trials.")
     costs = ([float(row["parameters"]) for row in rows], [training_seconds(row) for row in rows])
     best = {i for cost in costs for i in frontier([(x, float(row["kl"])) for x, row in zip(cost, rows, strict=True)])}
+    numbers = {i: place for place, i in enumerate(sorted(best, key=lambda i: (rows[i]["kl"], i)), 1)}
+    told = "KL against parameters and seconds of the stable trials."
+    picture = _picture(study, "pareto", figures.pareto_figure(rows, numbers), told)
     cells = [
-        (text(names[i]), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(costs[1][i]), number(rows[i]["kl"]),
-         number(rows[i]["perplexity_ratio"]), f"{100 * rows[i]['top1']:.1f}%")
-        for i in sorted(best, key=lambda i: rows[i]["kl"])
+        (str(place), text(study.name_of(rows[i])), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(costs[1][i]),
+         number(rows[i]["kl"]), number(rows[i]["perplexity_ratio"]), f"{100 * rows[i]['top1']:.1f}%")
+        for i, place in numbers.items()
     ]  # fmt: skip
-    heads = ("~trial", "~part", "*parameters", "*seconds", "*KL", "*perplexity ratio", "*top-1")
+    heads = ("*", "~trial", "~part", "*parameters", "*seconds", "*KL", "*perplexity ratio", "*top-1")
     floor = next((row["floor_kl"] for row in rows if row["floor_kl"] is not None), None)
     said = f"<p>Stable trials. With attention merely dropped KL is {number(floor)}. Seconds are those of start "
-    said += "and training. Only the sigmoid form is computed fused, so the other forms take longer for that alone.</p>"
+    said += "and training. Only the sigmoid form is computed fused, so the other forms take longer for that alone. The table has the "
+    said += "numbers of the picture.</p>"
     return f"{said}\n{picture}\n{table(heads, cells, 'No trial is better than these in both: KL and parameters, or KL and seconds')}"
 
 
@@ -301,7 +303,7 @@ def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
         ]
     ]
     said = "<p>What each setting explains alone, in per cent of the variance. What two explain only between them, where trials are "
-    said += "missing or failed, is in neither share, and a bar ends before 1.</p>"
+    said += "missing or failed, is in neither share or in both, and a bar does not end at 1.</p>"
     return f"{said}\n{picture}\n{details('As a table', table(('~part and response', '~setting', '*share'), cells, 'Shares of variance'))}"
 
 

@@ -140,7 +140,7 @@ def trained(rates, limit=1e9, **settings):
 def test_a_map_keeps_settings_apart_that_are_laid_over_arms() -> None:
     found = trained([1e-3, 1e-2] * 4, arms=["x", "x", "y", "y"] * 2, rank=[4] * 4 + [8] * 4, form=["s", "s", "t", "t"] * 2)
     drawn = stability_map(found, "a", ["learning_rate", "rank", "form"])
-    assert drawn is not None and drawn.lines == ("x, rank 4", "y, rank 4", "x, rank 8", "y, rank 8")  # an arm decides the form
+    assert drawn is not None and drawn.lines == ("x, rank 4", "x, rank 8", "y, rank 4", "y, rank 8")  # an arm decides the form
     assert all(cell.count == 1 for cell in drawn.cells.values()) and len(drawn.cells) == 8
 
 
@@ -162,6 +162,14 @@ def test_trials_that_sought_a_limit_are_in_no_map() -> None:
 
 def test_a_part_without_rates_has_no_map() -> None:
     assert stability_map(table(), "faults", COLUMNS) is None and stability_map(table(), "limits", COLUMNS) is None
+
+
+def test_the_lines_of_a_map_go_by_size_and_names_as_they_come() -> None:
+    ranks, forms = [16, 4, 16, 4, 16, 4, 16, 4], ["s", "s", "b", "b"] * 2
+    drawn = stability_map(trained([1e-3] * 4 + [1e-2] * 4, rank=ranks, form=forms), "a", ["learning_rate", "form", "rank"])
+    assert drawn is not None
+    assert drawn.lines == ("form s, rank 4", "form s, rank 16", "form b, rank 4", "form b, rank 16")
+    assert [drawn.cells[i, 0].count for i in range(4)] == [1] * 4
 
 
 def test_a_random_design_whose_settings_have_one_rate_each_has_no_map() -> None:
