@@ -223,9 +223,11 @@ def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row],
     Returns:
         None where there are too few trials, or the response is the same in all.
     """
-    known = [(row, value) for row in finished(rows) if (value := response(row)) is not None]
-    rows, y = [row for row, _ in known], np.array([value for _, value in known], np.float64)
-    levels = {name: _levels([row.get(name) for row in rows]) for name in names}
+    ended = finished(rows)
+    known = [(i, value) for i, row in enumerate(ended) if (value := response(row)) is not None]
+    rows, y = [ended[i] for i, _ in known], np.array([value for _, value in known], np.float64)
+    of_all = {name: _levels([row.get(name) for row in ended]) for name in names}  # the same classes for every response
+    levels = {name: [found[i] for i, _ in known] for name, found in of_all.items()}
     levels = {name: found for name, found in levels.items() if len(set(found)) > 1}
     if not levels or len(rows) < 1 + sum(len(set(found)) - 1 for found in levels.values()) + _ENOUGH or float(np.ptp(y)) == 0:
         return None

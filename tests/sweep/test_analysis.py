@@ -113,6 +113,14 @@ def test_where_there_is_nothing_to_tell_nothing_is_told(values) -> None:
     assert analyse(rows(values, a=[i % 2 for i in range(len(values))]), ["a"], lambda row: row["y"], "y") is None
 
 
+def test_every_response_has_the_same_classes_of_a_number_in_the_same_order() -> None:
+    found = [{**row, "a": 0.1 * i, "b": "xy"[i % 2]} for i, row in enumerate(rows([float(i % 7) for i in range(40)]))]
+    of_all = analyse(found, ["a", "b"], lambda row: row["y"], "all")
+    of_some = analyse(found, ["a", "b"], lambda row: row["y"] if 0.45 < row["a"] < 3.1 or row["y"] == 3 else None, "some")
+    assert of_all is not None and of_some is not None and of_some.trials < of_all.trials
+    assert [effect.level for effect in of_some.effects] == [effect.level for effect in of_all.effects]
+
+
 # Of published tables of Student's t.
 @pytest.mark.parametrize(("free", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)])
 def test_the_t_quantiles_are_those_of_the_tables(free, t) -> None:
