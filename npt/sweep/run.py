@@ -82,28 +82,28 @@ def run_trial(lab: Lab, trial: Trial, between: Callable[[], None] = lambda: None
     if trial.bisect is None:
         return run(lab, trial.settings, between, watch)
     started = time.perf_counter()
-    low, high = trial.bisect.low, trial.bisect.high
-    best = run(lab, trial.at(low), between, watch)
-    runs, stable, diverged = 1, None, None
-    if best["outcome"] != "stable":
-        diverged = low
-    else:
-        stable = low
-        at_top = run(lab, trial.at(high), between, watch)
+    best: Row = {}
+    runs = 0
+
+    def trains(value: float) -> bool:
+        nonlocal best, runs
+        found = run(lab, trial.at(value), between, watch)
         runs += 1
-        if at_top["outcome"] == "stable":
-            best, stable = at_top, high
-        else:
-            diverged = high
-            for _ in range(trial.bisect.rounds):
-                middle = float(f"{math.sqrt(stable * diverged):.4g}")
-                found = run(lab, trial.at(middle), between, watch)
-                runs += 1
-                if found["outcome"] == "stable":
-                    best, stable = found, middle
-                else:
-                    diverged = middle
-    return {**best, "limit_low": stable, "limit_high": diverged, "runs": runs, "seconds": time.perf_counter() - started}
+        stable = bool(found["outcome"] == "stable")
+        best = found if stable or not best else best
+        return stable
+
+    low, high = trial.bisect.low, trial.bisect.high
+    if not trains(low):
+        bracket: tuple[float | None, float | None] = (None, low)
+    elif trains(high):
+        bracket = (high, None)
+    else:
+        for _ in range(trial.bisect.rounds):
+            middle = float(f"{math.sqrt(low * high):.4g}")
+            low, high = (middle, high) if trains(middle) else (low, middle)
+        bracket = (low, high)
+    return {**best, "limit_low": bracket[0], "limit_high": bracket[1], "runs": runs, "seconds": time.perf_counter() - started}
 
 
 def run(lab: Lab, settings: Settings, between: Callable[[], None] = lambda: None, watch: Watch = lambda *_: None) -> Row:
