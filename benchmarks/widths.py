@@ -31,7 +31,7 @@ RATED = 4
 
 SETTINGS: dict[str, Any] = {
     "use_quantization": True, "layers": "upper_half", "adapter_rank": 16, "batch_size": 2, "max_length": 128, "num_samples": 512,
-    "eval_samples": 4, "max_steps": 40, "max_consecutive_bad": 4,
+    "eval_samples": 4, "max_steps": 40, "max_consecutive_bad": 4, "additive_scale": 0.1,
 }  # fmt: skip
 CALIBRATED = {"init": "calibrated", "calibration_tokens": 4096, "calibration_rounds": 0}
 RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
@@ -74,6 +74,7 @@ def specification(bases: dict[int, Path]) -> dict[str, Any]:
     rated = {f"D {place.name}": {"model_name": str(place)} for k, place in bases.items() if k <= RATED}
     parts: dict[str, Any] = {
         "limit": {"arms": arms, "bisect": {"low": 1e-3, "high": 1.0, "rounds": 4}},
+        "limit, alpha 1": {"arms": rated, "settings": {"additive_scale": 1.0}, "bisect": {"low": 1e-3, "high": 1.0, "rounds": 4}},
         "limit, calibrated": {"arms": rated, "settings": CALIBRATED, "bisect": {"low": 1e-4, "high": 1e-1, "rounds": 4}},
         "rates": {"arms": rated, "grid": {"learning_rate": RATES}},
     }

@@ -41,7 +41,7 @@ def test_the_study_of_widths_can_start_and_seeks_a_limit_for_each(widths, bases)
     design = design_of(widths.specification(bases), "widths.yaml")
     check_design(design)
     sought = [trial for trial in design.trials if trial.bisect is not None]
-    assert len(sought) == 4 and len(design.trials) == 4 + 2 * len(widths.RATES)
+    assert len(sought) == 6 and len(design.trials) == 6 + 2 * len(widths.RATES)
 
 
 def test_the_exponent_is_that_of_a_power_law(widths) -> None:
