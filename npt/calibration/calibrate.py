@@ -367,12 +367,29 @@ def _finite(index: int, name: str, rows: Tensor) -> Tensor:
 
 def _tensors(model: PreTrainedModel, config: NPTConfig, solutions: dict[int, Solution]) -> dict[str, Tensor]:
     """The solutions by the names of the adapters' parameters; B is divided by alpha, which the forward multiplies it with."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for index, solution in solutions.items():
-        for name, value in solution.parameters.items():
-            found[f"model.layers.{index}.npt.{name}"] = value / config.additive_scale if name.startswith("B.") else value
+        divided = {name: x / config.additive_scale if name.startswith("B.") else x for name, x in solution.parameters.items()}
+        found |= {f"model.layers.{index}.npt.{name}": value for name, value in balanced(divided).items()}
     assert found.keys() == adapter_shapes(model, config).keys()
     return found
+
+
+def balanced(parameters: Parameters) -> Parameters:
+    """The same adapter in numbers that training can change evenly.
+
+    A row of A times c and the columns of B and M that read it over c give the same student for any c. Solved for a code of unit variance,
+    entries of A are a few hundredths and those of B a few units, while AdamW moves every entry by the learning rate: A is thrown away
+    before B has begun. So c makes the root mean squares of both equal; it is a power of two, by which fp32 multiplies exactly.
+
+    Args:
+        parameters: of one layer, `A` [R, D], `B.*` and `M.*` [O, R].
+    """
+    behind = torch.cat([value for name, value in parameters.items() if name != "A"])
+    sizes = behind.square().mean(dim=0).sqrt() / parameters["A"].square().mean(dim=1).sqrt()
+    factor = torch.exp2(torch.round(torch.log2(sizes) / 2))
+    factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0)  # a row that nothing reads, or that reads nothing
+    return {name: value * factor.unsqueeze(1) if name == "A" else value / factor for name, value in parameters.items()}
 
 
 def _figures(rank: int, solution: Solution) -> LayerCalibration:

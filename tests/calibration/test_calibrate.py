@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
 
 import npt
 from npt.adapters.attach import adapter_parameters, at_random_start, attached_config, decoder_layers, npt_layers
 from npt.calibration import calibrate as calibrating
-from npt.calibration.calibrate import check_calibration
+from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.report import calibration_table
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, ModelError, NotSupportedError, NPTError, NumericalError
@@ -93,6 +95,45 @@ def test_every_form_and_base_is_calibrated(quantization, modulation, load_model,
     after = weights(model)
     assert after.keys() == before.keys() and all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in after.values())
     assert any(name.split(".npt.")[1].startswith("M.") and p.any() for name, p in after.items()) == (modulation != "additive")
+
+
+def sizes(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Root mean squares by rank: of A's rows, and of the columns that read them."""
+    behind = torch.cat([value for name, value in parameters.items() if name != "A"])
+    return parameters["A"].square().mean(dim=1).sqrt(), behind.square().mean(dim=0).sqrt()
+
+
+@given(st.integers(0, 1000), st.floats(-6, 3), st.floats(-4, 3))
+def test_balancing_changes_no_bit_of_the_student_and_evens_its_numbers(seed, exponent, other) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(-2, 2, 5)
+    before = {
+        "A": torch.randn(5, 12, generator=draw) * 10**exponent * spread.unsqueeze(1),
+        "B.gate": torch.randn(20, 5, generator=draw) * 10**other,
+        "M.down": torch.randn(12, 5, generator=draw),
+    }
+    after = balanced(before)
+    a = torch.randn(12, 7, generator=draw)
+    for name in ("B.gate", "M.down"):
+        for r in range(5):  # each rank by itself: how a product of matrices sums is the library's affair
+            assert torch.equal(
+                after[name][:, r : r + 1] @ (after["A"][r : r + 1] @ a), before[name][:, r : r + 1] @ (before["A"][r : r + 1] @ a)
+            )
+    rows, columns = sizes(after)
+    assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())  # the nearest power of two, on both sides of the square root
+
+
+def test_balancing_leaves_alone_what_nothing_reads_and_what_reads_nothing() -> None:
+    before = {"A": torch.tensor([[1e-3, 2e-3], [0.0, 0.0], [0.0, 0.0]]), "B.up": torch.tensor([[0.0, 3.0, 0.0]])}
+    assert all(torch.equal(value, before[name]) for name, value in balanced(before).items())
+
+
+def test_a_solved_start_is_balanced(load_model, tokenizer) -> None:
+    model = student(load_model, additive_scale=0.1)
+    calibrate(model, tokenizer)
+    for _, layer in npt_layers(model):
+        rows, columns = sizes({name.removeprefix("npt."): p.detach() for name, p in layer.npt.named_parameters()})
+        assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())
 
 
 @pytest.mark.parametrize("targets", [("gate",), ("down",), ("up", "down")])
