@@ -318,7 +318,7 @@ class TrainConfig:
         3, "of init calibrated: Gauss-Newton rounds per layer behind the linear solution, up to twice as many while they gain much"
     )
     rank_budget: int | None = setting(None, "of init calibrated: ranks of all layers together, spent where they are worth most")
-    learning_rate: float = setting(5e-5, "peak learning rate")
+    learning_rate: float = setting(1e-3, "peak learning rate")
     weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")
     regularization_lambda: float = setting(0.0, "weight of the L2 of the modulation")
     num_epochs: int = setting(1, "passes over the data, when max_steps does not end the run first")

@@ -41,7 +41,7 @@ def test_arms_are_bundles_that_the_grid_is_laid_over() -> None:
 
 
 def test_equal_settings_in_two_parts_are_one_trial_with_two_places() -> None:
-    found = design(a={"grid": {"learning_rate": [5e-5, 1e-3]}}, b={"arms": {"default": {}}})  # 5e-5 is the default
+    found = design(a={"grid": {"learning_rate": [1e-3, 1e-2]}}, b={"arms": {"default": {}}})  # 1e-3 is the default
     assert len(found.trials) == 2
     assert [(p.part, p.arm) for p in found.trials[0].places] == [("a", ""), ("b", "default")]
 

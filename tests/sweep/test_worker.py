@@ -215,7 +215,7 @@ def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp
     storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", "seen")
     storage.enqueue(watched.trials)
     worker(watched, storage, tmp_path, lab)[0].work()
-    assert made == [(True, f"seen-{watched.trials[0].key}", tmp_path / "wandb", 5e-5, "seen")]
+    assert made == [(True, f"seen-{watched.trials[0].key}", tmp_path / "wandb", 1e-3, "seen")]
     assert logged == [1, 2, 3, 4, 5, 6, 7, -1]
 
 
