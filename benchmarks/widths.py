@@ -27,7 +27,7 @@ from npt.quant.load import EMBEDDED_FOLDER
 from npt.sweep.table import read_table
 
 RATED = 4
-"""Width up to which every rate of a grid is run beside the search for the limit; wider models take minutes a run."""
+"""Width up to which more than one limit is sought, and every rate of a grid is run; wider models take minutes a run."""
 
 SETTINGS: dict[str, Any] = {
     "use_quantization": True, "layers": "upper_half", "adapter_rank": 16, "batch_size": 2, "max_length": 128, "num_samples": 512,
@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes that share the study")
     args = parser.parse_args()
     widths = [int(k) for k in args.widths.split(",")]
+    if any(k < 1 or k & (k - 1) for k in widths):
+        raise SystemExit(f"--widths {args.widths}: each must be a power of two, by which bf16 divides exactly")
     bases = write_bases(args.output / "bases", widths)
     spec = args.output / "widths.yaml"
     spec.write_text(yaml.safe_dump(specification(bases), sort_keys=False))
@@ -102,11 +104,15 @@ def main() -> None:
     if status:
         raise SystemExit(status)
     rows = read_table(args.output / "study")
-    for part in dict.fromkeys(row["parts"] for row in rows if row["limit_low"] is not None):
+    for part in dict.fromkeys(row["parts"] for row in rows if row["parts"].startswith("limit")):
         own = [row for row in rows if row["parts"] == part]
         for row in own:
             print(f"{part}: {row['arms']} trains up to {row['limit_low']}, not at {row['limit_high']}")
-        points = [(float(row["arms"][2:]), math.sqrt(row["limit_low"] * row["limit_high"])) for row in own if row["limit_high"]]
+        points = [
+            (float(row["arms"][2:]), math.sqrt(row["limit_low"] * row["limit_high"]))
+            for row in own
+            if row["limit_low"] and row["limit_high"]
+        ]
         if len(points) > 1:
             print(f"{part}: goes with D to the power {exponent(points):.2f}")
     for arm in dict.fromkeys(row["arms"] for row in rows if row["parts"] == "rates"):

@@ -303,7 +303,7 @@ def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
         ]
     ]
     said = "<p>What each setting explains alone, in per cent of the variance. What two explain only between them, where trials are "
-    said += "missing or failed, is in neither share or in both, and a bar does not end at 1.</p>"
+    said += "missing or failed, is in neither share or in both: such a bar ends before or behind 1.</p>"
     return f"{said}\n{picture}\n{details('As a table', table(('~part and response', '~setting', '*share'), cells, 'Shares of variance'))}"
 
 
@@ -341,9 +341,9 @@ def _trials(study: Study) -> str:
 
 
 def _named(study: Study, rows: Sequence[Row]) -> list[str]:
-    """What each of the rows is called, with its seed where they have several."""
-    several = len({row["seed"] for row in rows}) > 1
-    return [study.name_of(row) + (f", seed {row['seed']}" if several else "") for row in rows]
+    """What each of the rows is called, with its seed and its part where they have several."""
+    seeds, parts = (len({row[name] for row in rows}) > 1 for name in ("seed", "parts"))
+    return [(f"{places(row)[0][0]}: " if parts else "") + study.name_of(row) + (f", seed {row['seed']}" if seeds else "") for row in rows]
 
 
 def _parts(row: Row) -> str:

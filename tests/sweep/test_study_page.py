@@ -94,6 +94,13 @@ def test_a_row_is_called_by_its_seed_only_beside_other_seeds() -> None:
     assert "fp16, seed 0" in html and "fp16, seed 1" in html and "plain, seed" not in html
 
 
+def test_limits_of_several_parts_are_told_apart() -> None:
+    rows = table()
+    again = [{**row, "parts": "limits, alpha 1"} for row in rows if row["parts"] == "limits"]
+    html = made(rows + again)[1]
+    assert "limits: plain" in html and "limits, alpha 1: plain" in html
+
+
 def test_seconds_of_the_frontier_are_those_of_start_and_training(monkeypatch) -> None:
     _, html = made([{**row, "seconds": 1e6} for row in table()])
     front = html[html.index('id="fidelity"') : html.index('id="effects"')]
