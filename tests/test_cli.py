@@ -292,10 +292,9 @@ def test_prompts_packed_and_mixed_with_replayed_text_are_trained_and_measured(tm
     assert "skipped (empty completion)" in capsys.readouterr().out
     adapter = folder / "checkpoints" / "step-00000012" / "adapter"
     arguments = ["--adapter", str(adapter), "--use_quantization", "--max_length", "32", "--eval_samples", "4", "--json"]
-    assert main(["evaluate", *arguments, *columns]) == 0
+    assert main(["evaluate", *arguments, "--batch_size", "2", *columns]) == 0  # in the run's batches: the same sums, to the last digit
     measured = json.loads(capsys.readouterr().out)
-    saved = json.loads((folder / "fidelity.json").read_text())["student"]
-    assert measured["student"] == pytest.approx(saved, rel=1e-5)  # other batches, padded on the other side: sums of fp32 in another order
+    assert measured["student"] == json.loads((folder / "fidelity.json").read_text())["student"]
     assert measured["student"]["tokens"] < 4 * 10  # completions only
 
 
