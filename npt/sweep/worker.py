@@ -13,6 +13,7 @@ from npt.config import TrainConfig
 from npt.distill.signals import StopOnSignal
 from npt.distill.trackers import Trackers
 from npt.errors import ConfigError, NPTError, StoppedError
+from npt.sweep.analysis import level_text
 from npt.sweep.lab import Lab
 from npt.sweep.run import Row, run_trial
 from npt.sweep.spec import Design, Trial
@@ -119,7 +120,7 @@ def label(trial: Trial) -> str:
     place = trial.places[0]
     words = [place.part, place.arm] if place.arm else [place.part]
     for name, value in place.point.items():
-        words.append(f"{'lr' if name == 'learning_rate' else name} {f'{value:g}' if isinstance(value, float) else value}")
+        words.append(f"{'lr' if name == 'learning_rate' else name} {level_text(value)}")
     return ", ".join([*words, f"seed {trial.settings.training.seed}"])
 
 
