@@ -53,6 +53,7 @@ from npt.cost.measure import matmul_roofline, peak_bytes, storage_bytes, tensors
 from npt.data.batch import Batch
 from npt.errors import ConfigError, NPTError
 from npt.files import write_bytes, write_text
+from npt.quant.device import default_device
 
 BASELINE = "two_model"
 
@@ -192,7 +193,7 @@ def make_setting(args: argparse.Namespace) -> Setting:
     resolve_layers(args.layers, shape.layers)
     if not 1 <= args.rank <= shape.hidden:
         raise ConfigError(f"--rank is {args.rank}; it lies between 1 and the hidden size, {shape.hidden}")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or default_device().type
     quantization = None if args.quantization == "none" else args.quantization
     return Setting(args.shape, args.layers, args.rank, args.tokens // args.length, args.length, quantization, device, args.seed)
 

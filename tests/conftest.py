@@ -8,6 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # One thread: products this small gain nothing from a second one, and two processes with two threads each wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read by npt.quant.device, in processes that tests start as well.
+os.environ["NPT_DEVICE"] = "cpu"
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +38,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     config.hook.pytest_deselected(items=unwanted)
     items[:] = [item for item in items if item not in unwanted]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Choose the device of a test before its fixtures run, those of its module included: a GPU only if it is marked `gpu`."""
+    if item.get_closest_marker("gpu") is None:
+        os.environ["NPT_DEVICE"] = "cpu"
+    else:
+        os.environ.pop("NPT_DEVICE", None)
 
 
 @pytest.fixture(autouse=True, scope="session")

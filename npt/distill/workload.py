@@ -13,6 +13,7 @@ from npt.adapters.attach import resolve_layers
 from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.cost.shape import Shape
 from npt.errors import ConfigError
+from npt.quant.device import default_device
 from npt.quant.load import TEACHERS
 
 
@@ -96,7 +97,7 @@ class Workload:
         elif stored is None:
             stored = getattr(config, "dtype", None) or torch.float32
         teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+        device = default_device() if device is None else device
         return cls(config, adapter, training, length, quantization, stored, teacher, device, processes)
 
     @property

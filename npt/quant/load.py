@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from npt.config import DEVICE_MAPS, QUANT_TYPES
 from npt.errors import ConfigError, ModelError
+from npt.quant.device import default_device
 from npt.quant.families import check_family
 from npt.quant.linear import quantized_linears
 from npt.quant.precision import audit_precision, enforce_fp32, quantization_of
@@ -213,7 +214,7 @@ def keep_hash(model: PreTrainedModel) -> None:
 def _places(device: str | torch.device | None, device_map: str | Mapping[str, Any] | None) -> Any:
     """What transformers calls a device map."""
     if device_map is None:
-        return {"": torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")}
+        return {"": torch.device(device) if device is not None else default_device()}
     if device is not None:
         raise ConfigError(f"device is {device} beside device_map {device_map!r}; drop one of the two")
     if isinstance(device_map, Mapping):

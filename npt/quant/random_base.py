@@ -17,6 +17,7 @@ from transformers.integrations import replace_with_bnb_linear
 
 from npt.config import QUANT_TYPES
 from npt.errors import ConfigError
+from npt.quant.device import default_device
 from npt.quant.families import check_family
 from npt.quant.linear import quantized_linears
 from npt.quant.load import packing_config
@@ -55,7 +56,7 @@ def random_base(
     if quantization is not None and quantization not in QUANT_TYPES:
         raise ConfigError(f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None")
     check_family("a random base", config)
-    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device) if device is not None else default_device()
     stored = torch.float32 if quantization is None else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=stored, attn_implementation="sdpa")
