@@ -7,7 +7,7 @@ never read.
 A rank that fails can do so where all expect it (the training loop carries a flag for it in its sums), or anywhere else. There it
 leaves: it writes its reason into the launcher's key-value store and closes its connections. Whoever waits for it is woken by that,
 looks the reason up and ends with it. Of a rank that was killed there is no reason to be found: it is named as the one that does not
-answer.
+answer. Over NCCL nothing is closed by a process that dies, so there `heartbeat.py` watches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from npt.distill.heartbeat import Arrival, Heartbeat, abort_groups, reachable
 from npt.errors import ConfigError, NPTError, RankError, StoppedError
+from npt.quant.device import default_device
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for the others before it gives up."""
@@ -35,10 +37,23 @@ TIMEOUT = 600.0
 ANSWER_SECONDS = 5.0
 """How long a rank that lost its connections waits for the others to say that they are still there."""
 
-# A launcher's names for the same number, torchrun's first (which `accelerate launch` uses), then those of MPI's starters.
-_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+ABORT_SECONDS = 20.0
+"""How long the abort of NCCL's communicators is waited for; it is left to itself then."""
+
+# A launcher's names for the same number, torchrun's first (which `accelerate launch` uses), then those of MPI's starters and of srun.
+# SLURM_NTASKS is not among them: in a shell that salloc opened, and in a batch script, it is set without there being several processes.
+_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+# How torch's NCCL watchdog, a thread of its own, deals with a collective that fails or takes too long. By default it ends the process
+# with SIGABRT: no rank would be named and nothing saved. What is lost is decided here, by `heartbeat.py`.
+_WATCHDOG = {
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does the thread that watches the watchdog
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # or a dump on one rank ends the others
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # of which four are slept with a lock held, a minute by default, dump or no dump
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the same error, and tells the others
+}
 
 _KEY = "npt/left/"
 
@@ -64,6 +79,7 @@ class Ranks:
         self.broken = False
         """The group is of no use any more: a rank was lost, or this one has left."""
         self._store, self._owned = store, owned
+        self._heartbeat: Heartbeat | None = None
         self._known: BaseException | None = None
 
     @property
@@ -78,8 +94,38 @@ class Ranks:
             RankError: another rank is lost, or has left with a reason.
         """
         if self.size > 1:
-            self._collect(lambda: dist.all_reduce(tensor))
+            self._collect(lambda: dist.all_reduce(tensor), tensor.device)
         return tensor
+
+    def wait_for(self, arrival: Any) -> None:
+        """Wait until what needed the other ranks has happened on the device, while signal handlers run; its results may be read then.
+
+        Args:
+            arrival: a `torch.cuda.Event`, or another object with `query` and `synchronize`.
+
+        Raises:
+            RankError: a rank was lost before, and what the device holds now means nothing.
+        """
+        if self.broken:
+            raise self._left()
+        if self._heartbeat is None:
+            arrival.synchronize()
+        elif not self._heartbeat.wait_for(arrival):
+            raise self._lost(RuntimeError(self._heartbeat.lost))
+
+    def watch(self, timeout: float, **settings: float) -> None:
+        """Beat for this rank and watch the others from here on; `timeout` and `settings` are those of a `Heartbeat`."""
+        assert self._store is not None
+        own: Any = self._store.clone() if hasattr(self._store, "clone") else self._store  # whose requests wait for nobody else's
+        own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+
+        def end() -> None:
+            with contextlib.suppress(RuntimeError):
+                own.set(f"{_KEY}{self.rank}", "{}")  # those that look for the lost rank as well need not wait for this one
+            abort_groups(ABORT_SECONDS)
+
+        self._heartbeat = Heartbeat(own, self.rank, self.size, timeout, end, self.device, **settings)
+        self._heartbeat.start()
 
     def each(self, value: Tensor) -> Tensor:
         """A number of every rank, by rank: [W] in fp32, which has to hold it exactly.
@@ -206,6 +252,10 @@ class Ranks:
 
     def close(self) -> None:
         """Take the process group down, where it was made here."""
+        if not self.broken and self._owned and dist.is_initialized():
+            self._owned = False
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
         self._disconnect()
 
     @property
@@ -214,13 +264,27 @@ class Ranks:
         with_host = "gloo" in str(dist.get_backend_config())
         return torch.device("cpu") if with_host or self.device is None else self.device
 
-    def _collect(self, collective: Callable[[], Any]) -> None:
+    def _collect(self, collective: Callable[[], Any], device: torch.device | None = None) -> None:
+        """Do what all ranks do together, on this device; on a GPU it has not happened when this returns."""
         if self.broken:
-            raise RankError(f"rank {self.rank} has left the other processes already")
+            raise self._left()
+        if self._heartbeat is not None and self._heartbeat.lost is not None:
+            raise self._lost(RuntimeError(self._heartbeat.lost))
         try:
             collective()
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        except Exception as error:
+            # Where the heartbeat has taken the process group down meanwhile, torch misses it with errors of any class.
+            lost = self._heartbeat is not None and self._heartbeat.lost
+            if not lost and not isinstance(error, RuntimeError):
+                raise
+            raise self._lost(RuntimeError(lost) if lost else error) from error  # type: ignore[arg-type]
+        if self._heartbeat is not None and device is not None and device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._heartbeat.expect(event)
+
+    def _left(self) -> RankError:
+        return RankError(f"rank {self.rank} has left the other processes already")
 
     def _lost(self, error: RuntimeError) -> RankError:
         """Who is missing, and why, as far as it can be found out."""
@@ -243,7 +307,7 @@ class Ranks:
             return {}, silent if self.size == 2 else []
         until = time.monotonic() + ANSWER_SECONDS
         while silent and not reasons and time.monotonic() < until:
-            if not self._reachable():
+            if not reachable(self._store):
                 return {}, [0]  # it keeps the store, where no launcher does
             with contextlib.suppress(RuntimeError, ValueError):
                 for rank in list(silent):
@@ -258,29 +322,21 @@ class Ranks:
         return reasons, silent
 
     def _tell(self, reason: dict[str, Any]) -> None:
-        if self._store is not None and self._reachable():
+        if self._store is not None and reachable(self._store):
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{_KEY}{self.rank}", json.dumps(reason))
-
-    def _reachable(self) -> bool:
-        """Whether the store's process is still there; the store itself says so with a page of stack."""
-        inner: Any = self._store
-        while hasattr(inner, "underlying_store"):
-            inner = inner.underlying_store
-        if not hasattr(inner, "port"):
-            return inner is not None
-        try:
-            with socket.create_connection((inner.host, inner.port), timeout=1.0):
-                return True
-        except OSError:
-            return False
 
     def _disconnect(self) -> None:
         self.broken = self.size > 1
         if self._owned and dist.is_initialized():
             self._owned = False
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+            if self._heartbeat is not None:  # kernels may be waiting for others, and to destroy a group is to wait for its kernels
+                abort_groups(ABORT_SECONDS)
+            else:
+                with contextlib.suppress(RuntimeError):
+                    dist.destroy_process_group()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
 
 def join_ranks(timeout: float = TIMEOUT, environment: Mapping[str, str] | None = None) -> Ranks:
@@ -293,7 +349,7 @@ def join_ranks(timeout: float = TIMEOUT, environment: Mapping[str, str] | None =
         environment: default the process's.
 
     Raises:
-        ConfigError: the launcher's variables do not fit together, or there are more processes than GPUs.
+        ConfigError: the launcher's variables do not fit together, or two processes would share a GPU.
         RankError: not all processes came.
     """
     if dist.is_available() and dist.is_initialized():
@@ -313,19 +369,34 @@ def join_ranks(timeout: float = TIMEOUT, environment: Mapping[str, str] | None =
         raise ConfigError(f"{_RANK[0]} is {rank} of {_SIZE[0]} {size}; start the processes with accelerate launch or torchrun")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in environment:
-            raise ConfigError(f"{_SIZE[0]} is {size}, but {name} is not set; start the processes with accelerate launch or torchrun")
+            counted = next(n for n in _SIZE if n in environment)
+            remedy = "start the processes with accelerate launch or torchrun"
+            if counted.startswith("SLURM"):
+                remedy = f"export MASTER_ADDR (a node of the job) and MASTER_PORT (a free port) before srun, or {remedy}"
+                remedy += "; for processes that have nothing to do with one another, export WORLD_SIZE=1"
+            raise ConfigError(f"{counted} is {size}, but {name} is not set; {remedy}")
     device = _own_device(environment, _number(environment, _LOCAL_RANK, rank))
     try:
         store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout)))
         store = dist.PrefixStore("npt", store)
+        _check_devices(store, rank, size, device)
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        if device.type == "cuda":
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets it to 1, so nobody can be told to have meant it
+            for name, value in _WATCHDOG.items():
+                os.environ.setdefault(name, value)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError) as error:
         where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         raise RankError(
             f"rank {rank} did not meet the {size - 1} other processes at {where} within {timeout:g} s: {str(error).splitlines()[0][:200]}"
         ) from error
-    return Ranks(rank, size, device, store, owned=True)
+    ranks = Ranks(rank, size, device, store, owned=True)
+    if device.type == "cuda":
+        ranks.watch(timeout)
+    return ranks
 
 
 def reason_of(error: BaseException) -> dict[str, Any]:
@@ -369,15 +440,47 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...], default: int
 
 
 def _own_device(environment: Mapping[str, str], local_rank: int) -> torch.device:
-    """The GPU of this rank on its machine, or the CPU where there is none or accelerate was told to use it."""
-    if environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available():
+    """The GPU of this rank on its machine, or the CPU where there is none or accelerate was told to use it.
+
+    A launcher may show each process one GPU, its own; `_check_devices` tells that from several processes on the only GPU.
+    """
+    if environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or default_device().type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    if local_rank >= count > 1:
         raise ConfigError(f"process {local_rank} of this machine has no GPU of its own, there are {count}; start at most {count} here")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = local_rank if count > 1 else 0
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _check_devices(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    """Refuse ranks that compute on one GPU, or partly on GPUs; every rank comes to the same end.
+
+    Raises:
+        ConfigError: which ranks, and where.
+        RuntimeError: not all ranks came.
+    """
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(f"npt/device/{rank}", json.dumps([socket.gethostname(), uuid]))
+    found: dict[str, int] = {}
+    first = ""
+    for other in range(size):
+        host, uuid = json.loads(store.get(f"npt/device/{other}"))
+        first = uuid if other == 0 else first
+        if bool(uuid) != bool(first):
+            with_gpu, without = (0, other) if first else (other, 0)
+            raise ConfigError(
+                f"rank {with_gpu} computes on a GPU and rank {without} finds none that it can use; "
+                "give every process a GPU, or set NPT_DEVICE=cpu for all of them"
+            )
+        if uuid and uuid in found:
+            raise ConfigError(
+                f"rank {found[uuid]} and rank {other} would share the GPU {uuid} of {host}; "
+                "start one process for each GPU, or show each process its own with CUDA_VISIBLE_DEVICES"
+            )
+        found[uuid] = other
 
 
 def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if default_device().type == "cuda" else torch.device("cpu")

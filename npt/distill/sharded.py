@@ -42,10 +42,10 @@ class ShardedRanks(Ranks):
         self._end = super()._lost(error)
         return self._end
 
-    def _collect(self, collective: Callable[[], Any]) -> None:
+    def _collect(self, collective: Callable[[], Any], device: torch.device | None = None) -> None:
         while any(needed != _NONE for needed in self._round(_NONE)):
             pass
-        super()._collect(collective)
+        super()._collect(collective, device)
 
     def _round(self, needed: int) -> list[int]:
         """One question to all ranks, and the layers that they answer with; by rank, what each needs."""
@@ -61,7 +61,7 @@ class ShardedRanks(Ranks):
 
         super()._collect(ask)
         for index in sorted(set(everyone) - {_NONE}):
-            super()._collect(self.layers[index].unshard)
+            super()._collect(self.layers[index].unshard, self.device)
             if index != needed:
                 self.layers[index].reshard()
         return everyone

@@ -294,13 +294,19 @@ class Transaction(Generic[S]):
             Results that have become known, oldest first: this window's, or with `late` those of windows before it, if any.
 
         Raises:
-            RankError: a rank is lost, or no longer like the others; nothing of this window is applied then.
+            RankError: a rank is lost, or no longer like the others; nothing of this window is applied then, nor of those before it
+                whose result was not known yet.
         """
         self._launched.append(self._launch(mark))
         return self._finish(keep=self._unread())
 
     def flush(self) -> list[WindowResult[S]]:
-        """Wait for every committed window; the results not returned before."""
+        """Wait for every committed window; the results not returned before.
+
+        Raises:
+            RankError: a rank is lost; windows whose result was not known yet have not happened. Once that has been raised there are
+                no more results.
+        """
         return self._finish(keep=0)
 
     def abandon(self) -> None:
@@ -322,7 +328,12 @@ class Transaction(Generic[S]):
         window.halt, window.mark = self._halt, mark
         self._windows += 1
         if self.ranks.size > 1 or (self._ran and not self._halt):
-            window.norms = self._step(window)
+            try:
+                window.norms = self._step(window)
+            except RankError:
+                if window.before is not None:  # the step was made, and what it left behind could not be compared
+                    self.restore(window.before)
+                raise
         self.abandon()
         return window
 
@@ -406,13 +417,12 @@ class Transaction(Generic[S]):
             return go
         for group in self.optimizer.param_groups:
             group["lr"] = float(rate)
-        before = self.snapshot()
+        window.before = before = self.snapshot()
         self.optimizer.step()
         stands = self._stands(window)
-        if bool(stands):
-            window.before = before
-        else:
+        if not bool(stands):
             self.restore(before)
+            window.before = None
         return stands
 
     def _update_unseen(self, window: _Window[S], go: Tensor, rate: Tensor) -> Tensor:
@@ -453,8 +463,25 @@ class Transaction(Generic[S]):
     def _finish(self, keep: int) -> list[WindowResult[S]]:
         results = []
         while len(self._launched) > keep:
-            results.append(self._result(self._launched.popleft()))
+            window = self._launched.popleft()
+            known = self.ranks.broken
+            try:
+                if window.arrived is not None:
+                    self.ranks.wait_for(window.arrived)
+            except RankError:
+                self._take_back(window)
+                if known:
+                    break
+                raise
+            results.append(self._result(window))
         return results
+
+    def _take_back(self, window: _Window[S]) -> None:
+        """Put back the state before a window that was launched with a rank that is lost, and before all after it."""
+        self._launched.clear()
+        if window.before is not None:
+            self.restore(window.before)
+        self._steps.fill_(self._known_steps)
 
     def _result(self, window: _Window[S]) -> WindowResult[S]:
         """Read a window's record and say what became of it; whatever has to be looked up further was refused already."""
@@ -464,8 +491,6 @@ class Transaction(Generic[S]):
         result.refusals, result.limits = list(window.refusals), window.limits
         if window.record is None:
             return result
-        if window.arrived is not None:
-            window.arrived.synchronize()
         values = window.record.tolist()
         k = len(window.ran)
         flags, losses, norms = values[:k], values[k : 2 * k], values[2 * k : 3 * k]
