@@ -234,7 +234,7 @@ class BaseConfig:
         None, "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory", choices=TEACHER_PRECISIONS
     )
     device_map: str | None = setting(None, "spread the base over all GPUs of this one process, layer by layer", choices=DEVICE_MAPS)
-    shard_base: bool = setting(False, "share the base among all processes, layer by layer (FSDP2); it is loaded on the host")
+    shard_base: bool = setting(False, "share the base among all processes, layer by layer (FSDP2); each keeps it on the host until then")
     share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case")
 
     def __post_init__(self) -> None:

@@ -42,7 +42,8 @@ def limit(text: str) -> float:
     return value
 
 
-def load(base: BaseConfig, console: Any, device: Any = None) -> tuple[Any, Any]:
+def load(base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None) -> tuple[Any, Any]:
+    """Load the base of these settings, and say what it is; `device` and `pack_on` are those of `load_base`."""
     import torch
 
     import npt
@@ -50,7 +51,7 @@ def load(base: BaseConfig, console: Any, device: Any = None) -> tuple[Any, Any]:
 
     torch.set_float32_matmul_precision(base.matmul_precision)
     places = {"device": device} if base.device_map is None else {"device_map": base.device_map}
-    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, **places)
+    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, pack_on=pack_on, **places)
     packed = quantization_of(model)
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))

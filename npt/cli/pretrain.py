@@ -106,7 +106,8 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
         workload = Workload.of(base, config, adapter, training, data.max_length, ranks.device, processes=ranks.size)
         Planner(workload).fitting(training.max_memory_bytes)  # as the loaded base is going to be asked
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
-        model, tokenizer = load(base, console, "cpu" if base.shard_base else ranks.device)
+        device, pack_on = ("cpu", ranks.device) if base.shard_base else (ranks.device, None)
+        model, tokenizer = load(base, console, device, pack_on)
         if base.share_embeddings:
             console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
         teacher = None

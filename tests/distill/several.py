@@ -55,7 +55,8 @@ class Several:
         self._pipes: list[Connection] = []
         for rank in range(size):
             here, there = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank, args=(there, rank, size, store.port, timeout, act, arguments), daemon=True)
+            started = (there, rank, size, store.port, timeout, act, arguments, os.environ.get("NPT_DEVICE", ""))
+            process = _CONTEXT.Process(target=_rank, args=started, daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
@@ -93,9 +94,19 @@ def values(ended: list[Ended]) -> list[Any]:
     return [one.value for one in ended]
 
 
-def _rank(pipe: Connection, rank: int, size: int, port: int, timeout: float, act: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    timeout: float,
+    act: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    device: str,
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {
+        "NPT_DEVICE": device,  # that of the test, which need not be that of the test which started the server
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
