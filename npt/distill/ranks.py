@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from npt.distill.heartbeat import Arrival, Heartbeat, abort_groups, reachable
+from npt.distill.heartbeat import Heartbeat, abort_groups, reachable
 from npt.errors import ConfigError, NPTError, RankError, StoppedError
 from npt.quant.device import default_device
 
@@ -116,8 +116,10 @@ class Ranks:
     def watch(self, timeout: float, **settings: float) -> None:
         """Beat for this rank and watch the others from here on; `timeout` and `settings` are those of a `Heartbeat`."""
         assert self._store is not None
-        own: Any = self._store.clone() if hasattr(self._store, "clone") else self._store  # whose requests wait for nobody else's
-        own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        own: Any = self._store
+        if hasattr(own, "clone"):  # a connection whose requests wait for nobody else's
+            own = own.clone()
+            own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
 
         def end() -> None:
             with contextlib.suppress(RuntimeError):

@@ -74,7 +74,8 @@ def shard_base(model: PreTrainedModel, ranks: Ranks | None = None) -> Ranks:
     Strategy `local`, evaluation and training with `npt.Trainer` go on as before, with the same results; `end_to_end` is refused.
 
     Args:
-        model: with adapters attached, on the CPU where a GPU could not hold it.
+        model: with adapters attached, on the CPU if a GPU could not hold it; `load_base(..., device="cpu",
+            pack_on=ranks.device)` packs it on the GPU all the same.
         ranks: of the run; default those that a launcher started. They are changed in place.
 
     Returns:

@@ -463,8 +463,7 @@ class Transaction(Generic[S]):
     def _finish(self, keep: int) -> list[WindowResult[S]]:
         results = []
         while len(self._launched) > keep:
-            window = self._launched.popleft()
-            known = self.ranks.broken
+            window, known = self._launched[0], self.ranks.broken
             try:
                 if window.arrived is not None:
                     self.ranks.wait_for(window.arrived)
@@ -473,6 +472,7 @@ class Transaction(Generic[S]):
                 if known:
                     break
                 raise
+            self._launched.popleft()
             results.append(self._result(window))
         return results
 

@@ -164,7 +164,7 @@ def test_a_reason_that_another_rank_left_is_what_is_raised(store: dist.Store, be
     assert until(lambda: ranks._heartbeat is not None and ranks._heartbeat._seen)
     store.set("npt/left/1", json.dumps({"error": "the disk is full", "exit_status": 5}))
     other.stop()
-    with pytest.raises(RankError, match="^rank 1 failed: the disk is full$") as raised:
+    with pytest.raises(RankError, match=r"^rank 1 failed: the disk is full$") as raised:
         ranks.wait_for(Arrival())
     assert raised.value.exit_status == 5 and ranks.broken
     with pytest.raises(RankError, match="has left the other processes already"):
@@ -178,7 +178,7 @@ def test_of_three_ranks_the_silent_one_is_named(store: dist.Store, beating: Any)
     assert until(lambda: ranks._heartbeat is not None and ranks._heartbeat._seen)
     store.set("npt/left/1", "{}")  # it has lost rank 2 as well
     freeze(lost)
-    with mock.patch("npt.distill.ranks.ANSWER_SECONDS", 0.2), pytest.raises(RankError, match="^rank 2 does not answer any more"):
+    with mock.patch("npt.distill.ranks.ANSWER_SECONDS", 0.2), pytest.raises(RankError, match=r"^rank 2 does not answer any more"):
         ranks.wait_for(Arrival())
 
 
@@ -249,6 +249,35 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
     assert not torch.equal(after[0][0], after[1][0])  # there was something to take back
     assert torch.equal(parameter, after[0][0]) and transaction.checksum() == after[0][1]
     assert transaction.applied_steps == 1 and transaction.in_flight == 0
+
+
+class Uncompared(Ranks):
+    """One of two ranks, of which the other is lost between the window's sum and the comparison of what the step left behind."""
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def each(self, value: torch.Tensor) -> torch.Tensor:
+        raise RankError("rank 1 does not answer any more")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+    ranks = Uncompared(0, 2)
+    transaction: Transaction[Any] = Transaction({"p": parameter}, optimizer, 1.0, [0.1], late=late, ranks=ranks)
+    before = transaction.checksum()
+
+    def fill() -> Any:
+        parameter.grad += torch.ones(3)
+        return mock.Mock(loss=torch.ones(()), tokens=1)
+
+    transaction.micro_batch(fill)
+    with pytest.raises(RankError):
+        transaction.commit()
+    assert torch.equal(parameter, torch.ones(3)) and transaction.checksum() == before
+    assert transaction.applied_steps == 0
 
 
 # --- who computes where ----------------------------------------------------------------------------------------------
