@@ -293,6 +293,17 @@ def _pin(tensor: Tensor) -> Tensor:
 _kept: list[Tensor] = []
 
 
+def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+    """Stand in for `Tensor.pin_memory`, in every thread: a batch is pinned by the one that made it."""
+    assert not isinstance(tensor, Simulated), "only tensors of the host can be pinned"
+    return _pin(tensor.clone())
+
+
+def _tells_pinned(tensor: Tensor, device: Any = None) -> bool:
+    """Stand in for `Tensor.is_pinned`."""
+    return not isinstance(tensor, Simulated) and _is_pinned(tensor)
+
+
 class _Functions(TorchFunctionMode):
     """What torch decides in C++ before any operation is dispatched."""
 
@@ -301,10 +312,6 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is torch.device:
             return func(*args, **kwargs)
-        if name == "pin_memory" and args and not isinstance(args[0], Simulated):
-            return _pin(args[0].clone())
-        if name == "is_pinned" and args:
-            return not isinstance(args[0], Simulated) and _is_pinned(args[0])
         if name == "cuda" and args:
             return args[0].to(torch.device("cuda", 0), *args[2:], **kwargs)
         if name == "scaled_dot_product_attention":
@@ -469,6 +476,8 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     with ExitStack() as stack:
         for name, fake in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
+        stack.enter_context(mock.patch.object(Tensor, "is_pinned", _tells_pinned))
         stack.enter_context(mock.patch.object(torch, "autocast", no_autocast))
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", is_enabled))
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True))
