@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -442,7 +443,7 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     ),
     "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": lambda state, device=None: None,
-    "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)] * _running().devices,
+    "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)],
     "set_rng_state_all": lambda states: None,
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
@@ -531,3 +532,26 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> Any:
         moved.blocksize, moved.bnb_quantized = parameter.blocksize, True
         moved.quant_state.to(device)
     return moved
+
+
+def spread(model: Any, first_away: int) -> Any:
+    """Put the layers from `first_away` on, the final norm and lm_head on `cuda:1`, the rest on
+    `cuda:0`, with the hooks that `device_map` gives a model: they carry a module's inputs along."""
+    layers = model.model.layers
+    away = {f"model.layers.{index}" for index in range(first_away, len(layers))}
+    away |= {"model.norm", "lm_head"}
+
+    def place(path: str) -> int:
+        return int(path in away or ".".join(path.split(".")[:3]) in away)
+
+    to_cuda(model, place)
+    parts = (model.model.embed_tokens, model.model.rotary_emb, *layers, model.model.norm, model.lm_head)
+    # Weights are where they belong; accelerate would move them through torch's own CUDA calls.
+    with mock.patch.object(AlignDevicesHook, "init_hook", lambda _, module: module):
+        for part in parts:
+            device = next((p.device for p in part.parameters()), torch.device("cuda", 0))
+            for module in part.modules():
+                add_hook_to_module(module, AlignDevicesHook(device))
+        first = torch.device("cuda", 0)
+        add_hook_to_module(model, AlignDevicesHook(first, io_same_device=True))
+    return model
