@@ -365,6 +365,22 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return fused(query, key, value, given.get("dropout_p", 0.0), causal, **settings)[0]
 
 
+class _Generator(torch.Generator):
+    """Draws as the CPU's does, and takes a card's state of 16 bytes."""
+
+    def set_state(self, state: Tensor) -> torch.Generator:  # type: ignore[override]
+        if len(state) != 16:
+            raise RuntimeError(f"RNG state is wrong size: {len(state)} bytes, not 16")
+        return self
+
+
+def _make_generator(device: Any = "cpu") -> torch.Generator:
+    return _Generator() if torch.device(device).type == "cuda" else _true_generator(device)
+
+
+_true_generator = torch.Generator
+
+
 class _Event:
     """Has arrived once it was asked for twice, or was waited for."""
 
@@ -477,6 +493,7 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     with ExitStack() as stack:
         for name, fake in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        stack.enter_context(mock.patch.object(torch, "Generator", _make_generator))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", _tells_pinned))
         stack.enter_context(mock.patch.object(torch, "autocast", no_autocast))
