@@ -1,0 +1,41 @@
+"""Students of the embedded model and batches of every kind for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from simulated_cuda import to_cuda
+
+import npt
+from npt.data.batch import Batch, collate
+from npt.data.packing import pack
+from npt.data.samples import Sample
+
+LENGTHS = {"full": (24, 24), "right": (24, 15), "left": (15, 24), "packed": (9, 7, 12, 6)}
+"""By kind of batch, the lengths of its samples."""
+
+
+def rows(count: int, shortest: int = 10) -> list[dict[str, list[int]]]:
+    """Records of token ids of the embedded vocabulary, no two alike."""
+    return [{"input_ids": [3 + (7 * i + j * j) % 2000 for j in range(shortest + i % 5)]} for i in range(count)]
+
+
+def make_batch(kind: str, seed: int = 0) -> Batch:
+    """A batch on the host: `full` rows, padded on the `right` or the `left`, or `packed`."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = [
+        Sample(f"{seed}-{i}", tuple(torch.randint(3, 2000, (n,), generator=generator).tolist())) for i, n in enumerate(LENGTHS[kind])
+    ]
+    if kind == "packed":
+        samples = pack(samples, 18)
+        assert any(len(sample.lengths or ()) > 1 for sample in samples)
+    return collate(samples, 2, side="left" if kind == "left" else "right")
+
+
+def load_student(on: str = "cpu", **adapter: Any) -> Any:
+    """Load a fresh student in NF4; onto the simulated card where `on` is cuda."""
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    settings = {"additive_scale": 1.0, "layers": "6-7", "rank": 8, **adapter}
+    npt.attach(model, npt.NPTConfig(**settings), seed=0)
+    return to_cuda(model) if on == "cuda" else model

@@ -1,0 +1,116 @@
+"""The whole step on a simulated card: strategies, batches of every kind, refusals, late flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from simulated_cuda import no_waits, simulated_cuda
+from students import LENGTHS, load_student, make_batch
+from torch import Tensor
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.distill.loop import fill_gradients, new_transaction
+from npt.distill.strategies import STRATEGIES, MicroBatch, drive
+from npt.distill.transaction import Transaction, WindowResult
+
+WAYS = {
+    "local": {},
+    "propagated": {"strategy": "propagated", "loss": "nmse_update"},
+    "end_to_end": {"strategy": "end_to_end", "logit_kl_weight": 0.5},
+}
+
+
+def take_steps(
+    model: Any,
+    kind: str,
+    way: str,
+    steps: int,
+    *,
+    late: bool | None = None,
+    bad: Callable[[int], bool] = lambda number: False,
+    around: Callable[[], Any] | None = None,
+) -> tuple[list[WindowResult[MicroBatch]], dict[str, Tensor]]:
+    """Take steps of two micro-batches each; results, and the weights on the host.
+
+    Args:
+        model: a student.
+        kind: of batch.
+        way: of `WAYS`.
+        steps: windows.
+        late: of the transaction.
+        bad: micro-batches, by number, whose gradient is made NaN.
+        around: a context for every step but the first, which may compile or cache.
+    """
+    config = npt.TrainConfig(learning_rate=1e-2, regularization_lambda=0.1, **WAYS[way])
+    parameters = adapter_parameters(model)
+    transaction = new_transaction(parameters, config, [1e-2] * steps)
+    if late is not None:
+        rates = [1e-2] * steps
+        transaction = Transaction(parameters, transaction.optimizer, 0.5, rates, late=late)
+    results = []
+    for step in range(steps):
+        batches = [make_batch(kind, 2 * step + i) for i in range(2)]
+        if next(iter(parameters.values())).is_cuda:
+            batches = [batch.pinned() for batch in batches]
+
+        def run(batches: list[Any] = batches, step: int = step) -> None:
+            for i, batch in enumerate(batches):
+
+                def fill(batch: Any = batch, number: int = 2 * step + i) -> MicroBatch:
+                    sums = fill_gradients(drive, model, batch, config)
+                    if bad(number):
+                        next(iter(parameters.values())).grad.mul_(float("nan"))
+                    return sums
+
+                transaction.micro_batch(fill, batch.sample_ids)
+            results.extend(transaction.commit())
+
+        if around is None or step == 0:
+            run()
+        else:
+            with around():
+                run()
+    results += transaction.flush()
+    return results, {name: p.detach().cpu() for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_clean_step_waits_for_nothing_and_is_the_cpus(way, kind) -> None:
+    expected = take_steps(load_student(), kind, way, 3)
+    with simulated_cuda() as simulation:
+        found = take_steps(load_student("cuda"), kind, way, 3, around=no_waits)
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert (one.applied, one.tokens, one.loss, one.grad_norm) == (
+            other.applied,
+            other.tokens,
+            other.loss,
+            other.grad_norm,
+        )
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+    # The math kernel keeps the scores of all heads: 16.6 GiB of them at 32 heads and 8,192 tokens.
+    assert set(simulation.kernels) == {"efficient"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_late_flags_leave_the_bits_of_flags_read_at_once(way) -> None:
+    def bad(number: int) -> bool:
+        return number in (1, 4, 5)  # one of a window, and a whole window
+
+    with simulated_cuda():
+        model = load_student("cuda")
+        found = {late: take_steps(model, "right", way, 4, late=late, bad=bad) for late in (True,)}
+        model = load_student("cuda")
+        found[False] = take_steps(model, "right", way, 4, late=False, bad=bad)
+    (late, weights), (once, others) = found[True], found[False]
+    assert [r.applied for r in late] == [r.applied for r in once] == [True, True, False, True]
+    assert [len(r.refusals) for r in late] == [len(r.refusals) for r in once] == [1, 0, 2, 0]
+    assert all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+def test_every_strategy_is_tried() -> None:
+    assert {settings.get("strategy", "local") for settings in WAYS.values()} == set(STRATEGIES)

@@ -1,0 +1,574 @@
+"""CUDA devices on a machine without one: tensors there hold numbers that the CPU computes.
+
+Within `simulated_cuda()` the devices `cuda:0`, `cuda:1`, ... exist. Mixing tensors of two devices
+fails as it does on cards. What would make the host wait for a device (reading a value, a copy that
+is not from or to pinned memory or not asked for as non-blocking, an operation whose result's shape
+depends on values) is counted, and raises within `no_waits()`. A non-blocking copy to the host holds
+NaN until an event recorded after it has been waited for, so that whoever reads too early sees NaN.
+
+Underneath, the tensors are on torch's `meta` device, for which autograd needs no driver. Kernels
+are the CPU's: nothing is said about CUDA's rounding, speed or memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+ACROSS_DEVICES = {"aten::_to_copy", "aten::copy_", "aten::_foreach_norm", "aten::set_"}
+"""Operations that take tensors of several devices."""
+
+SHAPED_BY_VALUES = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::bincount",
+    "aten::repeat_interleave",
+}
+"""Operations that wait on CUDA: the shape of what they return depends on values."""
+
+READS = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::allclose",
+    "aten::_linalg_check_errors",
+    "aten::_linalg_eigh",
+    "aten::_linalg_svd",
+    "aten::linalg_lstsq",
+}
+
+
+class HostWaitError(AssertionError):
+    """The host would wait for the device where it must not."""
+
+
+@dataclass
+class _State:
+    """The simulation that is running. waits: operations that made the host wait, in order."""
+
+    devices: int
+    waits: list[str] = field(default_factory=list)
+    forbidden: bool = False
+    in_flight: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pinned: set[int] = field(default_factory=set)
+    kernels: list[str] = field(default_factory=list)
+
+    def wait(self, why: str) -> None:
+        self.waits.append(why)
+        if self.forbidden:
+            raise HostWaitError(f"the host would wait for the device: {why}")
+
+    def arrive(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Let copies to the host land."""
+        for target, source in copies:
+            target.data.copy_(source)
+        self.in_flight = [c for c in self.in_flight if all(c is not done for done in copies)]
+
+
+_state: _State | None = None
+
+
+class Simulated(Tensor):
+    """A tensor on a simulated device; `held` has its numbers on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, index: int) -> Simulated:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device("meta", index),
+        )
+        made.held = held
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return _index_of_device(super().device)
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Simulated({self.held}, device='{self.device}')"
+
+    def tolist(self) -> Any:
+        _running().wait("tolist")
+        return self.held.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert a cuda tensor to numpy; use Tensor.cpu() first")
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def get_device(self) -> int:
+        return self.device.index
+
+    def untyped_storage(self) -> Any:
+        return self.held.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _compute(func, args, kwargs or {})
+
+
+def _running() -> _State:
+    assert _state is not None, "a simulated tensor outside simulated_cuda()"
+    return _state
+
+
+def _index_of_device(device: torch.device) -> torch.device:
+    return torch.device("cuda", device.index or 0)
+
+
+def _is_simulated(device: Any) -> bool:
+    """Whether this is a simulated device; the true meta device has no index."""
+    device = torch.device(device)
+    return device.type == "cuda" or (device.type == "meta" and device.index is not None)
+
+
+def _wanted(device: Any) -> torch.device:
+    """The device that an operation was asked for; torch's C++ sees simulated ones as meta."""
+    device = torch.device(device)
+    return _index_of_device(device) if _is_simulated(device) else device
+
+
+class _Operations(TorchDispatchMode):
+    """Computes on the CPU what is asked of a simulated device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What torch asks before it would initialise CUDA for a factory function.
+        self._mode_key = torch._C._TorchDispatchModeKey.FAKE
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _compute(func, args, kwargs or {})
+
+
+def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    state, name = _running(), func._schema.name
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    here = [t for t in tensors if isinstance(t, Simulated)]
+    asked = kwargs.get("device")
+    if not here and (asked is None or not _is_simulated(asked)):
+        pinned = bool(kwargs.pop("pin_memory", False))
+        result = func(*args, **kwargs)
+        if pinned:
+            _pin(result)
+        return result
+    kwargs.pop("pin_memory", None)
+    if name not in ACROSS_DEVICES:
+        # A scalar of the host may take part in an operation on a device.
+        devices = {t.device for t in tensors if isinstance(t, Simulated) or t.dim() > 0}
+        if len(devices) > 1:
+            raise RuntimeError(f"{name}: tensors on two devices, {sorted(map(str, devices))}")
+    _notice_wait(state, name, args, kwargs, tensors)
+    device = next(iter(here)).device if asked is None else _wanted(asked)
+    if asked is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if name == "aten::copy_" and not isinstance(args[0], Simulated):
+        return _copy_to_host(state, args, kwargs)
+    held_args, held_kwargs = tree_map(_held, (args, kwargs))
+    result = func(*held_args, **held_kwargs)
+    if func._schema.is_mutable:  # what was changed is the caller's own tensor
+        return _changed(func, args, kwargs)
+    if device.type == "meta":
+        return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, result)
+    if device.type == "cpu":
+        return _to_host(state, result, kwargs)
+    return tree_map(lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result)
+
+
+def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation that writes to its arguments returns: these."""
+    if not func._schema.returns:
+        return None
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [given[a.name] for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return written[0] if len(func._schema.returns) == 1 else tuple(written)
+
+
+def _held(leaf: Any) -> Any:
+    if isinstance(leaf, Simulated):
+        return leaf.held
+    if isinstance(leaf, Tensor) and leaf.device.type == "meta" and leaf.device.index is not None:
+        assert leaf.numel() == 0, "a tensor without numbers"  # of torch.tensor([], device=...)
+        return leaf.new_empty(leaf.shape, device="cpu")
+    return leaf
+
+
+def _notice_wait(state: _State, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+    """Count what makes the host wait on CUDA. A copy from the host waits as well, unless it is
+    non-blocking and from pinned memory."""
+    if name in READS or name in SHAPED_BY_VALUES:
+        state.wait(name)
+    elif name in ("aten::index", "aten::index_put_", "aten::index_put"):
+        if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+            state.wait(f"{name} with a mask")
+    elif name == "aten::_to_copy":
+        source, target = args[0], kwargs.get("device")
+        if target is not None and _wanted(target) != source.device:
+            _notice_copy(state, source, _wanted(target), bool(kwargs.get("non_blocking", False)))
+    elif name == "aten::copy_" and args[0].device != args[1].device:
+        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        on_host = args[0] if args[0].device.type == "cpu" else args[1]
+        if on_host.device.type == "cpu" and (blocking or not _is_pinned(on_host)):
+            state.wait(f"copy of {tuple(args[1].shape)} from {args[1].device} to {args[0].device}")
+
+
+def _notice_copy(state: _State, source: Tensor, target: torch.device, non_blocking: bool) -> None:
+    if target.type == "cuda" and source.device.type == "cuda":
+        return
+    pinned = target.type == "cpu" or _is_pinned(source)
+    if not (non_blocking and pinned):
+        state.wait(f"copy of {tuple(source.shape)} from {source.device} to {target}")
+
+
+def _to_host(state: _State, result: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    if not kwargs.get("non_blocking", False):
+        return result
+    return _fly(state, torch.empty_like(result), result)
+
+
+def _copy_to_host(state: _State, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    target, source = args[:2]
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    if non_blocking:
+        return _fly(state, target, source.held.clone())
+    return target.copy_(source.held)
+
+
+def _fly(state: _State, target: Tensor, source: Tensor) -> Tensor:
+    """Begin a copy to the host: until it arrives, what is read there is wrong."""
+    with torch.no_grad():
+        if target.is_floating_point():
+            target.fill_(float("nan"))
+        else:
+            target.zero_()
+    state.in_flight.append((target, source))
+    return target
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _running().pinned
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    # Kept for the simulation's length: an address that is freed could be given to pageable memory.
+    _kept.append(tensor)
+    _running().pinned.add(tensor.untyped_storage().data_ptr())
+    return tensor
+
+
+_kept: list[Tensor] = []
+
+
+def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+    """Stand in for `Tensor.pin_memory`, in every thread: a batch is pinned by the one that made it."""
+    assert not isinstance(tensor, Simulated), "only tensors of the host can be pinned"
+    return _pin(tensor.clone())
+
+
+def _tells_pinned(tensor: Tensor, device: Any = None) -> bool:
+    """Stand in for `Tensor.is_pinned`."""
+    return not isinstance(tensor, Simulated) and _is_pinned(tensor)
+
+
+class _Functions(TorchFunctionMode):
+    """What torch decides in C++ before any operation is dispatched."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if name == "cuda" and args:
+            return args[0].to(torch.device("cuda", 0), *args[2:], **kwargs)
+        if name == "scaled_dot_product_attention":
+            return _attention(func, args, kwargs)
+        if name in ("untyped_storage", "storage") and args and isinstance(args[0], Simulated):
+            return args[0].held.untyped_storage()
+        pinned = kwargs.get("pin_memory") and not _on_cuda(kwargs.get("device"))
+        if pinned:
+            kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        args, kwargs = tree_map(_with_index, (tuple(args), kwargs))
+        if name == "tensor" and _on_cuda(kwargs.get("device")):
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
+        result = func(*args, **kwargs)
+        return _pin(result) if pinned else result
+
+
+def _on_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _with_index(leaf: Any) -> Any:
+    """`cuda` means the current device; without an index torch would ask the driver which that is."""
+    if isinstance(leaf, torch.device):
+        return torch.device("cuda", 0) if leaf.type == "cuda" and leaf.index is None else leaf
+    return "cuda:0" if isinstance(leaf, str) and leaf == "cuda" else leaf
+
+
+def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Attention by the CPU's fused kernel, with a record of the kernel that CUDA would take.
+
+    As of torch's `sdp_utils.cpp`: the flash kernel takes neither fp32 nor a mask, the
+    memory-efficient one no `enable_gqa`.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = given["query"], given["key"], given["value"]
+    if not isinstance(query, Simulated):
+        return func(*args, **kwargs)
+    mask, grouped = given.get("attn_mask"), given.get("enable_gqa", False)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    kernel = "flash" if half and mask is None else "math" if grouped else "efficient"
+    _running().kernels.append(kernel)
+    if mask is not None and mask.dtype == torch.bool:
+        zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        mask = zeros.masked_fill(~mask, -torch.inf)
+    settings = {"attn_mask": mask, "scale": given.get("scale")}
+    fused = aten._scaled_dot_product_flash_attention_for_cpu.default
+    causal = given.get("is_causal", False)
+    return fused(query, key, value, given.get("dropout_p", 0.0), causal, **settings)[0]
+
+
+class _Generator(torch.Generator):
+    """Draws as the CPU's does, and takes a card's state of 16 bytes."""
+
+    def set_state(self, state: Tensor) -> torch.Generator:  # type: ignore[override]
+        if len(state) != 16:
+            raise RuntimeError(f"RNG state is wrong size: {len(state)} bytes, not 16")
+        return self
+
+
+def _make_generator(device: Any = "cpu") -> torch.Generator:
+    return _Generator() if torch.device(device).type == "cuda" else _true_generator(device)
+
+
+_true_generator = torch.Generator
+
+
+class _Event:
+    """Has arrived once it was asked for twice, or was waited for."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._asked = 0
+
+    def record(self, stream: Any = None) -> None:
+        self._copies = list(_running().in_flight)
+
+    def query(self) -> bool:
+        self._asked += 1
+        if self._asked < 2:
+            return False
+        _running().arrive(self._copies)
+        return True
+
+    def synchronize(self) -> None:
+        _running().arrive(self._copies)
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 0.0
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
+class _Stream:
+    def __init__(self, device: Any = None, **_: Any):
+        self.device = torch.device("cuda", 0) if device is None else torch.device(device)
+
+    def synchronize(self) -> None:
+        _synchronize()
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+
+def _synchronize(device: Any = None) -> None:
+    _running().wait("torch.cuda.synchronize")
+    _running().arrive(list(_running().in_flight))
+
+
+def _mem_get_info(device: Any = None) -> tuple[int, int]:
+    return 60 * 2**30, 80 * 2**30
+
+
+_CUDA: dict[str, Callable[..., Any] | type] = {
+    "is_available": lambda: True,
+    "device_count": lambda: _running().devices,
+    "current_device": lambda: 0,
+    "set_device": lambda device: None,
+    "current_stream": _Stream,
+    "default_stream": _Stream,
+    "Event": _Event,
+    "Stream": _Stream,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "synchronize": _synchronize,
+    "is_bf16_supported": lambda *_, **__: True,
+    "is_initialized": lambda: True,
+    "empty_cache": lambda: None,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0,
+    "mem_get_info": _mem_get_info,
+    "get_device_name": lambda device=None: "simulated",
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_properties": lambda device=None: SimpleNamespace(
+        name="simulated", total_memory=80 * 2**30, multi_processor_count=1, major=9, minor=0
+    ),
+    "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+    "set_rng_state": lambda state, device=None: None,
+    "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)],
+    "set_rng_state_all": lambda states: None,
+    "manual_seed": lambda seed: None,
+    "manual_seed_all": lambda seed: None,
+}
+
+
+class _NoAutocast(contextlib.nullcontext):  # type: ignore[type-arg]
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+
+@contextmanager
+def simulated_cuda(devices: int = 1) -> Iterator[_State]:
+    """Within the context CUDA is available, with this many devices.
+
+    Yields:
+        The simulation: `waits` lists what made the host wait, `kernels` which kernels attention
+        would have taken.
+    """
+    global _state
+    assert _state is None, "one simulation at a time"
+    autocast, enabled = torch.autocast, torch.is_autocast_enabled
+
+    def no_autocast(kind: str, *arguments: Any, **settings: Any) -> Any:
+        return _NoAutocast() if kind == "cuda" else autocast(kind, *arguments, **settings)
+
+    def is_enabled(kind: str = "cuda") -> bool:
+        return kind != "cuda" and enabled(kind)
+
+    _state = _State(devices)
+    with ExitStack() as stack:
+        for name, fake in _CUDA.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        stack.enter_context(mock.patch.object(torch, "Generator", _make_generator))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
+        stack.enter_context(mock.patch.object(Tensor, "is_pinned", _tells_pinned))
+        stack.enter_context(mock.patch.object(torch, "autocast", no_autocast))
+        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", is_enabled))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True))
+        stack.enter_context(_Functions())
+        stack.enter_context(_Operations())
+        try:
+            yield _state
+        finally:
+            _state = None
+            _kept.clear()
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Within the context an operation that makes the host wait raises `HostWaitError`."""
+    state = _running()
+    before, state.forbidden = state.forbidden, True
+    try:
+        yield
+    finally:
+        state.forbidden = before
+
+
+def to_cuda(model: Any, place: Callable[[str], int] = lambda name: 0) -> Any:
+    """Move a model's parameters, quantisation statistics and buffers to simulated devices, in place.
+
+    Args:
+        model: on the CPU, 4-bit or not.
+        place: the index of the device for a module of this name.
+    """
+    moved: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        device = torch.device("cuda", place(path))
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, Simulated):
+                continue
+            if id(parameter) not in moved:  # tied weights stay one
+                moved[id(parameter)] = _moved(parameter, device)
+            module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
+def _moved(parameter: nn.Parameter, device: torch.device) -> Any:
+    held = parameter.detach().as_subclass(Tensor)
+    moved: Any = nn.Parameter(held.to(device), requires_grad=parameter.requires_grad)
+    if hasattr(parameter, "quant_state"):
+        moved.quant_state, moved.quant_type = parameter.quant_state, parameter.quant_type
+        moved.blocksize, moved.bnb_quantized = parameter.blocksize, True
+        moved.quant_state.to(device)
+    return moved
+
+
+def spread(model: Any, first_away: int) -> Any:
+    """Put the layers from `first_away` on, the final norm and lm_head on `cuda:1`, the rest on
+    `cuda:0`, with the hooks that `device_map` gives a model: they carry a module's inputs along."""
+    layers = model.model.layers
+    away = {f"model.layers.{index}" for index in range(first_away, len(layers))}
+    away |= {"model.norm", "lm_head"}
+
+    def place(path: str) -> int:
+        return int(path in away or ".".join(path.split(".")[:3]) in away)
+
+    to_cuda(model, place)
+    parts = (model.model.embed_tokens, model.model.rotary_emb, *layers, model.model.norm, model.lm_head)
+    # Weights are where they belong; accelerate would move them through torch's own CUDA calls.
+    with mock.patch.object(AlignDevicesHook, "init_hook", lambda _, module: module):
+        for part in parts:
+            device = next((p.device for p in part.parameters()), torch.device("cuda", 0))
+            for module in part.modules():
+                add_hook_to_module(module, AlignDevicesHook(device))
+        first = torch.device("cuda", 0)
+        add_hook_to_module(model, AlignDevicesHook(first, io_same_device=True))
+    return model
