@@ -27,6 +27,7 @@ CALIBRATION_INPUTS = ("teacher", "propagated")
 QUANT_TYPES = ("nf4", "fp4")
 TEACHER_PRECISIONS = ("bf16", "fp32")
 MATMUL_PRECISIONS = ("highest", "high")
+ATTENTIONS = ("sdpa", "eager", "flex_attention")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 STRATEGIES = ("local", "propagated", "end_to_end")
 LOSSES = ("nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine")
@@ -120,6 +121,22 @@ def _check_type(flag: str, value: Any, hint: Any) -> None:
     if not fits:
         names = " or ".join("unset" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(f"--{flag} is {value!r}; expected {names}")
+
+
+def check_attention(name: str) -> None:
+    """Refuse an attention implementation that a base cannot be trained with.
+
+    Raises:
+        ConfigError: unknown, or a flash kernel.
+    """
+    if name in ATTENTIONS:
+        return
+    if "flash" in name:
+        raise ConfigError(
+            f"--attn_implementation is {name!r}, but flash kernels take no fp32, in which a base computes, and no mask that keeps packed "
+            f"documents apart; choose from {', '.join(ATTENTIONS)} (under --use_fp16 sdpa reaches torch's own flash kernel)"
+        )
+    raise ConfigError(f"--attn_implementation is {name!r}; choose from {', '.join(ATTENTIONS)}")
 
 
 def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -230,6 +247,9 @@ class BaseConfig:
     quant_type: str = setting("nf4", "4-bit code", choices=QUANT_TYPES)
     use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation")
     matmul_precision: str = setting("highest", "fp32 products: highest (fp32) or high (TF32 on CUDA)", choices=MATMUL_PRECISIONS)
+    attn_implementation: str = setting(
+        "sdpa", "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or flex_attention (needs a compiler)"
+    )
     teacher_precision: str | None = setting(
         None, "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory", choices=TEACHER_PRECISIONS
     )
@@ -239,6 +259,7 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        check_attention(self.attn_implementation)
         if self.shard_base and self.device_map is not None:
             raise ConfigError(f"--shard_base is for several processes, --device_map {self.device_map} for one; drop one of the two")
         if self.quant_type != "nf4" and not self.use_quantization:

@@ -231,7 +231,7 @@ def _held(leaf: Any) -> Any:
 def _notice_wait(state: _State, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
     """Count what makes the host wait on CUDA. A copy from the host waits as well, unless it is
     non-blocking and from pinned memory."""
-    if name in READS or name in SHAPED_BY_VALUES:
+    if name in READS or (name in SHAPED_BY_VALUES and kwargs.get("output_size") is None):
         state.wait(name)
     elif name in ("aten::index", "aten::index_put_", "aten::index_put"):
         if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):

@@ -13,14 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, packed_sequence_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    packed_sequence_mask_function,
+    padding_mask_function,
+)
 
+from npt.config import ATTENTIONS
 from npt.data.batch import Batch
 from npt.errors import ModelError
+from npt.quant.attention import SDPA, attention_name
 from npt.quant.families import FAMILIES, sliding_layers
 
-PACKABLE = ("sdpa", "eager", "flex_attention")
-"""Attention implementations that take a mask which keeps packed documents apart; flash kernels take none."""
+MASKED = ("sdpa", SDPA, "eager", "flex_attention")
+"""Attention implementations that take a mask for every pair of tokens, as packed documents need; flash kernels take none."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +127,27 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
         ModelError: an implementation that would attend across packed documents.
     """
     config = model.model.config
-    packed = batch.documents is not None
-    if packed and config._attn_implementation not in PACKABLE:
+    implementation = config._attn_implementation
+    if batch.documents is not None and implementation not in MASKED:
         raise ModelError(
-            f"packed documents would attend to one another under attn_implementation {config._attn_implementation}; load the base with "
-            f"{', '.join(PACKABLE)}, or drop --packing"
+            f"packed documents would attend to one another under attn_implementation {attention_name(model)}; load the base with "
+            f"--attn_implementation {', '.join(ATTENTIONS)}, or drop --packing"
         )
     sliding = sliding_layers(config)
+    # Asked whether a mask could be skipped, transformers would look whether anything is padded, as it would look for packed rows in
+    # positions: each waits for the device. For flex_attention it always looks at a mask of padding, so there that is a function too.
+    by_function = batch.padded and implementation == "flex_attention"
+    closed = [padding_mask_function(batch.attention_mask.bool())] if by_function else []
+    if batch.documents is not None:
+        closed.append(packed_sequence_mask_function(batch.documents))
     arguments = {
         "config": config,
         "inputs_embeds": hidden,
-        "attention_mask": batch.attention_mask if batch.padded else None,
+        "attention_mask": batch.attention_mask if batch.padded and not by_function else None,
         "past_key_values": None,
-        "position_ids": None,  # given, they would be searched for packed sequences, which waits for the device
-        "and_mask_function": packed_sequence_mask_function(batch.documents) if packed else None,
+        "position_ids": None,
+        "and_mask_function": and_masks(*closed) if closed else None,
+        "allow_is_causal_skip": not batch.padded,
     }
     full = None if all(sliding) else create_causal_mask(**arguments)
     window = create_sliding_window_causal_mask(**arguments) if any(sliding) else None

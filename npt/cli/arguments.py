@@ -50,8 +50,15 @@ def load(base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None
     from npt.quant.precision import quantization_of
 
     torch.set_float32_matmul_precision(base.matmul_precision)
-    places = {"device": device} if base.device_map is None else {"device_map": base.device_map}
-    model, tokenizer = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, pack_on=pack_on, **places)
+    places: dict[str, Any] = {"device": device} if base.device_map is None else {"device_map": base.device_map}
+    model, tokenizer = npt.load_base(
+        base.model_name,
+        quantization=base.quantization,
+        use_fp16=base.use_fp16,
+        attn_implementation=base.attn_implementation,
+        pack_on=pack_on,
+        **places,
+    )
     packed = quantization_of(model)
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))

@@ -101,7 +101,7 @@ def _load_unquantized(base: BaseConfig, precision: str) -> tuple[Any, Any]:
     from npt.health.headroom import load_variant
 
     torch.set_float32_matmul_precision(base.matmul_precision)
-    return load_variant(base.model_name, precision)
+    return load_variant(base.model_name, precision, attn_implementation=base.attn_implementation)
 
 
 def _memory_line(memory: dict[str, int], precision: str) -> str:

@@ -148,9 +148,10 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
             teacher = made_base(other, workload.config)
     else:
         base = build(BaseConfig, given)
-        model, _ = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, device=workload.device)
+        where = {"device": workload.device, "attn_implementation": base.attn_implementation}
+        model, _ = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, **where)
         if base.teacher_precision is not None:
-            teacher = npt.load_teacher(base.model_name, base.teacher_precision, device=workload.device)
+            teacher = npt.load_teacher(base.model_name, base.teacher_precision, **where)
     npt.attach(model, replace(workload.form, init="random"))
     return {
         name: measure(model, workload, config, Passes(memory.samples_at_once), memory.evaluated_at_once, teacher=teacher)

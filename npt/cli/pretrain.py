@@ -112,7 +112,8 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
             console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
         teacher = None
         if base.teacher_precision is not None:
-            teacher = npt.load_teacher(base.model_name, base.teacher_precision, device=model.device)
+            attention = base.attn_implementation
+            teacher = npt.load_teacher(base.model_name, base.teacher_precision, device=model.device, attn_implementation=attention)
             console.print(f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision}, computes in fp32")
         report = npt.attach(model, adapter, seed=training.seed)
         console.print(str(report), soft_wrap=True)

@@ -159,6 +159,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         for factor, full_name in ((1, name), (2, f"{name}_backward")):
             operator = getattr(aten, full_name)
             formulas[operator] = _attention(operator, factor)
+    formulas[aten._efficient_attention_backward] = _attention_backward_by_token
     return formulas
 
 
@@ -184,3 +185,12 @@ def _attention(operator: Any, factor: int) -> Callable[..., int]:
 
     formula._get_raw = True  # type: ignore[attr-defined]
     return formula
+
+
+def _attention_backward_by_token(
+    gradient: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any, **_: Any
+) -> int:
+    """Of the memory-efficient kernel called by itself, whose tensors are [B, T, H, d]."""
+    rows, length, heads, width = query
+    causal = rest[10]
+    return 2 * 2 * rows * heads * length * key[1] * (width + value[-1]) // (2 if causal else 1)

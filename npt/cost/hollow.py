@@ -28,6 +28,7 @@ from npt.adapters import fused
 from npt.adapters.attach import adapter_parameters, attach
 from npt.config import NPTConfig
 from npt.data.batch import Batch, batch_from_tensors
+from npt.quant.attention import SDPA
 from npt.quant.linear import quantized_linears
 from npt.quant.load import packing_config
 from npt.quant.precision import enforce_fp32
@@ -56,6 +57,7 @@ class Hollow:
         adapter: NPTConfig | None = None,
         *,
         upcast: bool = False,
+        attn_implementation: str = "sdpa",
     ) -> Any:
         """A model as `load_base` would give it, with adapters attached where there is a configuration for them.
 
@@ -65,9 +67,11 @@ class Hollow:
             stored: dtype of what is not packed.
             adapter: of the adapters; their gradients are there as well.
             upcast: compute in fp32 whatever it is stored in, as a packed base and an unquantised teacher do.
+            attn_implementation: as in `load_base`; flex_attention, which compiles what it runs, is counted as sdpa.
         """
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=stored, attn_implementation="sdpa")
+            attention = "eager" if attn_implementation == "eager" else SDPA
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=stored, attn_implementation=attention)
         if quantization is not None:
             replace_with_bnb_linear(model, modules_to_not_convert=list(DENSE), quantization_config=packing_config(quantization))
         if adapter is not None:
@@ -182,6 +186,8 @@ class Ledger(TorchDispatchMode):
             self._note(leaf, made=True)
         if func is torch.ops.bitsandbytes.gemm_4bit.default:
             self.highest = max(self.highest, self._live + _unpacked(args))
+        if func is torch.ops.aten._efficient_attention_backward.default:  # inside it the gradient is multiplied with the output
+            self.highest = max(self.highest, self._live + args[0].numel() * args[0].element_size())
         return out
 
     def _note(self, leaf: Any, made: bool) -> None:

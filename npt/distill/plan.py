@@ -25,6 +25,9 @@ from npt.fidelity.evaluate import MODES
 from npt.fidelity.layers import BatchErrors
 from npt.fidelity.metrics import compare_pairs
 
+MASK_BYTES = 1 + 4
+"""Of a pair of tokens: whether one attends to the other, and the number that is added to its score."""
+
 Run = Callable[[Any, Any, Batch], object]
 """What is counted: (model, teacher or None, batch) -> anything."""
 
@@ -85,9 +88,9 @@ class Planner:
         return self.plan(samples, min(samples, evaluated))
 
     def _mask(self, samples: int, evaluated: int) -> list[Term]:
-        """[B, 1, T, T] bool, which there is where rows are padded or packed."""
-        length, name = self.workload.length, "attention mask of padded rows"
-        return [Term(name, samples * length**2, ("micro-batch",)), Term(name, evaluated * length**2, ("evaluation",))]
+        """[B, 1, T, T] bool, which there is where rows are padded or packed, and the fp32 that a layer's attention makes of it."""
+        each, name = MASK_BYTES * self.workload.length**2, "attention mask of padded rows"
+        return [Term(name, samples * each, ("micro-batch",)), Term(name, evaluated * each, ("evaluation",))]
 
     def _phase(self, samples: int, evaluated: int, phase: str) -> int:
         return self.plan(samples, evaluated).of(phase)
@@ -152,9 +155,10 @@ class Planner:
             config = w.small_config(depth.layers)
             if teacher:
                 assert w.teacher is not None
-                made = self._hollow.base(config, None, w.teacher, upcast=True)
+                made = self._hollow.base(config, None, w.teacher, upcast=True, attn_implementation=w.attn_implementation)
             else:
-                made = self._hollow.base(config, w.quantization, w.stored, w.small_adapter(depth, max(w.ranks)))
+                adapter = w.small_adapter(depth, max(w.ranks))
+                made = self._hollow.base(config, w.quantization, w.stored, adapter, attn_implementation=w.attn_implementation)
             self._models[depth, teacher] = made
         return self._models[depth, teacher]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach
-from npt.config import QUANT_TYPES
+from npt.config import ATTENTIONS, QUANT_TYPES
 from npt.data.batch import Batch
 from npt.distill.bundle import Bundle
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
@@ -147,7 +147,7 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
         raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
     half = base.quantization is None and base.dtype == "float16"
     try:
-        model, _ = load_base(name, quantization=quantization, device=device, use_fp16=half)
+        model, _ = load_base(name, quantization=quantization, device=device, use_fp16=half, attn_implementation=_attention(bundle))
     except ModelError as error:
         raise BundleError(
             f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's own --model_name"
@@ -167,12 +167,18 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
     return model
 
 
+def _attention(bundle: Bundle) -> str:
+    """The recorded attention; the default where none is recorded, or one of a model that `load_base` did not load."""
+    recorded = bundle.said["settings"].get("attn_implementation")
+    return recorded if recorded in ATTENTIONS else "sdpa"
+
+
 def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrainedModel | None:
     precision = bundle.said["settings"].get("teacher_precision")
     if precision is None:
         return None
     try:
-        teacher = load_teacher(name, precision, device=device)
+        teacher = load_teacher(name, precision, device=device, attn_implementation=_attention(bundle))
     except (ConfigError, ModelError) as error:
         raise BundleError(f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}") from error
     recorded, found = str(bundle.said["settings"].get("teacher")), base_hash(teacher)

@@ -84,6 +84,7 @@ from npt.fidelity.attribution import Reference, refer
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.fidelity.modulation import measure_modulation
 from npt.health.guards import base_fault, require, tensor_fault
+from npt.quant.attention import attention_name, repeats_exactly
 from npt.quant.errors import product_errors
 from npt.quant.load import TEACHERS, base_hash
 from npt.quant.precision import audit_precision, policy_dtype, quantization_of
@@ -317,6 +318,7 @@ class Trainer:
             None if self.teacher is None else self.teacher.model.embed_tokens.weight.dtype,
             self.device,
             self.ranks.size,
+            attention_name(self.model),
         )
         plan = Planner(workload, storage_bytes(tensors_of(self.model)) - adapters).fitting(limit)
         self.passes.samples, self._evaluated_at_once.samples = plan.samples_at_once, plan.evaluated_at_once
@@ -351,7 +353,13 @@ class Trainer:
 
     def _all_settings(self) -> dict[str, Any]:
         settings = {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)}
-        return {**settings, **self._teacher_settings, "processes": self.ranks.size}
+        found = {"attn_implementation": attention_name(self.model), "processes": self.ranks.size}
+        return {**settings, **self._teacher_settings, **found}
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether every step of the run gives the same bits again: where gradients cross attention, its backward has to."""
+        return "end_to_end" not in dict(self.config.stage_shares) or repeats_exactly(self.model)
 
     def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
@@ -672,6 +680,14 @@ class Trainer:
             folder.event("calibration", **self.calibration.as_dict())
         if self.resumed is not None:
             self._report_resumed(folder, self.resumed)
+        if not self.deterministic:
+            name = attention_name(self.model)
+            self._warn(
+                folder,
+                f"the backward of {name} attention, as this base was loaded, may sum in another order each time: a run that is resumed "
+                "will not equal this one bit for bit; npt.load_base in fp32 with --attn_implementation sdpa or eager does, and so does "
+                "--strategy local",
+            )
         if self._schedule_kind() != self.config.scheduler_type:
             message = (
                 "the length of the stream is unknown, so the learning rate stays constant after warm-up; "
@@ -955,6 +971,7 @@ class Trainer:
             "precision": audit_precision(self.model, policy_dtype(self.model)).as_dict(),
             "product_errors": None if is_sharded(self.model) else product_errors(self.model),
             "device": str(self.device),
+            "deterministic": self.deterministic,
             "processes": self.ranks.size,
             "versions": versions(),
             "heldout": self.heldout,

@@ -167,14 +167,16 @@ def _window(workload: Workload, config: TrainConfig, depth: Depth, samples: int)
     attach(model, workload.small_adapter(depth, rank))
     teacher = None
     if workload.teacher is not None:
-        teacher = random_base(small, quantization=None, device=workload.device).to(workload.teacher)
+        teacher = random_base(small, quantization=None, device=workload.device, attn_implementation=workload.attn_implementation)
+        teacher = teacher.to(workload.teacher)
         enforce_fp32(teacher)
     return Window(model, config, samples, workload.length, teacher=teacher)
 
 
 def made_base(workload: Workload, config: Any) -> Any:
     """A base with random weights, stored and computed in as the workload's."""
-    model = random_base(config, quantization=workload.quantization, device=workload.device)
+    attention = workload.attn_implementation
+    model = random_base(config, quantization=workload.quantization, device=workload.device, attn_implementation=attention)
     return model if workload.quantization is not None else model.to(workload.stored)
 
 

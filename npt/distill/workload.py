@@ -47,7 +47,7 @@ class Workload:
     """A run that is planned.
 
     config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of what is not packed. teacher: dtype
-    of a teacher of its own, None where the base teaches. processes: that share a window.
+    of a teacher of its own, None where the base teaches. processes: that share a window. attn_implementation: as in `load_base`.
     """
 
     config: PreTrainedConfig
@@ -59,6 +59,7 @@ class Workload:
     teacher: torch.dtype | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     processes: int = 1
+    attn_implementation: str = "sdpa"
 
     @classmethod
     def of(
@@ -98,7 +99,7 @@ class Workload:
             stored = getattr(config, "dtype", None) or torch.float32
         teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
         device = default_device() if device is None else device
-        return cls(config, adapter, training, length, quantization, stored, teacher, device, processes)
+        return cls(config, adapter, training, length, quantization, stored, teacher, device, processes, base.attn_implementation)
 
     @property
     def shape(self) -> Shape:

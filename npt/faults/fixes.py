@@ -53,7 +53,8 @@ def open_base(base: BaseConfig, adapter: NPTConfig, config: TrainConfig) -> Base
     check_trainable(adapter, None)
     check_fit(adapter, read_config(base.model_name))
     torch.set_float32_matmul_precision(base.matmul_precision)
-    model, _ = load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16)
+    attention = base.attn_implementation
+    model, _ = load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, attn_implementation=attention)
     return Base(model, adapter, config)
 
 

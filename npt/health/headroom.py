@@ -268,7 +268,9 @@ def compare_precision(
     return PrecisionComparison(name, len(samples), sum(len(s.input_ids) for s in samples), heldout, tuple(measured))
 
 
-def load_variant(name: str, variant: str, device: str | torch.device | None = None) -> tuple[Any, Any]:
+def load_variant(
+    name: str, variant: str, device: str | torch.device | None = None, *, attn_implementation: str = "sdpa"
+) -> tuple[Any, Any]:
     """A base in one of the `VARIANTS`, and its tokenizer.
 
     The loader knows fp32, fp16 and the 4-bit codes; what else computes in 16 bit is converted after loading, so bf16 needs fp32's
@@ -279,7 +281,8 @@ def load_variant(name: str, variant: str, device: str | torch.device | None = No
     """
     quantization, dtype = VARIANTS[variant]
     in_fp16 = quantization is None and dtype == torch.float16
-    model, tokenizer = load_base(name, quantization=quantization, device=device, use_fp16=in_fp16)
+    how: dict[str, Any] = {"use_fp16": in_fp16, "attn_implementation": attn_implementation}
+    model, tokenizer = load_base(name, quantization=quantization, device=device, **how)
     if quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)}, so it has no fp32 to be compared with; name its unquantised original"

@@ -16,8 +16,9 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging as transformers_logging
 
-from npt.config import DEVICE_MAPS, QUANT_TYPES
+from npt.config import DEVICE_MAPS, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError
+from npt.quant.attention import implementation_of
 from npt.quant.device import default_device
 from npt.quant.families import check_family
 from npt.quant.linear import quantized_linears
@@ -61,6 +62,7 @@ def load_base(
     device_map: str | Mapping[str, Any] | None = None,
     use_fp16: bool = False,
     pack_on: str | torch.device | None = None,
+    attn_implementation: str = "sdpa",
 ) -> tuple[Any, Any]:
     """Load a base model, frozen and in evaluation mode, and its tokenizer. Nothing that comes with the weights is run: no code
     of the checkpoint's own, no pickle; weights are read from safetensors alone.
@@ -74,19 +76,22 @@ def load_base(
         use_fp16: compute an unquantised base in fp16. Under quantisation fp32 is used all the same, with a warning.
         pack_on: device on which each weight is packed, one after the other, if that is not the one
             on which it stays; a GPU packs in seconds what takes a CPU the better part of an hour.
+        attn_implementation: `sdpa`, `eager` or `flex_attention`. Under `sdpa` the model's configuration says `npt_sdpa`, which is
+            transformers' own but for fp32 on CUDA (npt/quant/attention.py); what is saved of the model names neither.
 
     Returns:
         (model, tokenizer). The quantised model computes in fp32; weights that the checkpoint keeps in 16 bit and that are
         not packed (embedding, norms, lm_head) stay stored so.
 
     Raises:
-        ConfigError: unknown quantisation or device_map, or a device beside a device_map.
+        ConfigError: unknown quantisation, attn_implementation or device_map, or a device beside a device_map.
         ModelError: no such model, of no known family, weights missing or unreadable, or a layer in pieces, on disk or on the host
             beside GPUs.
         PrecisionError: a module would compute in another dtype.
     """
     if quantization is not None and quantization not in QUANT_TYPES:
         raise ConfigError(f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None")
+    check_attention(attn_implementation)
     config = read_config(name)
     source = _locate(name)
     tokenizer = load_tokenizer(name)
@@ -97,7 +102,7 @@ def load_base(
             "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32 (fp16 overflows inside 4-bit products)",
             stacklevel=2,
         )
-    arguments: dict[str, Any] = {"device_map": places}
+    arguments: dict[str, Any] = {"device_map": places, "attn_implementation": implementation_of(attn_implementation)}
     if packed:
         arguments["dtype"] = "auto"
         if quantization is not None and getattr(config, "quantization_config", None) is None:
@@ -121,23 +126,27 @@ def load_base(
     return model, tokenizer
 
 
-def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.device | None = None) -> Any:
+def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.device | None = None, attn_implementation: str = "sdpa") -> Any:
     """Load an unquantised teacher for a quantised student: what quantisation has cost can only be learnt from the model before it.
 
     Args:
         name: as in `load_base`; that of the student's base.
         precision: what it is stored in, `bf16` (2 bytes a weight) or `fp32` (4). It computes in fp32 either way.
         device: where the student is.
+        attn_implementation: as in `load_base`.
 
     Raises:
-        ConfigError: unknown precision.
+        ConfigError: unknown precision or attn_implementation.
         ModelError: as `load_base`, or the checkpoint is itself stored in 4 bit.
     """
     if precision not in TEACHERS:
         raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(TEACHERS)}")
+    check_attention(attn_implementation)
     check_teacher(name, read_config(name))
     source = _locate(name)
-    model = _read_weights(name, source, {"device_map": _places(device, None), "dtype": TEACHERS[precision]})
+    attention = implementation_of(attn_implementation)
+    places = _places(device, None)
+    model = _read_weights(name, source, {"device_map": places, "dtype": TEACHERS[precision], "attn_implementation": attention})
     enforce_fp32(model)
     model.requires_grad_(False)
     model.eval()

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import replace_with_bnb_linear
 
-from npt.config import QUANT_TYPES
+from npt.config import QUANT_TYPES, check_attention
 from npt.errors import ConfigError
+from npt.quant.attention import implementation_of
 from npt.quant.device import default_device
 from npt.quant.families import check_family
 from npt.quant.linear import quantized_linears
@@ -36,6 +37,7 @@ def random_base(
     quantization: str | None = "nf4",
     device: str | torch.device | None = None,
     seed: int = 0,
+    attn_implementation: str = "sdpa",
 ) -> Any:
     """A frozen model in evaluation mode that is all that `load_base` promises, but for its values and a tokenizer.
 
@@ -45,21 +47,24 @@ def random_base(
             None for fp32.
         device: default the first CUDA device, else the CPU.
         seed: fixes the values, on each kind of device its own.
+        attn_implementation: as in `load_base`.
 
     Returns:
-        The model, with SDPA attention. It computes in fp32.
+        The model. It computes in fp32.
 
     Raises:
-        ConfigError: unknown quantisation.
+        ConfigError: unknown quantisation or attn_implementation.
         ModelError: a configuration of an unknown family.
     """
     if quantization is not None and quantization not in QUANT_TYPES:
         raise ConfigError(f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None")
+    check_attention(attn_implementation)
     check_family("a random base", config)
     device = torch.device(device) if device is not None else default_device()
     stored = torch.float32 if quantization is None else torch.bfloat16
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=stored, attn_implementation="sdpa")
+        attention = implementation_of(attn_implementation)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=stored, attn_implementation=attention)
     if quantization is not None:
         packing = packing_config(quantization)
         replace_with_bnb_linear(model, modules_to_not_convert=list(DENSE), quantization_config=packing)

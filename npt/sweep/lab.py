@@ -100,13 +100,18 @@ class Lab:
         wanted, dtype = settings.base, settings.probe.compute_dtype
         self._say(f"loading {wanted.model_name}, {wanted.quantization or 'unquantised'}, computing in {_dtype_name(settings)}")
         model, tokenizer = load_base(
-            wanted.model_name, quantization=wanted.quantization, use_fp16=wanted.use_fp16 and dtype is None, device=self._device
+            wanted.model_name,
+            quantization=wanted.quantization,
+            use_fp16=wanted.use_fp16 and dtype is None,
+            device=self._device,
+            attn_implementation=wanted.attn_implementation,
         )
         if dtype in _DTYPES:
             compute_in(model, _DTYPES[dtype])
         teacher = None
         if wanted.teacher_precision is not None:
-            teacher = load_teacher(wanted.model_name, wanted.teacher_precision, device=model.device)
+            attention = wanted.attn_implementation
+            teacher = load_teacher(wanted.model_name, wanted.teacher_precision, device=model.device, attn_implementation=attention)
         base = self._bases[key] = Base(model, tokenizer, teacher)
         while len(self._bases) > 1 and sum(b.bytes for b in self._bases.values()) > BASES_BYTES:
             del self._bases[next(iter(self._bases))]

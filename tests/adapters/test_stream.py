@@ -8,6 +8,7 @@ from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.errors import ModelError
+from npt.quant.attention import SDPA
 
 MASKS = {
     "none": [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]],
@@ -119,7 +120,7 @@ def packed(side: str, extra: int = 0) -> Batch:
     return collate(pack(documents(), 13), 2, side=side, length=13 + extra)
 
 
-@pytest.fixture(params=["sdpa", "eager"])
+@pytest.fixture(params=[SDPA, "sdpa", "eager"])
 def attention(request, model):
     before = model.config._attn_implementation
     model.config._attn_implementation = request.param
@@ -175,5 +176,7 @@ def test_documents_do_not_see_one_another(model, attention):
 
 def test_an_attention_that_would_mix_documents_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(ModelError, match="under attn_implementation flash_attention_2; load the base with sdpa, eager"):
+    with pytest.raises(
+        ModelError, match="under attn_implementation flash_attention_2; load the base with --attn_implementation sdpa, eager"
+    ):
         open_stream(model, packed("right"))

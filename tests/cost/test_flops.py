@@ -167,3 +167,21 @@ def test_the_low_rank_products_grow_with_rank_targets_and_terms():
     assert adapter_flops(shape, (0, 1), 16, additive=False) < full
     assert full < adapter_flops(shape, (0, 1), 16, strategy="end_to_end") < 1.1 * full
     assert full / 2 < 0.02 * layer_flops(shape, 2048)  # small beside a layer
+
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_the_kernel_of_fp32_on_cuda_counts_as_the_cpus(self, monkeypatch, masked):
+        """Causal half of its scores, a mask none of them; backward twice as much. Shapes alone, by torch's own functions of them."""
+        from types import SimpleNamespace
+
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from npt.quant import attention
+
+        monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: True)
+        monkeypatch.setattr(attention, "_has_exact_backward", lambda query, causal: True)
+        layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+        with FakeTensorMode():
+            q, k, v = (torch.empty(3, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2))
+            mask = torch.ones(3, 1, 40, 40, dtype=torch.bool) if masked else None
+            once = 2 * 3 * 4 * 40 * 40 * (16 + 16) // (1 if masked else 2)
+            assert count_flops(lambda: attention.sdpa_attention(layer, q, k, v, mask)[0].sum().backward()) == 3 * once

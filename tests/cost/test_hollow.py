@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 import npt
+import npt.quant.attention
 from npt.adapters.attach import adapter_parameters
 from npt.config import STRATEGIES, NPTConfig, TrainConfig
 from npt.cost.hollow import Hollow, bytes_of
@@ -104,3 +105,17 @@ def test_few_blocks_of_rows_take_what_all_of_them_take(monkeypatch) -> None:
         counts += [place.peak_of(lambda strategy=strategy: drive(model, batch, TrainConfig(strategy=strategy))) for strategy in STRATEGIES]
     assert counts[: len(STRATEGIES)] == counts[len(STRATEGIES) :]
     assert len(fused.blocks(torch.empty(ROWS * LENGTH, 160), ADAPTER.rank)) == 24
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_of_fp32_on_cuda_is_counted_in_linear_memory(monkeypatch, attention) -> None:
+    """The kernels' shapes are torch's own; that a device takes them is said to it here."""
+    monkeypatch.setattr(npt.quant.attention, "_on_cuda_in_fp32", lambda *tensors: True)
+    monkeypatch.setattr(npt.quant.attention, "_has_exact_backward", lambda query, causal: True)
+    place = Hollow()
+    model = place.base(LLAMA, "nf4", torch.bfloat16, ADAPTER, attn_implementation=attention)
+    config = TrainConfig(strategy="end_to_end")
+    batches = [place.batch(1, length) for length in (512, 1024)]
+    short, long = (place.peak_of(lambda batch=batch: drive(model, batch, config)) for batch in batches)
+    scores = 4 * 1024**2 * LLAMA.num_attention_heads
+    assert (long < 2.05 * short and long < scores) if attention == "sdpa" else long > scores + 3 * short / 2

@@ -9,6 +9,7 @@ from npt.data.batch import batch_from_tensors
 from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, ModelError
+from npt.quant.attention import SDPA
 from npt.quant.linear import dense_weight, quantized_linears
 from npt.quant.random_base import random_base
 
@@ -41,7 +42,7 @@ def test_it_is_what_load_base_gives_but_for_its_values(family, quantization, tmp
     loaded, _ = npt.load_base(str(save_base(family, tmp_path / "base")), quantization=quantization, device="cpu")
     made = random_base(MAKE[family]().config, quantization=quantization, device="cpu")
     assert description(made) == description(loaded)
-    assert made.config._attn_implementation == loaded.config._attn_implementation == "sdpa"
+    assert made.config._attn_implementation == loaded.config._attn_implementation == SDPA
     assert getattr(made, "is_loaded_in_4bit", False) == getattr(loaded, "is_loaded_in_4bit", False)
     for own, other in zip(made.buffers(), loaded.buffers(), strict=True):
         assert torch.equal(own, other)  # the rotary frequencies, which the configuration alone decides

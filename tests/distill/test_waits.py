@@ -1,0 +1,92 @@
+"""A micro-batch makes the host wait for no device, whatever its rows, its strategy and its losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import save_base
+from simulated_cuda import HostWaitError, no_waits, simulated_cuda, to_cuda
+
+import npt
+from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.packing import pack
+from npt.data.sample import Sample
+from npt.distill.strategies import drive
+from npt.quant.load import load_base
+
+LENGTHS = (11, 5, 4, 9)
+
+
+def samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(LENGTHS)]
+
+
+def rows(form: str) -> Batch:
+    if form == "packed":
+        return collate(pack(samples(), 13), 2)
+    if form == "packed, padded":
+        return collate(pack(samples(), 13), 2, side="left", length=15)
+    if form == "full":
+        ids = torch.tensor([samples()[0].input_ids] * 2)
+        return batch_from_tensors(ids, torch.ones_like(ids))
+    return collate(samples()[:2], 2, side=form)
+
+
+FORMS = ("full", "right", "left", "packed", "packed, padded")
+
+
+def step_without_waiting(model: Any, form: str, **settings: Any) -> None:
+    config = npt.TrainConfig(**settings)
+    with simulated_cuda():
+        batch = rows(form).pinned().to(torch.device("cuda"))
+        to_cuda(model)
+        with no_waits():
+            drive(model, batch, config)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_no_strategy_waits(load_model, attention, strategy, form) -> None:
+    model = load_model(attn_implementation=attention)
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
+    step_without_waiting(model, form, strategy=strategy, regularization_lambda=0.1)
+
+
+@pytest.mark.parametrize("loss", ["nmse_update", "direction", "mse", "smooth_l1", "cosine"])
+@pytest.mark.parametrize("weighting", ["none", "disagreement"])
+def test_no_hidden_loss_waits(load_model, loss, weighting) -> None:
+    model = load_model(None)
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
+    step_without_waiting(model, "packed, padded", loss=loss, token_weighting=weighting)
+
+
+@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "jsd", "cross_entropy"])
+@pytest.mark.parametrize("weighting", ["none", "disagreement"])
+def test_no_loss_on_the_logits_waits(load_model, loss, weighting) -> None:
+    model = load_model(None)
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
+    step_without_waiting(model, "left", strategy="end_to_end", logit_kl_weight=0.5, logit_loss=loss, token_weighting=weighting)
+
+
+@pytest.mark.parametrize("family", ["mistral, window", "qwen3, window", "smollm3, window"])
+@pytest.mark.parametrize("form", ["full", "right", "left", "packed, padded"])
+def test_no_window_waits(family, form, tmp_path) -> None:
+    model, _ = load_base(str(save_base(family, tmp_path / "base")), device="cpu")
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
+    step_without_waiting(model, form)
+
+
+def test_a_read_is_noticed(load_model) -> None:
+    model = load_model(None)
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
+
+    def read(_module: Any, _inputs: Any, output: Any) -> None:
+        output[0].sum().item()
+
+    model.model.layers[1].self_attn.register_forward_hook(read)
+    with pytest.raises(HostWaitError, match="_local_scalar_dense"):
+        step_without_waiting(model, "full")
