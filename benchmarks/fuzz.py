@@ -97,7 +97,7 @@ class Fuzzer:
         self.model, tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
         npt.attach(self.model, npt.NPTConfig(rank=1, layers="7", targets=("down", "up")))
         checkpoint, bundle = make_seeds(self.model, tokenizer, place / "seeds")
-        self.base_hash = npt.base_hash(self.model)
+        self.base = npt.base_identity(self.model)
         self.record = read_checkpoint(checkpoint).record
         self.parameters = adapter_parameters(self.model)
         self.before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
@@ -116,13 +116,13 @@ class Fuzzer:
         return target
 
     def _read_adapter(self, folder: Path) -> Any:
-        return read_adapter(self.model, folder, base_hash=self.base_hash)
+        return read_adapter(self.model, folder, base=self.base)
 
     def _read_checkpoint(self, folder: Path) -> Any:
         read = read_checkpoint(folder)
         changed_settings(read.record["settings"], self.record["settings"])
         check_same_data(read.record["data"], self.record["data"])
-        return read.state(self.model, self.base_hash), read.position, read.initial
+        return read.state(self.model, self.base), read.position, read.initial
 
     def _read_bundle(self, folder: Path) -> Any:
         return read_bundle(folder).kept(self.parameters)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from npt.generation.view import student_view, teacher_view
     from npt.health.trace import trace
     from npt.health.verdict import Verdict
-    from npt.quant.load import base_hash, load_base, load_teacher
+    from npt.quant.identity import BaseIdentity, base_hash, base_identity
+    from npt.quant.load import load_base, load_teacher
 
 _HOME = {
     "AttachReport": "npt.adapters.attach",
@@ -49,7 +50,9 @@ _HOME = {
     "adapter_mode": "npt.adapters.attach",
     "adapters_disabled": "npt.adapters.attach",
     "attach": "npt.adapters.attach",
-    "base_hash": "npt.quant.load",
+    "BaseIdentity": "npt.quant.identity",
+    "base_hash": "npt.quant.identity",
+    "base_identity": "npt.quant.identity",
     "calibrate": "npt.calibration.calibrate",
     "consolidate": "npt.adapters.consolidate",
     "consolidated": "npt.adapters.consolidate",
@@ -77,6 +80,7 @@ _HOME = {
 
 __all__ = [
     "AttachReport",
+    "BaseIdentity",
     "Calibration",
     "DataConfig",
     "Fidelity",
@@ -91,6 +95,7 @@ __all__ = [
     "adapters_disabled",
     "attach",
     "base_hash",
+    "base_identity",
     "calibrate",
     "consolidate",
     "consolidated",

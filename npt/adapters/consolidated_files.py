@@ -14,21 +14,24 @@ from npt.adapters.consolidate import Place, Update, check_update, consolidate, c
 from npt.config import TARGETS
 from npt.errors import AdapterFileError, ConfigError, ModelError
 from npt.files import new_folder, write_json
-from npt.quant.load import base_hash as hash_of
+from npt.quant.identity import BaseIdentity, base_identity
 from npt.quant.rows import Rows
 from npt.stored import check_entries, check_names, described, read_headers, read_json, read_tensors, shown
 
 HISTORY_NAME = "consolidated.json"
 ROWS_NAME = "consolidated.safetensors"
 
+OTHER_BASE = "load the same model with the same quantisation, or pass --any_base (check_base=False) to use it on this one all the same"
+"""What to do about files of another base."""
 
-def save_consolidated(model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None) -> Path:
+
+def save_consolidated(model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None) -> Path:
     """Write the model's updates and nothing else to `folder`, all or nothing. `npt.save_adapter` writes them beside the adapter.
 
     Args:
         model: with updates.
         folder: made anew; one that holds updates and nothing else is replaced, anything else is refused.
-        base_hash: `npt.base_hash(model)` where known already.
+        base: `npt.base_identity(model)` where known already.
 
     Raises:
         AdapterFileError: the folder holds other things.
@@ -39,13 +42,13 @@ def save_consolidated(model: PreTrainedModel, folder: str | Path, *, base_hash: 
         raise AdapterFileError(f"{folder} holds something other than consolidated updates; choose another folder")
     if not consolidated(model):
         raise ModelError("the model has no consolidated updates; make one with npt.consolidate")
-    base_hash = base_hash if base_hash is not None else hash_of(model)
+    base = base if base is not None else base_identity(model)
     with new_folder(folder) as temporary:
-        write_consolidated(model, temporary, base_hash)
+        write_consolidated(model, temporary, base)
     return folder
 
 
-def write_consolidated(model: PreTrainedModel, folder: Path, base_hash: str) -> None:
+def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity) -> None:
     """Add the model's updates to a folder that is being made."""
     history = consolidated(model)
     tensors = {
@@ -58,35 +61,35 @@ def write_consolidated(model: PreTrainedModel, folder: Path, base_hash: str) -> 
     places = [[list(place) for place in update.rows] for update in history]
     record = {
         "base_model_name_or_path": getattr(model.config, "_name_or_path", "") or "unknown",
-        "base_hash": base_hash,
+        **base.as_record(),
         "updates": [{"places": where, "record": update.record} for where, update in zip(places, history, strict=True)],
     }
     write_json(folder / HISTORY_NAME, record)
 
 
 def load_consolidated(
-    model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
+    model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None, check_base: bool = True
 ) -> tuple[Update, ...]:
     """Make the updates saved in `folder` part of the model, with adapters or without. A refused folder leaves it as it was.
 
     Args:
         model: the base that they were made on, without updates of its own.
         folder: of `save_consolidated`, or of `save_adapter` on a model with updates.
-        base_hash: `npt.base_hash(model)` where known already; computed otherwise. It has to be the recorded one.
+        base: `npt.base_identity(model)` where known already; computed otherwise. It must be the recorded one, as for `npt.load_adapter`.
         check_base: False takes any base that they fit.
 
     Raises:
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen or unusable, or the base differs.
         ModelError: the model has updates already.
     """
-    updates = read_consolidated(model, folder, base_hash=base_hash, check_base=check_base)
+    updates = read_consolidated(model, folder, base=base, check_base=check_base)
     for update in updates:
         consolidate(model, update)
     return updates
 
 
 def read_consolidated(
-    model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
+    model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None, check_base: bool = True
 ) -> tuple[Update, ...]:
     """The updates saved in `folder`, once all are found to fit the model, which is not changed; as for `load_consolidated`."""
     folder = Path(folder)
@@ -97,13 +100,9 @@ def read_consolidated(
         raise AdapterFileError(f"{folder} holds no {HISTORY_NAME}; name a folder that npt consolidate wrote")
     record = read_json(path, AdapterFileError)
     check_entries(path, "", record, {"base_hash": (str,), "updates": (list,)}, AdapterFileError, exact=False)
-    if check_base:
-        base_hash = base_hash if base_hash is not None else hash_of(model)
-        if base_hash != record["base_hash"]:
-            its = shown(record["base_hash"][:12])[1:-1]
-            raise AdapterFileError(
-                f"{folder} was consolidated on base {its}, this base is {base_hash[:12]}; load the same model with the same quantisation"
-            )
+    found = (base if base is not None else base_identity(model)).mismatch(record) if check_base else None
+    if found is not None:
+        raise AdapterFileError(f"{folder} was consolidated on another base: {found}; {OTHER_BASE}")
     places = [_places(path, number, entry) for number, entry in enumerate(record["updates"])]
     tensors = _read_rows(model, folder / ROWS_NAME, places)
     updates = tuple(

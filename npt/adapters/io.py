@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached, set_adapters
 from npt.adapters.consolidate import consolidate, consolidated
-from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME, read_consolidated, write_consolidated
+from npt.adapters.consolidated_files import HISTORY_NAME, OTHER_BASE, ROWS_NAME, read_consolidated, write_consolidated
 from npt.adapters.hub import adapter_folder, is_hub_id
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
-from npt.quant.load import base_hash as hash_of
+from npt.quant.identity import PARTS, BaseIdentity, base_identity
 from npt.stored import check_names, described, read_headers, read_json, read_tensors, shown
 
 CONFIG_NAME = "adapter_config.json"
@@ -40,7 +40,7 @@ def save_adapter(
     folder: str | Path,
     *,
     base_name: str | None = None,
-    base_hash: str | None = None,
+    base: BaseIdentity | None = None,
     fidelity: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the attached adapters to `folder`, and with them the updates that were consolidated, all or nothing.
@@ -49,7 +49,7 @@ def save_adapter(
         model: with adapters attached.
         folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else is refused.
         base_name: recorded as PEFT's `base_model_name_or_path`; default the model's own.
-        base_hash: `npt.base_hash(model)` where known already, since it reads the whole base; computed otherwise.
+        base: `npt.base_identity(model)` where known already, since it reads the whole base; computed otherwise.
         fidelity: content of a run's `fidelity.json`, for the model card.
 
     Returns:
@@ -67,12 +67,12 @@ def save_adapter(
     folder = Path(folder)
     _check_replaceable(folder)
     base_name = base_name if base_name is not None else getattr(model.config, "_name_or_path", "") or "unknown"
-    base_hash = base_hash if base_hash is not None else hash_of(model)
+    base = base if base is not None else base_identity(model)
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "base_hash": base_hash,
+        **base.as_record(),
         "npt": asdict(config),
     }
     with new_folder(folder) as temporary:
@@ -80,12 +80,12 @@ def save_adapter(
         write_json(temporary / CONFIG_NAME, record)
         write_text(temporary / CARD_NAME, card(record, fidelity))
         if consolidated(model):
-            write_consolidated(model, temporary, base_hash)
+            write_consolidated(model, temporary, base)
     return folder
 
 
 def load_adapter(
-    model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True, revision: str | None = None
+    model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None, check_base: bool = True, revision: str | None = None
 ) -> NPTConfig:
     """Attach the adapters saved in `folder`, and consolidate the updates that stand beside them. A refused folder leaves the model as it
     was.
@@ -93,9 +93,9 @@ def load_adapter(
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are overwritten.
         folder: as written by `save_adapter`; or USER/NAME on the model hub, where no such folder is there.
-        base_hash: `npt.base_hash(model)` where known already; computed otherwise. It has to be the recorded one.
-        check_base: False loads the adapter onto any base that it fits, for bases that are equal but for rounding: the same
-            checkpoint quantised on another kind of device, say.
+        base: `npt.base_identity(model)` where known already; computed otherwise. Its configuration, 4-bit codes and unpacked
+            tensors must be the recorded ones; of a folder of an earlier version, which does not know them, its `base_hash`.
+        check_base: False loads the adapter onto any base that its shapes fit.
         revision: branch, tag or commit on the hub.
 
     Raises:
@@ -106,11 +106,11 @@ def load_adapter(
     """
     folder = adapter_folder(folder, FILES, revision)
     read_adapter_config(folder)  # before the whole base is read
-    if base_hash is None and check_base:
-        base_hash = hash_of(model)
-    config, tensors = read_adapter(model, folder, base_hash=base_hash, check_base=check_base)
+    if base is None and check_base:
+        base = base_identity(model)
+    config, tensors = read_adapter(model, folder, base=base, check_base=check_base)
     with_updates = (folder / HISTORY_NAME).exists()
-    updates = read_consolidated(model, folder, base_hash=base_hash, check_base=check_base) if with_updates else ()
+    updates = read_consolidated(model, folder, base=base, check_base=check_base) if with_updates else ()
     if not is_attached(model):
         attach(model, config)
     set_adapters(model, config, tensors)
@@ -120,14 +120,14 @@ def load_adapter(
 
 
 def read_adapter(
-    model: PreTrainedModel, folder: str | Path, *, base_hash: str | None = None, check_base: bool = True
+    model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None, check_base: bool = True
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
     """The configuration and tensors saved in `folder`, once all is found to fit the model, which is not changed.
 
     No tensor is read before every name, shape and dtype is the expected one.
 
     Args:
-        model, folder, base_hash, check_base: as for `load_adapter`.
+        model, folder, base, check_base: as for `load_adapter`.
 
     Returns:
         The tensors by the name of their parameter, on the host.
@@ -137,14 +137,10 @@ def read_adapter(
     """
     folder = adapter_folder(folder, FILES)
     config, record = read_adapter_config(folder)
-    trained_on = record.get("base_hash")
-    base_hash = base_hash if base_hash is not None or not check_base else hash_of(model)
-    if check_base and base_hash != trained_on:
-        its = shown(str(trained_on)[:12])[1:-1]
+    found = (base if base is not None else base_identity(model)).mismatch(record) if check_base else None
+    if found is not None:
         name = f" ({shown(record['base_model_name_or_path'])})" if record.get("base_model_name_or_path") else ""
-        raise AdapterFileError(
-            f"{folder} was trained on base {its}{name}, this base is {str(base_hash)[:12]}; load the same model with the same quantisation"
-        )
+        raise AdapterFileError(f"{folder} was trained on another base{name}: {found}; {OTHER_BASE}")
     if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(f"{folder} holds {config}, but the model has {attached_config(model)}; call npt.detach(model) first")
     try:
@@ -152,6 +148,20 @@ def read_adapter(
     except ConfigError as error:
         raise AdapterFileError(f"{folder} does not fit the model: {error}") from error
     return config, _read_tensors(folder / WEIGHTS_NAME, shapes)
+
+
+def base_mismatch(folder: str | Path, base: BaseIdentity) -> str | None:
+    """Return in what a saved adapter, or the updates saved with it, belongs to another base than this one; None if it does not.
+
+    Raises:
+        AdapterFileError, HubError: as `read_adapter_config`.
+    """
+    folder = adapter_folder(folder, FILES)
+    _, record = read_adapter_config(folder)
+    found = base.mismatch(record)
+    if found is None and (folder / HISTORY_NAME).exists():
+        found = base.mismatch(read_json(folder / HISTORY_NAME, AdapterFileError))
+    return found
 
 
 def adapter_hash(model: PreTrainedModel) -> str:
@@ -235,7 +245,9 @@ def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -
         fidelity: content of a run's `fidelity.json`.
     """
     name = record["base_model_name_or_path"]
+    parts = record.get("base_parts")
     rows = [("base", name), ("base hash", record["base_hash"])]
+    rows += [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()] if isinstance(parts, Mapping) else []
     rows += [(key, ", ".join(map(str, value)) if isinstance(value, list | tuple) else value) for key, value in record["npt"].items()]
     settings = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)
     # A hub takes the base's name for a repository of its own: that of a folder on somebody's disk has no place there.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from npt.adapters.attach import adapter_parameters, attach, detach, npt_layers
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError, ModelError
-from npt.quant.load import base_hash
+from npt.quant.identity import base_identity
 
 PEFT_TYPE = "NPT"
 _PREFIX = "base_model.model."
@@ -52,6 +52,7 @@ def register_peft() -> None:
         """`adapter_config.json` as PEFT reads it."""
 
         base_hash: str | None = field(default=None, metadata={"help": "hash of the base that the adapter was trained on"})
+        base_parts: dict[str, Any] | None = field(default=None, metadata={"help": "hashes of that base's parts"})
         npt: dict[str, Any] = field(default_factory=dict, metadata={"help": "settings of the adapter"})
 
         def __post_init__(self) -> None:
@@ -93,10 +94,11 @@ def register_peft() -> None:
                 config = NPTConfig(**settings.npt)
             except (ConfigError, TypeError) as error:
                 raise AdapterFileError(f"the adapter has a setting that cannot work: {error}") from error
-            if settings.base_hash is not None and settings.base_hash != base_hash(model):
+            recorded = {"base_hash": settings.base_hash, "base_parts": settings.base_parts}
+            found = None if recorded == dict.fromkeys(recorded) else base_identity(model).mismatch(recorded)
+            if found is not None:
                 warnings.warn(
-                    f"the adapter was trained on base {settings.base_hash[:12]}, this base is {base_hash(model)[:12]}; npt.load_base "
-                    "gives the one of that hash, bit for bit",
+                    f"the adapter was trained on another base: {found}; npt.load_base with the same quantisation gives that one",
                     stacklevel=2,
                 )
             attach(model, config)

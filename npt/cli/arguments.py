@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from npt.config import BaseConfig
@@ -64,3 +65,37 @@ def load(base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     console.print(f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {devices}")
     return model, tokenizer
+
+
+def add_any_base(parser: argparse.ArgumentParser) -> None:
+    """Add --any_base, for a verb that loads an adapter."""
+    parser.add_argument(
+        "--any_base",
+        action="store_true",
+        help="use an adapter of another base too, if its shapes fit; a warning and what is written say in what the two differ",
+    )
+
+
+def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[Any, dict[str, str]]:
+    """Attach the adapter that the flags name to a loaded base.
+
+    Args:
+        model: the base.
+        given: of the flags `adapter` and `any_base`.
+        console: where a base that is not the adapter's is warned of.
+
+    Returns:
+        The base's identity, and what is put on record of such a base: `other_base`, or nothing.
+    """
+    import npt
+    from npt.adapters.io import base_mismatch
+
+    base = npt.base_identity(model)
+    other = base_mismatch(given["adapter"], base) if given["any_base"] else None
+    npt.load_adapter(model, given["adapter"], base=base, check_base=not given["any_base"])
+    if other is None:
+        return base, {}
+    console.print(
+        f"warning: --any_base: {given['adapter']} was trained on another base: {other}", markup=False, highlight=False, soft_wrap=True
+    )
+    return base, {"other_base": other}

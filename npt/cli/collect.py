@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import jsonl, load, natural, positive
+from npt.cli.arguments import add_any_base, jsonl, load, load_adapter, natural, positive
 from npt.config import SEED_MAX, BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -18,7 +18,6 @@ def collect(given: dict[str, Any]) -> int:
     base, data = build(BaseConfig, given), build(DataConfig, given)
     if given["seed"] > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
-    import npt
     from npt.adapters.attach import check_length
     from npt.adapters.io import read_adapter_config
     from npt.data.source import BUILTIN, check_source, open_source
@@ -37,16 +36,15 @@ def collect(given: dict[str, Any]) -> int:
     if data.dataset_name == BUILTIN and data.dataset_split != "train":
         raise DataError(f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated on; collect from 'train'")
     model, tokenizer = load(base, console)
-    base_hash = npt.base_hash(model)
-    npt.load_adapter(model, given["adapter"], base_hash=base_hash)
+    identity, other = load_adapter(model, given, console)
     how = {name: given[name] for name in ("max_new_tokens", "num_prompts", "batch_size", "seed")}
     with console.status("collecting") as status:
 
         def report(progress: Any) -> None:
             status.update(f"{progress.prompts:,} prompts, {progress.disagreements:,} disagreements")
 
-        result = run(model, tokenizer, open_source(data), given["output"], data_config=data, base_hash=base_hash, report=report, **how)
-    figures = result.as_dict()
+        result = run(model, tokenizer, open_source(data), given["output"], data_config=data, base=identity, report=report, **how)
+    figures = {**result.as_dict(), **other}
     if given["json"]:
         print(to_json(figures, indent=2))
     else:
@@ -68,6 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "unusable, 128+n after finishing the batch on signal n."
     )
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved the student's adapter to")
+    add_any_base(parser)
     parser.add_argument("--output", required=True, metavar="FILE.jsonl", type=jsonl, help="file that is written, or gone on with")
     parser.add_argument("--max_new_tokens", type=positive, default=64, metavar="INT", help="tokens of a completion (default: 64)")
     parser.add_argument("--num_prompts", type=positive, default=256, metavar="INT", help="prompts in all (default: 256)")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import limit, load, positive
+from npt.cli.arguments import add_any_base, limit, load, load_adapter, positive
 from npt.config import TARGETS, BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -52,14 +52,13 @@ def consolidate(given: dict[str, Any]) -> int:
     config, _ = read_adapter_config(Path(given["adapter"]))  # before the base is loaded
     check_source(data)
     model, tokenizer = load(base, console)
-    base_hash = npt.base_hash(model)
-    npt.load_adapter(model, given["adapter"], base_hash=base_hash)
+    identity, other = load_adapter(model, given, console)
     if given["undo"]:
         (taken,) = npt.unconsolidate(model)
-        npt.save_adapter(model, given["output"], base_hash=base_hash)
+        npt.save_adapter(model, given["output"], base=identity)
         left = len(npt.consolidated(model))
         if given["json"]:
-            print(to_json({"undone": taken.record, "updates": left, "output": given["output"]}, indent=2))
+            print(to_json({"undone": taken.record, "updates": left, "output": given["output"], **other}, indent=2))
         else:
             console.print(f"took back {taken}; {left} updates are left in {given['output']}", soft_wrap=True)
         return 0
@@ -88,7 +87,7 @@ def consolidate(given: dict[str, Any]) -> int:
             start = Choice(token, targets, layers, given["alpha"])
             tried = search(model, probe, start, given["max_kl"], ids, lambda what: status.update(f"trying {what}"))
             token, targets, layers = tried[0].token, tried[0].targets, tried[0].layers
-        record = {"text": given["text"], "context": given["context"], "adapter_hash": adapter_hash(model)}
+        record = {"text": given["text"], "context": given["context"], "adapter_hash": adapter_hash(model), **other}
         modulation = modulation_of(model, ids, token)
         make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
         alpha = largest_alpha(model, fitting, make, given["alpha"], given["max_kl"])
@@ -96,7 +95,7 @@ def consolidate(given: dict[str, Any]) -> int:
         update = make(alpha)
         npt.consolidate(model, update)
         retention = before.against(model)
-    npt.save_adapter(model, given["output"], base_hash=base_hash)
+    npt.save_adapter(model, given["output"], base=identity)
     choice = {**update.record, "asked_alpha": given["alpha"], "max_kl": given["max_kl"], "updates": len(npt.consolidated(model))}
     if given["json"]:
         found = {"tried": [c.as_dict() for c in tried]} if given["search"] else {}
@@ -132,6 +131,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="try other targets, tokens and layers at the same cost, and take the best")
     parser.add_argument("--undo", action="store_true", help="take the adapter's last update back instead")
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")
+    add_any_base(parser)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the adapter with the update beside it")
     parser.add_argument("--eval_samples", type=positive, default=64, metavar="INT", help="samples of held-out text (default: 64)")
     parser.add_argument("--batch_size", type=positive, default=8, metavar="INT", help="samples at a time (default: 8)")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import load, natural, positive
+from npt.cli.arguments import add_any_base, load, load_adapter, natural, positive
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -60,7 +60,7 @@ def evaluate(given: dict[str, Any]) -> int:
         console.print(_memory_line(memory, given["attribution"]), soft_wrap=True)
         del model  # before the 4-bit base is loaded; the reference holds its head
     model, tokenizer = load(base, console)
-    npt.load_adapter(model, given["adapter"])
+    _, other = load_adapter(model, given, console)
     samples, heldout = samples_of(model, tokenizer)
     fidelity = npt.evaluate(
         model,
@@ -77,7 +77,7 @@ def evaluate(given: dict[str, Any]) -> int:
         scores = lm_eval(model, tokenizer, tasks, tasks_path=given["lm_eval_tasks_path"], **how)
     if given["json"]:
         further = ({"attribution_memory": memory} if memory else {}) | ({"lm_eval": scores} if scores is not None else {})
-        print(to_json({**fidelity.as_dict(), **further, "heldout": heldout}, indent=2))
+        print(to_json({**fidelity.as_dict(), **further, "heldout": heldout, **other}, indent=2))
     else:
         print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
         if scores is not None:
@@ -114,6 +114,7 @@ def _memory_line(memory: dict[str, int], precision: str) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved an adapter to")
+    add_any_base(parser)
     parser.add_argument("--eval_samples", type=positive, default=64, metavar="INT", help="samples to evaluate on (default: 64)")
     parser.add_argument("--batch_size", type=positive, default=8, metavar="INT", help="samples at a time (default: 8)")
     parser.add_argument(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import load, natural, positive
+from npt.cli.arguments import add_any_base, load, load_adapter, natural, positive
 from npt.config import BaseConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -21,7 +21,6 @@ SIDE_BY_SIDE = 100
 def generate(given: dict[str, Any]) -> int:
     """Write behind a prompt with a saved adapter: the student, its teacher, both compared, or the teacher drafted by the student."""
     base = build(BaseConfig, given)
-    import npt
     from npt.adapters.io import read_adapter_config
     from npt.files import to_json
     from npt.generation.text import Decoding, prompt_ids
@@ -37,7 +36,7 @@ def generate(given: dict[str, Any]) -> int:
     text = _prompt(given["prompt"])
     notes = make_console(stderr=True)  # so that what is on standard output is text, or JSON, alone
     model, tokenizer = load(base, notes)
-    npt.load_adapter(model, given["adapter"])
+    _, other = load_adapter(model, given, notes)
     ids = prompt_ids(tokenizer, text, chat=not given["raw"])
     if given["compare"]:
         found = _compare(model, tokenizer, text, ids, decoding, given["json"])
@@ -47,7 +46,7 @@ def generate(given: dict[str, Any]) -> int:
         found = _single(model, tokenizer, text, ids, decoding, given["mode"] or "student", given["json"], notes)
     if given["json"]:
         settings = {name: given[name] for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-        print(to_json({"prompt": text, "prompt_tokens": len(ids), "settings": settings, **found}, indent=2))
+        print(to_json({"prompt": text, "prompt_tokens": len(ids), "settings": settings, **found, **other}, indent=2))
     return 0
 
 
@@ -174,6 +173,7 @@ def _speed(name: str, written: Any) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved the student's adapter to")
+    add_any_base(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="default: what is piped in")
     parser.add_argument("--mode", choices=("student", "teacher", "floor"), help="who writes (default: student)")
     parser.add_argument("--compare", action="store_true", help="teacher and student, side by side, and where they part")

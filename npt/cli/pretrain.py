@@ -22,18 +22,21 @@ def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
     idle = next((name for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds") if name in given), None)
     if "config" in given:
-        given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool}), **given}
+        given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool}), **given}
     given = with_safe_mode(given)
+    any_base = given.pop("any_base", False)
     base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
     if idle is not None and adapter.init != "calibrated":
         raise ConfigError(f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or drop the other")
+    if any_base and training.resume is None:
+        raise ConfigError("--any_base is about the checkpoint of --resume, which is missing; add it, or drop --any_base")
     from npt.distill.ranks import join_ranks
 
     ranks = join_ranks(training.rank_timeout)
     try:
         with ranks.member():
             _check_placing(base, [name for name, _ in training.stage_shares], ranks.size, adapter.init)
-            return _pretrain(ranks, base, adapter, data, training)
+            return _pretrain(ranks, base, adapter, data, training, any_base)
     finally:
         ranks.close()
 
@@ -60,7 +63,7 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
         )
 
 
-def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig) -> int:
+def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, any_base: bool) -> int:
     """One process of a run, whose ranks it is one of."""
     import npt
     from npt.adapters.attach import check_fit
@@ -121,7 +124,16 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
             npt.shard_base(model, ranks)
             console.print(f"the base is sharded over {ranks.size} processes", soft_wrap=True)
         trainer = npt.Trainer(
-            model, tokenizer, None, training, data_config=data, settings=asdict(base), console=console, ranks=ranks, teacher=teacher
+            model,
+            tokenizer,
+            None,
+            training,
+            data_config=data,
+            settings=asdict(base),
+            console=console,
+            ranks=ranks,
+            teacher=teacher,
+            any_base=any_base,
         )
         stop.check()  # what is raised inside a destructor goes no further
         result = trainer.train()
@@ -147,5 +159,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="settings by flag name; flags given beside it win")
     parser.add_argument(
         "--safe_mode", action="store_true", default=argparse.SUPPRESS, help="additive modulation only: short for --modulation additive"
+    )
+    parser.add_argument(
+        "--any_base",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="resume on another base than the checkpoint's too, if its shapes fit; a warning, events.jsonl and run.json tell",
     )
     add_settings(parser, *_TRAINING)

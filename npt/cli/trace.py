@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import limit, load, positive
+from npt.cli.arguments import add_any_base, limit, load, load_adapter, positive
 from npt.config import STRATEGIES, BaseConfig, DataConfig, TrainConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -18,6 +18,8 @@ def trace(given: dict[str, Any]) -> int:
     """Look for the operation that first makes a bad number, in the model's own pass or in an adapter's training step."""
     if given["strategy"] is not None and given["adapter"] is None:
         raise ConfigError(f"--strategy {given['strategy']} is of an adapter's training step; give its --adapter, or drop --strategy")
+    if given["any_base"] and given["adapter"] is None:
+        raise ConfigError("--any_base means nothing without --adapter; add it, or drop --any_base")
     base, data = build(BaseConfig, given), build(DataConfig, given)
     training = TrainConfig(strategy=given["strategy"] or TrainConfig.strategy)
     import itertools
@@ -37,8 +39,9 @@ def trace(given: dict[str, Any]) -> int:
         read_adapter_config(Path(given["adapter"]))  # before the base is loaded
     check_source(data)
     model, tokenizer = load(base, console)
+    other: dict[str, str] = {}
     if given["adapter"] is not None:
-        npt.load_adapter(model, given["adapter"])
+        _, other = load_adapter(model, given, console)
     samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False)
     made = batches(samples.epoch(0), given["batch_size"], pad_id_of(tokenizer), data.padding_side)
     verdict, seen = None, 0
@@ -51,7 +54,7 @@ def trace(given: dict[str, Any]) -> int:
         raise no_sample(samples.counts)
     what = "the model's own pass" if given["adapter"] is None else f"a training step ({training.strategy})"
     if given["json"]:
-        print(to_json({"fault": None if verdict is None else verdict.as_dict(), "batches": seen, "traced": what}, indent=2))
+        print(to_json({"fault": None if verdict is None else verdict.as_dict(), "batches": seen, "traced": what, **other}, indent=2))
     elif verdict is None:
         console.print(f"no fault in {seen} {'batch' if seen == 1 else 'batches'} of {what}")
     else:
@@ -62,6 +65,7 @@ def trace(given: dict[str, Any]) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 no fault, 1 a fault was found, 2 wrong arguments or data, 5 adapter unusable."
     parser.add_argument("--adapter", metavar="FOLDER", help="a saved adapter, whose training step is traced (default: the base's own pass)")
+    add_any_base(parser)
     parser.add_argument("--strategy", choices=STRATEGIES, help="of the adapter's training step (default: local)")
     parser.add_argument("--batches", type=positive, default=1, metavar="INT", help="batches to look at until a fault (default: 1)")
     parser.add_argument("--batch_size", type=positive, default=4, metavar="INT", help="samples at a time (default: 4)")

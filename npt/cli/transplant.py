@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import load, positive
+from npt.cli.arguments import add_any_base, load, load_adapter, positive
 from npt.config import BaseConfig
 from npt.console import make_console
 from npt.flags import add_settings, build
@@ -22,7 +22,7 @@ def transplant(given: dict[str, Any]) -> int:
     console = make_console(stderr=given["json"])
     read_adapter_config(Path(given["adapter"]))  # before the base is loaded
     model, tokenizer = load(base, console)
-    npt.load_adapter(model, given["adapter"])
+    _, other = load_adapter(model, given, console)
     texts = {name: list(tokenizer(given[name])["input_ids"]) for name in ("text_from", "text_to")}
     result = npt.transplant(model, texts["text_from"], texts["text_to"], given["token_from"], given["token_to"])
     top, divergences = result.top(given["top"]), result.divergences()
@@ -34,7 +34,7 @@ def transplant(given: dict[str, Any]) -> int:
             for name, tokens in top.items()
         }
         places = {"token_from": result.token_from, "token_to": result.token_to, "from": names["donor"], "to": names["receiver"]}
-        print(to_json({**places, "top": listed, "kl": divergences}, indent=2))
+        print(to_json({**places, "top": listed, "kl": divergences, **other}, indent=2))
         return 0
     from rich.table import Table
 
@@ -62,5 +62,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token_to", type=int, default=-1, metavar="INT", help="token of the receiver (default: -1, the last)")
     parser.add_argument("--top", type=positive, default=8, metavar="INT", help="next tokens shown (default: 8)")
     parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")
+    add_any_base(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
     add_settings(parser, BaseConfig, leave_out=("teacher_precision", "shard_base"))

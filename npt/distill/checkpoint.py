@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, attached_config
-from npt.adapters.io import read_adapter, save_adapter
+from npt.adapters.io import base_mismatch, read_adapter, save_adapter
 from npt.data.loader import Position
 from npt.distill.random_state import read_random_state
 from npt.distill.spikes import HISTORY
@@ -38,6 +38,7 @@ from npt.distill.transaction import Kept, Transaction
 from npt.errors import CheckpointError
 from npt.fidelity.evaluate import Fidelity
 from npt.files import new_folder, write_json
+from npt.quant.identity import BaseIdentity
 from npt.stored import Header, check_entries, check_names, described, read_headers, read_json, read_tensors, shown
 
 FORMAT = 1
@@ -111,19 +112,24 @@ class Checkpoint:
         """Figures of the student before training."""
         return Fidelity.from_dict(self.record["initial"])
 
-    def state(self, model: PreTrainedModel, base_hash: str) -> State:
+    def base_mismatch(self, base: BaseIdentity) -> str | None:
+        """Return in what the checkpoint's base differs from this one, or None."""
+        return base_mismatch(self.folder / ADAPTER, base)
+
+    def state(self, model: PreTrainedModel, base: BaseIdentity, *, check_base: bool = True) -> State:
         """Everything that is put back, once it is found to fit; the model is not changed.
 
         Args:
             model: with adapters of the checkpoint's form attached.
-            base_hash: of the model.
+            base: of the model.
+            check_base: False takes a checkpoint of any base that its shapes fit.
 
         Raises:
             CheckpointError: a tensor of the state is missing, extra, misshapen, of another dtype or not finite.
             AdapterFileError: the adapter does not fit, or the base is another one.
         """
         path = self.folder / TENSORS
-        _, adapters = read_adapter(model, self.folder / ADAPTER, base_hash=base_hash)
+        _, adapters = read_adapter(model, self.folder / ADAPTER, base=base, check_base=check_base)
         shapes = adapter_shapes(model, attached_config(model))
         wanted: dict[str, tuple[int, ...]] = {
             f"optimizer.{name}.{key}": () if key == "step" else shape for name, shape in shapes.items() for key in OPTIMIZER_TENSORS
@@ -169,7 +175,7 @@ def write_checkpoint(
     model: PreTrainedModel,
     transaction: Transaction[Any],
     record: Mapping[str, Any],
-    base_hash: str,
+    base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Write a checkpoint as a whole.
@@ -179,7 +185,7 @@ def write_checkpoint(
         model: whose adapters are saved; they have to be finite.
         transaction: with no window in flight.
         record: what `state.json` is to hold: `step`, counters, position, settings.
-        base_hash: of the model.
+        base: of the model.
         random_states: by rank.
 
     Raises:
@@ -193,7 +199,7 @@ def write_checkpoint(
         values = transaction.spikes.remembered()
         tensors |= {name: torch.tensor(logarithms, dtype=torch.float64) for name, logarithms in zip(_SPIKES, values, strict=True)}
     with new_folder(folder) as temporary:
-        save_adapter(model, temporary / ADAPTER, base_hash=base_hash)
+        save_adapter(model, temporary / ADAPTER, base=base)
         save_file(tensors, temporary / TENSORS)
         write_json(temporary / RECORD, {"format": FORMAT, **record})
         write_manifest(temporary)

@@ -31,7 +31,7 @@ from npt.errors import ConfigError, DataError
 from npt.fidelity.metrics import COLUMNS
 from npt.fidelity.partings import Comparison, compare_prompts
 from npt.generation.greedy import continue_greedily, end_ids
-from npt.quant.load import base_hash as hash_of
+from npt.quant.identity import BaseIdentity, base_identity
 
 NUM_PROMPTS = 256
 MAX_NEW_TOKENS = 64
@@ -96,7 +96,7 @@ def collect(
     num_prompts: int | None = NUM_PROMPTS,
     batch_size: int = 8,
     seed: int = 0,
-    base_hash: str | None = None,
+    base: BaseIdentity | None = None,
     report: Callable[[Progress], None] = lambda _: None,
 ) -> CollectResult:
     """Write the prompts at which the student leaves its teacher to `output`, a .jsonl file to train on.
@@ -114,7 +114,7 @@ def collect(
         num_prompts: how many prompts in all, earlier calls included; None for all there are.
         batch_size: prompts at a time.
         seed: of the order of prompts.
-        base_hash: `npt.base_hash(model)` where known already.
+        base: `npt.base_identity(model)` where known already.
         report: told after every batch.
 
     Raises:
@@ -127,7 +127,7 @@ def collect(
     config = data_config if data_config is not None else DataConfig()
     check_length(config.max_length, model.config)
     length = prompt_length(config, max_new_tokens)
-    base_hash = base_hash if base_hash is not None else hash_of(model)
+    base_hash = (base if base is not None else base_identity(model)).strict  # the file promises the same bytes
     student = adapter_hash(model)
     settings = {
         "base": base_hash,

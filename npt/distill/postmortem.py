@@ -32,7 +32,7 @@ from npt.files import new_folder, write_json
 from npt.health.guards import base_fault, moments_fault, tensor_fault
 from npt.health.trace import trace
 from npt.health.verdict import Verdict
-from npt.quant.load import base_hash
+from npt.quant.identity import base_hash
 from npt.quant.precision import audit_precision, policy_dtype, quantization_of
 
 FORMAT = 1

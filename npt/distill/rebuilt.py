@@ -22,7 +22,8 @@ from npt.distill.strategies import MicroBatch, drive
 from npt.distill.transaction import Kept, Refusal, Trace
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.health.guards import base_fault, moments_fault, tensor_fault
-from npt.quant.load import base_hash, load_base, load_teacher
+from npt.quant.identity import base_hash
+from npt.quant.load import load_base, load_teacher
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def rebuilt(bundle: Bundle, *, model_name: str | None = None, device: str | torc
     Args:
         bundle: from `read_bundle`.
         model_name: of the base, where it is not to be found under the recorded name.
-        device: default the recorded kind, where there is one, since 4-bit codes differ between kinds.
+        device: default the recorded kind, where there is one, since statistics of 4-bit weights are rounded otherwise on another.
 
     Raises:
         BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit it.
@@ -155,7 +156,7 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
     found = base_hash(model)
     if found != base.hash:
         here = next(model.parameters()).device.type
-        elsewhere = f", on {kind} (4-bit codes made on {here} differ)" if here != kind else ""
+        elsewhere = f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})" if here != kind else ""
         raise BundleError(
             f"{bundle.folder} was recorded on base {base.hash[:12]} ({base.name!r}), {name!r} is {found[:12]}; pass the run's own model "
             f"with --model_name{elsewhere}"

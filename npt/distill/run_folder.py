@@ -21,6 +21,7 @@ from npt.adapters.io import save_adapter
 from npt.distill.checkpoint import checkpoints, verify_checkpoint
 from npt.errors import CheckpointError, ConfigError
 from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
+from npt.quant.identity import BaseIdentity
 
 CHECKPOINTS, BEST = "checkpoints", "best"
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
@@ -152,12 +153,12 @@ class RunFolder:
                     remove_folder(old)
         return folder
 
-    def save_best(self, model: PreTrainedModel, base_hash: str, figures: dict[str, Any]) -> Path:
+    def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]) -> Path:
         """`best`: the adapters, and the figures that make them the best so far. It takes no part in rotation."""
         self._make_anew_if_gone()
         folder = self.path / BEST
         with new_folder(folder) as temporary:
-            save_adapter(model, temporary / "adapter", base_hash=base_hash)
+            save_adapter(model, temporary / "adapter", base=base)
             write_json(temporary / "fidelity.json", figures)
         return folder
 

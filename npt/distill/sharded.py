@@ -20,7 +20,7 @@ from npt.adapters.attach import attached_config, decoder_layers
 from npt.adapters.sharding import shard_layers
 from npt.distill.ranks import Ranks, join_ranks
 from npt.errors import ConfigError, RankError
-from npt.quant.load import keep_hash
+from npt.quant.identity import keep_identity
 
 _RANKS = "_npt_ranks"
 
@@ -90,7 +90,7 @@ def shard_base(model: PreTrainedModel, ranks: Ranks | None = None) -> Ranks:
     ranks = ranks if ranks is not None else join_ranks()
     if ranks.size == 1 or ranks.device is None:
         raise ConfigError("there is one process, and nobody to share the base with; start several with torchrun, or load with device_map")
-    keep_hash(model)
+    keep_identity(model)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     ranks.__class__ = ShardedRanks
     assert isinstance(ranks, ShardedRanks)

@@ -86,7 +86,8 @@ from npt.fidelity.modulation import measure_modulation
 from npt.health.guards import base_fault, require, tensor_fault
 from npt.quant.attention import attention_name, repeats_exactly
 from npt.quant.errors import product_errors
-from npt.quant.load import TEACHERS, base_hash
+from npt.quant.identity import base_hash, base_identity
+from npt.quant.load import TEACHERS
 from npt.quant.precision import audit_precision, policy_dtype, quantization_of
 from npt.stored import read_json
 
@@ -208,6 +209,7 @@ class Trainer:
         console: where to report; default standard output.
         ranks: the processes that train together; default those that a launcher started with this one, or this one alone.
         teacher: from `npt.load_teacher`, an unquantised model to learn from; default the student's own base.
+        any_base: go on from a checkpoint of another base too, if its shapes fit; a warning and `run.json` say in what the two differ.
 
     Of several processes each makes a Trainer of the same arguments; they share every window, and rank 0 writes and speaks.
 
@@ -230,8 +232,9 @@ class Trainer:
         console: Console | None = None,
         ranks: Ranks | None = None,
         teacher: PreTrainedModel | None = None,
+        any_base: bool = False,
     ):
-        self.model, self.tokenizer, self.teacher = model, tokenizer, teacher
+        self.model, self.tokenizer, self.teacher, self.any_base = model, tokenizer, teacher, any_base
         self.config = config = config if config is not None else TrainConfig()
         self.data_config = data_config if data_config is not None else DataConfig()
         self.settings = settings or {}
@@ -461,9 +464,10 @@ class Trainer:
         require(base_fault(self.model))
         if self.teacher is not None:
             require(base_fault(self.teacher))
-        self.base_hash = base_hash(self.model)
+        self.base = base_identity(self.model)
+        self._other_base = None if self._checkpoint is None or not self.any_base else self._checkpoint.base_mismatch(self.base)
         # A run that goes on has passed the smoke test, and what comes next may be a batch that it is going to refuse.
-        self._state = None if self._checkpoint is None else self._checkpoint.state(self.model, self.base_hash)
+        self._state = None if self._checkpoint is None else self._checkpoint.state(self.model, self.base, check_base=not self.any_base)
         self._agree()  # all have read the checkpoint then, before rank 0 changes anything in its folder
         if self.config.smoke_test and self._checkpoint is None:
             for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
@@ -582,7 +586,7 @@ class Trainer:
         self.ranks.agree(
             {
                 **settings,
-                "a base of hash": self.base_hash,
+                "a base of hash": self.base.strict,
                 "adapters of hash": adapters,
                 **self.data_identity,
                 "a checkpoint of step": None if self._checkpoint is None else self._checkpoint.step,
@@ -611,6 +615,7 @@ class Trainer:
         self.record["wandb_run"] = self._wandb_run(before)
         if self._checkpoint is not None and self.resumed is not None and self.resumed.goes_on:
             self.record["calibration"] = before.get("calibration")  # of the start that this run had
+            self.record["other_base"] = self._other_base or before.get("other_base")
         try:
             folder.write(RUN, self.record)
         except OSError as error:
@@ -710,6 +715,8 @@ class Trainer:
             self._say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
         else:
             self._say(f"going on from {checkpoint.folder} at step {checkpoint.step}")
+            if self._other_base is not None:
+                self._warn(folder, f"--any_base: {checkpoint.folder} was trained on another base: {self._other_base}")
         changed = {name: list(values) for name, values in self.changed.items()}
         folder.event(
             "resume",
@@ -931,12 +938,12 @@ class Trainer:
             "settings": plain_settings(self._all_settings()),
             "data": self.data_identity,
             "initial": self.initial.as_dict(),
-            "base_hash": self.base_hash,
+            "base_hash": self.base.strict,
             "versions": versions(),
         }
 
         def write(path: Path) -> None:
-            write_checkpoint(path, self.model, loop.transaction, record, self.base_hash, states)
+            write_checkpoint(path, self.model, loop.transaction, record, self.base, states)
 
         try:
             path = folder.save_checkpoint(loop.steps, write, self.config.save_total_limit)
@@ -955,7 +962,7 @@ class Trainer:
 
     def _save_best(self, folder: RunFolder, loop: Loop, fidelity: Fidelity) -> None:
         try:
-            folder.save_best(self.model, self.base_hash, {"step": loop.steps, **fidelity.as_dict()})
+            folder.save_best(self.model, self.base, {"step": loop.steps, **fidelity.as_dict()})
         except (OSError, SafetensorError) as error:
             folder.event("save_failed", step=loop.steps, error=type(error).__name__, message=f"best: {error}"[:500])
             self._say(f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}")
@@ -967,7 +974,8 @@ class Trainer:
             "layers": [index for index, _ in npt_layers(self.model)],
             "trainable_parameters": sum(p.numel() for p in adapter_parameters(self.model).values()),
             "seed": self.config.seed,
-            "base_hash": self.base_hash,
+            **self.base.as_record(),
+            "other_base": self._other_base,
             "precision": audit_precision(self.model, policy_dtype(self.model)).as_dict(),
             "product_errors": None if is_sharded(self.model) else product_errors(self.model),
             "device": str(self.device),

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from npt.distill.run_folder import BEST, RunFolder
+from npt.quant.identity import BaseIdentity
 
 
 class UnwrittenFolder(RunFolder):
@@ -37,7 +38,7 @@ class UnwrittenFolder(RunFolder):
     def set_aside(self, checkpoint: Path, why: str) -> Path:
         return checkpoint
 
-    def save_best(self, model: PreTrainedModel, base_hash: str, figures: dict[str, Any]) -> Path:
+    def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]) -> Path:
         return self.path / BEST
 
     def discard(self) -> None: ...

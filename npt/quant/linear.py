@@ -18,6 +18,19 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)]
 
 
+def statistics_of(module: bnb.nn.Linear4bit) -> dict[str, Tensor]:
+    """Return the quantisation statistics of a 4-bit layer's weight by name: `absmax`, `code`, and of nested ones `offset`,
+    `state2.absmax` and `state2.code`; nothing of a weight without storage. They are plain tensors that no walk over parameters or buffers
+    meets."""
+    state = getattr(module.weight, "quant_state", None)
+    if state is None:
+        return {}
+    found = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
+    if state.nested:
+        found |= {"state2.absmax": state.state2.absmax, "state2.code": state.state2.code}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
 def dense_weight(module: Any) -> Tensor:
     """The frozen weight [out, in] of the module: dequantised for a 4-bit layer (a fresh tensor), else as stored. Rows that a module has
     beside it (npt/quant/rows.py) are not in it."""

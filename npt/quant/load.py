@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,34 +19,14 @@ from npt.errors import ConfigError, ModelError
 from npt.quant.attention import implementation_of
 from npt.quant.device import default_device
 from npt.quant.families import check_family
-from npt.quant.linear import quantized_linears
+from npt.quant.identity import note_source
+from npt.quant.linear import quantized_linears, statistics_of
 from npt.quant.precision import audit_precision, enforce_fp32, quantization_of
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
 
-# Entries of a model's configuration that change its outputs at equal weights.
-_COMPUTING = (
-    "model_type",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "max_position_embeddings",
-)
-
-_HASH = "_npt_base_hash"
-
 TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-# Likewise, of some families only: left out where a family has no such setting, so that a base's hash does not change with this list.
-_COMPUTING_IN_SOME = ("sliding_window", "layer_types", "no_rope_layers")
-
 
 # Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes whatever is piped in for the answer.
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -103,10 +81,11 @@ def load_base(
             stacklevel=2,
         )
     arguments: dict[str, Any] = {"device_map": places, "attn_implementation": implementation_of(attn_implementation)}
+    packing = quantization if getattr(config, "quantization_config", None) is None else None
     if packed:
         arguments["dtype"] = "auto"
-        if quantization is not None and getattr(config, "quantization_config", None) is None:
-            arguments["quantization_config"] = packing_config(quantization)
+        if packing is not None:
+            arguments["quantization_config"] = packing_config(packing)
     else:
         arguments["dtype"] = torch.float16 if use_fp16 else torch.float32
     with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
@@ -118,6 +97,8 @@ def load_base(
     if packed:
         if not quantized_linears(model):
             raise ModelError(f"{name} is quantised, but not in bitsandbytes' 4 bit; load its unquantised original")
+        if packing is not None:
+            note_source(model, source, packing, pack_on)
         enforce_fp32(model)
     model.config._name_or_path = name  # what a saved adapter names as its base: not the folder of this installation
     model.requires_grad_(False)
@@ -197,36 +178,6 @@ def packing_config(quantization: str) -> BitsAndBytesConfig:
     )
 
 
-def base_hash(model: PreTrainedModel) -> str:
-    """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters and consolidated updates not, and over
-    the settings that decide what is computed with them.
-
-    Two models with the same hash and nothing on top of it compute the same; an adapter belongs to the hash it was trained on.
-    """
-    if hasattr(model, _HASH):
-        return getattr(model, _HASH)
-    settings = model.config.to_dict()
-    computing = {key: settings.get(key) for key in _COMPUTING}
-    computing |= {key: settings[key] for key in _COMPUTING_IN_SOME if settings.get(key) is not None}
-    digest = hashlib.sha256(json.dumps(computing, sort_keys=True, default=str).encode())
-    seen: dict[int, str] = {}
-    for key, tensor in sorted(model.state_dict().items()):
-        if ".npt." in key:
-            continue
-        if tensor.data_ptr() in seen and tensor.numel() > 0:
-            digest.update(f"{key} is {seen[tensor.data_ptr()]};".encode())
-            continue
-        seen[tensor.data_ptr()] = key
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def keep_hash(model: PreTrainedModel) -> None:
-    """Remember the hash of a base that is about to be taken apart, so that no process has all of it to compute it from."""
-    setattr(model, _HASH, base_hash(model))
-
-
 @contextmanager
 def _packing_on(device: torch.device) -> Iterator[None]:
     """Within the context transformers packs weights on this device and puts them back where they were read to."""
@@ -260,8 +211,14 @@ def _places(device: str | torch.device | None, device_map: str | Mapping[str, An
 
 
 def _check_placed(name: str, model: PreTrainedModel) -> None:
-    """Refuse weights that would have to be fetched from disk or host at every step."""
-    places = {key: tensor.device for key, tensor in model.state_dict().items()}
+    """Refuse weights that would have to be fetched from disk or host at every step.
+
+    Parameters, buffers and the statistics of 4-bit weights are looked at, not the state dict, which has entries of bitsandbytes' own that
+    it makes on the host.
+    """
+    places = {key: tensor.device for key, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    for key, module in quantized_linears(model):
+        places |= {f"{key}.weight.{part}": tensor.device for part, tensor in statistics_of(module).items()}
     on_gpu = any(place.type not in ("cpu", "meta") for place in places.values())
     left = next((key for key, place in places.items() if place.type == "meta" or (on_gpu and place.type == "cpu")), None)
     if left is not None:
@@ -269,9 +226,12 @@ def _check_placed(name: str, model: PreTrainedModel) -> None:
 
 
 def _check_pieces(name: str, model: PreTrainedModel) -> None:
-    """Refuse layers of which no one device has all."""
+    """Refuse layers of which no one device has all, statistics of 4-bit weights included."""
     for index, layer in enumerate(model.model.layers):
-        devices = list(dict.fromkeys(str(parameter.device) for parameter in layer.parameters()))
+        tensors: list[torch.Tensor] = list(layer.parameters())
+        for _, module in quantized_linears(layer):
+            tensors += statistics_of(module).values()
+        devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
         if len(devices) > 1:
             raise ModelError(f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer has to stay in one piece")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounded import round_otherwise
 from safetensors.torch import load_file, save_file
 from test_token_modulation import IDS, student
 from torch.testing import assert_close
@@ -14,7 +15,7 @@ import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.consolidate import Update, product_of
 from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, adapter_hash
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, adapter_hash, base_mismatch
 from npt.adapters.layer import attention_output, student_output
 from npt.adapters.stream import open_stream
 from npt.config import RESIDUALS, TrainConfig
@@ -266,7 +267,10 @@ DAMAGE = {
     "a wrong dtype": (in_rows(lambda t: t.update({SOME: t[SOME].half()})), r"is F16 \[128\], the model needs F32"),
     "a value is NaN": (in_rows(lambda t: t[SOME].fill_(float("nan"))), "update 0 cannot be used: layer 1, gate: .*not finite"),
     "a scale is 0": (in_rows(lambda t: t[SOME].fill_(0.0)), "update 0 cannot be used: .*not above 0"),
-    "another base": (in_history(lambda r: r.update(base_hash="f" * 64)), "was consolidated on base ffffffffffff, this base is"),
+    "another base": (
+        in_history(lambda r: r["base_parts"].update(dense="f" * 64)),
+        "on another base: unpacked tensors f{12} there",
+    ),
 }
 
 
@@ -336,7 +340,21 @@ class TestFiles:
             assert str(folder) in str(refusal.value)
         assert torch.equal(logits(other), before) and npt.consolidated(other) == ()
 
-    def test_a_base_equal_but_for_rounding_can_be_taken(self, load_model, made, tmp_path):
+    def test_a_base_equal_but_for_rounding_is_the_same(self, load_model, made, tmp_path):
+        folder = npt.save_adapter(made, tmp_path / "adapter")
+        other = load_model()
+        round_otherwise(other)
+        npt.load_adapter(other, folder)
+        assert len(npt.consolidated(other)) == 2
+
+    def test_updates_of_another_base_are_found_beside_an_adapter_of_this_one(self, load_model, made, tmp_path):
+        folder = npt.save_adapter(made, tmp_path / "adapter")
+        base = npt.base_identity(load_model())
+        assert base_mismatch(folder, base) is None
+        in_history(lambda r: r["base_parts"].update(codes="f" * 64))(folder)
+        assert str(base_mismatch(folder, base)).startswith("4-bit codes ffffffffffff there")
+
+    def test_another_base_can_be_taken(self, load_model, made, tmp_path):
         folder = npt.save_consolidated(made, tmp_path / "rows")
         other = load_model("fp4")
         npt.load_consolidated(other, folder, check_base=False)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounded import round_otherwise
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import npt
 from npt.adapters.attach import adapter_parameters, attached_config, is_attached
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, base_mismatch
 from npt.errors import AdapterFileError, ModelError
 
 CONFIG = npt.NPTConfig(layers="1,3", rank=4, targets=("gate", "down"), additive_scale=0.3, mult_bound=0.25)
@@ -88,6 +89,7 @@ class TestSave:
             "base_model_name_or_path": "some/base",
             "base_hash": npt.base_hash(load_model()),
         }
+        assert record["base_parts"] == npt.base_identity(load_model()).as_record()["base_parts"]
         assert npt.NPTConfig(**record["npt"]) == CONFIG
         with safe_open(saved / WEIGHTS_NAME, framework="pt") as stored:
             expected = {f"base_model.model.model.layers.{i}.npt.{n}" for i in (1, 3) for n in ("A", "B.gate", "B.down", "M.gate", "M.down")}
@@ -98,6 +100,7 @@ class TestSave:
         card = (saved / CARD_NAME).read_text()
         assert "base_model: some/base" in card
         assert f"| base hash | {npt.base_hash(load_model())} |" in card
+        assert f"| base's 4-bit codes | {npt.base_identity(load_model()).codes} |" in card
         assert "| targets | gate, down |" in card
         assert "| layers | 1,3 |" in card
 
@@ -283,12 +286,34 @@ class TestRefusedLoad:
         assert same(values(model), before)
 
     def test_another_base_is_refused_with_both_hashes(self, load_model, saved):
-        trained_on, other = npt.base_hash(load_model()), load_model(quantization="fp4")
-        with pytest.raises(AdapterFileError, match=rf"trained on base {trained_on[:12]} \(.*\), this base is {npt.base_hash(other)[:12]}"):
+        other = load_model(quantization="fp4")
+        theirs, ours = npt.base_identity(load_model()).codes[:12], npt.base_identity(other).codes[:12]
+        with pytest.raises(AdapterFileError, match=rf"another base \(.*\): 4-bit codes {theirs} there, {ours} here; .*--any_base"):
             npt.load_adapter(other, saved)
         assert not is_attached(other)
 
+    def test_another_base_can_be_taken_if_the_shapes_fit(self, load_model, saved):
+        other = load_model(quantization="fp4")
+        npt.load_adapter(other, saved, check_base=False)
+        assert same(values(other), values(student(load_model)))
+
+    def test_statistics_that_another_device_rounds_otherwise_do_not_matter(self, load_model, saved):
+        other = load_model()
+        round_otherwise(other)
+        assert npt.base_hash(other) != npt.base_hash(load_model())
+        npt.load_adapter(other, saved)
+        assert same(values(other), values(student(load_model)))
+        assert base_mismatch(saved, npt.base_identity(other)) is None
+
+    def test_a_folder_of_an_earlier_version_is_compared_by_every_byte(self, load_model, saved):
+        in_record(lambda record: record.pop("base_parts"))(saved)
+        npt.load_adapter(load_model(), saved)
+        other = load_model()
+        round_otherwise(other)
+        with pytest.raises(AdapterFileError, match=r"another base .*: base hash .* there, .* here"):
+            npt.load_adapter(other, saved)
+
     def test_a_folder_that_records_no_base_is_refused(self, load_model, saved):
-        in_record(lambda record: record.update(base_hash=None))(saved)
-        with pytest.raises(AdapterFileError, match="trained on base None"):
+        in_record(lambda record: record.update(base_hash=None, base_parts=None))(saved)
+        with pytest.raises(AdapterFileError, match=r"another base .*: base hash None there"):
             npt.load_adapter(load_model(), saved)

@@ -79,6 +79,7 @@ class Runs:
         npt.detach(self.model)
         npt.attach(self.model, NPTConfig(**{**self.adapter, **changed.pop("adapter", {})}), seed=changed.get("seed", 0))
         data, teacher = changed.pop("data", self.data)(), changed.pop("teacher", None)
+        any_base = changed.pop("any_base", False)
         data_settings = {"max_length": 12, **self.data_settings, **changed.pop("data_settings", {})}
         settings = {
             "batch_size": 1,
@@ -101,6 +102,7 @@ class Runs:
             replay_data=None if self.replay is None else self.replay(),
             console=Console(file=self.said, width=300),
             teacher=teacher,
+            any_base=any_base,
         )
         return acting(trainer, act)
 

@@ -11,6 +11,7 @@ import shutil
 import stat
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def refused(folder: Path, error: type[NPTError] = CheckpointError, model: nn.Mod
     with pytest.raises(error) as caught:
         read = read_checkpoint(folder)
         if model is not None:
-            read.state(model, npt.base_hash(model))
+            read.state(model, npt.base_identity(model))
     message = str(caught.value)
     assert caught.value.exit_status == 5
     assert "\n" not in message and message.isprintable() and len(message) < 700
@@ -116,7 +117,7 @@ def test_a_checkpoint_has_its_files_and_their_sums(folder) -> None:
 
 def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
     transaction = transaction_of(model)
-    state = read_checkpoint(folder).state(model, npt.base_hash(model))
+    state = read_checkpoint(folder).state(model, npt.base_identity(model))
     state.restore(transaction)
     adapters, stored = load_file(folder / "adapter" / "adapter_model.safetensors"), load_file(folder / TENSORS)
     for name, parameter in adapter_parameters(model).items():
@@ -134,7 +135,7 @@ def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
 
 def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
     """What goes on in it must not write into it."""
-    state = read_checkpoint(folder).state(model, npt.base_hash(model))
+    state = read_checkpoint(folder).state(model, npt.base_identity(model))
     for _ in range(2):
         transaction = transaction_of(model)
         state.restore(transaction)
@@ -149,10 +150,10 @@ def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
 def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp_path) -> None:
     transaction = transaction_of(model)
     read = read_checkpoint(folder)
-    state = read.state(model, npt.base_hash(model))
+    state = read.state(model, npt.base_identity(model))
     state.restore(transaction)
     record = {name: value for name, value in read.record.items() if name != "format"}
-    write_checkpoint(tmp_path / "again", model, transaction, record, npt.base_hash(model), state.random_states)
+    write_checkpoint(tmp_path / "again", model, transaction, record, npt.base_identity(model), state.random_states)
     for name in FILES:
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
 
@@ -160,8 +161,8 @@ def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp
 def test_random_states_of_several_ranks_come_back_by_rank(model, folder, tmp_path) -> None:
     states = {rank: {"cpu": torch.Generator().manual_seed(rank).get_state()} for rank in range(11)}
     record = read_checkpoint(folder).record
-    write_checkpoint(tmp_path / "ranks", model, transaction_of(model), record, npt.base_hash(model), states)
-    found = read_checkpoint(tmp_path / "ranks").state(model, npt.base_hash(model)).random_states
+    write_checkpoint(tmp_path / "ranks", model, transaction_of(model), record, npt.base_identity(model), states)
+    found = read_checkpoint(tmp_path / "ranks").state(model, npt.base_identity(model)).random_states
     assert found.keys() == states.keys()
     assert all(torch.equal(found[rank]["cpu"], states[rank]["cpu"]) for rank in states)
 
@@ -171,7 +172,7 @@ def test_modes_follow_the_umask(model, folder, tmp_path, umask, file_mode, folde
     before = os.umask(umask)
     try:
         write_checkpoint(
-            tmp_path / "new", model, transaction_of(model), read_checkpoint(folder).record, npt.base_hash(model), {0: random_state()}
+            tmp_path / "new", model, transaction_of(model), read_checkpoint(folder).record, npt.base_identity(model), {0: random_state()}
         )
     finally:
         os.umask(before)
@@ -503,9 +504,15 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(folder, mod
     assert named in refused(folder, AdapterFileError, model)
 
 
-def test_another_base_is_refused_with_both_hashes(folder, model) -> None:
-    with pytest.raises(AdapterFileError, match=f"trained on base {npt.base_hash(model)[:12]} .*this base is another"):
-        read_checkpoint(folder).state(model, "another base")
+def test_another_base_is_refused_by_the_part_that_differs(folder, model) -> None:
+    base = npt.base_identity(model)
+    other = replace(base, dense="f" * 64)
+    checkpoint = read_checkpoint(folder)
+    differs = f"unpacked tensors {base.dense[:12]} there, ffffffffffff here"
+    with pytest.raises(AdapterFileError, match=rf"another base .*: {differs}; .*--any_base"):
+        checkpoint.state(model, other)
+    assert checkpoint.state(model, other, check_base=False).step == 3
+    assert checkpoint.base_mismatch(base) is None and "unpacked tensors" in str(checkpoint.base_mismatch(other))
 
 
 # --- nothing that could run code ---------------------------------------------------------------------------------------

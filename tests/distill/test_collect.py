@@ -23,6 +23,7 @@ from npt.data.source import open_source
 from npt.distill.collect import collect
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.fidelity.partings import compare_prompts
+from npt.quant.identity import BaseIdentity
 
 NEW = 8
 CONFIG = DataConfig(max_length=40)
@@ -290,7 +291,7 @@ def test_other_data_are_refused(student, tokenizer, tmp_path) -> None:
         ({"max_new_tokens": 9}, "--max_new_tokens 8, this call has 9"),
         ({"data_config": DataConfig(max_length=41)}, "--max_length 40, this call has 41"),
         ({"seed": 3}, "--seed 0, this call has 3"),
-        ({"base_hash": "f" * 64}, "this call has ffffffffffff"),
+        ({"base": BaseIdentity("", "", "", None, None, "f" * 64)}, "this call has ffffffffffff"),
     ],
 )
 def test_other_settings_are_refused(student, tokenizer, tmp_path, settings, told) -> None:

@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from rounded import round_otherwise
 from safetensors.torch import load_file, save_file
 from stopped_runs import BAD, acting, good, stop
 
@@ -232,11 +233,23 @@ def test_another_base_is_refused_and_both_hashes_are_named(bundle, tiny_folder) 
     assert caught.value.exit_status == 5
 
 
+def test_a_base_whose_statistics_are_rounded_otherwise_is_not_replayed_on(bundle, monkeypatch) -> None:
+    load = rebuilt.load_base
+
+    def load_rounded(*arguments: Any, **more: Any) -> Any:
+        model, tokenizer = load(*arguments, **more)
+        return round_otherwise(model), tokenizer
+
+    monkeypatch.setattr(rebuilt, "load_base", load_rounded)
+    with pytest.raises(BundleError, match="was recorded on base"):
+        replay(bundle)
+
+
 def test_a_base_on_another_kind_of_device_is_refused_with_the_kind(bundle, tiny_folder) -> None:
     said = json.loads((bundle / "postmortem.json").read_text())
     said["device"] = "cuda:0"
     (bundle / "postmortem.json").write_text(json.dumps(said))
-    with pytest.raises(BundleError, match=r"--model_name, on cuda \(4-bit codes made on cpu differ\)"):
+    with pytest.raises(BundleError, match=r"--model_name, on cuda \(statistics of 4-bit weights are rounded otherwise on cpu\)"):
         replay(bundle, model_name=str(tiny_folder), device="cpu")
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from resumed_runs import Runs, Stream, at, checkpoint_names, events, lines, records, strict, with_faults
+from rounded import round_otherwise
 from safetensors.torch import load_file
 from torch import nn
 
@@ -561,11 +562,35 @@ def test_a_setting_that_matters_is_refused_with_both_values_before_anything_is_w
 def test_another_base_is_refused_with_both_hashes_before_anything_is_written(stopped, load_model) -> None:
     run = stopped.place / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    own = npt.base_hash(stopped.model)
+    own = npt.base_identity(stopped.model).codes
     stopped.model = load_model(quantization="fp4")
-    other = npt.base_hash(stopped.model)
-    refused(lambda: stopped.run("run", resume="auto"), AdapterFileError, own[:12], other[:12])
+    other = npt.base_identity(stopped.model).codes
+    refused(lambda: stopped.run("run", resume="auto"), AdapterFileError, own[:12], other[:12], "4-bit codes", "--any_base")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_goes_on_where_statistics_are_rounded_otherwise(stopped, poisoned_folder) -> None:
+    run = stopped.place / "run"
+    before = strict(run / "run.json")
+    stopped.model = round_otherwise(npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0])
+    assert stopped.run("run", resume="auto").steps == 5
+    after = strict(run / "run.json")
+    assert after["base_hash"] != before["base_hash"] and after["base_parts"] == before["base_parts"]
+    assert before["other_base"] is None and after["other_base"] is None and not events(run, "warning")
+
+
+def test_another_base_is_taken_on_demand_loudly_and_on_record(stopped, poisoned_folder) -> None:
+    run, own = stopped.place / "run", npt.base_identity(stopped.model).codes
+    stopped.model = npt.load_base(str(poisoned_folder), quantization="fp4", device="cpu")[0]
+    assert stopped.run("run", at(1), resume="auto", any_base=True, save_steps=1).steps > 3
+    said = f"4-bit codes {own[:12]} there, {npt.base_identity(stopped.model).codes[:12]} here"
+    (warning,) = events(run, "warning")
+    assert warning["message"].startswith("--any_base: ") and said in warning["message"]
+    assert f"warning: {warning['message']}" in stopped.said.getvalue()
+    assert strict(run / "run.json")["other_base"] == said
+    # From here on its checkpoints are of this base, and the record stays.
+    assert stopped.run("run", resume="auto").steps == 5
+    assert strict(run / "run.json")["other_base"] == said and len(events(run, "warning")) == 1
 
 
 def test_what_may_change_is_taken_and_logged(stopped) -> None:

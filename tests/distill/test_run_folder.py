@@ -207,7 +207,7 @@ def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_
     for kl in (0.5, 0.25):
         with torch.no_grad():
             model.model.layers[3].npt.A.fill_(kl)
-        assert folder.save_best(model, npt.base_hash(model), {"step": 1, "kl": kl}) == folder.path / "best"
+        assert folder.save_best(model, npt.base_identity(model), {"step": 1, "kl": kl}) == folder.path / "best"
         folder.save_checkpoint(1, filled(), 1)
     assert folder.has_best and strict((folder.path / "best" / "fidelity.json").read_text()) == {"step": 1, "kl": 0.25}
     other = load_model()
@@ -257,7 +257,8 @@ def test_whatever_a_log_holds_it_is_cut_without_a_fault(folder, line) -> None:
 
 def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_model) -> None:
     folder.save_checkpoint(1, filled(), None)
-    folder.save_best(student(load_model), "hash", {"step": 1})
+    model = student(load_model)
+    folder.save_best(model, npt.base_identity(model), {"step": 1})
     folder.close()
     below = folder.path / "checkpoints"
     shutil.copytree(below / "step-00000001", below / ".step-00000002.abcdefgh.partial")

@@ -168,7 +168,7 @@ def in_front_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: 
 
 BEFORE: dict[str, tuple[Any, str, int]] = {
     "the check of the base": (trainer_module, "base_fault", 0),
-    "the base's hash": (trainer_module, "base_hash", 0),
+    "the base's hash": (trainer_module, "base_identity", 0),
     "the smoke test": (trainer_module, "smoke_test", 0),
     "the first evaluation": (evaluate_module, "_compare", 0),
     "the middle of the first evaluation": (evaluate_module, "_compare_layers", 2),

@@ -30,7 +30,7 @@ from npt.distill.strategies import drive
 from npt.errors import ConfigError
 from npt.quant import attention
 from npt.quant.attention import SDPA, attention_name, repeats_exactly, sdpa_attention
-from npt.quant.load import base_hash
+from npt.quant.identity import base_hash
 from npt.quant.random_base import random_base
 
 HEADS, GROUPS, WIDTH = 4, 2, 16

@@ -1,0 +1,87 @@
+"""`--any_base`: a verb that loads an adapter refuses another base, and with the flag takes it and says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import npt
+from npt.cli.main import _parser, main
+
+VERBS = {
+    "evaluate": ("evaluate", "--max_length", "32", "--eval_samples", "4"),
+    "generate": ("generate", "--prompt", "def f(x", "--max_new_tokens", "2"),
+    "trace": ("trace", "--max_length", "32", "--batch_size", "1"),
+    "transplant": ("transplant", "--text_from", "import os", "--text_to", "def f(x"),
+    "collect": ("collect", "--max_length", "32", "--max_new_tokens", "4", "--num_prompts", "2", "--output"),
+    "consolidate": ("consolidate", "--text", "x = 1", "--eval_samples", "4", "--max_length", "32", "--output"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """Of the embedded model in NF4."""
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(layers="6,7", rank=4, additive_scale=1.0))
+    return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "nf4")
+
+
+@pytest.fixture(scope="module")
+def _fp4():
+    return npt.load_base("tiny", quantization="fp4", device="cpu")
+
+
+@pytest.fixture
+def fp4(_fp4, monkeypatch):
+    """The same model in FP4, which is loaded once for all verbs."""
+    monkeypatch.setattr(npt, "load_base", lambda *_, **__: _fp4)
+    yield _fp4[0]
+    npt.unconsolidate(_fp4[0], None)
+    npt.detach(_fp4[0])
+
+
+def call(adapter: Path, verb: str, tmp_path: Path, *flags: str) -> int:
+    command = [*VERBS[verb], *([str(tmp_path / "output.jsonl")] if VERBS[verb][-1] == "--output" else [])]
+    return main([*command, "--use_quantization", "--quant_type", "fp4", "--adapter", str(adapter), *flags])
+
+
+def test_every_verb_that_loads_an_adapter_has_the_flag() -> None:
+    verbs = _parser("npt")._subparsers._group_actions[0].choices  # type: ignore[union-attr,index]
+    having = {name for name, verb in verbs.items() if "--any_base" in verb.format_help()}  # type: ignore[attr-defined]
+    assert having == {*VERBS, "pretrain"}
+
+
+def test_another_base_is_refused_with_the_remedy(adapter, fp4, tmp_path, capsys) -> None:
+    assert call(adapter, "transplant", tmp_path) == 5
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "was trained on another base ('tiny'): 4-bit codes " in line and "--any_base" in line
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_another_base_is_taken_with_a_warning_and_is_in_the_json(adapter, fp4, tmp_path, capsys, verb) -> None:
+    assert call(adapter, verb, tmp_path, "--any_base", "--json") == 0
+    out, err = capsys.readouterr()
+    ours = npt.base_identity(fp4).codes
+    said = json.loads(out)["other_base"]
+    assert said.startswith("4-bit codes ") and said.endswith(f"{ours[:12]} here")
+    (warning,) = [line for line in err.splitlines() if line.startswith("warning: --any_base")]
+    assert said in warning and str(adapter) in warning
+    if verb == "consolidate":
+        history = json.loads((tmp_path / "output.jsonl" / "consolidated.json").read_text())
+        assert history["updates"][0]["record"]["other_base"] == said
+
+
+def test_nothing_is_said_of_the_adapters_own_base(adapter, capsys) -> None:
+    assert main([*VERBS["transplant"], "--use_quantization", "--adapter", str(adapter), "--any_base", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "other_base" not in json.loads(out) and "--any_base" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"), [(("trace", "--any_base"), "--adapter"), (("pretrain", "--any_base"), "--resume")], ids=["trace", "pretrain"]
+)
+def test_without_an_adapter_or_a_checkpoint_the_flag_is_refused(capsys, command, remedy) -> None:
+    assert main(list(command)) == 2
+    assert remedy in capsys.readouterr().err
