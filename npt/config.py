@@ -38,6 +38,8 @@ SEED_MAX = 2**31 - 1
 MULT_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
 PADDING_SIDES = ("right", "left")
 REPLAY_RATIO = 0.2
+OF_END_TO_END = ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight", "gradient_checkpointing")
+"""Settings that the other strategies have no use for."""
 SCHEDULES = ("cosine", "linear", "constant")
 TEMPERATURES = (1e-3, 1e3)  # beyond them fp32 has overflowing logits, or divergences that are all rounding
 
@@ -326,6 +328,9 @@ class TrainConfig:
     logit_loss: str = setting("kl", "loss on the logits, where logit_kl_weight is above 0", choices=LOGIT_LOSSES)
     logit_temperature: float = setting(1.0, "temperature T of kl, reverse_kl and jsd, which are multiplied by T^2")
     jsd_weight: float = setting(0.5, "of the logit loss jsd: the teacher's share of the mixture")
+    gradient_checkpointing: bool = setting(
+        False, "end_to_end only: keep each layer's input alone and compute the layer again in backward; less memory, the same bits"
+    )
     batch_size: int = setting(4, "samples of a micro-batch")
     gradient_accumulation_steps: int = setting(1, "micro-batches K of a window, that is of one optimizer step")
     max_memory: str | None = setting(
@@ -420,6 +425,11 @@ class TrainConfig:
                 f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {','.join(driven)}, which computes no logits; "
                 "use --strategy end_to_end"
             )
+        if self.gradient_checkpointing and "end_to_end" not in driven:
+            raise ConfigError(
+                f"--gradient_checkpointing with --strategy {','.join(driven)}, which keeps one layer's graph at a time, saves nothing; "
+                "use --strategy end_to_end or drop it"
+            )
         self._check_losses()
         _ = self.max_memory_bytes  # refuses what is no size
         if self.trace_steps is not None:
@@ -472,8 +482,7 @@ class TrainConfig:
         """These settings where this strategy drives the student: without what only the others take."""
         if self.stages is None:
             return self
-        of_logits = {name: getattr(TrainConfig, name) for name in ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")}
-        return replace(self, strategy=strategy, stages=None, **({} if strategy == "end_to_end" else of_logits))
+        return replace(self, strategy=strategy, stages=None, **({} if strategy == "end_to_end" else unset_of_end_to_end()))
 
     @property
     def max_memory_bytes(self) -> int | None:
@@ -490,3 +499,8 @@ class TrainConfig:
         except ValueError:
             words = ", ".join(LAYER_WEIGHTS)
             raise ConfigError(f"--layer_weights is {self.layer_weights!r}; choose from {words}, or give numbers like 1,2,4") from None
+
+
+def unset_of_end_to_end() -> dict[str, Any]:
+    """The settings of `end_to_end` alone as they are where nobody sets them."""
+    return {name: getattr(TrainConfig, name) for name in OF_END_TO_END}

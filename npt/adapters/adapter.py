@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.adapters.modulation import modulate
+from npt.adapters.recompute import is_recomputing
 from npt.config import NPTConfig
 
 Mode = Literal["student", "teacher", "floor"]
@@ -55,8 +56,8 @@ class NPTAdapter(nn.Module):
         self.M = nn.ParameterDict({t: normal(widths[t], config.rank, config.init_std_m) for t in config.targets if config.multiplicative})
 
     def show(self, **stages: Tensor | None) -> None:
-        """Let the observer, if there is one, look at the stages that were just computed."""
-        if self.observer is not None:
+        """Let the observer, if there is one, look at the stages that were just computed, and were not computed before."""
+        if self.observer is not None and not is_recomputing():
             self.observer(stages)
 
     def code(self, attention: Tensor) -> Tensor:

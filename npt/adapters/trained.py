@@ -12,7 +12,7 @@ gradient that counts, has the same bits as without him.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Wo
         return _plain_stacked_outputs(layer, hidden, attention, (stream, teacher_stream), x, z, work)
     if not shared:
         x = torch.cat([x, x[:n]])  # so that both gate and up find the rows of the two side by side, in the order that each needs
-    frozen = _Frozen(layer, n, "shared" if shared else "apart", work.space or Workspace())
+    frozen = _Frozen(layer, n, "shared" if shared else "apart", work.space)
     output, energy, teacher_down = _student_rows(layer, hidden, attention, stream, x, z, frozen, work)
     teacher = teacher_stream + teacher_down
     adapter.show(t=teacher)
@@ -109,7 +109,7 @@ def trained_output(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Wor
     x = layer.post_attention_layernorm(stream)
     z = adapter.code(attention)
     if not x.requires_grad:
-        frozen = _Frozen(layer, len(hidden), "alone", work.space or Workspace())
+        frozen = _Frozen(layer, len(hidden), "alone", work.space)
         return _student_rows(layer, hidden, attention, stream, x, z, frozen, work)[:2]
     gate, up = layer.mlp.gate_proj(x), layer.mlp.up_proj(x)
     product, energy = modulated_product(gate, up, z, adapter.weights_of("gate"), adapter.weights_of("up"), _form(adapter, work))
@@ -151,13 +151,14 @@ class _Frozen:
 
     students: rows N of the student. teacher: whose rows stand behind them, with x of their own (`apart`), with the student's x
     (`shared`), or not at all (`alone`). look: is given copies of gate and up [N, F] in front of down_proj. weight: of down_proj, dense,
-    kept where somebody looks.
+    kept where somebody looks. space: None where graphs live longer; what backward reads is then saved in the graph alone, so that a
+    checkpoint can drop it.
     """
 
     layer: NPTLayer
     students: int
     teacher: str
-    space: Workspace
+    space: Workspace | None
     look: Callable[[Tensor, Tensor], None] | None = None
     weight: Tensor | None = None
 
@@ -175,8 +176,9 @@ class _MLP(torch.autograd.Function):
         *weights, x, frozen, form = others
         n, mlp, space = frozen.students, frozen.layer.mlp, frozen.space
         pieces = 3 if frozen.teacher == "alone" else 4
-        memory = space.rows(pieces * n, mlp.gate_proj.out_features, x)
-        gate, product, *behind, up = memory.split(n) if n else [memory] * pieces
+        width = mlp.gate_proj.out_features
+        memory = x.new_empty(pieces * n, width) if space is None else space.rows(pieces * n, width, x)
+        gate, product, *behind, up = _parts(memory, n, pieces)
         if frozen.teacher == "apart":
             _multiply_into(mlp.gate_proj, x[: 2 * n], memory[: 2 * n])
             _multiply_into(mlp.up_proj, x[n:], memory[2 * n :])
@@ -194,9 +196,9 @@ class _MLP(torch.autograd.Function):
         read = memory[n : (pieces - 1) * n]
         down = mlp.down_proj(read) if is_hooked(mlp.down_proj) else multiply(mlp.down_proj, weight, read)
         frozen.weight = weight if frozen.look is not None else None
-        ctx.frozen, ctx.form, ctx.use = frozen, form, space.uses
-        ctx.pieces, ctx.weight = (gate, up, product), weight
-        ctx.save_for_backward(z, *weights)
+        ctx.frozen, ctx.form, ctx.pieces = frozen, form, pieces
+        ctx.use, ctx.weight = (None, None) if space is None else (space.uses, weight)
+        ctx.save_for_backward(memory, weight if space is None else None, z, *weights)
         student, teacher = down.split([n, len(read) - n])
         ctx.mark_non_differentiable(*([teacher] if form.regularised else [teacher, energy]))
         return student, teacher, energy
@@ -204,13 +206,18 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor, grad_energy: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.frozen.space.uses == ctx.use, "another layer has used this layer's memory before its backward"
-        z, *weights = ctx.saved_tensors
-        gate, up, product = ctx.pieces
-        multiply_backward(ctx.frozen.layer.mlp.down_proj, ctx.weight, grad, out=product)
-        ctx.pieces = ctx.weight = None  # a graph may outlive its backward
+        space, down_proj = ctx.frozen.space, ctx.frozen.layer.mlp.down_proj
+        assert space is None or space.uses == ctx.use, "another layer has used this layer's memory before its backward"
+        memory, saved, z, *weights = ctx.saved_tensors
+        gate, product, *_, up = _parts(memory, len(z), ctx.pieces)
+        multiply_backward(down_proj, ctx.weight if saved is None else saved, grad, out=product)
+        ctx.weight = None  # a graph may outlive its backward
         sums = product_backward(product, grad_energy, gate, up, z, weights, ctx.form)
         return sums.z, *sums.weights, None, None, None
+
+
+def _parts(memory: Tensor, rows: int, pieces: int) -> Sequence[Tensor]:
+    return memory.split(rows) if rows else [memory] * pieces
 
 
 def _multiply_into(module: Any, x: Tensor, out: Tensor) -> None:

@@ -109,15 +109,46 @@ def adapter_flops(
     return total
 
 
+def recomputation_flops(shape: Shape, length: int, config: NPTConfig, *, logits: float = 0.0) -> float:
+    """What `--gradient_checkpointing` adds to `end_to_end`, per token: a second forward of the student's layers that gradients pass.
+
+    It ends with the last thing that backward reads: of a layer without an adapter that is what down_proj is given.
+
+    Args:
+        shape, length, config, logits: as for `training_flops`.
+    """
+    converted = resolve_layers(config.layers, shape.layers)
+    passed = range(converted[0], shape.layers if logits else converted[-1] + 1)
+    terms = int(config.multiplicative) + int(config.additive)
+    width = shape.hidden + terms * sum(shape.width(target) for target in config.targets)
+    low_rank = 2.0 * width * sum(config.ranks_of(len(converted)))
+    unread = (len(passed) - len(converted)) * 2.0 * shape.hidden * shape.ffn
+    return len(passed) * layer_flops(shape, length) - unread + low_rank
+
+
 def training_flops(
-    shape: Shape, length: int, config: NPTConfig, strategy: str = "local", *, own_teacher: bool = False, logits: float = 0.0
+    shape: Shape,
+    length: int,
+    config: NPTConfig,
+    strategy: str = "local",
+    *,
+    own_teacher: bool = False,
+    logits: float = 0.0,
+    checkpointing: bool = False,
 ) -> float:
-    """What a training step costs per token, low-rank products included: arguments as of `floor_flops` and `adapter_flops`."""
+    """What a training step costs per token, low-rank products included: arguments as of `floor_flops` and `adapter_flops`.
+
+    Args:
+        checkpointing: with what `recomputation_flops` adds.
+    """
     converted = resolve_layers(config.layers, shape.layers)
     form = {"multiplicative": config.multiplicative, "additive": config.additive}
-    return floor_flops(
-        shape, length, converted, strategy, residual=config.residual, own_teacher=own_teacher, logits=logits
-    ) + adapter_flops(shape, converted, config.ranks_of(len(converted)), config.targets, strategy, **form)
+    again = recomputation_flops(shape, length, config, logits=logits) if checkpointing else 0.0
+    return (
+        floor_flops(shape, length, converted, strategy, residual=config.residual, own_teacher=own_teacher, logits=logits)
+        + adapter_flops(shape, converted, config.ranks_of(len(converted)), config.targets, strategy, **form)
+        + again
+    )
 
 
 def two_model_flops(shape: Shape, length: int, *, checkpointing: bool = False) -> float:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from npt.distill.signals import StopOnSignal
 from npt.distill.spikes import SpikeGuard
 from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distill.step_recording import StepRecording
-from npt.distill.strategies import MicroBatch, Strategy
+from npt.distill.strategies import REPORTED, MicroBatch, Strategy
 from npt.distill.trackers import Trackers
 from npt.distill.transaction import EXACT, FAILED, HISTORY, Refusal, S, Trace, Transaction, WindowResult
 from npt.errors import StoppedError, TooManyRefusalsError
@@ -499,10 +500,12 @@ class Loop:
         """One metrics line: means over the window's survivors, those of every rank, per valid token, of the loss on the logits per
         predicted token."""
         config = stage_at(self.stages, self.steps - 1).config
-        names = ("loss", "nmse", "reg", *(("logit", "scored") if config.logit_kl_weight else ()))
-        parts, layers = result.survivors, [index for index, _ in npt_layers(self.model)]
-        per_layer = torch.stack([part.layer_nmse for part in parts]).sum(dim=0).tolist() if parts else [0.0] * len(layers)
-        sums = self.ranks.sums([*(sum(float(getattr(part, name)) for part in parts) for name in names), *per_layer])
+        names, layers = (*REPORTED, "scored"), [index for index, _ in npt_layers(self.model)]
+        # Of the reports, which came with the window's record: the survivors' own tensors may lie behind newer windows in a queue.
+        own = [sum(report[i] for report in result.reports) for i in range(len(REPORTED))]
+        reported = torch.tensor([report[len(REPORTED) :] for report in result.reports], dtype=torch.float32)
+        per_layer = reported.sum(dim=0).tolist() if result.reports else [0.0] * len(layers)
+        sums = self.ranks.sums([*own, sum(part.scored for part in result.survivors), *per_layer])
         of_all = dict(zip(names, sums, strict=False))
         per_layer = (torch.tensor(sums[len(names) :]) / result.tokens).tolist()
         now = time.perf_counter()
@@ -548,7 +551,7 @@ def new_transaction(
         parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
     )
     spikes = SpikeGuard(config.spike_sigmas) if config.skip_spikes else None
-    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes, ranks=ranks)
+    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes, ranks=ranks, report=attrgetter("report"))
 
 
 def fill_gradients(strategy: Strategy, model: PreTrainedModel, batch: Batch, config: TrainConfig) -> MicroBatch:

@@ -62,7 +62,7 @@ class Passes:
         if before == 1:
             raise NoMemoryError(
                 f"out of memory with one sample of {length} tokens at once ({lack}); lower --max_length or --adapter_rank, "
-                "convert fewer --layers, or take --strategy local and --use_quantization"
+                "convert fewer --layers, or take --strategy local (or end_to_end with --gradient_checkpointing) and --use_quantization"
             )
         self.samples = self.lowered = (before + 1) // 2
         return before

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from npt.config import TrainConfig
+from npt.config import TrainConfig, unset_of_end_to_end
 from npt.cost.hollow import Hollow, bytes_of
 from npt.cost.memory import MemoryPlan, Term, adapter_numbers, shown, state_terms
 from npt.data.batch import Batch
@@ -229,9 +229,11 @@ def remedies(workload: Workload, limit: int) -> list[tuple[str, int]]:
         tried.append(("--use_quantization", replace(w, quantization="nf4", stored=torch.bfloat16)))
     if w.teacher is not None and w.adapter.residual != "keep":  # which has nothing to learn from its own base
         tried.append(("no --teacher_precision", replace(w, teacher=None)))
+    if "end_to_end" in w.stages and not training.gradient_checkpointing:
+        tried.append(("--gradient_checkpointing", replace(w, training=replace(training, gradient_checkpointing=True))))
     if any(name != "local" for name in w.stages):
-        unset = {name: getattr(TrainConfig, name) for name in ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")}
-        tried.append(("--strategy local", replace(w, training=replace(training, strategy="local", stages=None, **unset))))
+        local = replace(training, strategy="local", stages=None, **unset_of_end_to_end())
+        tried.append(("--strategy local", replace(w, training=local)))
     for share in (2, 4, 8):
         if w.length >= 64 * share:
             tried.append((f"--max_length {w.length // share}", replace(w, length=w.length // share)))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output, device_of
+from npt.adapters.recompute import recomputed
 from npt.adapters.sharding import is_sharded, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
@@ -31,7 +34,7 @@ from npt.fidelity.divergence import nmse_per_token
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sums over the valid tokens of one micro-batch; device tensors without graph, read by nobody before the window ends.
+    """Sums over the valid tokens of one micro-batch; device tensors without graph, which are read as `report` alone, behind its window.
 
     loss: scalar, what was differentiated. nmse: scalar, mean over converted layers, whatever the loss is. reg: scalar, unweighted,
     likewise. logit: scalar, the loss on the logits over the `scored` positions S, unweighted; zero where there is none.
@@ -46,8 +49,21 @@ class MicroBatch:
     tokens: int
     scored: int
 
+    @property
+    def report(self) -> Tensor:
+        """All that is on the device: [4 + number of converted layers], what `REPORTED` names and then `layer_nmse`."""
+        return torch.cat([torch.stack([getattr(self, name) for name in REPORTED]), self.layer_nmse])
+
+
+REPORTED = ("loss", "nmse", "reg", "logit")
+"""Sums in front of a report."""
 
 Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], MicroBatch]
+
+LayerSums = tuple[Tensor, Tensor, Tensor]
+"""Of a converted layer the loss, with its graph, and without one the NMSE and the unweighted energy: scalars, summed over the tokens."""
+
+T = TypeVar("T")
 
 
 def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: PreTrainedModel | None = None) -> MicroBatch:
@@ -116,7 +132,8 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
 
     Up to the first converted layer teacher and student are the same and run once, unless the `teacher` is a model of its own.
     Without a loss on the logits nothing is computed after the last converted layer. That loss is summed over the S scored positions
-    and divided, as the rest is, by the valid tokens.
+    and divided, as the rest is, by the valid tokens. With `config.gradient_checkpointing` the graph keeps of each layer its input and the
+    teacher's output, and the rest is computed again in backward: to the same bits.
 
     Raises:
         NotSupportedError: the base is sharded.
@@ -135,25 +152,43 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
             taught = _run(stream, taught_layers, taught, index, index + 1)
             if isinstance(layers[index], NPTLayer):
                 targets[index] = taught
-    parts = []
+    parts: list[Tensor] = []
+    compute = recomputed if config.gradient_checkpointing else _computed
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):
-            if not isinstance(layer, NPTLayer):
-                hidden = _run(stream, layers, hidden, index, index + 1)
-                continue
             here, hidden = _at(stream, layer, hidden)
-            attention = attention_output(layer, hidden, **here.context_of(layer))
-            student, energy = trained_output(layer, here.rows(hidden), here.rows(attention), work)
-            h = here.rows(inputs.pop(index).to(hidden.device)) if inputs else None
-            target = here.rows(targets.pop(index).to(hidden.device))
-            parts.append(sums.add(here.batch, student, target, h, energy))
-            hidden = here.scatter(student)
+            if not isinstance(layer, NPTLayer):
+                hidden = compute(partial(_run, stream, layers, start=index, stop=index + 1), hidden)
+                continue
+            before = inputs.pop(index).to(hidden.device) if inputs else None
+            student_layer = partial(_student_layer, layer, here, work, sums, len(parts))
+            hidden, found = compute(student_layer, hidden, targets.pop(index).to(hidden.device), before)
+            parts.append(sums.take(found))
         loss = torch.stack([part.to(hidden.device) for part in parts]).sum()
         if config.logit_kl_weight:
             sums.logit = _logit_loss(config, (model, hidden), (model if teacher is None else teacher, taught), stream)
             loss = loss + config.logit_kl_weight * sums.logit.to(loss.device)
         loss.backward()
     return sums.micro_batch()
+
+
+def _student_layer(
+    layer: NPTLayer, here: Stream, work: Work, sums: _Sums, number: int, hidden: Tensor, target: Tensor, before: Tensor | None
+) -> tuple[Tensor, LayerSums]:
+    """The student's states after a converted layer and what they come to, from those in front of it. It changes nothing.
+
+    Args:
+        number: of the layer, among the converted ones.
+        hidden, target, before: [B, T, D], the student's h, the teacher's output, and for the loss that needs it the teacher's h.
+    """
+    attention = attention_output(layer, hidden, **here.context_of(layer))
+    student, energy = trained_output(layer, here.rows(hidden), here.rows(attention), work)
+    h = None if before is None else here.rows(before)
+    return here.scatter(student), sums.of_layer(number, here.batch, student, here.rows(target), h, energy)
+
+
+def _computed(function: Callable[..., T], *arguments: object) -> T:
+    return function(*arguments)
 
 
 class _Sums:
@@ -167,15 +202,22 @@ class _Sums:
         self.first, self.last = converted[0][0], converted[-1][0]
         self.logit: Tensor | None = None
         self._config, self._batch, self._count = config, batch, len(converted)
-        self._weights = iter(layer_weights(config, len(converted)))
+        self._weights = layer_weights(config, len(converted))
         self._losses: list[Tensor] = []
         self._nmses: list[Tensor] = []
         self._regs: list[Tensor] = []
 
     def add(self, batch: Batch, student: Tensor, target: Tensor, hidden: Tensor | None, energy: Tensor | None) -> Tensor:
-        """The next layer's share of the loss, with its graph.
+        """The next layer's share of the loss, with its graph; arguments as of `of_layer`."""
+        return self.take(self.of_layer(len(self._losses), batch, student, target, hidden, energy))
+
+    def of_layer(
+        self, number: int, batch: Batch, student: Tensor, target: Tensor, hidden: Tensor | None, energy: Tensor | None
+    ) -> LayerSums:
+        """What one layer comes to. It is counted only once it is taken.
 
         Args:
+            number: of the layer, among the converted ones.
             batch: on the layer's device.
             student, target: [N, D].
             hidden: [N, D], the teacher's h, for the loss that needs it.
@@ -183,10 +225,15 @@ class _Sums:
         """
         distance, nmse = _layer_loss(self._config, batch, student, target, hidden)
         reg = torch.zeros_like(distance) if energy is None else energy.sum()
-        loss = (next(self._weights) * distance + self._config.regularization_lambda * reg) / self._count
+        loss = (self._weights[number] * distance + self._config.regularization_lambda * reg) / self._count
+        return loss, nmse, reg.detach()
+
+    def take(self, found: LayerSums) -> Tensor:
+        """Count the next layer's sums; its share of the loss, with its graph."""
+        loss, nmse, reg = found
         self._losses.append(loss.detach())
         self._nmses.append(nmse)
-        self._regs.append(reg.detach())
+        self._regs.append(reg)
         return loss
 
     def micro_batch(self) -> MicroBatch:

@@ -112,11 +112,12 @@ class WindowResult(Generic[S]):
 
     index: windows before it. micro_batches: their number, refused ones included. steps: applied steps, this one included.
     rate: the learning rate it was, or would have been, applied with. loss, grad_norm: mean per surviving token, and before
-    clipping; None without survivors. survivors: sums of the micro-batches that counted, in order. limits: of the spike guard,
+    clipping; None without survivors. survivors: sums of the micro-batches that counted, in order. reports: of each of them the numbers
+    that the transaction was asked to report; to read them waits for nothing, as to read the survivors may. limits: of the spike guard,
     as they stood when it decided. before: where something was refused and the state may have moved on since, the state that
     the window started from. halts: ranks that raised their hand, and with what; the window is void then, and all else empty.
 
-    Of several ranks everything is over all of them, but for `survivors`, which are this rank's.
+    Of several ranks everything is over all of them, but for `survivors` and `reports`, which are this rank's.
     """
 
     index: int
@@ -128,6 +129,7 @@ class WindowResult(Generic[S]):
     loss: float | None
     grad_norm: float | None
     survivors: list[S] = field(default_factory=list)
+    reports: list[list[float]] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     limits: tuple[float, float] = (math.inf, math.inf)
     before: Kept | None = None
@@ -155,6 +157,7 @@ class _Window(Generic[S]):
     arrived: Any
     norms: Tensor | None  # [P], of the window, for an explanation
     limits: tuple[float, float]  # of the spike guard when the decision was made
+    reported: int = 0  # numbers that each micro-batch reports
     state: tuple[list[str], Tensor] | None = None  # names of parameters and moments, and which were finite after the step
     before: Kept | None = None  # the step's own snapshot
     halt: int = 0  # this rank's hand
@@ -167,7 +170,7 @@ class _Window(Generic[S]):
         return self.arrived is None or self.arrived.query()
 
 
-# Entries of a record behind its micro-batches' flags, losses and norms. Those of several ranks come behind these.
+# Entries of a record behind its micro-batches' flags, losses, norms and reports. Those of several ranks come behind these.
 _SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
 
 
@@ -193,6 +196,7 @@ class Transaction(Generic[S]):
         late: read the flags a window late or more (see above); default for a fused AdamW on CUDA, impossible without fused AdamW.
         spikes: refuse windows whose loss or norm leaves the range of the accepted ones; None refuses none.
         ranks: the processes that share the windows; default this one alone.
+        report: of a micro-batch's sums, numbers [n] that are to be known with its window's result; they travel with the record.
     """
 
     def __init__(
@@ -205,6 +209,7 @@ class Transaction(Generic[S]):
         late: bool | None = None,
         spikes: SpikeGuard | None = None,
         ranks: Ranks | None = None,
+        report: Callable[[S], Tensor] | None = None,
     ):
         self.ranks = ranks if ranks is not None else Ranks()
         self.names = tuple(parameters)
@@ -212,6 +217,7 @@ class Transaction(Generic[S]):
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.spikes = spikes
+        self._report = report
         self.history: deque[Trace] = deque(maxlen=HISTORY)
         self.home = self.parameters[0].device
         self._obeys_found_inf = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
@@ -369,7 +375,9 @@ class Transaction(Generic[S]):
         applied = self._guarded_update(window, go, rate)
         self._steps += applied
         scalars = (tokens, loss, norm, finite_norm, spike, applied, self._steps, rate)  # in the order of _SCALARS
-        parts = [flags, losses, micro_norms, torch.stack([scalar.to(torch.float64) for scalar in scalars]), across]
+        reports = [] if self._report is None else [self._report(m.sums).detach().to(self.home, torch.float64) for m in ran]
+        window.reported = reports[0].numel() if reports else 0
+        parts = [flags, losses, micro_norms, *reports, torch.stack([scalar.to(torch.float64) for scalar in scalars]), across]
         if window.prints is not None:
             parts.append(window.prints)
         record = torch.cat([part.to(torch.float64) for part in parts])
@@ -494,8 +502,9 @@ class Transaction(Generic[S]):
         values = window.record.tolist()
         k = len(window.ran)
         flags, losses, norms = values[:k], values[k : 2 * k], values[2 * k : 3 * k]
-        behind = 3 * k + len(_SCALARS)
-        scalars = dict(zip(_SCALARS, values[3 * k : behind], strict=True))
+        reports = [values[start : start + window.reported] for start in range(3 * k, (3 + window.reported) * k, max(1, window.reported))]
+        behind = (3 + window.reported) * k + len(_SCALARS)
+        scalars = dict(zip(_SCALARS, values[behind - len(_SCALARS) : behind], strict=True))
         across = self._across(values[behind:])
         if across is not None:
             halts = {rank: code for rank, code in enumerate(across.halts) if code}
@@ -503,10 +512,11 @@ class Transaction(Generic[S]):
                 return replace(result, micro_batches=0, refusals=[], halts=halts)
             self._check_marks(window, across)
             self._check_prints(across)
-        for micro, good, loss, norm in zip(window.ran, flags, losses, norms, strict=True):
+        for number, (micro, good, loss, norm) in enumerate(zip(window.ran, flags, losses, norms, strict=True)):
             self.history.append(Trace(window.index, micro.index, micro.sample_ids, loss / max(1, micro.sums.tokens), norm))
             if good:
                 result.survivors.append(micro.sums)
+                result.reports += reports[number : number + 1]
             else:
                 result.refusals.append(self._explain(micro, loss))
         if across is not None and across.refused:

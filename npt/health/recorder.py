@@ -31,10 +31,11 @@ What becomes a row, by its `stage`:
 RMSNorms, q, k and v are modules and so have their `out`. Rows stand in the order in which the pass reached them. A tensor that
 several modules name, such as the output of an MLP and of its last product, is reduced once and has a row under each name. Where a
 module is called again in the same pass its stages are numbered from there on: `out#2`. Such calls are the teacher's (first) and the
-student's (second) under the end_to_end strategy, and a recomputation under gradient checkpointing. Under the local strategy teacher
-and student go through gate_proj, up_proj and down_proj as one stack of rows, so the rows of these modules are of both, and through the
-first two just once where the attention residual is kept; a converted layer's own forward is not called. A gradient has the stage of
-its value; `out@2` is the second backward through it.
+student's (second) under the end_to_end strategy, and a recomputation under the gradient checkpointing of a model's own; what
+`--gradient_checkpointing` computes again is not looked at twice. Under the local strategy teacher and student go through gate_proj,
+up_proj and down_proj as one stack of rows, so the rows of these modules are of both, and through the first two just once where the
+attention residual is kept; a converted layer's own forward is not called. A gradient has the stage of its value; `out@2` is the second
+backward through it.
 
 Padded positions are left out of every tensor that starts with the batch and time of the mask: of `valid`, else of the
 two-dimensional `attention_mask` that the model itself is called with.
@@ -58,6 +59,7 @@ from torch.utils.hooks import RemovableHandle
 
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
+from npt.adapters.recompute import is_recomputing
 from npt.health.record import Direction, Record, Row
 from npt.health.statistics import FIELDS, share_beyond, summarise
 
@@ -270,10 +272,12 @@ class Recorder:
             self.skipped.append(f"{site.name} {stage}".strip() + f": {type(error).__name__}: {error}".splitlines()[0])
 
     def _before(self, site: _Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._quietly(site, "in", self._inputs, site, args, kwargs)
+        if not is_recomputing():
+            self._quietly(site, "in", self._inputs, site, args, kwargs)
 
     def _after(self, site: _Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._quietly(site, "out", self._outputs, site, output)
+        if not is_recomputing():
+            self._quietly(site, "out", self._outputs, site, output)
 
     def _inputs(self, site: _Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._sources.pop(site.name, None)

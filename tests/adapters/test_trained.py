@@ -222,7 +222,8 @@ class TestWorkspace:
         assert space.rows(2, 2, torch.ones(1, dtype=torch.float64)).dtype == torch.float64
         assert space.uses == 4
 
-    def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(self, load_model, monkeypatch):
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(self, load_model, monkeypatch, shared):
         made = []
 
         def watched(module: Any) -> Tensor:
@@ -233,7 +234,7 @@ class TestWorkspace:
         dense = trained.dense_weight
         monkeypatch.setattr(trained, "dense_weight", watched)
         layer = decoder_layers(student(load_model))[0]
-        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D))[1]
+        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D), Work(space=Workspace() if shared else None))[1]
         gc.collect()
         assert [ref() is not None for ref in made] == [False, False, True]  # gate and up are gone, down waits for backward
         output.sum().backward()

@@ -85,10 +85,12 @@ def full_rows() -> Batch:
 
 
 def counted(model: Any, config: TrainConfig, teacher: Any = None) -> float:
-    """Per token, without what the figure of the regulariser takes: B'B of each additive term once, and a product with it per token."""
+    """Per token, without what the figure of the regulariser takes: B'B of each additive term, and a product with it per token; both
+    once for every forward of the layer."""
     batch = full_rows()
     layers = [layer.npt for _, layer in npt_layers(model)]
     energy = sum(2 * add.shape[1] ** 2 * (len(add) + batch.tokens) for adapter in layers for add in adapter.B.values())
+    energy *= 1 + config.gradient_checkpointing
     return (count_flops(lambda: drive(model, batch, config, teacher)) - energy) / batch.tokens
 
 
@@ -100,6 +102,18 @@ def test_a_strategy_makes_exactly_the_products_of_its_formula(llama, quantizatio
     npt.attach(model, FORMS[form])
     expected = training_flops(Shape.of(model.config), LENGTH, FORMS[form], strategy)
     assert counted(model, TrainConfig(strategy=strategy)) == expected
+
+
+@pytest.mark.parametrize("quantization", ["nf4", None])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("logits", [0.0, 1.0])
+def test_checkpointing_adds_a_second_forward_up_to_what_backward_reads(llama, quantization, form, logits):
+    model, batch = llama(quantization), full_rows()
+    npt.attach(model, FORMS[form])
+    share = logits * batch.scored / batch.tokens
+    config = TrainConfig(strategy="end_to_end", logit_kl_weight=logits, gradient_checkpointing=True)
+    expected = training_flops(Shape.of(model.config), LENGTH, FORMS[form], "end_to_end", logits=share, checkpointing=True)
+    assert counted(model, config) == pytest.approx(expected, rel=1e-12)
 
 
 def test_local_is_within_three_percent_of_the_floor(llama):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,3 +217,28 @@ def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_ev
     with pytest.raises(NoMemoryError):
         runs.run("run", act)
     assert runs.outcome("run").state["step"] == made[0].applied_steps == 2
+
+
+@pytest.mark.parametrize("slow", [[0], [2, 0, 0, 1], [NEVER]])
+def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs, monkeypatch, slow):
+    """Once a window is launched its sums can not be read any more: behind them there may be windows that nobody has waited for."""
+    lines = {}
+    launch = Transaction._launch
+
+    def launching(transaction: Transaction[Any], mark: int) -> Any:
+        window = launch(transaction, mark)
+        for micro in window.ran:
+            away = {f.name: value.to("meta") for f in fields(micro.sums) if isinstance(value := getattr(micro.sums, f.name), Tensor)}
+            micro.sums = replace(micro.sums, **away)
+        return window
+
+    settings = {"log_steps": 1, "strategy": "end_to_end", "logit_kl_weight": 0.5, "gradient_accumulation_steps": 2}
+    for name in ("readable", "away"):
+        runs, made = late_runs(slow)
+        if name == "away":
+            monkeypatch.setattr(Transaction, "_launch", launching)
+        runs.run(name, **settings)
+        found = (runs.place / name / "metrics.jsonl").read_text().splitlines()
+        lines[name] = [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in found]
+        assert made and made[-1].late
+    assert lines["away"] == lines["readable"] and len(lines["away"]) == 4

@@ -46,6 +46,8 @@ def workload(layers: str = "upper_half", count: int = 6, vocab: int = 200, **tra
         ("all", {"strategy": "end_to_end"}, 200),
         ("0,3", {"strategy": "end_to_end", "logit_kl_weight": 0.5}, 5000),
         ("1,2", {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "jsd"}, 200),
+        ("all", {"strategy": "end_to_end", "gradient_checkpointing": True}, 200),
+        ("0,3", {"strategy": "end_to_end", "logit_kl_weight": 0.5, "gradient_checkpointing": True}, 5000),
         ("2-5", {"stages": "local:0.5,end_to_end:0.5"}, 200),
     ],
     ids=str,
@@ -65,7 +67,15 @@ def test_predicted_memory_is_what_is_measured(layers, training, vocab) -> None:
     assert beside.sum() == 2_000_000
 
 
-@pytest.mark.parametrize("training", [{"strategy": "local"}, {"strategy": "end_to_end", "logit_kl_weight": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"strategy": "local"},
+        {"strategy": "end_to_end", "logit_kl_weight": 0.5},
+        {"strategy": "end_to_end", "logit_kl_weight": 0.5, "gradient_checkpointing": True},
+    ],
+    ids=str,
+)
 def test_few_layers_say_what_all_of_them_take(training) -> None:
     """The count of a whole model, beside what is carried to it from models of two and three converted layers."""
     planned = workload("1,3,4", count=6, **training)
@@ -148,6 +158,18 @@ def test_settings_that_would_fit_do() -> None:
     ((flag, peak),) = remedies(planned, limit)
     assert flag == "--use_quantization" and peak <= limit
     assert remedies(planned, 1000) == []
+
+
+def test_checkpointing_is_offered_where_graphs_are_kept_and_would_then_fit() -> None:
+    planned = workload("all", batch_size=1, strategy="end_to_end")
+    limit = Planner(planned).plan(1).peak - 1
+    offered = dict(remedies(planned, limit))
+    assert offered["--gradient_checkpointing"] <= limit and "--strategy local" in offered
+    checkpointed = replace(planned, training=replace(planned.training, gradient_checkpointing=True))
+    found = Planner(checkpointed).plan(1).peak
+    assert found == offered["--gradient_checkpointing"]
+    again = dict(remedies(checkpointed, found - 1))
+    assert "--gradient_checkpointing" not in again and "--strategy local" in again
 
 
 def test_no_setting_is_offered_that_would_be_refused() -> None:

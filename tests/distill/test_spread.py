@@ -67,6 +67,7 @@ WAYS: list[dict[str, Any]] = [
     {"strategy": "end_to_end"},
     {"strategy": "end_to_end", "loss": "nmse_update", "token_weighting": "disagreement", "logit_kl_weight": 0.5},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "cross_entropy"},
+    {"strategy": "end_to_end", "loss": "nmse_update", "logit_kl_weight": 0.5, "gradient_checkpointing": True},
 ]
 
 

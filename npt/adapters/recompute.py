@@ -1,0 +1,47 @@
+"""Gradient checkpointing: what a layer computes is dropped in forward and computed again in backward.
+
+torch's non-reentrant checkpoint does it, so the graph is that of the first computation: gradients, their order of summation and the
+hooks on tensors are as without it. Random numbers are drawn again as they were; their state is one of the host, also that of a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
+
+_thread = threading.local()  # backward on a GPU has threads of its own
+
+
+def recomputed(function: Callable[..., T], *arguments: object) -> T:
+    """Return `function(*arguments)`, of whose graph backward keeps the arguments alone.
+
+    Args:
+        function: without side effects, since it is called again in backward.
+        arguments: tensors among them are kept; they lie on the device on which `function` computes.
+    """
+    return checkpoint(function, *arguments, use_reentrant=False, context_fn=_contexts)
+
+
+def is_recomputing() -> bool:
+    """Return whether this thread computes for the second time what observers were shown the first time."""
+    return getattr(_thread, "recomputing", False)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _recomputing()
+
+
+@contextmanager
+def _recomputing() -> Iterator[None]:
+    before = is_recomputing()
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before

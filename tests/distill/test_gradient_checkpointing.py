@@ -1,0 +1,320 @@
+"""Gradient checkpointing under end_to_end: less memory for the same bits, whatever is converted, recorded, traced or compiled."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from resumed_runs import Runs, at, events, records, strict
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaConfig
+
+import npt
+from npt.adapters import trained
+from npt.adapters.attach import adapter_parameters, decoder_layers
+from npt.adapters.fused import unfused
+from npt.adapters.recompute import recomputed
+from npt.config import NPTConfig, TrainConfig
+from npt.cost.measure import peak_bytes
+from npt.data.batch import Batch, batch_from_tensors
+from npt.distill.loop import new_transaction
+from npt.distill.passes import Passes, added
+from npt.distill.strategies import MicroBatch, drive
+from npt.errors import ConfigError
+from npt.health.recorder import Recorder
+from npt.quant.random_base import random_base
+
+FORMS = (
+    NPTConfig(rank=4, layers="all", additive_scale=1.0),
+    NPTConfig(rank=3, layers="1,3", targets=("gate",), modulation="additive"),
+    NPTConfig(rank=3, layers="0,2", targets=("up", "down"), modulation="multiplicative"),
+    NPTConfig(rank=4, layers="1-2", residual="keep"),
+)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"logit_kl_weight": 0.7, "regularization_lambda": 0.3},
+    {"loss": "nmse_update", "layer_weights": "linear", "token_weighting": "disagreement", "logit_kl_weight": 0.5},
+)
+
+
+def student(load_model: Any, form: NPTConfig, **arguments: Any) -> Any:
+    """The random Llama with its adapters moved away from the start, where M is 0 and B tiny."""
+    model = load_model(**arguments)
+    npt.attach(model, form)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def both(**settings: Any) -> tuple[TrainConfig, TrainConfig]:
+    config = TrainConfig(strategy="end_to_end", **settings)
+    return config, replace(config, gradient_checkpointing=True)
+
+
+def filled(model: Any, batch: Batch, config: TrainConfig, teacher: Any = None) -> dict[str, Tensor]:
+    """Sums and gradients of one micro-batch."""
+    parameters = adapter_parameters(model)
+    for parameter in parameters.values():
+        parameter.grad = None
+    sums = drive(model, batch, config, teacher)
+    found = {name: getattr(sums, name) for name in ("loss", "nmse", "reg", "logit", "layer_nmse")}
+    return found | {name: p.grad.clone() for name, p in parameters.items()}
+
+
+def assert_identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.isfinite(value).all(), name
+        assert torch.equal(value, other[name]), name
+
+
+def calls_of(model: Any) -> list[int]:
+    """How often each layer's attention was computed, kept up to date."""
+    counts = [0] * len(decoder_layers(model))
+    for index, layer in enumerate(decoder_layers(model)):
+
+        def count(*_: Any, index: int = index) -> None:
+            counts[index] += 1
+
+        layer.self_attn.register_forward_hook(count)
+    return counts
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(map(str, s.values())) or "default")
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f.layers}-{f.residual}")
+def test_losses_and_gradients_have_the_same_bits(load_model, batch, form, settings) -> None:
+    model = student(load_model, form)
+    plain, checkpointed = (filled(model, batch, config) for config in both(**settings))
+    assert_identical(checkpointed, plain)
+
+
+@pytest.mark.parametrize("way", ["dense", "bf16", "plain operations", "own teacher", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_the_same_bits_in_every_way_of_computing_a_layer(load_model, batch, way) -> None:
+    form = NPTConfig(rank=4, layers="1,2")
+    model = student(load_model, form, quantization=None if way in ("dense", "bf16") else "nf4")
+    if way == "bf16":
+        model.to(torch.bfloat16)
+        for parameter in adapter_parameters(model).values():
+            parameter.data = parameter.data.float()
+    teacher = load_model(quantization=None) if way == "own teacher" else None
+    configs = both(logit_kl_weight=0.5, regularization_lambda=0.1, compile=way == "compiled")
+    if way == "plain operations":
+        with unfused():
+            plain, checkpointed = (filled(model, batch, config, teacher) for config in configs)
+    else:
+        plain, checkpointed = (filled(model, batch, config, teacher) for config in configs)
+    assert_identical(checkpointed, plain)
+
+
+def test_each_layer_that_gradients_pass_is_computed_once_more_and_no_other(load_model, batch) -> None:
+    model = student(load_model, NPTConfig(rank=4, layers="1,3"))
+    counts = calls_of(model)
+    plain, checkpointed = both()
+    filled(model, batch, plain)
+    assert counts == [1, 2, 2, 2]  # layer 0 once for teacher and student
+    counts[:] = [0] * 4
+    filled(model, batch, checkpointed)
+    assert counts == [1, 3, 3, 3]
+
+
+def test_adapters_after_steps_have_the_same_bits(load_model, batch) -> None:
+    ended = []
+    for config in both(logit_kl_weight=0.5, learning_rate=1e-2, skip_spikes=True):
+        model = student(load_model, FORMS[0])
+        transaction = new_transaction(adapter_parameters(model), config, [1e-2, 5e-3])
+        results = []
+        for window in range(3):
+            for part in Passes(2).parts(batch):
+                transaction.micro_batch(partial(drive, model, part, config))
+            if window == 1:  # a refused micro-batch leaves nothing
+                transaction.micro_batch(partial(poisoned, model, batch, config))
+            results += transaction.commit()
+        ended.append({name: p.detach().clone() for name, p in adapter_parameters(model).items()})
+        told = [(r.applied, r.loss, r.grad_norm, [str(refusal) for refusal in r.refusals]) for r in results]
+        ended.append(told)
+    assert_identical(ended[2], ended[0])
+    assert ended[3] == ended[1] and [applied for applied, *_ in ended[1]] == [True] * 3 and ended[1][1][3]
+
+
+def poisoned(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    sums = drive(model, batch, config)
+    next(iter(adapter_parameters(model).values())).grad[0, 0] = float("nan")
+    return sums
+
+
+def test_parts_of_a_micro_batch_add_up_to_the_same_bits(load_model, batch) -> None:
+    model = student(load_model, FORMS[1])
+    found = []
+    for config in both(logit_kl_weight=0.5):
+        for parameter in adapter_parameters(model).values():
+            parameter.grad = None
+        sums = added([drive(model, part, config) for part in Passes(1).parts(batch)])
+        found.append({"loss": sums.loss, **{name: p.grad for name, p in adapter_parameters(model).items()}})
+    assert_identical(found[1], found[0])
+
+
+def test_numbers_drawn_in_forward_are_drawn_again(load_model, batch) -> None:
+    """A base that drops out draws the same numbers in the recomputation, and leaves the state of one forward."""
+    model = student(load_model, FORMS[0])
+    found = []
+    for layer in decoder_layers(model):
+        layer.self_attn.attention_dropout = 0.5
+        layer.self_attn.train()
+    for config in both():
+        torch.manual_seed(3)
+        found.append(filled(model, batch, config) | {"state": torch.get_rng_state()})
+    assert_identical(found[1], found[0])
+    torch.manual_seed(4)
+    assert not torch.equal(filled(model, batch, both()[1])["loss"], found[1]["loss"])  # it does draw
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
+    """h in front of it and the teacher's output, in place of what its operations keep. Of a teacher's h nothing is asked here."""
+    rows, length, width = 2, 64, 64
+    state = rows * length * width * 4
+    peaks: dict[bool, list[int]] = {False: [], True: []}
+    shape = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(0))
+    batch = batch_from_tensors(ids, torch.ones_like(ids))
+    for count in (3, 5):
+        model = random_base(LlamaConfig(num_hidden_layers=count, **shape), quantization="nf4", device="cpu")
+        npt.attach(model, NPTConfig(rank=4, layers="all"))
+        for kind, config in zip((False, True), both(), strict=True):
+            peaks[kind].append(peak_bytes(partial(drive, model, batch, config), "cpu").added)
+    per_layer = {kind: (more - less) / 2 for kind, (less, more) in peaks.items()}
+    # Beside the states there are that of the random numbers and a few scalars. The adapters' gradients come behind the peak.
+    assert 0 <= per_layer[True] - 2 * state - torch.get_rng_state().nbytes < 256
+    assert per_layer[False] > 15 * state
+
+
+def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch) -> None:
+    """Where h has no graph, as in front of the first converted layer, the MLP is one operation with memory of its own."""
+    layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
+    made: list[StorageWeakRef] = []
+    parts, dense = trained._parts, trained.dense_weight
+    monkeypatch.setattr(trained, "_parts", lambda m, *a: made.append(StorageWeakRef(m.untyped_storage())) or parts(m, *a))
+    weights: list[weakref.ref[Tensor]] = []
+    monkeypatch.setattr(trained, "dense_weight", lambda module: weights.append(weakref.ref(w := dense(module))) or w)
+    rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    for keep, gone in ((recomputed, True), (lambda function, *arguments: function(*arguments), False)):
+        made.clear()
+        weights.clear()
+        output, _ = keep(partial(trained.trained_output, layer), rows, rows)
+        assert [storage.expired() for storage in made] == [gone]
+        assert [weight() is None for weight in weights] == [True, True, gone]  # gate, up, down
+        output.sum().backward()
+        assert len(made) == (3 if gone else 2)  # forward, its recomputation, backward
+        assert all(storage.expired() for storage in made)
+
+
+# --- who looks on ----------------------------------------------------------------------------------------------------
+
+
+def test_the_recorder_sees_every_stage_once_and_every_gradient(load_model, batch) -> None:
+    model = student(load_model, FORMS[1])
+    records, found = [], []
+    for config in both(logit_kl_weight=0.5):
+        with Recorder(model) as recorder:
+            found.append(filled(model, batch, config))
+        records.append(recorder.record())
+        found.append(filled(model, batch, config))
+    for other in found[1:]:
+        assert_identical(other, found[0])
+    plain, checkpointed = ({(row.module, row.stage, row.direction): row for row in record.rows} for record in records)
+    assert checkpointed.keys() == plain.keys() and len(records[1].rows) == len(records[0].rows) >= 200
+    for key, row in plain.items():
+        assert replace(checkpointed[key], source=None) == replace(row, source=None), key
+
+
+def test_an_observer_is_shown_each_stage_once(load_model, batch) -> None:
+    model = student(load_model, NPTConfig(rank=4, layers="all"))
+    shown: dict[bool, list[str]] = {False: [], True: []}
+    for config in both():
+        for layer in decoder_layers(model):
+            layer.npt.observer = lambda stages, config=config: shown[config.gradient_checkpointing].extend(stages)
+        filled(model, batch, config)
+    assert shown[True] == shown[False] != []
+
+
+class Broken(nn.Module):
+    """SiLU whose output, or whose gradient alone, is not a number at one place."""
+
+    def __init__(self, backward: bool):
+        super().__init__()
+        self.backward_only = backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.functional.silu(x)
+        hole = torch.zeros_like(out)
+        hole[..., 0, 0] = 1.0
+        if self.backward_only:  # sqrt at 0: 0 forward, infinite backward, and 0 * inf
+            return out + (x.detach() * 0 + x * 0).sqrt() * hole
+        return out + hole * float("nan")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("converted", ["1,3", "1"])
+def test_a_trace_names_the_same_operation(load_model, batch, backward, converted) -> None:
+    model = student(load_model, NPTConfig(rank=4, layers=converted))
+    model.model.layers[2].mlp.act_fn = Broken(backward)
+    verdicts = []
+    for config in both(logit_kl_weight=0.5):
+        verdicts.append(npt.trace(model, batch, run=lambda config=config: drive(model, batch, config)))
+    plain, checkpointed = verdicts
+    assert plain is not None and plain.layer == 2 and plain.phase == ("backward" if backward else "forward")
+    for name in ("operation", "module", "source", "phase", "cause", "layer", "index"):
+        assert getattr(checkpointed, name) == getattr(plain, name), name
+
+
+def test_a_number_that_only_the_recomputation_spoils_is_traced_to_it(load_model, batch) -> None:
+    model = student(load_model, NPTConfig(rank=4, layers="all"))
+    layer, calls = decoder_layers(model)[2], [0]
+
+    def spoil(_: Any, __: Any, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * float("nan") if calls[0] % 3 == 0 else output  # teacher, student, recomputation
+
+    layer.mlp.down_proj.register_forward_hook(spoil)
+    verdict = npt.trace(model, batch, run=lambda: drive(model, batch, both()[1]))
+    assert verdict is not None
+    assert (verdict.phase, verdict.operation, verdict.layer) == ("recomputation", "mul", 2)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [{"strategy": "local"}, {"strategy": "propagated"}, {"stages": "local:0.5,propagated:0.5"}])
+def test_where_one_graph_is_kept_at_a_time_it_is_refused_in_one_line(strategy) -> None:
+    with pytest.raises(ConfigError, match=r"--gradient_checkpointing .* saves nothing; use --strategy end_to_end or drop it") as caught:
+        TrainConfig(gradient_checkpointing=True, **strategy)
+    assert "\n" not in str(caught.value)
+
+
+def test_of_stages_only_the_end_to_end_one_has_it() -> None:
+    config = TrainConfig(gradient_checkpointing=True, stages="local:0.5,end_to_end:0.5")
+    assert [config.in_stage(name).gradient_checkpointing for name in ("local", "end_to_end")] == [False, True]
+
+
+def test_a_run_that_is_resumed_with_it_says_so_and_ends_as_one_without_it(load_model, tmp_path) -> None:
+    settings = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "scheduler_type": "constant"}
+    runs = Runs(load_model(), tmp_path, data=lambda: records(6), settings=settings)
+    runs.run("whole")
+    runs.run("stopped", at(3))
+    runs.run("stopped", resume="auto", gradient_checkpointing=True)
+    runs.outcome("stopped").assert_equal(runs.outcome("whole"))
+    assert "changed since: gradient_checkpointing was False, is True" in runs.said.getvalue()
+    assert events(tmp_path / "stopped", "resume")[0]["changed"] == {"gradient_checkpointing": [False, True]}
+    assert strict(tmp_path / "stopped" / "run.json")["settings"]["gradient_checkpointing"] is True
