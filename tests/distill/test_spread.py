@@ -28,6 +28,7 @@ from npt.faults.runs import NoTokenizer
 from npt.fidelity.modulation import measure_modulation
 from npt.health.diagnose import diagnose
 
+
 @pytest.fixture
 def models(load_model) -> Iterator[tuple[Any, ...]]:
     """The random Llama in NF4 three times: on one GPU, and twice with its upper half on another."""
