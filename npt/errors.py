@@ -101,6 +101,8 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_NOT_INITIALIZED",
 )
 """What torch says where it has no error of its own for this. A library that finds no room for its own state is not initialised."""
 

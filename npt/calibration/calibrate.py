@@ -10,6 +10,7 @@ The adapters are written when all layers are solved and every number is finite; 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable
 from contextlib import closing
@@ -26,11 +27,13 @@ from npt.adapters.consolidate import consolidated
 from npt.adapters.layer import NPTLayer, attention_output
 from npt.adapters.sharding import is_sharded
 from npt.adapters.stream import Stream, open_stream
-from npt.calibration.plan import Display, plan
+from npt.calibration.placement import HOST, Placement, free_bytes, or_on_host, release
+from npt.calibration.plan import Display, Plan, plan
+from npt.calibration.precision import full_precision
 from npt.calibration.ranks import check_budget, spend
 from npt.calibration.report import Calibration, LayerCalibration
 from npt.calibration.rows import Rows
-from npt.calibration.sensitivity import Sensitivity, measure
+from npt.calibration.sensitivity import measure
 from npt.calibration.solve import CHUNK, METRIC_FLOOR, Problem, Solution, solve, worth
 from npt.calibration.tail import Parameters, Tail
 from npt.config import CALIBRATION_INPUTS, DataConfig, NPTConfig
@@ -71,7 +74,8 @@ def calibrate(
         tokenizer: of the base model.
         data: records, or samples already cut; training data, never what the student is to be measured on. One batch in eight is not
             fitted, but chooses ridge and steps.
-        tokens: to use at most, from the data's beginning. Memory does not grow with them; disk does, by three rows of D each.
+        tokens: to use at most, from the data's beginning. Each takes three fp32 rows of D, in a
+            GPU's free memory or in a temporary file; other memory grows by 1 GiB at most.
         inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it give (`propagated`). The target is the
             teacher's own state either way.
         rounds: of Gauss-Newton per layer, up to twice as many while they gain much; 0 leaves the linear solution, in which M is 0.
@@ -106,31 +110,34 @@ def calibrate(
             "tokens (--calibration_tokens), or lower --adapter_rank"
         )
     device = next(model.parameters()).device
-    work = plan(config, model.config, layers, ranks, parts.tokens, rounds)
-    display = Display(console if console is not None else silent_console(), _steps(parts, len(layers), rounds))
-    duration = _duration(work.seconds(device, model.config.hidden_size))
-    display.say(
-        f"calibrating layers {format_layers(layers)} on {parts.tokens:,} tokens: about {duration}, "
-        f"{work.ram >> 20:,} MiB of memory beside the base and one batch's graph, {work.disk >> 20:,} MiB of temporary disk"
+    work = plan(
+        config,
+        model.config,
+        layers,
+        ranks,
+        parts.tokens,
+        rounds,
+        inputs=inputs,
+        rank_budget=rank_budget,
+        batch=max(((len(b.input_ids), b.input_ids.shape[1]) for b in parts.batches), key=math.prod),
     )
+    free = free_bytes(device) if device.type == "cuda" else 0
+    placement = work.place(device, free)
+    display = Display(console if console is not None else silent_console(), _steps(parts, len(layers), rounds))
+    with full_precision():
+        display.say(_announced(work, device, placement, free, layers, parts.tokens))
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with closing(display):
-            display.stage("teacher's sensitivity", 0)
-            sensitivities = measure(model, parts.batches, seed, lambda batch: display.tick(_chunks(batch.tokens)))
-            codes = {index: worth(found.covariance, found.to_attention) for index, found in sensitivities.items()}
-            if rank_budget is not None:
-                by_layer = spend(rank_budget, {index: values.tolist() for index, (values, _) in codes.items()})
-                config = replace(config, ranks=tuple(by_layer.values()))
-            by_layer = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
-            code = {index: directions[: by_layer[index]] for index, (_, directions) in codes.items()}
-            solutions = _Walk(model, parts, config, sensitivities, code, inputs, rounds, display).run()
+            task = _Task(model, parts, layers, inputs, rounds, seed, display)
+            solutions, config = _solutions(task, config, ranks, rank_budget, work, placement, free)
     finally:
         for module in training:
             module.training = True
+        release(device)
     set_adapters(model, config, _tensors(model, config, solutions))
-    figures = {index: _figures(by_layer[index], solution) for index, solution in solutions.items()}
+    figures = {index: _figures(solution) for index, solution in solutions.items()}
     return Calibration(figures, parts.tokens, parts.heldout, inputs, time.perf_counter() - started)
 
 
@@ -181,33 +188,116 @@ class _Parts:
     heldout: int
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A calibration that was found sound. layers: converted ones."""
+
+    model: PreTrainedModel
+    parts: _Parts
+    layers: tuple[int, ...]
+    inputs: str
+    rounds: int
+    seed: int
+    display: Display
+
+
+def _solutions(
+    task: _Task,
+    config: NPTConfig,
+    ranks: tuple[int, ...],
+    rank_budget: int | None,
+    work: Plan,
+    placement: Placement,
+    free: int,
+) -> tuple[dict[int, Solution], NPTConfig]:
+    """Solve every layer, on the host where a device has no memory for it.
+
+    Returns:
+        Solutions by layer, and the configuration with the ranks that a budget was spent on.
+    """
+    device, say = next(task.model.parameters()).device, task.display.say
+    found, placement = or_on_host(
+        lambda where: _prepared(task, None if rank_budget is not None else ranks, where),
+        placement,
+        say,
+    )
+    if rank_budget is not None:
+        spent = spend(rank_budget, {index: layer.worth for index, layer in found.items()})
+        config = replace(config, ranks=tuple(spent.values()))
+    ranks = config.ranks_of(len(task.layers))
+    walk = _Walk(task, found, dict(zip(task.layers, ranks, strict=True)))
+    solutions, _ = or_on_host(lambda where: walk.run(where, work.keep(device, where, free)), placement, say)
+    return solutions, config
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the first walk found of a layer. worth: of each direction. directions: the code's, as
+    rows, those that may be taken, fp32. metric: G with its floor, [D, D] fp32."""
+
+    worth: list[float]
+    directions: Tensor
+    metric: Tensor
+
+    def on_host(self) -> _Prepared:
+        return replace(self, directions=self.directions.to(HOST), metric=self.metric.to(HOST))
+
+
+def _prepared(task: _Task, ranks: tuple[int, ...] | None, placement: Placement) -> dict[int, _Prepared]:
+    """Measure the teacher's sensitivity and reduce it, layer by layer, to what solving needs.
+
+    Args:
+        task: the calibration.
+        ranks: of the layers, None if they are still to be chosen.
+        placement: of the matrices.
+    """
+    display = task.display
+    display.stage("teacher's sensitivity", 0)
+    sensitivities = measure(
+        task.model,
+        task.parts.batches,
+        task.seed,
+        lambda batch: display.tick(_chunks(batch.tokens)),
+        placement.sums,
+    )
+    prepared = {}
+    for number, index in enumerate(task.layers):
+        found = sensitivities.pop(index)  # its matrices are freed when the next layer's turn comes
+        values, directions = worth(found.covariance.to(placement.factors), found.to_attention.to(placement.factors))
+        kept = directions if ranks is None else directions[: ranks[number]]
+        metric = found.to_output
+        metric.diagonal().add_(METRIC_FLOOR * metric.diagonal().mean())
+        prepared[index] = _Prepared(values.tolist(), kept.to(placement.sums, torch.float32), metric.to(torch.float32))
+    return prepared
+
+
 class _Walk:
     """The second walk: up through the layers, all tokens at once."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        parts: _Parts,
-        config: NPTConfig,
-        sensitivities: dict[int, Sensitivity],
-        code: dict[int, Tensor],
-        inputs: str,
-        rounds: int,
-        display: Display,
-    ):
-        self.model, self.parts, self.config = model, parts, config
-        self.sensitivities, self.code, self.rounds, self.display = sensitivities, code, rounds, display
-        self.propagated = inputs == "propagated"
-        self.device = next(model.parameters()).device
+    def __init__(self, task: _Task, prepared: dict[int, _Prepared], ranks: dict[int, int]):
+        self.model, self.parts, self.display = task.model, task.parts, task.display
+        self.rounds, self.propagated = task.rounds, task.inputs == "propagated"
+        self.prepared, self.ranks = prepared, ranks
+        self.device = next(task.model.parameters()).device
+        self.placement, self.keep = Placement(), 0
+        self.solutions: dict[int, Solution] = {}
 
-    def run(self) -> dict[int, Solution]:
-        """Each converted layer's solution."""
+    def run(self, placement: Placement, keep: int) -> dict[int, Solution]:
+        """Return each converted layer's solution. Begun again, it solves those that are left.
+
+        Args:
+            placement: of the rows and of what is factorised.
+            keep: bytes of linearisations that may be held.
+        """
+        self.placement, self.keep = placement, keep
+        if placement.all_on_host:  # also what an earlier attempt left on the device
+            self.prepared = {index: layer.on_host() for index, layer in self.prepared.items()}
         model, count, width = self.model, self.parts.tokens, self.model.config.hidden_size
         layers = decoder_layers(model)
         converted = [index for index, _ in npt_layers(model)]
-        teacher, attention, target = (Rows(count, width) for _ in range(3))
+        teacher, attention, target = (Rows(count, width, placement.rows) for _ in range(3))
         student: Rows | None = None  # until the first converted layer there is one stream
-        solutions: dict[int, Solution] = {}
+        solutions = self.solutions
         with torch.no_grad(), adapters_disabled(model):
             self._open(teacher, layers[: converted[0]])
             for index in range(converted[0], converted[-1] + 1):
@@ -217,22 +307,25 @@ class _Walk:
                     if student is not None:
                         self._pass(layer, student)
                     continue
-                self.display.stage(f"layer {index}", _steps(self.parts, len(solutions), self.rounds))
+                self.display.stage(f"layer {index}", _steps(self.parts, converted.index(index), self.rounds))
                 own = teacher if student is None else student
                 self._attend(index, layer, teacher, attention, target)
                 if student is not None:
                     self._attend(index, layer, student, attention, None)
                 tail = Tail(layer)
-                solution = self._solve(index, tail, own, attention, target)
-                solutions[index] = solution
-                final, linear = solution.final, solution.linear
-                if not self.display.console.is_terminal:
-                    self.display.say(f"layer {index}: NMSE {solution.floor.nmse:.5f}, linear {linear.nmse:.5f}, now {final.nmse:.5f}")
+                if index not in solutions:
+                    solutions[index] = self._solve(index, tail, own, attention, target)
+                    self._say_solved(index, solutions[index])
                 if self.propagated and index != converted[-1]:
-                    student = student if student is not None else Rows(count, width)
-                    self._move(tail, solution.parameters, own, attention, student)
+                    student = student if student is not None else Rows(count, width, placement.rows)
+                    self._move(tail, solutions[index].parameters, own, attention, student)
                 teacher, target = target, teacher
         return solutions
+
+    def _say_solved(self, index: int, solution: Solution) -> None:
+        if not self.display.console.is_terminal:
+            floor, linear, final = solution.floor, solution.linear, solution.final
+            self.display.say(f"layer {index}: NMSE {floor.nmse:.5f}, linear {linear.nmse:.5f}, now {final.nmse:.5f}")
 
     def _streams(self) -> Iterable[tuple[int, Stream]]:
         """Each batch's context, and where its rows begin."""
@@ -271,11 +364,21 @@ class _Walk:
         return states.read(start, start + stream.batch.tokens, self.device).to(stream.hidden.dtype)
 
     def _solve(self, index: int, tail: Tail, h: Rows, a: Rows, t: Rows) -> Solution:
-        code = self.code[index].to(self.device, torch.float32)
-        metric = self.sensitivities[index].to_output
-        metric = metric + METRIC_FLOOR * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype)
-        problem = Problem(tail, h, a, t, self.parts.heldout, metric.to(self.device, torch.float32), self.display.tick)
-        solution = solve(problem, code, tail.form(len(code)), self.rounds)
+        found, rank = self.prepared[index], self.ranks[index]
+        problem = Problem(
+            tail,
+            h,
+            a,
+            t,
+            self.parts.heldout,
+            found.metric.to(self.device),
+            self.display.tick,
+            factors=self.placement.factors,
+            keep=self.keep,
+        )
+        with full_precision():
+            code = found.directions[:rank].to(self.device)
+            solution = solve(problem, code, tail.form(rank), self.rounds)
         for name, value in solution.parameters.items():
             if not bool(torch.isfinite(value).all()):
                 raise NumericalError(
@@ -288,7 +391,9 @@ class _Walk:
         for start in range(0, len(h), CHUNK):
             stop = min(len(h), start + CHUNK)
             rows = h.read(start, stop, self.device)
-            to.write(start, rows + tail.at(p, rows, a.read(start, stop, self.device)).output)
+            with full_precision():
+                output = tail.at(p, rows, a.read(start, stop, self.device)).output
+            to.write(start, rows + output)
 
 
 def _check(config: NPTConfig, layers: int, width: int, tokens: int, inputs: str, rounds: int, rank_budget: int | None) -> None:
@@ -392,10 +497,10 @@ def balanced(parameters: Parameters) -> Parameters:
     return {name: value * factor.unsqueeze(1) if name == "A" else value / factor for name, value in parameters.items()}
 
 
-def _figures(rank: int, solution: Solution) -> LayerCalibration:
+def _figures(solution: Solution) -> LayerCalibration:
     floor, linear, final = solution.floor, solution.linear, solution.final
     return LayerCalibration(
-        rank=rank,
+        rank=len(solution.parameters["A"]),
         ridge=solution.ridge,
         rounds=solution.rounds,
         nmse_before=floor.nmse,
@@ -408,6 +513,27 @@ def _figures(rank: int, solution: Solution) -> LayerCalibration:
         kl_linear=linear.cost,
         kl_after=final.cost,
     )
+
+
+def _announced(
+    work: Plan,
+    device: torch.device,
+    placement: Placement,
+    free: int,
+    layers: tuple[int, ...],
+    tokens: int,
+) -> str:
+    """One line: what is about to be done, what it takes, and where."""
+    seconds = work.seconds(device, placement)
+    parts = [f"calibrating layers {format_layers(layers)} on {tokens:,} tokens: about {_duration(seconds.total)}"]
+    if seconds.factorisations >= 0.1 * seconds.total:
+        parts.append(f"{_duration(seconds.factorisations)} of it eigendecompositions")
+    if device != HOST:
+        needed = work.peak(device, placement) + work.keep(device, placement, free)
+        parts.append(f"{needed >> 20:,} of {free >> 20:,} MiB free on {device}")
+    parts.append(f"{work.ram(device, placement) >> 20:,} MiB of memory beside the base")
+    parts.append(f"{work.disk(placement) >> 20:,} MiB of temporary disk")
+    return ", ".join(parts) + ("" if device == HOST else f"; {placement}")
 
 
 def _duration(seconds: float) -> str:

@@ -1,7 +1,8 @@
-"""Rows of numbers on disk: what a layer reads and gives for every calibration token, without holding it in memory.
+"""Rows of numbers, on disk or on a device: what a layer reads and gives for every calibration token.
 
-The file has no name and is gone with its object, whatever ends the process. Its whole length is reserved when it is made: written to
-lazily, a full disk would kill the process at some later page instead of refusing here.
+On disk they take no memory. The file has no name and is gone with its object, whatever ends the
+process. Its whole length is reserved when it is made: written to lazily, a full disk would kill the
+process at some later page instead of refusing here.
 """
 
 from __future__ import annotations
@@ -14,41 +15,56 @@ import tempfile
 import torch
 from torch import Tensor
 
+from npt.calibration.placement import HOST
 from npt.errors import ConfigError
 
 
 class Rows:
-    """[N, D] fp32 in a nameless temporary file, written and read in slices.
+    """[N, D] fp32 in a nameless temporary file or on a device, written and read in slices.
 
     Args:
         count: N.
         width: D.
+        device: that holds them; the CPU stands for a file.
 
     Raises:
         ConfigError: there is no room for it where temporary files go (TMPDIR).
     """
 
-    def __init__(self, count: int, width: int):
-        size = 4 * count * width
-        with tempfile.TemporaryFile(prefix="npt-calibration-") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                raise ConfigError(
-                    f"calibration needs {size >> 20} MiB of disk at a time below {tempfile.gettempdir()}: {error.strerror}; set TMPDIR to "
-                    "a larger disk, or lower --calibration_tokens"
-                ) from error
-            self._rows = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32).view(count, width)
+    def __init__(self, count: int, width: int, device: torch.device = HOST):
+        self._rows = _in_file(count, width) if device == HOST else torch.zeros(count, width, device=device)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def write(self, start: int, rows: Tensor) -> None:
         """Put [n, D] rows at `start`."""
-        self._rows[start : start + len(rows)] = rows.to("cpu", torch.float32)
+        self._rows[start : start + len(rows)] = rows.to(self._rows.device, torch.float32)
 
     def read(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Rows from `start` up to `stop`, on the device: [stop - start, D]."""
-        return self._rows[start:stop].to(device)
+        """Return the rows from `start` up to `stop` on the device, [stop - start, D].
+
+        From a file to a GPU they go through pinned memory, so that the host need not wait for the
+        copy; torch's pinned allocator takes that memory back once the copy has happened.
+        """
+        rows = self._rows[start:stop]
+        if device.type == "cuda" and rows.device == HOST:
+            return rows.pin_memory().to(device, non_blocking=True)
+        return rows.to(device)
+
+
+def _in_file(count: int, width: int) -> Tensor:
+    size = 4 * count * width
+    with tempfile.TemporaryFile(prefix="npt-calibration-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise ConfigError(
+                f"calibration needs {size >> 20} MiB of disk at a time below "
+                f"{tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a larger disk, or lower "
+                "--calibration_tokens"
+            ) from error
+        numbers = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
+    return numbers.view(count, width)

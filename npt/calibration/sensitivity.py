@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.stream import Stream, open_stream
+from npt.calibration.placement import HOST
+from npt.calibration.precision import full_precision
 from npt.data.batch import Batch
 from npt.errors import NumericalError
 from npt.fidelity.divergence import LOGIT_CHUNK
@@ -21,7 +23,7 @@ from npt.fidelity.divergence import LOGIT_CHUNK
 
 @dataclass
 class Sensitivity:
-    """Means over tokens for one layer, [D, D] fp64 on the host.
+    """Means over tokens for one layer, [D, D] fp64.
 
     covariance: C = E a a'. to_attention: S = E s s', s the gradient at a. to_output: G = E g g', g the gradient at t. The gradients are
     of the log-likelihood, summed over the tokens, of what is drawn from the teacher's own predictions, so S and G are blocks of the
@@ -33,11 +35,26 @@ class Sensitivity:
     to_output: Tensor
     tokens: int = 0
 
-    def means(self) -> Sensitivity:
-        return Sensitivity(self.covariance / self.tokens, self.to_attention / self.tokens, self.to_output / self.tokens, 1)
+    def add(self, attention: Tensor, to_attention: Tensor, to_output: Tensor) -> None:
+        """Add rows [N, D] of a, s and g to what are sums until `divide` is called."""
+        sums = (self.covariance, self.to_attention, self.to_output)
+        for total, rows in zip(sums, (attention, to_attention, to_output), strict=True):
+            total += _moved(_gram(rows), total.device)
+        self.tokens += len(attention)
+
+    def divide(self) -> None:
+        """Turn sums into means, in place: a copy would double the largest thing in memory."""
+        for total in (self.covariance, self.to_attention, self.to_output):
+            total /= self.tokens
 
 
-def measure(model: PreTrainedModel, batches: Iterable[Batch], seed: int, tick: Callable[[Batch], None]) -> dict[int, Sensitivity]:
+def measure(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    seed: int,
+    tick: Callable[[Batch], None],
+    sums_on: torch.device = HOST,
+) -> dict[int, Sensitivity]:
     """The sensitivities of every converted layer, by its index.
 
     Args:
@@ -45,13 +62,17 @@ def measure(model: PreTrainedModel, batches: Iterable[Batch], seed: int, tick: C
         batches: of the calibration tokens.
         seed: of the draws from the predictions.
         tick: called behind every batch.
+        sums_on: device of the matrices.
 
     Raises:
         NumericalError: an activation or a gradient is not finite, by layer and name.
     """
     converted = npt_layers(model)
     layers, width = decoder_layers(model), model.config.hidden_size
-    found = {index: Sensitivity(_zeros(width), _zeros(width), _zeros(width)) for index, _ in converted}
+    found = {}
+    for index, _ in converted:
+        covariance, to_attention, to_output = (_zeros(width, sums_on) for _ in range(3))
+        found[index] = Sensitivity(covariance, to_attention, to_output)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     first = converted[0][0]
@@ -80,12 +101,15 @@ def measure(model: PreTrainedModel, batches: Iterable[Batch], seed: int, tick: C
                 _check(index, "output", seen[index, "output"], stream)
             states.backward(_score(model, states.detach(), generator))
         for index, sums in found.items():
-            sums.covariance += _gram(stream.rows(seen[index, "attention"].detach()))
-            sums.to_attention += _gram(_check(index, "gradient at the attention output", _gradient(seen[index, "stream"]), stream))
-            sums.to_output += _gram(_check(index, "gradient at the output", _gradient(seen[index, "output"]), stream))
-            sums.tokens += batch.tokens
+            sums.add(
+                stream.rows(seen[index, "attention"].detach()),
+                _check(index, "gradient at the attention output", _gradient(seen[index, "stream"]), stream),
+                _check(index, "gradient at the output", _gradient(seen[index, "output"]), stream),
+            )
         tick(host_batch)
-    return {index: sums.means() for index, sums in found.items()}
+    for sums in found.values():
+        sums.divide()
+    return found
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Any:
@@ -126,13 +150,21 @@ def _gradient(states: Tensor) -> Tensor:
     return states.grad
 
 
-def _zeros(width: int) -> Tensor:
-    return torch.zeros(width, width, dtype=torch.float64)
+def _zeros(width: int, device: torch.device) -> Tensor:
+    return torch.zeros(width, width, dtype=torch.float64, device=device)
 
 
 def _gram(rows: Tensor) -> Tensor:
     rows = rows.to(torch.float32)
-    return (rows.T @ rows).to("cpu", torch.float64)
+    with full_precision():
+        return rows.T @ rows
+
+
+def _moved(gram: Tensor, device: torch.device) -> Tensor:
+    """From a GPU to the host through pinned memory: pageable memory takes several times as long."""
+    if gram.device.type == "cuda" and device == HOST:
+        return torch.empty(gram.shape, dtype=gram.dtype, pin_memory=True).copy_(gram)
+    return gram.to(device)
 
 
 def _check(index: int, name: str, states: Tensor, stream: Stream) -> Tensor:

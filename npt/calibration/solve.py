@@ -21,10 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from npt.calibration.placement import HOST
 from npt.calibration.rows import Rows
 from npt.calibration.tail import Linearised, Parameters, Tail
 from npt.fidelity.divergence import nmse_per_token
@@ -58,7 +60,8 @@ directions; a code that had unit variance there would be made of rounding, and f
 class Problem:
     """A layer's tokens: `h` and `a` that the student reads, `t` that it is to give. The last `heldout` rows decide and are not fitted.
 
-    metric: G, [D, D] fp32, on the device.
+    metric: G, [D, D] fp32, on the device. factors: device of fp64 sums and factorisations. keep: bytes
+    of linearisations that a round may hold instead of computing them again in each of its passes.
     """
 
     tail: Tail
@@ -68,24 +71,44 @@ class Problem:
     heldout: int
     metric: Tensor
     tick: Callable[[], None] = lambda: None
+    factors: torch.device = HOST
+    keep: int = 0
 
     @property
     def fitted(self) -> int:
         return len(self.h) - self.heldout
 
-    def chunks(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(h, a, t) of the tokens from `start` up to `stop`, piece by piece."""
-        device = self.metric.device
+    @cached_property
+    def code_coordinates(self) -> Tensor:
+        """C^(-1/2) of a on all fitted tokens, [D, D] fp32: the coordinates that rows of A move in.
+
+        It is the same in every round, and its eigendecomposition the longest of a layer's.
+        """
+        width = self.metric.shape[0]
+        gram, count = _zeros(width, width, self.factors), 0
+        for (a,) in self.fit_of(self.a):
+            gram += (a.T @ a).to(gram.device)
+            count += len(a)
+        return roots(gram / count)[1].to(self.metric)
+
+    def chunks(self, start: int, stop: int, *rows: Rows) -> Iterator[tuple[Tensor, ...]]:
+        """The tokens' `rows` from `start` up to `stop` on the metric's device, piece by piece."""
         for first in range(start, stop, CHUNK):
             last = min(stop, first + CHUNK)
             self.tick()
-            yield self.h.read(first, last, device), self.a.read(first, last, device), self.t.read(first, last, device)
+            yield tuple(part.read(first, last, self.metric.device) for part in rows)
 
-    def fit(self, share: float = 1.0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        return self.chunks(0, max(1, round(share * self.fitted)))
+    def fit_of(self, *rows: Rows, share: float = 1.0, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The `rows` of a share of the fitted tokens, without those before `start`."""
+        return self.chunks(start, max(1, round(share * self.fitted)), *rows)
 
-    def check(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        return self.chunks(self.fitted, len(self.h))
+    def fit(self, share: float = 1.0) -> Iterator[tuple[Tensor, ...]]:
+        """(h, a, t) of a share of the fitted tokens."""
+        return self.fit_of(self.h, self.a, self.t, share=share)
+
+    def check(self) -> Iterator[tuple[Tensor, ...]]:
+        """(h, a, t) of the held-out tokens."""
+        return self.chunks(self.fitted, len(self.h), self.h, self.a, self.t)
 
 
 @dataclass(frozen=True)
@@ -109,9 +132,23 @@ class Solution:
     final: Errors
 
 
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.eigh` of [D, D] fp64 where the matrix is, or on the host if that one fails.
+
+    LAPACK and cuSOLVER give up on different matrices.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        if matrix.device == HOST:
+            raise
+        values, vectors = (x.to(matrix.device) for x in torch.linalg.eigh(matrix.to(HOST)))
+    return values, vectors
+
+
 def roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
     """C^(1/2) and C^(-1/2) of a covariance [D, D] fp64."""
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = eigh(covariance)
     values = values.clamp_min(SMALLEST * float(values[-1]))
     return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
 
@@ -127,17 +164,17 @@ def worth(covariance: Tensor, sensitivity: Tensor) -> tuple[Tensor, Tensor]:
         The eigenvalues of C^(1/2) S C^(1/2), largest first, [D], and as rows the code directions v' C^(-1/2), [D, D].
     """
     root, inverse = roots(covariance)
-    values, vectors = torch.linalg.eigh(root @ sensitivity @ root)
+    values, vectors = eigh(root @ sensitivity @ root)
     return values.flip(0).clamp_min(0.0), (inverse @ vectors).T.flip(0)
 
 
 def errors(problem: Problem, p: Parameters) -> Errors:
     """Of the layer with these parameters, on the held-out tokens."""
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64, device=problem.metric.device)
     for h, a, t in problem.check():
         o = h + problem.tail.at(p, h, a).output
         parts = (0.5 * _cost(t - o, problem.metric), nmse_per_token(o, t), nmse_per_token(o, t, h))
-        sums += torch.stack([part.sum(dtype=torch.float64) for part in parts]).cpu()
+        sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
     return Errors(*(sums / problem.heldout).tolist())
 
 
@@ -152,11 +189,15 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
     """
     zero = {**form, "A": code}
     floor = errors(problem, zero)
-    candidates = []
+    best: tuple[Errors, Parameters, float] | None = None
+    first = code_sums(problem, zero)
     for ridge in RIDGES if any(name.startswith("B.") for name in form) else (0.0,):
-        p = linear_start(problem, zero, ridge)
-        candidates.append((errors(problem, p), p, ridge))
-    linear, p, ridge = min(candidates, key=lambda found: found[0].cost if math.isfinite(found[0].cost) else math.inf)
+        p = linear_start(problem, zero, ridge, first)
+        found = errors(problem, p)
+        if best is None or _finite_cost(found) < _finite_cost(best[0]):
+            best = found, p, ridge
+    assert best is not None
+    linear, p, ridge = best
     final, done, damping = linear, 0, DAMPING
     for number in range(2 * rounds):
         d = gauss_newton_step(problem, p, damping, share=round_share(number, rounds))
@@ -186,28 +227,52 @@ def round_share(number: int, rounds: int) -> float:
     return min(1.0, max(0.25, 0.5 ** (rounds - 1 - number)))
 
 
-def linear_start(problem: Problem, zero: Parameters, ridge: float) -> Parameters:
-    """B by ridge regression on the code of `zero`, everything else as it is there."""
+@dataclass(frozen=True)
+class CodeSums:
+    """Sums over the fitted tokens that B.gate and B.up are regressed from, whatever the ridge.
+
+    gram: Z'Z, [R, R] fp64. moments: by target Z'Y, [R, F] fp64, Y what attention changes there.
+    """
+
+    gram: Tensor
+    moments: dict[str, Tensor]
+
+
+def code_sums(problem: Problem, zero: Parameters) -> CodeSums:
+    """Sums of the code of `zero` and of what attention changes at gate and up."""
+    tail, rank, factors = problem.tail, len(zero["A"]), problem.factors
+    moments = {target: _zeros(rank, len(zero[f"B.{target}"]), factors) for target in ("gate", "up") if f"B.{target}" in zero}
+    gram = _zeros(rank, rank, factors)
+    for h, a in problem.fit_of(problem.h, problem.a) if moments else ():
+        z = a @ zero["A"].T
+        gram += (z.T @ z).to(factors)
+        with_attention, without = tail.products(h + a), tail.products(h)
+        for target, moment in moments.items():
+            k = ("gate", "up").index(target)
+            moment += (z.T @ (with_attention[k] - without[k])).to(factors)
+    return CodeSums(gram, moments)
+
+
+def linear_start(problem: Problem, zero: Parameters, ridge: float, first: CodeSums | None = None) -> Parameters:
+    """B by ridge regression on the code of `zero`, everything else as it is there.
+
+    Args:
+        problem: the layer and its tokens.
+        zero: every parameter of the adapter, B and M zero.
+        ridge: relative to the mean variance of the code.
+        first: `code_sums(problem, zero)`, if they are known.
+    """
     tail, p = problem.tail, dict(zero)
-    inner = [target for target in ("gate", "up") if f"B.{target}" in p]
-    rank = len(p["A"])
-    if inner:
-        gram, moments = _zeros(rank, rank), {target: _zeros(rank, len(p[f"B.{target}"])) for target in inner}
-        for h, a, _ in problem.fit():
-            z = a @ p["A"].T
-            gram += (z.T @ z).double().cpu()
-            with_attention, without = tail.products(h + a), tail.products(h)
-            for target in inner:
-                k = ("gate", "up").index(target)
-                moments[target] += (z.T @ (with_attention[k] - without[k])).double().cpu()
-        for target in inner:
-            p[f"B.{target}"] = _ridge(gram, moments[target], ridge).to(p["A"])
+    first = first if first is not None else code_sums(problem, zero)
+    for target, moment in first.moments.items():
+        p[f"B.{target}"] = _ridge(first.gram, moment, ridge).to(p["A"])
+    rank, factors = len(p["A"]), problem.factors
     if "B.down" in p:
-        gram, moment = _zeros(rank, rank), _zeros(rank, len(p["B.down"]))
+        gram, moment = _zeros(rank, rank, factors), _zeros(rank, len(p["B.down"]), factors)
         for h, a, t in problem.fit():
             at = tail.at(p, h, a)
-            gram += (at.z.T @ at.z).double().cpu()
-            moment += (at.z.T @ (t - h - at.output)).double().cpu()
+            gram += (at.z.T @ at.z).to(factors)
+            moment += (at.z.T @ (t - h - at.output)).to(factors)
         p["B.down"] = _ridge(gram, moment, ridge).to(p["A"])
     return p
 
@@ -227,13 +292,18 @@ def gauss_newton_step(problem: Problem, p: Parameters, damping: float, share: fl
     gradient = {name: torch.zeros_like(value) for name, value in p.items()}
     curvature = {name: value.new_zeros(len(value)) for name, value in p.items()}
     inner = ((tail.down.T @ metric) * tail.down.T).sum(dim=-1)
+    kept: list[Linearised] = []  # of the first chunks
+    room = problem.keep
     for h, a, t in problem.fit(share):
         at = tail.at(p, h, a)
+        room -= at.nbytes
+        if room >= 0:
+            kept.append(at)
         _add(gradient, tail.pulled(p, (t - h - at.output) @ metric, at))
         _add_curvature(curvature, at, p, inner, metric.diagonal())
         count += len(h)
     scale = {name: (value / count).clamp_min(1e-30).rsqrt().unsqueeze(-1) for name, value in curvature.items()}
-    coordinates = _code_coordinates(problem, p)
+    coordinates = problem.code_coordinates
     scale["A"] = _code_scale(p, curvature, count)
 
     def to_parameters(x: Parameters) -> Parameters:
@@ -252,8 +322,7 @@ def gauss_newton_step(problem: Problem, p: Parameters, damping: float, share: fl
             break
         d = to_parameters(direction)
         product = {name: torch.zeros_like(value) for name, value in p.items()}
-        for h, a, _t in problem.fit(share):
-            at = tail.at(p, h, a)
+        for at in _linearised(problem, p, share, kept):
             _add(product, tail.pulled(p, tail.pushed(p, d, at) @ metric, at))
         curved = from_gradient(product)
         curved = {name: value + damping * direction[name] for name, value in curved.items()}
@@ -263,6 +332,15 @@ def gauss_newton_step(problem: Problem, p: Parameters, damping: float, share: fl
         before, energy = energy, _dot(residual, residual)
         direction = {name: value + (energy / before) * direction[name] for name, value in residual.items()}
     return to_parameters(x)
+
+
+def _linearised(problem: Problem, p: Parameters, share: float, kept: list[Linearised]) -> Iterator[Linearised]:
+    """The layer linearised at `p`, chunk by chunk: `kept` of the first chunks, computed of the others."""
+    for at in kept:
+        problem.tick()
+        yield at
+    for h, a in problem.fit_of(problem.h, problem.a, share=share, start=len(kept) * CHUNK):
+        yield problem.tail.at(p, h, a)
 
 
 def _add_curvature(curvature: Parameters, at: Linearised, p: Parameters, inner: Tensor, outer: Tensor) -> None:
@@ -288,23 +366,18 @@ def _code_scale(p: Parameters, curvature: Parameters, count: int) -> Tensor:
     return total.clamp_min(max(floor, 1e-30)).rsqrt().unsqueeze(-1) if floor > 0 else torch.zeros_like(total).unsqueeze(-1)
 
 
-def _code_coordinates(problem: Problem, p: Parameters) -> Tensor:
-    """C^(-1/2) of what the codes are made of, [D, D]: a row of A is changed in whitened attention outputs."""
-    gram, count = _zeros(p["A"].shape[1], p["A"].shape[1]), 0
-    for _, a, _t in problem.fit():
-        gram += (a.T @ a).double().cpu()
-        count += len(a)
-    return roots(gram / count)[1].to(p["A"])
-
-
 def _ridge(gram: Tensor, moment: Tensor, ridge: float) -> Tensor:
     """(Z'Z + ridge mean diag)^-1 Z'Y, transposed: [O, R] fp64."""
-    damped = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    damped = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve(damped, moment).T
 
 
-def _zeros(rows: int, columns: int) -> Tensor:
-    return torch.zeros(rows, columns, dtype=torch.float64)
+def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, columns, dtype=torch.float64, device=device)
+
+
+def _finite_cost(found: Errors) -> float:
+    return found.cost if math.isfinite(found.cost) else math.inf
 
 
 def _cost(e: Tensor, metric: Tensor) -> Tensor:

@@ -42,6 +42,12 @@ class Linearised:
     slope: dict[str, Tensor]
     down_m: Tensor | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        found = [self.output, self.a, self.z, *self.into.values(), *self.slope.values()]
+        return sum(x.nbytes for x in [*found, *([] if self.down_m is None else [self.down_m])])
+
 
 class Tail:
     """One layer's frozen weights, dense and in fp32, and the maths on them.

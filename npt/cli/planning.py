@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
@@ -16,7 +16,8 @@ class Page:
     """All that is said of a plan.
 
     workload: what was planned. memory: `MemoryPlan`. limit: bytes, None where nothing says how many there are. remedies: settings that
-    would fit. times: `StepTime` by strategy. measured: `Measured` by strategy, of what was run.
+    would fit. times: `StepTime` by strategy. measured: `Measured` by strategy, of what was run. calibration: forecast of
+    --init calibrated, if that is asked for.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Page:
     remedies: list[tuple[str, int]]
     times: dict[str, Any]
     measured: dict[str, Any]
+    calibration: CalibrationForecast | None = None
 
     @property
     def fits(self) -> bool:
@@ -50,6 +52,7 @@ class Page:
             "fits": self.fits,
             "remedies": [{"setting": flag, "peak_bytes": peak} for flag, peak in self.remedies],
             "time": {name: {**t.as_dict(), "tokens_per_second": self.tokens / t.seconds} for name, t in self.times.items()},
+            "calibration": None if self.calibration is None else asdict(self.calibration),
             "measured": {
                 name: {
                     **m.as_dict(),
@@ -62,6 +65,65 @@ class Page:
                 for name, m in self.measured.items()
             },
         }
+
+
+@dataclass(frozen=True)
+class CalibrationForecast:
+    """What --init calibrated takes before the first step.
+
+    device_bytes: at its highest moment, the base included; 0 on a CPU. host_bytes: of memory, on a
+    CPU the base included. disk_bytes: of temporary files. placement: of matrices and rows. seconds:
+    in all, of which eigendecomposition_seconds; None without a trial.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    placement: str
+    seconds: float | None
+    eigendecomposition_seconds: float | None
+
+
+def forecast_calibration(workload: Any, base: int, limit: int | None, trial: bool) -> CalibrationForecast:
+    """Forecast the calibrated start of a workload.
+
+    Args:
+        workload: whose adapters start calibrated.
+        base: bytes of the base.
+        limit: bytes of the device, None if nothing says how many there are.
+        trial: time a product and an eigendecomposition.
+    """
+    from npt.adapters.attach import resolve_layers
+    from npt.calibration.plan import plan
+    from npt.calibration.precision import full_precision
+
+    w, c, device = workload, workload.training, workload.device
+    work = plan(
+        w.form,
+        w.config,
+        resolve_layers(w.adapter.layers, w.config.num_hidden_layers),
+        w.ranks,
+        c.calibration_tokens,
+        c.calibration_rounds,
+        inputs=c.calibration_inputs,
+        rank_budget=c.rank_budget,
+        batch=(c.batch_size, w.length),
+    )
+    on_gpu = device.type == "cuda"
+    free = max(0, (limit or 0) - base) if on_gpu else 0
+    placement = work.place(device, free)
+    seconds = None
+    if trial:
+        with full_precision():
+            seconds = work.seconds(device, placement)
+    return CalibrationForecast(
+        base + work.peak(device, placement) if on_gpu else 0,
+        work.ram(device, placement) + (0 if on_gpu else base),
+        work.disk(placement),
+        str(placement),
+        None if seconds is None else seconds.total,
+        None if seconds is None else seconds.factorisations,
+    )
 
 
 def make_plan(given: Mapping[str, Any], console: Any) -> Page:
@@ -93,9 +155,12 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
             memory = planner.plan()
         fits = limit is None or memory.peak <= limit
         found = [] if fits or limit is None else remedies(workload, limit)
+        base = memory.terms[0].bytes
         del planner  # nothing hollow is to be there when memory is measured
+    trial = not given["no_trial"]
+    calibration = forecast_calibration(workload, base, limit, trial) if workload.adapter.init == "calibrated" else None
     times: dict[str, Any] = {}
-    if not given["no_trial"] and fits:
+    if trial and fits:
         with console.status("timing one layer"):
             times = predict_time(workload, memory.samples_at_once)
     measured = {}
@@ -104,7 +169,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
             raise ConfigError("--measure runs what is planned, which would not fit; see npt doctor --plan without it for what would")
         with console.status("running a few steps"):
             measured = _measured(given, workload, memory)
-    return Page(name, workload, memory, limit, found, times, measured)
+    return Page(name, workload, memory, limit, found, times, measured, calibration)
 
 
 def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
@@ -189,8 +254,9 @@ def print_page(page: Page, console: Any) -> None:
     table.add_row("together", *(shown(page.memory.of(phase)) for phase in PHASES))
     console.print(table)
     _print_verdict(page, console)
-    if w.adapter.init == "calibrated":
-        console.print("what --init calibrated takes in front of the first step is not in it", soft_wrap=True)
+    if page.calibration is not None:
+        for line in _calibration_lines(page.calibration, str(w.device)):
+            console.print(line, soft_wrap=True)
     for name, time in page.times.items():
         console.print()
         table = _table(f"time of a step, {name}", "seconds")
@@ -209,6 +275,23 @@ def print_page(page: Page, console: Any) -> None:
         if name in page.times:
             table.add_row("a step", *_against(page.times[name].seconds, measured.seconds, lambda seconds: f"{seconds:.3g} s"))
         console.print(table)
+
+
+def _calibration_lines(found: CalibrationForecast, device: str) -> list[str]:
+    from npt.cost.memory import shown
+
+    lines = ["not in it is what --init calibrated takes before the first step, a forecast:"]
+    if found.device_bytes:
+        lines.append(f"  {shown(found.device_bytes)} on {device} with the base, {shown(found.host_bytes)} of host memory,")
+    else:
+        lines.append(f"  {shown(found.host_bytes)} of memory with the base,")
+    lines.append(f"  {shown(found.disk_bytes)} of temporary disk")
+    if found.device_bytes:
+        lines.append(f"  {found.placement}")
+    if found.seconds is not None:
+        share = f"{found.eigendecomposition_seconds:.3g} s of them eigendecompositions"
+        lines.append(f"  {found.seconds:.3g} s, {share}")
+    return lines
 
 
 def _print_verdict(page: Page, console: Any) -> None:

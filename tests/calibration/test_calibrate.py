@@ -19,6 +19,8 @@ import npt
 from npt.adapters.attach import adapter_parameters, at_random_start, attached_config, decoder_layers, npt_layers
 from npt.calibration import calibrate as calibrating
 from npt.calibration.calibrate import balanced, check_calibration
+from npt.calibration.placement import Placement
+from npt.calibration.plan import HOST_KEEP
 from npt.calibration.report import calibration_table
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, ModelError, NotSupportedError, NPTError, NumericalError
@@ -317,8 +319,10 @@ def test_estimate_progress_and_table_are_shown(load_model, tokenizer) -> None:
     assert f"{found.layers[2].nmse_after:.5f}" in console.file.getvalue()
 
 
-def test_memory_beside_the_base_does_not_grow_with_the_tokens() -> None:
+def test_memory_beside_the_base_grows_with_the_tokens_by_a_bounded_amount() -> None:
     model = npt.quant.load.read_config("tiny")
-    config = npt.NPTConfig(rank=16)
+    config, cpu = npt.NPTConfig(rank=16), torch.device("cpu")
     few, many = (calibrating.plan(config, model, (4, 5), (16, 16), tokens, 3) for tokens in (1 << 14, 1 << 20))
-    assert few.ram == many.ram and many.disk == 64 * few.disk and many.products == pytest.approx(64 * few.products)
+    assert 0 <= many.ram(cpu, Placement()) - few.ram(cpu, Placement()) <= HOST_KEEP
+    assert many.disk(Placement()) == 64 * few.disk(Placement())
+    assert 64 * few.products <= many.products < 96 * few.products  # fewer linearisations are held
