@@ -26,7 +26,8 @@ INITS_A = ("normal", "kaiming")
 CALIBRATION_INPUTS = ("teacher", "propagated")
 QUANT_TYPES = ("nf4", "fp4")
 TEACHER_PRECISIONS = ("bf16", "fp32")
-MATMUL_PRECISIONS = ("highest", "high")
+COMPUTE_DTYPES = ("fp32", "bf16")
+MATMUL_PRECISIONS = ("auto", "highest", "high")
 ATTENTIONS = ("sdpa", "eager", "flex_attention")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 STRATEGIES = ("local", "propagated", "end_to_end")
@@ -245,10 +246,15 @@ class BaseConfig:
     """Which frozen model, and how it is stored and computed."""
 
     model_name: str = setting("tiny", "'tiny' (embedded), a folder, or a hub id")
-    use_quantization: bool = setting(False, "load the base in 4 bit; everything then computes in fp32")
+    use_quantization: bool = setting(False, "load the base in 4 bit; everything then computes in fp32, unless compute_dtype says otherwise")
     quant_type: str = setting("nf4", "4-bit code", choices=QUANT_TYPES)
     use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation")
-    matmul_precision: str = setting("highest", "fp32 products: highest (fp32) or high (TF32 on CUDA)", choices=MATMUL_PRECISIONS)
+    compute_dtype: str = setting("fp32", "products of 4-bit weights: fp32, or bf16 (all else stays in fp32)", choices=COMPUTE_DTYPES)
+    matmul_precision: str = setting(
+        "auto",
+        "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high where its error is measured to be small",
+        choices=MATMUL_PRECISIONS,
+    )
     attn_implementation: str = setting(
         "sdpa", "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or flex_attention (needs a compiler)"
     )
@@ -266,6 +272,10 @@ class BaseConfig:
             raise ConfigError(f"--shard_base is for several processes, --device_map {self.device_map} for one; drop one of the two")
         if self.quant_type != "nf4" and not self.use_quantization:
             raise ConfigError(f"--quant_type {self.quant_type} means nothing without --use_quantization; add it or drop the other")
+        if self.compute_dtype != "fp32" and not self.use_quantization:
+            raise ConfigError(
+                f"--compute_dtype {self.compute_dtype} is for products of 4-bit weights; add --use_quantization or drop the other"
+            )
         if self.teacher_precision is not None and not self.use_quantization:
             raise ConfigError(
                 f"--teacher_precision is {self.teacher_precision}, but the base is not quantised and is its own best teacher; add "

@@ -14,7 +14,7 @@ NAN, INF = math.nan, math.inf
 DOCUMENTED = set(
     """
     model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
-    use_quantization quant_type use_fp16 matmul_precision share_embeddings strategy loss
+    use_quantization quant_type use_fp16 compute_dtype matmul_precision share_embeddings strategy loss
     dataset_name dataset_config dataset_split text_column prompt_column completion_column streaming
     num_samples max_length packing padding_side replay_dataset replay_ratio
     batch_size gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs max_steps
@@ -64,7 +64,7 @@ BAD_VALUES = [
     (NPTConfig, {"residual": "keep", "init_std_m": 0.1}, "--residual keep starts equal to its base"),
     (NPTConfig, {"residual": "keep", "mult_form": "half_sigmoid"}, "--residual keep starts equal to its base"),
     (BaseConfig, {"quant_type": "int4"}, "--quant_type is 'int4'; choose from nf4, fp4"),
-    (BaseConfig, {"matmul_precision": "low"}, "--matmul_precision is 'low'; choose from highest, high"),
+    (BaseConfig, {"matmul_precision": "low"}, "--matmul_precision is 'low'; choose from auto, highest, high"),
     *[(DataConfig, {"max_length": v}, f"--max_length is {v}; it must be a finite number of at least 2") for v in (1, 0, -5)],
     *[(DataConfig, {"num_samples": v}, f"--num_samples is {v}; it must be a finite number of at least 1") for v in (0, -1)],
     (DataConfig, {"padding_side": "both"}, "--padding_side is 'both'; choose from right, left"),

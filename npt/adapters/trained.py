@@ -3,8 +3,8 @@
 The frozen products and the modulation are computed by hand here, forward and backward, so that no more is computed and kept than has
 to be: gate and up see inputs that no adapter has touched, and need no backward; a packed weight is dequantised once for teacher and
 student, and down_proj's once for forward and backward; the layers of a pass use one piece of memory after the other. Where a layer
-computes in another precision than fp32, or with another activation than SiLU, the plain form of `npt.adapters.layer` is used, which also
-is the yardstick of the tests.
+computes in another precision than the policy's (npt/quant/precision.py), or with another activation than SiLU, the plain form of
+`npt.adapters.layer` is used, which also is the yardstick of the tests.
 
 Whoever observes a layer sees the plain form's stages, made aside from copies of the adapter's weights. What the layer gives, and every
 gradient that counts, has the same bits as without him.
@@ -27,7 +27,7 @@ from npt.adapters.adapter import NPTAdapter
 from npt.adapters.fused import Form, is_unfused, modulated, modulated_product, product_backward, product_forward
 from npt.adapters.layer import NPTLayer, Terms, stages_to_product, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
-from npt.quant.linear import dense_weight, is_hooked, multiply, multiply_backward, stacked_product
+from npt.quant.linear import is_hooked, multiply, multiply_backward, product_weight, quantized_linears, stacked_product
 from npt.quant.precision import effective_dtype
 
 
@@ -123,7 +123,7 @@ def trained_output(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Wor
 
 
 def is_fusable(layer: NPTLayer, x: Tensor, z: Tensor) -> bool:
-    """Whether this layer's MLP can be computed by hand: in fp32, with SiLU."""
+    """Whether this layer's MLP can be computed by hand: in fp32, or in fp32 but for 4-bit products in bf16, with SiLU."""
     mlp, dtype = layer.mlp, torch.float32
     return (
         not is_unfused()
@@ -132,8 +132,13 @@ def is_fusable(layer: NPTLayer, x: Tensor, z: Tensor) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
         and (layer.npt.observer is not None or not is_hooked(mlp.act_fn))  # a hook on it is called where stages are shown
-        and all(effective_dtype(part) == "float32" for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        and all(_is_by_hand(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     )
+
+
+def _is_by_hand(part: nn.Module) -> bool:
+    """Whether `multiply` computes as the module does."""
+    return effective_dtype(part) in (("float32", "bfloat16") if quantized_linears(part) else ("float32",))
 
 
 def _form(adapter: NPTAdapter, work: Work) -> Form:
@@ -192,7 +197,7 @@ class _MLP(torch.autograd.Function):
         if frozen.look is not None:
             with torch.enable_grad():
                 frozen.look(gate.clone(), up.clone())
-        weight = dense_weight(mlp.down_proj).to(x.dtype)
+        weight = product_weight(mlp.down_proj, x.dtype)
         read = memory[n : (pieces - 1) * n]
         down = mlp.down_proj(read) if is_hooked(mlp.down_proj) else multiply(mlp.down_proj, weight, read)
         frozen.weight = weight if frozen.look is not None else None
@@ -224,7 +229,7 @@ def _multiply_into(module: Any, x: Tensor, out: Tensor) -> None:
     if is_hooked(module):
         out.copy_(module(x))
     else:
-        multiply(module, dense_weight(module).to(x.dtype), x, out)
+        multiply(module, product_weight(module, x.dtype), x, out)
 
 
 def _student_rows(

@@ -67,7 +67,8 @@ def calibrate(
 ) -> Calibration:
     """Solve the attached adapters for what their layers lack without attention in the stream. No optimizer is involved.
 
-    All or nothing: whatever is refused, the adapters stay as they are.
+    All or nothing: whatever is refused, the adapters stay as they are. fp32 products are computed at `highest` precision, whatever
+    torch is set to.
 
     Args:
         model: with adapters attached, quantised or not; only the adapters change, and with `rank_budget` their ranks.

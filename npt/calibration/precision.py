@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from npt.quant.errors import fp32_products
 
 
 @contextmanager
@@ -18,9 +18,5 @@ def full_precision() -> Iterator[None]:
     eigenvalue (`solve.SMALLEST`, 1e-5) at which eigenvalues are cut off. TF32 rounds the rows
     themselves to 2^-11, 5e-4, far above it: the directions that are whitened would be noise.
     """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with fp32_products("highest"):
         yield
-    finally:
-        torch.set_float32_matmul_precision(before)

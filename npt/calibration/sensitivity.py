@@ -19,6 +19,7 @@ from npt.calibration.precision import full_precision
 from npt.data.batch import Batch
 from npt.errors import NumericalError
 from npt.fidelity.divergence import LOGIT_CHUNK
+from npt.quant.precision import cast_once
 
 
 @dataclass
@@ -134,14 +135,15 @@ def _score(model: PreTrainedModel, states: Tensor, generator: torch.Generator) -
     Logits exist for a chunk of rows at a time only.
     """
     parts = []
-    for rows in states.split(max(1, LOGIT_CHUNK // model.config.vocab_size)):
-        with torch.enable_grad():
-            leaf = rows.detach().requires_grad_()
-            logits = model.lm_head(leaf).to(torch.float32)
-            if not bool(torch.isfinite(logits).all()):
-                raise NumericalError("calibration: the teacher's logits are not finite; run npt trace on the base, nothing was changed")
-            drawn = torch.multinomial(torch.softmax(logits.detach(), dim=-1), 1, generator=generator).squeeze(-1)
-            parts.append(torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), leaf)[0])
+    with cast_once(model.lm_head):
+        for rows in states.split(max(1, LOGIT_CHUNK // model.config.vocab_size)):
+            with torch.enable_grad():
+                leaf = rows.detach().requires_grad_()
+                logits = model.lm_head(leaf).to(torch.float32)
+                if not bool(torch.isfinite(logits).all()):
+                    raise NumericalError("calibration: the teacher's logits are not finite; run npt trace on the base, nothing was changed")
+                drawn = torch.multinomial(torch.softmax(logits.detach(), dim=-1), 1, generator=generator).squeeze(-1)
+                parts.append(torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), leaf)[0])
     return torch.cat(parts)
 
 

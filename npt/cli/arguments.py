@@ -48,22 +48,34 @@ def load(base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None
     import torch
 
     import npt
+    from npt.quant.errors import product_errors, set_matmul_precision
     from npt.quant.precision import quantization_of
 
-    torch.set_float32_matmul_precision(base.matmul_precision)
     places: dict[str, Any] = {"device": device} if base.device_map is None else {"device_map": base.device_map}
     model, tokenizer = npt.load_base(
         base.model_name,
         quantization=base.quantization,
         use_fp16=base.use_fp16,
+        compute_dtype=base.compute_dtype,
         attn_implementation=base.attn_implementation,
         pack_on=pack_on,
         **places,
     )
     packed = quantization_of(model)
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
+    chosen = set_matmul_precision(base.matmul_precision, model)
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     console.print(f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {devices}")
+    if chosen is not None:
+        console.print(chosen, soft_wrap=True)
+    if base.compute_dtype == "bf16":
+        errors = product_errors(model)[torch.get_float32_matmul_precision()]
+        worst = max(error for kind, error in errors.items() if kind != "lm_head")
+        console.print(
+            f"--compute_dtype bf16: 4-bit products are rounded to bf16, off by {worst:.1e} of their size here; its range is fp32's, so "
+            "that none overflows which would not in fp32; all else computes in fp32",
+            soft_wrap=True,
+        )
     return model, tokenizer
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from npt.cli.arguments import natural, positive
 from npt.cli.planning import make_plan, print_page
+from npt.cli.products import measure_products, print_products
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -18,13 +19,17 @@ _OF_DATA = {"model_name", "batch_size", "seed"}
 
 _OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)} - _OF_DATA
 
+_OF_PRODUCTS = {flag_of(f) for f in fields(BaseConfig)} - {"matmul_precision", "teacher_precision", "share_embeddings"}
+"""Settings that a measurement of products heeds."""
+
 
 def doctor(given: dict[str, Any]) -> int:
-    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data set, --plan for memory and time."""
-    if given["data"] is None and not given["plan"]:
+    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data set, --plan for memory and time,
+    --products for the error and the speed of its products on this device."""
+    if given["data"] is None and not given["plan"] and not given["products"]:
         raise ConfigError(
-            "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples of the data) or --plan (the memory and "
-            "the time that a run will take)"
+            "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples of the data), --plan (the memory and "
+            "the time that a run will take) or --products (error and speed of its products on this device)"
         )
     _check_flags(given)
     from npt.data.table import print_report
@@ -37,11 +42,16 @@ def doctor(given: dict[str, Any]) -> int:
         for report in reports.values():
             print_report(report, console)
     page = make_plan(given, console) if given["plan"] else None
+    products = measure_products(given, console) if given["products"] else None
     if given["json"]:
         found = {part: report.as_dict() for part, report in reports.items()}
-        print(to_json(found | ({} if page is None else {"plan": page.as_dict()}), indent=2))
-    elif page is not None:
-        print_page(page, console)
+        further = {"plan": page, "products": products}
+        print(to_json(found | {part: one.as_dict() for part, one in further.items() if one is not None}, indent=2))
+    else:
+        if page is not None:
+            print_page(page, console)
+        if products is not None:
+            print_products(products, console)
     sound = all(report.trainable for report in reports.values()) and (page is None or page.fits)
     return 0 if sound else 2
 
@@ -52,7 +62,9 @@ def _check_flags(given: dict[str, Any]) -> None:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     if given["plan"]:
         return
-    only = [*sorted(_OF_PLAN & set(given)), *(name for name in ("shape", "device", "measure", "no_trial", "safe_mode") if given.get(name))]
+    heeded = {"device", *_OF_PRODUCTS} if given["products"] else set()
+    switches = (name for name in ("shape", "device", "measure", "no_trial", "safe_mode") if given.get(name))
+    only = [name for name in (*sorted(_OF_PLAN & set(given)), *switches) if name not in heeded]
     if only:
         raise ConfigError(f"--{only[0]} means nothing without --plan; add it or drop the other")
 
@@ -87,8 +99,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", action="store_true", help="predict the memory and the time of a run with these flags; no weights are read"
     )
+    parser.add_argument(
+        "--products", action="store_true", help="load the base and measure error and speed of its products at each --matmul_precision"
+    )
     parser.add_argument("--shape", metavar="SHAPE", help="plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="that is planned for (default: the GPU, if there is one)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="that is planned for or measured on (default: the GPU, if there is one)")
     parser.add_argument("--measure", action="store_true", help="run a few steps for real as well, and compare")
     parser.add_argument("--no_trial", action="store_true", help="leave the time out, for which one layer is run")
     parser.add_argument("--batch_size", type=positive, default=4, metavar="INT", help="samples of a micro-batch (default: 4)")

@@ -96,12 +96,13 @@ def _check_attribution(base: BaseConfig) -> None:
 
 
 def _load_unquantized(base: BaseConfig, precision: str) -> tuple[Any, Any]:
-    import torch
-
     from npt.health.headroom import load_variant
+    from npt.quant.errors import set_matmul_precision
 
-    torch.set_float32_matmul_precision(base.matmul_precision)
-    return load_variant(base.model_name, precision, attn_implementation=base.attn_implementation)
+    attention = base.attn_implementation
+    model, tokenizer = load_variant(base.model_name, precision, attn_implementation=attention)
+    set_matmul_precision(base.matmul_precision, model)
+    return model, tokenizer
 
 
 def _memory_line(memory: dict[str, int], precision: str) -> str:

@@ -141,7 +141,10 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
 
     name, workload = _workload(given)
     training = workload.training
-    torch.set_float32_matmul_precision(given.get("matmul_precision", "highest"))
+    precision = given.get("matmul_precision", "auto")
+    if precision == "auto":  # on a card with TF32 it takes that, and without TF32 the settings are the same
+        precision = "high" if workload.device.type == "cuda" else "highest"
+    torch.set_float32_matmul_precision(precision)
     with console.status("counting the memory of a few layers"):
         planner = Planner(workload)
         limit = available(workload.device)
@@ -214,7 +217,13 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
     else:
         base = build(BaseConfig, given)
         where = {"device": workload.device, "attn_implementation": base.attn_implementation}
-        model, _ = npt.load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, **where)
+        model, _ = npt.load_base(
+            base.model_name,
+            quantization=base.quantization,
+            use_fp16=base.use_fp16,
+            compute_dtype=base.compute_dtype,
+            **where,
+        )
         if base.teacher_precision is not None:
             teacher = npt.load_teacher(base.model_name, base.teacher_precision, **where)
     npt.attach(model, replace(workload.form, init="random"))

@@ -31,7 +31,7 @@ from npt.data.batch import Batch, batch_from_tensors
 from npt.quant.attention import SDPA
 from npt.quant.linear import quantized_linears
 from npt.quant.load import packing_config
-from npt.quant.precision import enforce_fp32
+from npt.quant.precision import enforce_policy
 from npt.quant.random_base import DENSE
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -58,6 +58,7 @@ class Hollow:
         *,
         upcast: bool = False,
         attn_implementation: str = "sdpa",
+        compute_dtype: torch.dtype = torch.float32,
     ) -> Any:
         """A model as `load_base` would give it, with adapters attached where there is a configuration for them.
 
@@ -66,6 +67,7 @@ class Hollow:
             quantization: nf4, fp4 or None.
             stored: dtype of what is not packed.
             adapter: of the adapters; their gradients are there as well.
+            compute_dtype: of products of packed weights.
             upcast: compute in fp32 whatever it is stored in, as a packed base and an unquantised teacher do.
             attn_implementation: as in `load_base`; flex_attention, which compiles what it runs, is counted as sdpa.
         """
@@ -80,7 +82,7 @@ class Hollow:
             self._fill(model, quantization)
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.device)
             if quantization is not None or upcast:
-                enforce_fp32(model)
+                enforce_policy(model, compute_dtype)
         model.eval()
         return model
 

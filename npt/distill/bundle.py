@@ -86,7 +86,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class RecordedBase:
-    """The base a run was on. dtype: what it computes in, such as 'float32'."""
+    """The base a run was on. dtype: what it computes in, such as 'float32'; of a packed base, what its products do."""
 
     name: str
     hash: str

@@ -34,9 +34,12 @@ from torch.utils.checkpoint import checkpoint
 from npt.config import TrainConfig
 from npt.distill.losses import SumAndCount, weighted_sum
 from npt.fidelity.divergence import at_least_fp32, kl_of_logs
+from npt.quant.precision import cast_once
 
-CHUNK = 1 << 24
-"""Logits of a chunk: 64 MiB in fp32. In its backward some seven such tensors are alive at once, of the JSD thirteen."""
+CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
+"""Logits of a chunk, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward some seven such tensors are alive at once, of
+the JSD thirteen. A product of r rows reads V D weights for 2 r V D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep
+a card busy that computes 120 operations (TF32 on an H100, by its data sheet) in the time that it reads a byte."""
 
 RowLoss = Callable[[Tensor, Tensor, Tensor | None], SumAndCount]
 """(student's logits [N, V], teacher's logits [N, V] or targets [N], token weights [N] or None) -> (sum, count)."""
@@ -90,7 +93,8 @@ def through_head(
 
     What is alive at a time is made of chunks of CHUNK values, whatever N is; so of many tokens [N, V] never exists, and from
     thirteen chunks on all that is alive together is less than that. The gradient of a sum for the states needs no later factor but
-    one, so no logit is computed a second time for it; a head that is trained itself is computed again in backward.
+    one, so no logit is computed a second time for it; a head that is trained itself is computed again in backward. A head stored in
+    16 bit is cast to fp32 once for all chunks.
 
     Args:
         head: lm_head.
@@ -110,12 +114,18 @@ def through_head(
             other = guide(teacher).to(logits.device) if of_states else teacher
         return loss(logits, other, weights)[0]
 
-    rows = max(1, CHUNK // vocab_size)
+    rows = chunk_rows(student.device, vocab_size)
     if any(parameter.requires_grad for parameter in head.parameters()):
         parts = [None] * len(student.split(rows)) if weights is None else weights.split(rows)
         chunks = zip(student.split(rows), teacher.detach().split(rows), parts, strict=True)
         return torch.stack([checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]).sum(), len(student)
-    return _ChunkedSum.apply(student, teacher.detach(), weights, chunk_sum, rows), len(student)
+    with cast_once(head, guide):
+        return _ChunkedSum.apply(student, teacher.detach(), weights, chunk_sum, rows), len(student)
+
+
+def chunk_rows(device: torch.device, vocab_size: int) -> int:
+    """Return how many tokens' logits are computed at a time on a device."""
+    return max(1, (CUDA_CHUNK if device.type == "cuda" else CHUNK) // vocab_size)
 
 
 class _ChunkedSum(torch.autograd.Function):

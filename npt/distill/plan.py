@@ -157,8 +157,14 @@ class Planner:
                 assert w.teacher is not None
                 made = self._hollow.base(config, None, w.teacher, upcast=True, attn_implementation=w.attn_implementation)
             else:
-                adapter = w.small_adapter(depth, max(w.ranks))
-                made = self._hollow.base(config, w.quantization, w.stored, adapter, attn_implementation=w.attn_implementation)
+                made = self._hollow.base(
+                    config,
+                    w.quantization,
+                    w.stored,
+                    w.small_adapter(depth, max(w.ranks)),
+                    attn_implementation=w.attn_implementation,
+                    compute_dtype=w.compute_dtype,
+                )
             self._models[depth, teacher] = made
         return self._models[depth, teacher]
 

@@ -33,7 +33,7 @@ from npt.health.guards import base_fault, moments_fault, tensor_fault
 from npt.health.trace import trace
 from npt.health.verdict import Verdict
 from npt.quant.identity import base_hash
-from npt.quant.precision import audit_precision, policy_dtype, quantization_of
+from npt.quant.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 
 FORMAT = 1
 STATE_NAME, WINDOW_NAME, RECORD_NAME = "state.safetensors", "window.safetensors", "postmortem.json"
@@ -179,7 +179,7 @@ def _known(situation: Situation) -> dict[str, Any]:
             "name": getattr(situation.model.config, "_name_or_path", ""),
             "hash": situation.record["base_hash"],
             "quantization": quantization_of(situation.model),
-            "dtype": str(policy_dtype(situation.model)).removeprefix("torch."),
+            "dtype": str(declared_dtype(situation.model)).removeprefix("torch."),
             "matmul_precision": torch.get_float32_matmul_precision(),
         },
         "versions": situation.record["versions"],

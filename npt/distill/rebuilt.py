@@ -147,8 +147,16 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
     except RuntimeError as error:
         raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
     half = base.quantization is None and base.dtype == "float16"
+    compute_dtype = "bf16" if base.quantization is not None and base.dtype == "bfloat16" else "fp32"
     try:
-        model, _ = load_base(name, quantization=quantization, device=device, use_fp16=half, attn_implementation=_attention(bundle))
+        model, _ = load_base(
+            name,
+            quantization=quantization,
+            device=device,
+            use_fp16=half,
+            compute_dtype=compute_dtype,
+            attn_implementation=_attention(bundle),
+        )
     except ModelError as error:
         raise BundleError(
             f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's own --model_name"

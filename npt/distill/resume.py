@@ -20,6 +20,7 @@ _MATTERS = {
     "seed": "seed",
     "use_quantization": "use_quantization",
     "quant_type": "quant_type",
+    "compute_dtype": "compute_dtype",
     "teacher_precision": "teacher_precision",
     "teacher": "teacher (its hash)",
 }

@@ -87,8 +87,8 @@ from npt.health.guards import base_fault, require, tensor_fault
 from npt.quant.attention import attention_name, repeats_exactly
 from npt.quant.errors import product_errors
 from npt.quant.identity import base_hash, base_identity
-from npt.quant.load import TEACHERS
-from npt.quant.precision import audit_precision, policy_dtype, quantization_of
+from npt.quant.load import COMPUTE, TEACHERS
+from npt.quant.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.stored import read_json
 
 MODULATION_SAMPLES = 8
@@ -357,6 +357,8 @@ class Trainer:
     def _all_settings(self) -> dict[str, Any]:
         settings = {**self.settings, **asdict(self.adapter_config), **asdict(self.data_config), **asdict(self.config)}
         found = {"attn_implementation": attention_name(self.model), "processes": self.ranks.size}
+        if quantization_of(self.model) is not None:
+            found["compute_dtype"] = {dtype: name for name, dtype in COMPUTE.items()}.get(declared_dtype(self.model), "other")
         return {**settings, **self._teacher_settings, **found}
 
     @property

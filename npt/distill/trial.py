@@ -28,7 +28,7 @@ from npt.distill.strategies import Strategy, drive
 from npt.distill.transaction import IN_FLIGHT
 from npt.distill.workload import Depth, Workload
 from npt.fidelity.evaluate import evaluate
-from npt.quant.precision import enforce_fp32
+from npt.quant.precision import enforce_policy
 from npt.quant.random_base import random_base
 
 TINY_VOCAB = 512
@@ -169,14 +169,19 @@ def _window(workload: Workload, config: TrainConfig, depth: Depth, samples: int)
     if workload.teacher is not None:
         teacher = random_base(small, quantization=None, device=workload.device, attn_implementation=workload.attn_implementation)
         teacher = teacher.to(workload.teacher)
-        enforce_fp32(teacher)
+        enforce_policy(teacher)
     return Window(model, config, samples, workload.length, teacher=teacher)
 
 
 def made_base(workload: Workload, config: Any) -> Any:
     """A base with random weights, stored and computed in as the workload's."""
-    attention = workload.attn_implementation
-    model = random_base(config, quantization=workload.quantization, device=workload.device, attn_implementation=attention)
+    model = random_base(
+        config,
+        quantization=workload.quantization,
+        device=workload.device,
+        attn_implementation=workload.attn_implementation,
+        compute_dtype=workload.compute_dtype,
+    )
     return model if workload.quantization is not None else model.to(workload.stored)
 
 

@@ -14,7 +14,7 @@ from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.cost.shape import Shape
 from npt.errors import ConfigError
 from npt.quant.device import default_device
-from npt.quant.load import TEACHERS
+from npt.quant.load import COMPUTE, TEACHERS
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Workload:
 
     config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of what is not packed. teacher: dtype
     of a teacher of its own, None where the base teaches. processes: that share a window. attn_implementation: as in `load_base`.
+    compute_dtype: of products of packed weights.
     """
 
     config: PreTrainedConfig
@@ -60,6 +61,7 @@ class Workload:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     processes: int = 1
     attn_implementation: str = "sdpa"
+    compute_dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(
@@ -98,8 +100,19 @@ class Workload:
         elif stored is None:
             stored = getattr(config, "dtype", None) or torch.float32
         teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
-        device = default_device() if device is None else device
-        return cls(config, adapter, training, length, quantization, stored, teacher, device, processes, base.attn_implementation)
+        return cls(
+            config,
+            adapter,
+            training,
+            length,
+            quantization,
+            stored,
+            teacher,
+            default_device() if device is None else device,
+            processes,
+            base.attn_implementation,
+            COMPUTE[base.compute_dtype],
+        )
 
     @property
     def shape(self) -> Shape:

@@ -17,6 +17,7 @@ from npt.distill.trainer import check_trainable
 from npt.faults import check_maths, check_training
 from npt.faults.bench import Base
 from npt.faults.check import Check
+from npt.quant.errors import set_matmul_precision
 from npt.quant.load import load_base, read_config
 from npt.quant.precision import quantization_of
 
@@ -52,9 +53,14 @@ def open_base(base: BaseConfig, adapter: NPTConfig, config: TrainConfig) -> Base
     """
     check_trainable(adapter, None)
     check_fit(adapter, read_config(base.model_name))
-    torch.set_float32_matmul_precision(base.matmul_precision)
-    attention = base.attn_implementation
-    model, _ = load_base(base.model_name, quantization=base.quantization, use_fp16=base.use_fp16, attn_implementation=attention)
+    model, _ = load_base(
+        base.model_name,
+        quantization=base.quantization,
+        use_fp16=base.use_fp16,
+        compute_dtype=base.compute_dtype,
+        attn_implementation=base.attn_implementation,
+    )
+    set_matmul_precision(base.matmul_precision, model)
     return Base(model, adapter, config)
 
 

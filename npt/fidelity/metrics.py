@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from npt.fidelity.divergence import LOGIT_CHUNK, kl_of_logs
+from npt.quant.precision import cast_once
 
 COLUMNS = ("teacher_nll", "nll", "kl", "reverse_kl", "top1", "top5", "acceptance", "tokens")
 
@@ -83,7 +84,8 @@ def compare_pairs(
 
     Args:
         hidden: [N, D] of each model, its last hidden state after the final norm.
-        heads: lm_head of each model. Logits exist for a chunk of tokens at a time only.
+        heads: lm_head of each model. Logits exist for a chunk of tokens at a time only; the fp32 form of a head that is stored in
+            16 bit for the whole call.
         targets: [N], the token that came next in the text.
         vocab_size: V.
         pairs: of names of models.
@@ -91,7 +93,14 @@ def compare_pairs(
     Returns:
         [N, len(COLUMNS)] fp32 of each pair.
     """
-    rows = max(1, LOGIT_CHUNK // vocab_size)
+    with cast_once(*heads.values()):
+        return _compare_chunks(hidden, heads, targets, max(1, LOGIT_CHUNK // vocab_size), pairs)
+
+
+def _compare_chunks(
+    hidden: Mapping[str, Tensor], heads: Mapping[str, torch.nn.Module], targets: Tensor, rows: int, pairs: Sequence[Pair]
+) -> dict[Pair, Tensor]:
+    """`compare_pairs`, so many rows at a time."""
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     references = dict.fromkeys(reference for _, reference in pairs)
     for start in range(0, max(1, len(targets)), rows):

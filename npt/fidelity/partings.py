@@ -30,6 +30,7 @@ from npt.fidelity.divergence import LOGIT_CHUNK
 from npt.fidelity.metrics import compare_tokens, mean_and_error
 from npt.fidelity.states import final_states
 from npt.generation.greedy import continue_greedily
+from npt.quant.precision import cast_once
 
 PROMPT_TOKENS = 32
 """Leading tokens of a text that serve as a prompt, at most."""
@@ -76,8 +77,9 @@ def compare_prompts(model: PreTrainedModel, prompts: Sequence[Sample], max_new_t
     rows = [Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new)) for p, new in zip(prompts, added, strict=True)]
     hidden = {mode: _states(model, rows, mode) for mode in ("teacher", "student")}
     tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
-    figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, model.lm_head, model.config.vocab_size)
-    written = {mode: _argmax(states, model.lm_head, model.config.vocab_size) for mode, states in hidden.items()}
+    with cast_once(model.lm_head):
+        figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, model.lm_head, model.config.vocab_size)
+        written = {mode: _argmax(states, model.lm_head, model.config.vocab_size) for mode, states in hidden.items()}
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
     found, start = [], 0
     for prompt, new, own in zip(prompts, added, written["student"].cpu().split([len(new) for new in added]), strict=True):
@@ -100,7 +102,8 @@ def _states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tenso
 
 
 def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
-    return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in hidden.split(max(1, LOGIT_CHUNK // vocab_size))])
+    with cast_once(head):
+        return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in hidden.split(max(1, LOGIT_CHUNK // vocab_size))])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from npt.quant.linear import quantized_linears
-from npt.quant.precision import UpcastEmbedding, UpcastLinear, audit_precision
+from npt.quant.precision import UpcastEmbedding, UpcastLinear, audit_precision, declare_dtype
 
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {UpcastEmbedding: nn.Embedding, UpcastLinear: nn.Linear}
 
@@ -28,6 +28,7 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     Raises:
         PrecisionError: a module would compute in another dtype all the same.
     """
+    declare_dtype(model, dtype)
     packed = {id(module.weight) for _, module in quantized_linears(model)}
     for _, module in quantized_linears(model):
         module.compute_dtype = module.weight.quant_state.dtype = dtype

@@ -112,7 +112,8 @@ def base_hash(model: PreTrainedModel) -> str:
     """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters and consolidated updates not, and over
     the settings that decide what is computed with them.
 
-    Two models with the same hash and nothing on top of it compute the same. It differs between kinds of device, see `base_identity`.
+    Two models with the same hash and nothing on top of it compute the same, but for what products of packed weights are rounded to
+    (`compute_dtype`). It differs between kinds of device, see `base_identity`.
     """
     return base_identity(model).strict
 
@@ -130,7 +131,7 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
     strict, codes, dense = hashlib.sha256(config), hashlib.sha256(), hashlib.sha256()
     seen: dict[tuple[torch.device, int], str] = {}
     with ThreadPoolExecutor(1) as second:  # hashing leaves the interpreter to others
-        for key, tensor in sorted(model.state_dict().items()):
+        for key, tensor in sorted(_state(model).items()):
             if ".npt." in key:
                 continue
             # bitsandbytes names a weight's statistics as if they were below it.
@@ -156,6 +157,21 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
                     whole.result()
     source, packed_on = getattr(model, _PACKED, (None, None))
     return BaseIdentity(hashlib.sha256(config).hexdigest(), codes.hexdigest(), dense.hexdigest(), source, packed_on, strict.hexdigest())
+
+
+def _state(model: PreTrainedModel) -> dict[str, Any]:
+    """The state dict that the model has when its packed weights compute in fp32: the dtype is a part of a packed weight's state."""
+    linears = [(name, module) for name, module in quantized_linears(model) if module.weight.quant_state is not None]
+    dtypes = [module.weight.quant_state.dtype for _, module in linears]
+    try:
+        for _, module in linears:
+            module.weight.quant_state.dtype = torch.float32
+        state = dict(model.state_dict())
+    finally:
+        for (_, module), dtype in zip(linears, dtypes, strict=True):
+            module.weight.quant_state.dtype = dtype
+    biases = [f"{name}.bias" for name, module in linears if module.bias is not None]
+    return state | {key: state[key].float() for key in biases}
 
 
 def keep_identity(model: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ The seam between the training code and bitsandbytes: nothing else in the package
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes as bnb
@@ -58,16 +59,27 @@ def _only_placed(module: Any) -> bool:
     )
 
 
+def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
+    """Return the dense weight [out, in] for `multiply` and `multiply_backward` with rows of `dtype`: in bf16 if the module is a 4-bit
+    layer whose products are in bf16, else in `dtype`."""
+    weight = dense_weight(module)
+    return weight if isinstance(module, bnb.nn.Linear4bit) and weight.dtype == torch.bfloat16 else weight.to(dtype)
+
+
 def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     """A frozen linear layer's product as its forward computes it, from its dense weight, so that this can serve more than once.
 
     Args:
         module: the layer, whose bias and rows (npt/quant/rows.py) are applied; none of its hooks is called.
-        weight: `dense_weight` of it, [out, in], in the dtype of x.
+        weight: `product_weight` of it, [out, in]. In another dtype than x, x and the product are rounded to it.
         x: [N, in], without graph.
-        out: [N, out], where to write.
+        out: [N, out], where to write, in the dtype of x.
     """
-    product = torch.mm(x, weight.t(), out=out) if module.bias is None else torch.addmm(module.bias.to(x.dtype), x, weight.t(), out=out)
+    if module.bias is None:
+        product = _in_dtype_of(weight, x, out, lambda rows, into: torch.mm(rows, weight.t(), out=into))
+    else:
+        bias = module.bias.to(weight.dtype)
+        product = _in_dtype_of(weight, x, out, lambda rows, into: torch.addmm(bias, rows, weight.t(), out=into))
     scale = getattr(module, "row_scale", None)
     return product if scale is None else product.mul_(scale).add_(module.row_bias)
 
@@ -75,7 +87,16 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
 def multiply_backward(module: Any, weight: Tensor, grad: Tensor, out: Tensor | None = None) -> Tensor:
     """The gradient [N, in] of what `multiply` was given, from that [N, out] of what it gave."""
     scale = getattr(module, "row_scale", None)
-    return torch.mm(grad if scale is None else grad * scale.to(grad.dtype), weight, out=out)
+    grad = grad if scale is None else grad * scale.to(grad.dtype)
+    return _in_dtype_of(weight, grad, out, lambda rows, into: torch.mm(rows, weight, out=into))
+
+
+def _in_dtype_of(weight: Tensor, x: Tensor, out: Tensor | None, product: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """A product of rows in the weight's dtype, given in that of the rows."""
+    if weight.dtype == x.dtype:
+        return product(x, out)
+    found = product(x.to(weight.dtype), None)
+    return found.to(x.dtype) if out is None else out.copy_(found)
 
 
 class _StackedProduct(torch.autograd.Function):
@@ -90,7 +111,7 @@ class _StackedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_student: Tensor, grad_teacher: Tensor) -> tuple[Tensor, None, None]:
-        return multiply_backward(ctx.module, dense_weight(ctx.module).to(grad_student.dtype), grad_student), None, None
+        return multiply_backward(ctx.module, product_weight(ctx.module, grad_student.dtype), grad_student), None, None
 
 
 def stacked_product(module: nn.Module, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,17 +14,21 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging as transformers_logging
 
-from npt.config import DEVICE_MAPS, QUANT_TYPES, check_attention
+from npt.config import COMPUTE_DTYPES, DEVICE_MAPS, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError
 from npt.quant.attention import implementation_of
 from npt.quant.device import default_device
 from npt.quant.families import check_family
 from npt.quant.identity import note_source
 from npt.quant.linear import quantized_linears, statistics_of
-from npt.quant.precision import audit_precision, enforce_fp32, quantization_of
+from npt.quant.precision import audit_precision, enforce_policy, quantization_of
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_QUANTISE = "add --use_quantization, or drop --compute_dtype"
 
 TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -41,6 +45,7 @@ def load_base(
     use_fp16: bool = False,
     pack_on: str | torch.device | None = None,
     attn_implementation: str = "sdpa",
+    compute_dtype: str = "fp32",
 ) -> tuple[Any, Any]:
     """Load a base model, frozen and in evaluation mode, and its tokenizer. Nothing that comes with the weights is run: no code
     of the checkpoint's own, no pickle; weights are read from safetensors alone.
@@ -51,18 +56,21 @@ def load_base(
         device: default the first CUDA device, else the CPU.
         device_map: instead of one device, several: `auto`, `balanced`, `balanced_low_0` or `sequential` spread the layers over all
             GPUs of this process, and a mapping of module names to devices does as it says. A layer stays in one piece.
-        use_fp16: compute an unquantised base in fp16. Under quantisation fp32 is used all the same, with a warning.
+        use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used all the same, with a warning.
         pack_on: device on which each weight is packed, one after the other, if that is not the one
             on which it stays; a GPU packs in seconds what takes a CPU the better part of an hour.
         attn_implementation: `sdpa`, `eager` or `flex_attention`. Under `sdpa` the model's configuration says `npt_sdpa`, which is
             transformers' own but for fp32 on CUDA (npt/quant/attention.py); what is saved of the model names neither.
+        compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which has fp32's range and 8 bits of
+            its 24. All else of a packed base computes in fp32.
 
     Returns:
-        (model, tokenizer). The quantised model computes in fp32; weights that the checkpoint keeps in 16 bit and that are
-        not packed (embedding, norms, lm_head) stay stored so.
+        (model, tokenizer). The quantised model computes in fp32, or as `compute_dtype` says; weights that the checkpoint keeps in 16
+        bit and that are not packed (embedding, norms, lm_head) stay stored so.
 
     Raises:
-        ConfigError: unknown quantisation, attn_implementation or device_map, or a device beside a device_map.
+        ConfigError: unknown quantisation, attn_implementation, compute_dtype or device_map, a device beside a device_map, or
+            compute_dtype bf16 for a base that is not packed.
         ModelError: no such model, of no known family, weights missing or unreadable, or a layer in pieces, on disk or on the host
             beside GPUs.
         PrecisionError: a module would compute in another dtype.
@@ -70,14 +78,19 @@ def load_base(
     if quantization is not None and quantization not in QUANT_TYPES:
         raise ConfigError(f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None")
     check_attention(attn_implementation)
+    if compute_dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"compute_dtype is {compute_dtype!r}; choose from {', '.join(COMPUTE_DTYPES)}")
     config = read_config(name)
     source = _locate(name)
     tokenizer = load_tokenizer(name)
     places = _places(device, device_map)
     packed = quantization is not None or getattr(config, "quantization_config", None) is not None
+    if compute_dtype != "fp32" and not packed:
+        raise ConfigError(f"compute_dtype is {compute_dtype}, which is for 4-bit products, but {name} is not quantised; {_QUANTISE}")
     if packed and use_fp16:
         warnings.warn(
-            "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32 (fp16 overflows inside 4-bit products)",
+            f"--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in {compute_dtype} (fp16 overflows inside "
+            "4-bit products)",
             stacklevel=2,
         )
     arguments: dict[str, Any] = {"device_map": places, "attn_implementation": implementation_of(attn_implementation)}
@@ -99,7 +112,7 @@ def load_base(
             raise ModelError(f"{name} is quantised, but not in bitsandbytes' 4 bit; load its unquantised original")
         if packing is not None:
             note_source(model, source, packing, pack_on)
-        enforce_fp32(model)
+        enforce_policy(model, COMPUTE[compute_dtype])
     model.config._name_or_path = name  # what a saved adapter names as its base: not the folder of this installation
     model.requires_grad_(False)
     model.eval()
@@ -128,7 +141,7 @@ def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.devi
     attention = implementation_of(attn_implementation)
     places = _places(device, None)
     model = _read_weights(name, source, {"device_map": places, "dtype": TEACHERS[precision], "attn_implementation": attention})
-    enforce_fp32(model)
+    enforce_policy(model)
     model.requires_grad_(False)
     model.eval()
     audit_precision(model, torch.float32)

@@ -22,7 +22,7 @@ from npt.quant.device import default_device
 from npt.quant.families import check_family
 from npt.quant.linear import quantized_linears
 from npt.quant.load import packing_config
-from npt.quant.precision import audit_precision, enforce_fp32
+from npt.quant.precision import audit_precision, enforce_policy
 
 DENSE = ("lm_head",)
 """What stays unpacked, as where a checkpoint is loaded."""
@@ -38,6 +38,7 @@ def random_base(
     device: str | torch.device | None = None,
     seed: int = 0,
     attn_implementation: str = "sdpa",
+    compute_dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A frozen model in evaluation mode that is all that `load_base` promises, but for its values and a tokenizer.
 
@@ -48,9 +49,10 @@ def random_base(
         device: default the first CUDA device, else the CPU.
         seed: fixes the values, on each kind of device its own.
         attn_implementation: as in `load_base`.
+        compute_dtype: of products of packed weights.
 
     Returns:
-        The model. It computes in fp32.
+        The model. It computes in fp32, but for products of packed weights.
 
     Raises:
         ConfigError: unknown quantisation or attn_implementation.
@@ -74,7 +76,7 @@ def random_base(
     model.model.rotary_emb = rotary(model.config).to(device)  # made on no device, it holds no frequencies
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     if quantization is not None:
-        enforce_fp32(model)
+        enforce_policy(model, compute_dtype)
     model.config._name_or_path = "random"
     model.requires_grad_(False)
     model.eval()

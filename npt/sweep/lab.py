@@ -22,6 +22,7 @@ from npt.distill.trainer import check_trainable
 from npt.distill.weights import layer_weights
 from npt.errors import NPTError
 from npt.fidelity.attribution import Reference, refer
+from npt.quant.errors import set_matmul_precision
 from npt.quant.half import compute_in
 from npt.quant.load import load_base, load_teacher, read_config
 from npt.sweep.settings import Settings
@@ -92,7 +93,11 @@ class Lab:
 
     def base(self, settings: Settings) -> Base:
         """The base, without adapters; fp32 products are from here on as these settings want them."""
-        torch.set_float32_matmul_precision(settings.base.matmul_precision)
+        found = self._base(settings)
+        set_matmul_precision(settings.base.matmul_precision, found.model)
+        return found
+
+    def _base(self, settings: Settings) -> Base:
         key = _base_key(settings)
         if key in self._bases:
             found = self._bases[key] = self._bases.pop(key)

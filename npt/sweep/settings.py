@@ -87,7 +87,9 @@ class Settings:
             ConfigError: a value or a combination that cannot work, here or in a study at all.
         """
         given = with_safe_mode({**given, "seed": seed})
-        settings = cls(*(build(kind, given) for kind in CLASSES))
+        # A study's compute_dtype is the probe's, of the whole base; the base's own, of packed products alone, keeps its default.
+        of_base = {name: value for name, value in given.items() if name != "compute_dtype"}
+        settings = cls(*(build(kind, of_base if kind is BaseConfig else given) for kind in CLASSES))
         settings._check()
         return settings
 

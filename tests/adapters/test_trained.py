@@ -226,13 +226,13 @@ class TestWorkspace:
     def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(self, load_model, monkeypatch, shared):
         made = []
 
-        def watched(module: Any) -> Tensor:
-            weight = dense(module)
+        def watched(module: Any, dtype: torch.dtype) -> Tensor:
+            weight = dense(module, dtype)
             made.append(weakref.ref(weight))
             return weight
 
-        dense = trained.dense_weight
-        monkeypatch.setattr(trained, "dense_weight", watched)
+        dense = trained.product_weight
+        monkeypatch.setattr(trained, "product_weight", watched)
         layer = decoder_layers(student(load_model))[0]
         output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D), Work(space=Workspace() if shared else None))[1]
         gc.collect()

@@ -42,10 +42,17 @@ def with_row(folder: Path, to: Path, row: int, value: float) -> Path:
 
 
 def make_trainer(
-    base: Path, data: Iterable[Any], run: Path, *, quantization: str | None = "nf4", use_fp16: bool = False, **config: Any
+    base: Path,
+    data: Iterable[Any],
+    run: Path,
+    *,
+    quantization: str | None = "nf4",
+    use_fp16: bool = False,
+    compute_dtype: str = "fp32",
+    **config: Any,
 ) -> Trainer:
     """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
-    model, _ = npt.load_base(str(base), quantization=quantization, device="cpu", use_fp16=use_fp16)
+    model, _ = npt.load_base(str(base), quantization=quantization, device="cpu", use_fp16=use_fp16, compute_dtype=compute_dtype)
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, "seed": 3, **config}
     return Trainer(

@@ -67,6 +67,14 @@ def test_predicted_memory_is_what_is_measured(layers, training, vocab) -> None:
     assert beside.sum() == 2_000_000
 
 
+def test_the_memory_of_bf16_products_is_what_is_measured() -> None:
+    planned = replace(workload("all", strategy="local"), compute_dtype=torch.bfloat16)
+    model = random_base(planned.config, quantization="nf4", device="cpu", compute_dtype=torch.bfloat16)
+    npt.attach(model, planned.adapter)
+    measured = measure(model, planned, planned.training, Passes(4), 4, steps=1)
+    assert Planner(planned).plan().of("micro-batch") == pytest.approx(measured.phases["micro-batch"], rel=0.15)  # as above
+
+
 @pytest.mark.parametrize(
     "training",
     [

@@ -29,6 +29,7 @@ from npt.distill.replay import FRESH, Trial, classify, fresh_batch, replay, repl
 from npt.distill.transaction import Refusal
 from npt.errors import BundleError, ConfigError
 from npt.quant.load import EMBEDDED_FOLDER
+from npt.quant.precision import declared_dtype
 
 ROOT = Path(npt.__file__).parent.parent
 
@@ -186,6 +187,15 @@ def test_an_unquantised_base_is_loaded_as_it_was(trainer, tiny_folder, half) -> 
     found = replay(stop(trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], quantization=None, use_fp16=half)))
     assert (found.bundle.base.quantization, found.bundle.base.dtype) == (None, "float16" if half else "float32")
     assert found.classification == "data"
+
+
+def test_a_packed_base_is_loaded_with_products_in_the_dtype_that_it_had(trainer, tiny_folder) -> None:
+    folder = stop(trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], compute_dtype="bf16"))
+    bundle = read_bundle(folder)
+    assert (bundle.base.quantization, bundle.base.dtype) == ("nf4", "bfloat16")
+    with rebuilt.rebuilt(bundle) as found:
+        assert declared_dtype(found.model) == torch.bfloat16
+        assert found.model.model.layers[0].mlp.up_proj.compute_dtype == torch.bfloat16
 
 
 def test_a_micro_batch_that_was_accepted_can_be_traced_too(bundle) -> None:

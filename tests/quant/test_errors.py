@@ -1,10 +1,14 @@
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from npt.adapters.attach import attach, decoder_layers
+from npt.calibration import calibrate
+from npt.config import NPTConfig
 from npt.quant import errors
-from npt.quant.errors import PRECISIONS, product_errors
+from npt.quant.errors import PRECISIONS, choose_precision, fp32_products, product_errors, product_seconds, set_matmul_precision
 from npt.quant.half import compute_in
 from npt.quant.rows import set_rows
 
@@ -62,3 +66,48 @@ def test_biases_and_rows_are_part_of_the_product(load_model):
     mlp.up_proj.bias = nn.Parameter(torch.randn(128), requires_grad=False)
     set_rows(mlp.gate_proj, (torch.rand(128) + 0.5, torch.randn(128)))
     assert all(error < 10 * EPS for error in product_errors(model)["highest"].values())
+
+
+EXACT = {"up_proj": 2e-7, "lm_head": 3e-7}
+
+
+@pytest.mark.parametrize(
+    ("high", "taken", "why"),
+    [
+        (EXACT, "highest", "the device has no faster product for high"),
+        ({"up_proj": 3e-4, "lm_head": 2.9e-4}, "high", "products are off by at most 3.0e-04 of their size (2.0e-07 under highest)"),
+        ({"up_proj": 2.3e-3, "lm_head": 3e-4}, "highest", "a product of up_proj is off by 2.3e-03 of its size, more than 1e-03"),
+        ({"up_proj": 3e-4, "lm_head": math.nan}, "highest", "a product of lm_head is off by nan"),
+    ],
+)
+def test_auto_takes_high_where_it_changes_something_and_little(high, taken, why):
+    found, reason = choose_precision({"highest": EXACT, "high": high})
+    assert found == taken and why in reason
+
+
+def test_products_that_are_in_16_bit_anyway_do_not_count_against_high():
+    exact = {"up_proj": 2.8e-3, "lm_head": 3e-7}
+    assert choose_precision({"highest": exact, "high": {**exact, "lm_head": 3e-4}})[0] == "high"
+
+
+def test_auto_changes_nothing_on_the_cpu(load_model):
+    model = load_model()
+    for asked in ("high", "auto"):
+        assert set_matmul_precision(asked, model) is None
+        assert torch.get_float32_matmul_precision() == {"high": "high", "auto": "highest"}[asked]
+
+
+def test_every_kind_is_timed_under_each_setting(load_model):
+    found = product_seconds(load_model(), rows=3)
+    assert tuple(found) == PRECISIONS and all(set(kinds) == KINDS and min(kinds.values()) > 0 for kinds in found.values())
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_calibration_computes_at_highest_whatever_is_set(load_model, tokenizer, monkeypatch):
+    seen = []
+    monkeypatch.setattr(calibrate, "measure", lambda *_: seen.append(torch.get_float32_matmul_precision()) or 1 / 0)
+    model = load_model()
+    attach(model, NPTConfig(rank=2, layers="1"))
+    with fp32_products("high"), pytest.raises(ZeroDivisionError):
+        calibrate.calibrate(model, tokenizer, [{"text": "abcdefgh " * 40}] * 40, tokens=4096, max_length=32)
+    assert seen == ["highest"] and torch.get_float32_matmul_precision() == "highest"

@@ -13,7 +13,7 @@ from npt.quant.precision import (
     UpcastLinear,
     audit_precision,
     effective_dtype,
-    enforce_fp32,
+    enforce_policy,
     policy_dtype,
     quantization_of,
 )
@@ -112,7 +112,7 @@ def test_enforcing_repairs_everything_that_the_audit_finds_and_twice_is_once(mod
     with pytest.raises(PrecisionError):
         audit_precision(model)
     for _ in range(2):
-        enforce_fp32(model)
+        enforce_policy(model)
         assert audit_precision(model).compute_dtype == {"float32": 30}
     assert (type(model.model.embed_tokens), type(model.lm_head)) == (UpcastEmbedding, UpcastLinear)
 

@@ -1,0 +1,181 @@
+"""--compute_dtype bf16: products of packed weights in bf16, forward and backward, all else in fp32, as the audit finds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import npt
+from npt.adapters.attach import adapter_parameters, attach, decoder_layers
+from npt.adapters.fused import unfused
+from npt.adapters.trained import is_fusable
+from npt.config import BaseConfig, NPTConfig, TrainConfig
+from npt.data.batch import batch_from_tensors
+from npt.distill.resume import changed_settings
+from npt.distill.strategies import STRATEGIES
+from npt.errors import CheckpointError, ConfigError, PrecisionError
+from npt.quant.errors import product_errors
+from npt.quant.linear import dense_weight, quantized_linears, stacked_product
+from npt.quant.precision import audit_precision, declared_dtype, policy_dtype
+from npt.sweep.settings import Settings
+
+UNIT = torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.fixture
+def model(load_model):
+    return load_model("nf4", compute_dtype="bf16")
+
+
+def student(load_model, **arguments: Any):
+    model = load_model("nf4", **arguments)
+    attach(model, NPTConfig(layers="1-2", rank=4, init_std_b=0.02), seed=0)
+    return model
+
+
+def test_packed_products_are_in_bf16_and_all_else_in_fp32(model) -> None:
+    attach(model, NPTConfig(layers="1", rank=4))
+    report = audit_precision(model)
+    assert report.compute_dtype == {"bfloat16": 28, "float32": 2}  # embedding and head
+    assert set(report.adapter_dtype) == {"float32"}
+    assert (policy_dtype(model), declared_dtype(model)) == (torch.float32, torch.bfloat16)
+    output = model(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    assert {state.dtype for state in (*output.hidden_states, output.logits)} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: vars(m).update(compute_dtype=torch.float32), "expected float32, 4-bit products in bfloat16, but .* computes in float32"),
+        (lambda m: setattr(m.weight.quant_state, "dtype", torch.float32), "computes in bfloat16 forward, float32 backward"),
+        (lambda m: vars(m).update(compute_dtype=torch.float16), "computes in float16 forward"),
+    ],
+)
+def test_the_audit_finds_a_module_that_departs_from_the_policy(model, change, message) -> None:
+    change(model.model.layers[1].mlp.gate_proj)
+    with pytest.raises(PrecisionError, match=message):
+        audit_precision(model)
+
+
+def test_a_whole_model_in_bf16_that_was_declared_fp32_is_found(load_model) -> None:
+    model = load_model("nf4")
+    for _, module in quantized_linears(model):
+        module.compute_dtype = module.weight.quant_state.dtype = torch.bfloat16
+    with pytest.raises(PrecisionError, match=r"computes in bfloat16 \(and 27 more\)"):
+        audit_precision(model)
+
+
+def test_products_have_bf16s_error_and_the_head_fp32s(model) -> None:
+    errors = product_errors(model)["highest"]
+    # Operands and result are rounded, each by at most a unit and evenly below it; measured against the weight as it is packed.
+    assert all(UNIT / 2 < error < 2 * UNIT for kind, error in errors.items() if kind != "lm_head")
+    assert errors["lm_head"] < 1e-6
+
+
+def test_forward_and_backward_of_a_stacked_product_are_those_of_the_module(model) -> None:
+    module: Any = model.model.layers[0].mlp.gate_proj
+    generator = torch.Generator().manual_seed(0)
+    x, teacher, gradient = (torch.randn(5, n, generator=generator) for n in (64, 64, 128))
+    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+    stacked_product(module, one, teacher)[0].backward(gradient)
+    module(two).backward(gradient)
+    assert dense_weight(module).dtype == torch.bfloat16
+    assert torch.equal(one.grad, two.grad)
+
+
+def gradients(model, strategy: str, ids: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    STRATEGIES[strategy](model, batch_from_tensors(ids, torch.ones_like(ids)), TrainConfig(strategy=strategy))
+    return {name: p.grad.clone() for name, p in adapter_parameters(model).items()}
+
+
+@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
+def test_the_fused_path_serves_it_and_agrees_with_the_plain_one(load_model, batch, strategy) -> None:
+    model = student(load_model, compute_dtype="bf16")
+    layer: Any = decoder_layers(model)[1]
+    assert is_fusable(layer, torch.zeros(2, 64), torch.zeros(2, 4))
+    fused = gradients(model, strategy, batch.input_ids)
+    with unfused():
+        plain = gradients(model, strategy, batch.input_ids)
+    for name, gradient in fused.items():
+        assert torch.isfinite(gradient).all() and gradient.dtype == torch.float32
+        # Where fp32 sums in another order fall on the two sides of a bf16 boundary, a product differs by a unit of bf16.
+        assert float((gradient - plain[name]).norm()) <= 4 * UNIT * float(plain[name].norm()) + 1e-12, name
+
+
+def test_outputs_and_gradients_are_fp32s_to_bf16s_rounding(load_model, batch) -> None:
+    models = [student(load_model, compute_dtype=dtype) for dtype in ("fp32", "bf16")]
+    of_fp32, of_bf16 = (gradients(model, "local", batch.input_ids) for model in models)
+    assert any(not torch.equal(of_fp32[name], of_bf16[name]) for name in of_fp32)
+    error = sum(float((of_bf16[n] - of_fp32[n]).square().sum()) for n in of_fp32) ** 0.5
+    size = sum(float(g.square().sum()) for g in of_fp32.values()) ** 0.5
+    assert error < 0.05 * size  # a dozen roundings of half a percent
+    with torch.no_grad():
+        logits = [model(batch.input_ids).logits for model in models]
+    assert float((logits[1] - logits[0]).norm()) < 0.05 * float(logits[0].norm())
+
+
+def test_it_trains_and_what_it_trained_evaluates_under_fp32(tmp_path) -> None:
+    text = [{"text": "one two three four five six seven eight nine ten " * 20}] * 4
+    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu", compute_dtype="bf16")
+    fp32, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    assert npt.base_hash(model) == npt.base_hash(fp32)
+    npt.attach(model, npt.NPTConfig(rank=4, additive_scale=1.0), seed=0)
+    config = npt.TrainConfig(
+        max_steps=6,
+        num_epochs=6,
+        batch_size=2,
+        learning_rate=1e-2,
+        log_steps=1,
+        eval_samples=1,
+        output_dir=str(tmp_path / "run"),
+        smoke_test=False,
+    )
+    trainer = npt.Trainer(model, tokenizer, text, config, data_config=npt.DataConfig(max_length=32))
+    trained = trainer.train()
+    assert trained.refused == 0 and {p.dtype for p in adapter_parameters(model).values()} == {torch.float32}
+    record = trainer._record()
+    assert record["settings"]["compute_dtype"] == "bf16" and "bfloat16" in record["precision"]["compute_dtype"]
+    npt.save_adapter(model, tmp_path / "adapter")
+    npt.load_adapter(fp32, tmp_path / "adapter")
+    before, after = (npt.evaluate(m, tokenizer, text, max_length=32, max_samples=1) for m in (model, fp32))
+    assert after.student.kl < 0.75 * after.floor.kl  # it has learnt, and fp32 sees it
+    assert after.student.kl == pytest.approx(before.student.kl, rel=0.2)  # of two distances, each from its own rounded teacher
+
+
+def test_where_it_means_nothing_it_is_refused(load_model) -> None:
+    with pytest.raises(ConfigError, match=r"compute_dtype is bf16, which is for 4-bit products, but .* is not quantised"):
+        load_model(None, compute_dtype="bf16")
+    with pytest.raises(ConfigError, match="compute_dtype is 'fp16'; choose from fp32, bf16"):
+        load_model("nf4", compute_dtype="fp16")
+    with pytest.raises(ConfigError, match="--compute_dtype bf16 is for products of 4-bit weights; add --use_quantization"):
+        BaseConfig(compute_dtype="bf16")
+
+
+def test_a_run_is_not_gone_on_with_in_another_dtype() -> None:
+    with pytest.raises(CheckpointError, match="trained with --compute_dtype bf16, this run asks for fp32"):
+        changed_settings({"compute_dtype": "bf16"}, {"compute_dtype": "fp32"})
+    assert changed_settings({}, {"compute_dtype": "fp32"}) == {}
+
+
+def test_a_studys_compute_dtype_is_the_probes() -> None:
+    settings = Settings.of({"compute_dtype": "fp16", "max_steps": 2}, seed=0)
+    assert (settings.probe.compute_dtype, settings.base.compute_dtype) == ("fp16", "fp32")
+    assert settings.values()["compute_dtype"] == "fp16"
+
+
+def test_a_bias_is_rounded_for_products_and_not_in_the_hash(load_model) -> None:
+    model = load_model("nf4")
+    module: Any = model.model.layers[0].mlp.gate_proj
+    module.bias = torch.nn.Parameter(torch.randn(128).bfloat16().float(), requires_grad=False)
+    before = npt.base_hash(model)
+    npt.quant.precision.enforce_policy(model, torch.bfloat16)
+    x = torch.randn(3, 64)
+    expected = (x.bfloat16() @ dense_weight(module).T + module.bias).float()
+    assert_close(module(x), expected, rtol=2**-6, atol=2**-6)  # two units of bf16: the bias is added before or after the rounding
+    assert module.bias.dtype == torch.bfloat16
+    assert npt.base_hash(model) == before
