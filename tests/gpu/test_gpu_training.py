@@ -1,4 +1,4 @@
-"""What only a GPU shows: 4-bit on CUDA, flags read one window late through pinned memory, and no wait added by guards or recorder."""
+"""Training on a GPU: its numbers are the CPU's, flags read late change no bit, runs end, bundles replay, a base lies on two devices."""
 
 from __future__ import annotations
 
@@ -10,36 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_student import micro_batch, student
 from rich.console import Console
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.fused import unfused
-from npt.data.batch import Batch, collate
-from npt.data.samples import Sample
 from npt.distill.replay import replay
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distill.transaction import Transaction
 from npt.errors import TooManyRefusalsError
-from npt.health.recorder import Recorder
 from npt.health.statistics import summarise
 
 pytestmark = pytest.mark.gpu
-
-
-def student(device: str = "cuda"):
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device=device)
-    npt.attach(model, npt.NPTConfig(additive_scale=1.0), seed=0)
-    return model, tokenizer
-
-
-def micro_batch(seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = [tuple(torch.randint(3, 2048, (n,), generator=generator).tolist()) for n in (48, 33)]
-    return collate([Sample(f"{seed}-{row}", row_ids) for row, row_ids in enumerate(ids)], 2)
 
 
 def test_the_loss_on_a_gpu_is_that_on_a_cpu() -> None:
@@ -83,28 +67,6 @@ def test_flags_read_late_leave_the_bits_of_flags_read_at_once() -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_clean_step_makes_the_host_wait_for_nothing() -> None:
-    model, _ = student()
-    parameters = adapter_parameters(model)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=True)
-    transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, 0.5, [1e-3])
-    assert transaction.late
-    batch = micro_batch(0).to(torch.device("cuda"))
-
-    def step() -> None:
-        transaction.micro_batch(lambda: STRATEGIES["local"](model, batch, npt.TrainConfig()))
-        transaction.commit()
-
-    step()
-    step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-    waits = {e.key: e.count for e in profiler.key_averages() if e.key in ("cudaStreamSynchronize", "cudaDeviceSynchronize")}
-    # The record of the window before is waited for by its event, which has long arrived; nothing else is waited for.
-    assert waits == {}
-
-
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fused_layers_are_the_plain_ones_on_a_gpu(strategy: str, compiled: bool) -> None:
@@ -121,17 +83,6 @@ def test_fused_layers_are_the_plain_ones_on_a_gpu(strategy: str, compiled: bool)
     for found, expected in zip(results[1], results[0], strict=True):
         # fp32 sums of some hundred terms in other blocks, carried through eight layers
         assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
-
-
-def test_pinned_batches_are_copied_without_the_host_waiting() -> None:
-    batch = micro_batch(0).pinned()
-    assert batch.input_ids.is_pinned() and batch.scored_index.is_pinned()
-    moved = batch.to(torch.device("cuda"))
-    assert torch.equal(moved.input_ids.cpu(), batch.input_ids) and moved.sample_ids == batch.sample_ids
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        batch.to(torch.device("cuda"))
-    assert {e.key for e in profiler.key_averages()} & {"cudaStreamSynchronize", "cudaDeviceSynchronize"} == set()
 
 
 def test_a_run_on_a_gpu_ends_below_where_it_started(tmp_path: Path) -> None:
@@ -173,19 +124,6 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
     assert "cuda.0" in found.bundle.random_state and torch.equal(torch.cuda.get_rng_state(), before)
 
 
-def test_the_recorder_waits_for_nothing_before_its_record_is_read() -> None:
-    model, _ = student()
-    batch = micro_batch(0).to(torch.device("cuda"))
-    with Recorder(model, valid=batch.attention_mask.bool()) as recorder:
-        STRATEGIES["local"](model, batch, npt.TrainConfig())
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            STRATEGIES["local"](model, batch, npt.TrainConfig())
-    assert {e.key for e in profiler.key_averages()} & {"cudaStreamSynchronize", "cudaDeviceSynchronize"} == set()
-    record = recorder.record()
-    assert len(record.rows) > 200 and all(row.finite and row.rms is not None for row in record.rows)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
 def test_statistics_on_a_gpu_are_those_on_a_cpu(dtype: torch.dtype) -> None:
     values = (torch.randn(4, 8, 33, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
@@ -196,9 +134,6 @@ def test_statistics_on_a_gpu_are_those_on_a_cpu(dtype: torch.dtype) -> None:
     # Both sum in fp32 or better, in different orders.
     for mask in (None, valid):
         torch.testing.assert_close(summarise(values.cuda(), mask).cpu(), summarise(values, mask), rtol=1e-5, atol=1e-4, equal_nan=True)
-
-
-# --- a base on several devices ---------------------------------------------------------------------------------------------
 
 
 def on(first: str, second: str) -> dict[str, str]:
@@ -239,80 +174,3 @@ def test_a_run_on_two_gpus_of_one_process_is_that_on_one(tmp_path: Path) -> None
         assert {str(p.device) for p in adapter_parameters(model).values()} == {places["model.norm"]}
         losses.append([json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # the same kernels; what is added up across devices may be so in another order
-
-
-# --- the tracer: on a GPU backward runs in a thread of its own, without the caller's frames and counters ---------------------
-
-
-class Step(nn.Module):
-    """A function between two linear layers."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self.first(x)))
-
-
-def faulty(x: Tensor) -> Tensor:
-    return x + (x * 0).sqrt()
-
-
-def hooked(x: Tensor) -> Tensor:
-    x = x * 2
-    if x.requires_grad:  # not in the first forward of a reentrant checkpoint
-        x.register_hook(lambda gradient: gradient.masked_fill(gradient == gradient, float("nan")))
-    return x
-
-
-@pytest.mark.parametrize("checkpointing", [None, True, False])
-@pytest.mark.parametrize(
-    ("function", "phase", "operation", "line"),
-    [
-        (faulty, "backward", "div in SqrtBackward0", "in faulty: (x * 0).sqrt()"),
-        (hooked, "backward", "masked_fill", "gradient.masked_fill("),
-        (lambda x: (x - x).log(), "forward", "log", "(x - x).log()"),
-    ],
-)
-def test_a_trace_on_a_gpu_says_what_it_says_on_a_cpu(checkpointing, function, phase, operation, line) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Step(function)), nn.Linear(4, 4)).cuda()
-    x = torch.randn(3, 4, device="cuda")
-
-    def run() -> Tensor:
-        h = model[0](x)
-        h = model[1](h) if checkpointing is None else checkpoint(model[1], h, use_reentrant=checkpointing)
-        return model[2](h).square().sum()
-
-    for _ in range(3):  # the threads of backward count on from one pass to the next
-        verdict = npt.trace(model, run=run)
-        assert verdict is not None
-        assert (verdict.phase, verdict.operation, verdict.module) == (phase, operation, "1.1")
-        assert line in verdict.source
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_on_a_gpu_too_a_recomputation_is_told_from_backward(reentrant) -> None:
-    def function(x: Tensor) -> Tensor:
-        return x * float("nan") if torch._C._current_autograd_node() is not None else x * 2
-
-    model = nn.Sequential(nn.Linear(4, 4), Step(function)).cuda()
-    x = torch.randn(3, 4, device="cuda")
-    verdict = npt.trace(model, run=lambda: checkpoint(model[1], model[0](x), use_reentrant=reentrant).square().sum())
-    assert verdict is not None and (verdict.phase, verdict.operation, verdict.module) == ("recomputation", "mul", "1")
-
-
-def test_a_trace_of_a_student_on_a_gpu_gives_no_alarm_and_finds_a_bad_statistic() -> None:
-    model, _ = student()
-    batch = micro_batch(0)
-
-    def run() -> MicroBatch:
-        return STRATEGIES["local"](model, batch.to(torch.device("cuda")), npt.TrainConfig())
-
-    assert npt.trace(model, batch) is None
-    assert npt.trace(model, batch, run=run) is None
-    state = torch.cuda.get_rng_state()
-    model.model.layers[5].mlp.up_proj.weight.quant_state.state2.absmax[1] = float("nan")
-    verdict = npt.trace(model, batch, run=run)
-    assert verdict is not None and (verdict.cause, verdict.module, verdict.index) == ("corrupt absmax", "model.layers.5.mlp.up_proj", (1,))
-    assert torch.equal(torch.cuda.get_rng_state(), state)

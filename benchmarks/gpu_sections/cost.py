@@ -1,0 +1,289 @@
+"""Sections 8 to 12: memory against its plan, the guards' cost, speed, and the time of calibration, evaluation and generation."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import npt
+from gpu_sections.models import base_of, embedded_student, full_batch
+from gpu_sections.runner import Bench, Findings, Section
+from npt.adapters.attach import adapter_parameters, adapters_disabled
+from npt.cost.measure import wait_for
+from npt.cost.memory import PHASES, shown
+from npt.cost.named import SHAPES, llama_config
+from npt.data.batch import Batch
+from npt.data.sample import Sample
+from npt.distill.passes import Passes
+from npt.distill.plan import Planner
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.trial import measure
+from npt.distill.workload import Workload
+from npt.errors import is_out_of_memory
+from npt.faults.runs import NoTokenizer
+from npt.generation.greedy import continue_greedily
+
+PLAN_TOLERANCE = 0.15
+"""Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in the plan."""
+
+
+def check_memory(bench: Bench, found: Findings) -> None:
+    """The plan of a run against what it takes, and a run that outlives memory that does not do for its micro-batches."""
+    _against_plan(bench, found)
+    _out_of_memory(bench, found)
+
+
+def _against_plan(bench: Bench, found: Findings) -> None:
+    length = bench.pick(64, 1024)
+    config = llama_config(SHAPES[bench.pick("embedded", "llama-3.2-1b")], length)
+    lines = ["| strategy | phase | predicted | measured | error |", "|---|---|---|---|---|"]
+    for strategy in bench.pick(("local",), tuple(STRATEGIES)):
+        training = npt.TrainConfig(strategy=strategy, batch_size=2, eval_samples=2)
+        adapter = npt.NPTConfig(rank=16, layers="upper_half", init="random")
+        workload = Workload(config, adapter, training, length, "nf4", torch.bfloat16, device=bench.device)
+        plan = Planner(workload).plan()
+        gc.collect()
+        model = base_of(bench, "llama-3.2-1b", length)
+        npt.attach(model, adapter)
+        measured = measure(model, workload, training, Passes(2), 2)
+        for phase in PHASES:
+            error = plan.of(phase) / measured.phases[phase] - 1
+            lines.append(f"| {strategy} | {phase} | {shown(plan.of(phase))} | {shown(measured.phases[phase])} | {error:+.1%} |")
+        error = plan.peak / measured.peak - 1
+        told = f"{shown(plan.peak)} predicted, {shown(measured.peak)} measured, {error:+.1%}"
+        found.check(f"{strategy}: plan", abs(error) <= PLAN_TOLERANCE, told)
+        found.figures[f"{strategy}: plan error"] = error
+        del model
+    found.tables.append("\n".join(lines))
+
+
+def _out_of_memory(bench: Bench, found: Findings) -> None:
+    """Eight samples at once do not fit, four do: forced on a GPU by a limit for this process, elsewhere by a strategy that says so."""
+    length, rows = bench.pick(32, 512), 8
+    model = base_of(bench, "cpu-0.2b", length, vocab=2048)  # whose logits take less than its layers
+    npt.attach(model, npt.NPTConfig(rank=8, layers="upper_half"))
+    limit = None
+    if bench.cuda:
+        config = npt.TrainConfig()
+        peaks = {}
+        for count in (rows // 2, rows):
+            batch = full_batch(count, length, model.config.vocab_size, bench.device)
+            STRATEGIES["local"](model, batch, config)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(bench.device)
+            STRATEGIES["local"](model, batch, config)
+            torch.cuda.synchronize(bench.device)
+            peaks[count] = torch.cuda.max_memory_reserved(bench.device)
+        for parameter in adapter_parameters(model).values():
+            parameter.grad = None
+        found.figures["reserved bytes by samples at once"] = peaks
+        limit = (peaks[rows // 2] + peaks[rows]) // 2
+    with _little_memory(bench, limit):
+        folder = _trained(model, bench, rows, length)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    lacking = [event for event in events if event["event"] == "out_of_memory" and "samples" in event]
+    found.check("memory ran out", bool(lacking), "" if lacking else f"at a limit of {limit}")
+    if lacking:
+        last = lacking[-1]["samples_at_once"]
+        found.check("halved until it fits", last < rows, f"{rows} samples, at last {last} at once")
+    steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found.check("all steps made", len(steps) == 3, f"{len(steps)} of 3")
+    if not bench.cuda:
+        found.notes.append("memory that runs out is simulated without CUDA")
+
+
+@contextmanager
+def _little_memory(bench: Bench, limit: int | None) -> Iterator[None]:
+    """So many bytes and no more for this process."""
+    if limit is None:
+        yield
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(bench.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit / total, bench.device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
+
+
+def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
+    """The folder of a run of three steps."""
+    ids = torch.randint(model.config.vocab_size, (3 * rows + 2, length), generator=torch.Generator().manual_seed(0)).tolist()
+    config = npt.TrainConfig(
+        batch_size=rows, max_steps=3, log_steps=1, eval_samples=1, smoke_test=False, output_dir=str(bench.folder / "out_of_memory")
+    )
+    trainer = npt.Trainer(
+        model,
+        NoTokenizer(),
+        [{"input_ids": row} for row in ids[2:]],
+        config,
+        data_config=npt.DataConfig(max_length=length),
+        eval_data=[{"input_ids": ids[0][:32]}],
+        console=Console(file=io.StringIO()),
+    )
+    if not bench.cuda:
+        plain = trainer.strategy
+
+        def lacking(model: Any, batch: Batch, config: Any) -> MicroBatch:
+            if len(batch.input_ids) > rows // 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (said by gpu_check.py)")
+            return plain(model, batch, config)
+
+        trainer.strategy = lacking
+    return trainer.train().folder
+
+
+def measure_guards(bench: Bench, found: Findings) -> None:
+    """`benchmarks/guards.py` on the embedded model, and on one whose steps are not too short to be measured."""
+    import guards
+
+    benches: dict[str, Callable[[], Any]] = {"embedded": lambda: guards.builtin_bench("tiny", 4, bench.pick(64, 256), 2, windows=2)}
+    if not bench.small:
+        benches["llama-3.2-1b"] = lambda: guards.random_bench(base_of(bench, "llama-3.2-1b", 2048), 1, 2048, 2)
+    for name, make in benches.items():
+        figures = guards.measure(make(), bench.pick(4, 16))
+        found.figures[name] = figures
+        added = figures["added_synchronisations"]
+        found.check(f"{name}: no host wait added", added == 0, f"{added:g} a step")
+        found.notes.append(f"{name}: guarded / plain step {figures['ratio']:.3f}")
+        if name != "embedded":
+            found.target("guarded / plain step", figures["ratio"] <= 1.005, f"{figures['ratio']:.4f}, at most 1.005")
+
+
+NAMES = ("local", "end_to_end", "two_model", "peft_lora_distill", "peft_lora_ce")
+
+
+def measure_speed(bench: Bench, found: Findings) -> None:
+    """`benchmarks/speed.py` on the shapes that are trained, at both precisions of matrix products."""
+    import speed
+    import speed_tables
+
+    cases = bench.pick((("embedded", "upper_half", 64),), (("llama-3.2-1b", "all", 2048), ("llama-3.1-8b", "upper_half", 2048)))
+    for shape, layers, length in cases:
+        for precision in ("high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            setting = speed.Setting(shape, layers, 16, 1, length, device=str(bench.device))
+            try:
+                figures = speed.measure(setting, NAMES, 2, lambda line: None)
+            except Exception as error:  # three bases do not fit on every card; of ours there is one
+                if not is_out_of_memory(error):
+                    raise
+                figures = None
+            if figures is None:
+                gc.collect()
+                torch.cuda.empty_cache()
+                found.notes.append(f"{shape}, {precision}: no memory for the bases of the others")
+                figures = speed.measure(setting, NAMES[:2], 2, lambda line: None)
+            found.figures[f"{shape}, {precision}"] = figures
+            found.tables.append(
+                f"{shape}, layers {layers}, {length:,} tokens, `--matmul_precision {precision}`:\n\n{speed_tables.markdown(figures)}"
+            )
+            rows = {row["name"]: row for row in figures["runs"]}
+            found.check(f"{shape}, {precision}: finite losses", all(math.isfinite(row["loss"]) for row in rows.values()))
+            _judge_speed(bench, found, f"{shape}, {precision}", figures, rows)
+
+
+def _judge_speed(bench: Bench, found: Findings, name: str, figures: dict[str, Any], rows: dict[str, Any]) -> None:
+    """The targets, which are the 8 B shape's with TF32; of the others the same figures are told."""
+    ours = rows.get("local")
+    if ours is None:
+        found.target(f"{name}: local", False, "it does not fit")
+        return
+    share = ours["floor_flops_per_token"] * ours["tokens_per_second"] / figures["roofline"]["flops_per_second"]
+    found.figures[f"{name}: share of the roofline at the floor's arithmetic"] = share
+    told = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {shown(ours['peak_bytes'])}, {share:.0%} of the roofline"
+    against = "speed_ratio" in ours
+    if against:
+        told += f", {ours['speed_ratio']['median']:.2f}x two_model in {ours['memory_ratio']:.2f} of its memory"
+    found.notes.append(told)
+    if bench.small or not name.startswith("llama-3.1-8b, high") or name.endswith("highest"):
+        return
+    found.target("memory", ours["peak_bytes"] <= 10 * 2**30, f"{shown(ours['peak_bytes'])}, at most 10 GiB")
+    found.target("roofline", share >= 0.6, f"{share:.0%}, at least 60% of the measured TF32 products")
+    if against:
+        found.target("speed", ours["speed_ratio"]["median"] >= 1.8, f"{ours['speed_ratio']['median']:.2f}x two_model, at least 1.8x")
+        found.target("memory of two_model", ours["memory_ratio"] <= 0.55, f"{ours['memory_ratio']:.2f} of it, at most 0.55")
+
+
+def measure_calibration(bench: Bench, found: Findings) -> None:
+    """`benchmarks/calibration_layer.py`: the closed-form start of one layer, of D = 4,096 where not all is small."""
+    import calibration_layer
+
+    hidden, ffn, rank, tokens = bench.pick((256, 704, 8, 6144), (4096, 14336, 1024, 16384))
+    figures = calibration_layer.measure(bench.device, hidden, ffn, rank, tokens)
+    found.figures |= figures
+    before, after = figures["nmse_before"], figures["nmse_after"]
+    found.check("nearer to the teacher", math.isfinite(after) and after < before, f"NMSE {after:.3g} from {before:.3g}")
+    parts = f"{figures['host_seconds']:.1f} s host and {figures['device_seconds']:.1f} s device"
+    found.notes.append(f"rank {rank}, {figures['tokens']:,} tokens: {parts}, {figures['forecast_seconds']:.1f} s forecast")
+
+
+def measure_generation(bench: Bench, found: Findings) -> None:
+    """Evaluation and greedy continuation, in tokens a second; continued with a cache as without."""
+    length, count, new = bench.pick(48, 512), bench.pick(4, 16), bench.pick(8, 64)
+    model = base_of(bench, "llama-3.2-1b", length + new)
+    npt.attach(model, npt.NPTConfig(rank=16, layers="upper_half"))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (count, length), generator=generator).tolist()
+    samples = [Sample(str(i), tuple(row)) for i, row in enumerate(ids)]
+    npt.evaluate(model, None, samples[:4], batch_size=4)
+    started = time.perf_counter()
+    fidelity = npt.evaluate(model, None, samples, batch_size=4)
+    wait_for(bench.device)
+    evaluated = count * length / (time.perf_counter() - started)
+    found.check(
+        "finite figures",
+        math.isfinite(fidelity.student.kl) and abs(fidelity.teacher.kl) <= 1e-4,
+        f"KL of the teacher {fidelity.teacher.kl:.2g}",
+    )
+    prompts = ids[:4]
+    names = [str(i) for i in range(len(prompts))]
+    continue_greedily(model, prompts, [2] * len(prompts), (), names)
+    started = time.perf_counter()
+    written = continue_greedily(model, prompts, [new] * len(prompts), (), names)
+    generated = len(prompts) * new / (time.perf_counter() - started)
+    found.check("all tokens written", [len(row) for row in written] == [new] * len(prompts))
+    found.figures |= {"evaluated_tokens_per_second": evaluated, "generated_tokens_per_second": generated}
+    found.notes.append(f"{evaluated:,.0f} tokens/s evaluated, {generated:,.0f} written")
+    _check_cache(bench, found)
+
+
+def _check_cache(bench: Bench, found: Findings) -> None:
+    """On trained weights, whose likeliest tokens lie apart: with a cache and without, student and teacher."""
+    model = embedded_student(bench.device)
+    prompt = list(range(5, 25))
+    for mode in ("student", "teacher"):
+        with torch.no_grad():
+            if mode == "student":
+                written, likeliest = _both_ways(model, prompt)
+            else:
+                with adapters_disabled(model):
+                    written, likeliest = _both_ways(model, prompt)
+        found.check(f"{mode}: as without a cache", written == likeliest, f"{written} and {likeliest}" if written != likeliest else "")
+
+
+def _both_ways(model: Any, prompt: list[int], count: int = 12) -> tuple[list[int], list[int]]:
+    """Tokens continued with a cache, and the likeliest behind each of their beginnings in one forward without."""
+    (written,) = continue_greedily(model, [prompt], [count], (), ["prompt"])
+    device = next(model.parameters()).device
+    logits = model(input_ids=torch.tensor([prompt + written], device=device), use_cache=False).logits[0]
+    return written, logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
+MEMORY = Section(8, "memory: plan, and too little of it", check_memory)
+GUARDS = Section(9, "what the guards cost", measure_guards)
+SPEED = Section(10, "speed and memory of a step", measure_speed)
+CALIBRATION = Section(11, "calibration of one layer", measure_calibration)
+GENERATION = Section(12, "evaluate and generate", measure_generation)

@@ -1,0 +1,60 @@
+"""Models and batches that sections share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import npt
+from gpu_sections.runner import Bench
+from npt.cost.named import SHAPES, llama_config
+from npt.cost.shape import Shape
+from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.packing import pack
+from npt.data.sample import Sample
+from npt.quant.random_base import random_base
+
+PAD_ID = 2
+
+LENGTHS = {"full": (48, 48), "padded": (48, 33), "packed": (20, 15, 13, 30, 11)}
+"""Tokens of the samples of a small batch; the packed ones lie in two rows, of 48 and of 41 tokens."""
+
+
+def embedded_student(device: torch.device | str, **adapter: Any) -> Any:
+    """The embedded model in NF4 with adapters that change what it computes."""
+    model, _ = npt.load_base("tiny", quantization="nf4", device=device)
+    npt.attach(model, npt.NPTConfig(**{"additive_scale": 1.0, **adapter}), seed=0)
+    return model
+
+
+def small_batch(kind: str, seed: int = 0, vocab: int = 2048) -> Batch:
+    """A batch of `LENGTHS` on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [tuple(torch.randint(3, vocab, (n,), generator=generator).tolist()) for n in LENGTHS[kind]]
+    samples = [Sample(f"{seed}-{row}", row_ids) for row, row_ids in enumerate(ids)]
+    return collate(pack(samples, max(LENGTHS[kind][0], 48)) if kind == "packed" else samples, PAD_ID)
+
+
+def full_batch(rows: int, length: int, vocab: int, device: torch.device, seed: int = 0) -> Batch:
+    """Full rows of random tokens."""
+    ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return batch_from_tensors(ids, torch.ones_like(ids)).to(device)
+
+
+def base_of(bench: Bench, large: str, length: int, layers: int | None = None, vocab: int | None = None) -> Any:
+    """A random base of a named shape, or of the embedded model's where all is small.
+
+    Args:
+        bench: where.
+        large: name of the shape.
+        length: of its rows.
+        layers, vocab: in place of the shape's.
+    """
+    shape: Shape = SHAPES[bench.pick("embedded", large)]
+    config = llama_config(shape, length)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    if vocab is not None:
+        config.vocab_size = vocab
+    return random_base(config, quantization="nf4", device=bench.device)

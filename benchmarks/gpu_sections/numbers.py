@@ -1,0 +1,272 @@
+"""Sections 1 to 4 and 6: the machine, and whether it computes what the CPU or fp64 computes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.cextension import lib as native
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import npt
+from gpu_sections.models import base_of, embedded_student, small_batch
+from gpu_sections.runner import Bench, Findings, Section
+from npt.adapters.attach import adapter_parameters
+from npt.adapters.layer import attention_output
+from npt.adapters.stream import open_stream
+from npt.cost.measure import peak_bytes, wait_for
+from npt.cost.memory import shown
+from npt.data.batch import Batch, batch_from_tensors
+from npt.distill.strategies import STRATEGIES
+from npt.quant.linear import dense_weight, multiply, multiply_backward, quantized_linears
+from npt.quant.load import base_hash
+from npt.quant.precision import audit_precision
+from npt.quant.random_base import STD
+
+SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the results are of: the card and the libraries."""
+    found: dict[str, Any] = {"device": "cpu", "cuda": torch.version.cuda}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": properties.name,
+            "memory": shown(properties.total_memory),
+            "capability": f"{properties.major}.{properties.minor}",
+            "gpus": torch.cuda.device_count(),
+        }
+    for name in ("torch", "transformers", "bitsandbytes", "accelerate", "peft", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _smi() -> dict[str, str]:
+    """What nvidia-smi says of the first card; empty where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader", "--id=0"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    values = [value.strip() for value in answer.stdout.strip().split(",")]
+    return dict(zip(SMI, values, strict=True)) if answer.returncode == 0 and len(values) == len(SMI) else {}
+
+
+def describe_machine(bench: Bench, found: Findings) -> None:
+    """A card that torch does not see, and a bitsandbytes without CUDA, are failures: both are silent elsewhere."""
+    smi = _smi()
+    found.figures |= machine(bench.device) | {f"smi {name}": value for name, value in smi.items()}
+    found.check("torch sees the card that nvidia-smi sees", bench.cuda or not smi, "torch.cuda.is_available() is False" if smi else "")
+    if bench.cuda:
+        found.check("bitsandbytes is built for CUDA", getattr(native, "compiled_with_cuda", False), type(native).__name__)
+        total = torch.ones(1000, device=bench.device).sum()
+        found.check("the card adds", total.item() == 1000.0)
+    names = ("device", "memory", "smi driver_version", "torch", "cuda", "transformers", "bitsandbytes")
+    found.notes.append(", ".join(f"{name.removeprefix('smi ')} {found.figures[name]}" for name in names if found.figures.get(name)))
+
+
+def check_loading(bench: Bench, found: Findings) -> None:
+    """The embedded model is packed on the device as on the CPU."""
+    models = [npt.load_base("tiny", quantization="nf4", device=device)[0] for device in ("cpu", bench.device)]
+    for name, model in zip(("cpu", str(bench.device)), models, strict=True):
+        found.attempt(f"precision audit on {name}", partial(audit_precision, model, torch.float32))
+    pairs = list(zip(*(quantized_linears(model) for model in models), strict=True))
+    found.check("all layers are packed", len(pairs) == 7 * models[0].config.num_hidden_layers, f"{len(pairs)} of them")
+    different = [name for (name, one), (_, other) in pairs if not torch.equal(one.weight.data.cpu(), other.weight.data.cpu())]
+    found.check("4-bit codes", not different, f"{len(different)} layers differ, the first {different[:1]}" if different else "")
+    drift = max(_relative(dense_weight(other).cpu(), dense_weight(one)) for (_, one), (_, other) in pairs)
+    # The scales are quantised once more, from statistics whose last bit depends on how a device divides: the code of one in some
+    # hundred may be a neighbour, which is off by some percent.
+    found.below("dequantised weights, relative error", drift, 1e-3)
+    found.figures["dequantised_error"] = drift
+    hashes = [base_hash(model) for model in models]
+    found.check("base hash", hashes[0] == hashes[1], "" if hashes[0] == hashes[1] else f"{hashes[0][:12]} and {hashes[1][:12]}")
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference over that of what is expected."""
+    return float(torch.linalg.vector_norm(found.double() - expected.double()) / torch.linalg.vector_norm(expected.double()))
+
+
+def _packed_layer(shape: tuple[int, int], device: torch.device) -> Any:
+    """A `Linear4bit` of [out, in] with random weights, as a base has them."""
+    out_features, in_features = shape
+    layer = bnb.nn.Linear4bit(in_features, out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer.support_avx512bf16_for_cpu = False
+    weight = torch.randn(out_features, in_features, device=device).mul_(STD).cpu()
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
+    layer = layer.to(device)
+    layer.weight.quant_state.dtype = torch.float32
+    return layer.eval()
+
+
+def check_products(bench: Bench, found: Findings) -> None:
+    """`Linear4bit` and the products that training makes, against fp64 products of the same dequantised weight."""
+    shapes = bench.pick(((256, 256), (704, 256), (256, 704), (64, 256)), ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)))
+    rows = (1, 4, 8, 64, bench.pick(256, 2048))
+    limits = {"highest": 2e-5, "high": 2e-3}  # fp32 and TF32: eps 6e-8 and 5e-4 of each product, errors of thousands of which average out
+    lines = [
+        "| out x in | rows | precision | Linear4bit error | its TFLOP/s | product error | its TFLOP/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    worst: dict[tuple[str, str], float] = {}
+    for shape in shapes:
+        layer = _packed_layer(shape, bench.device)
+        weight = dense_weight(layer)
+        exact = weight.double()
+        for count in rows:
+            x = torch.randn(count, shape[1], device=bench.device)
+            expected, grad = x.double() @ exact.t(), torch.randn(count, shape[0], device=bench.device)
+            expected_back = grad.double() @ exact
+            for precision, limit in limits.items():
+                torch.set_float32_matmul_precision(precision)
+                with torch.no_grad():
+                    acts: dict[str, Callable[[], Tensor]] = {
+                        "Linear4bit": partial(layer, x),
+                        "product": partial(multiply, layer, weight, x),
+                    }
+                    errors = {name: _relative(act(), expected) for name, act in acts.items()}
+                    errors["backward"] = _relative(multiply_backward(layer, weight, grad), expected_back)
+                    seconds = {name: bench.seconds(act) for name, act in acts.items()}
+                speeds = {name: 2 * count * shape[0] * shape[1] / spent / 1e12 for name, spent in seconds.items()}
+                for name, error in errors.items():
+                    key = (name, precision)
+                    worst[key] = max(worst.get(key, 0.0), error)
+                    if not error <= limit:
+                        found.check(f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}", False, f"error {error:.2g} > {limit:.0e}")
+                cells = [f"{errors[name]:.1e} | {speeds[name]:.3g}" for name in acts]
+                lines.append(f"| {shape[0]} x {shape[1]} | {count} | {precision} | {' | '.join(cells)} |")
+    for (name, precision), error in worst.items():
+        found.below(f"{name}, {precision}, largest relative error", error, limits[precision])
+        found.figures[f"{name} error, {precision}"] = error
+    found.tables.append("\n".join(lines))
+
+
+KINDS = ("no mask", "padded right", "padded left", "packed")
+
+
+def _attention_batch(kind: str, length: int, vocab: int) -> Batch:
+    """One row of `length` places; a quarter of them is padding where it is padded, and two documents where it is packed."""
+    ids = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if kind.startswith("padded"):
+        quarter = slice(length - length // 4, None) if kind == "padded right" else slice(0, length // 4)
+        mask[:, quarter] = 0
+    batch = batch_from_tensors(ids, mask)
+    if kind != "packed":
+        return batch
+    documents = (torch.arange(length) >= length // 3).long()[None]
+    positions = torch.where(documents == 1, torch.arange(length) - (length // 3), torch.arange(length))
+    return replace(batch, documents=documents, position_ids=positions)
+
+
+def check_attention(bench: Bench, found: Findings) -> None:
+    """A layer's attention, forward and backward: which kernel, how much memory, how long; padding changes no valid token."""
+    lengths = bench.pick((64, 256), (2048, 8192))
+    model = base_of(bench, "llama-3.1-8b", lengths[-1], layers=1, vocab=512)
+    layer, heads = model.model.layers[0], model.config.num_attention_heads
+    lines = [
+        "| tokens | mask | kernel | forward, ms | forward and backward, ms | peak of both | the scores alone |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for length in lengths:
+        scores = 4 * heads * length**2
+        alone: dict[int, Tensor] = {}
+        for kind in KINDS:
+            batch = _attention_batch(kind, length, 512).to(bench.device)
+            with torch.no_grad():
+                stream = open_stream(model, batch)
+            context, hidden = stream.context_of(layer), stream.hidden.detach()
+
+            def forward(hidden: Tensor = hidden, context: dict[str, Any] = context) -> Tensor:
+                with torch.no_grad():
+                    return attention_output(layer, hidden, **context)
+
+            def both(hidden: Tensor = hidden, context: dict[str, Any] = context) -> Tensor:
+                own = hidden.clone().requires_grad_()
+                attention_output(layer, own, **context).sum().backward()
+                assert own.grad is not None
+                return own.grad
+
+            states, gradient = forward(), both()
+            valid = stream.rows(states)
+            name = f"{length} tokens, {kind}"
+            found.check(f"{name}: finite", bool(torch.isfinite(valid).all()) and bool(torch.isfinite(stream.rows(gradient)).all()))
+            if kind == "padded right":  # causal: what comes after the valid tokens changes none of them
+                alone[length] = attention_of_valid(model, layer, batch)
+                # fp32 sums over as many keys, in blocks of another size
+                found.below(f"{name}: as without padding", _relative(valid, alone[length]), 1e-5)
+            kernel = _kernel(both)
+            found.figures[f"{name}: kernel"] = kernel
+            times = bench.seconds(forward), bench.seconds(both)
+            peak = peak_bytes(both, bench.device).added if bench.cuda else None
+            found.figures[f"{name}: seconds"], found.figures[f"{name}: peak"] = times, peak
+            if peak is not None and length == lengths[-1]:
+                # The math kernel holds at least the scores and their gradient, fp32 for every head.
+                found.check(f"{name}: memory", peak < scores / 2, f"peak {shown(peak)} by {kernel}, the scores alone are {shown(scores)}")
+            told = [f"{1000 * spent:.3g}" for spent in times]
+            lines.append(
+                f"| {length} | {kind} | {kernel} | {told[0]} | {told[1]} | {'' if peak is None else shown(peak)} | {shown(scores)} |"
+            )
+    found.tables.append("\n".join(lines))
+    kernels = sorted({found.figures[f"{length} tokens, {kind}: kernel"] for length, kind in product(lengths, KINDS)})
+    found.notes.append(" and ".join(kernels) + ("" if bench.cuda else "; memory needs CUDA"))
+
+
+def attention_of_valid(model: Any, layer: Any, batch: Batch) -> Tensor:
+    """[N, D], the attention of the valid tokens of a single padded row in a row of their own."""
+    ids = batch.input_ids[batch.attention_mask.bool()][None].cpu()
+    stream = open_stream(model, batch_from_tensors(ids, torch.ones_like(ids)).to(batch.input_ids.device))
+    with torch.no_grad():
+        return stream.rows(attention_output(layer, stream.hidden, **stream.context_of(layer)))
+
+
+def _kernel(act: Any) -> str:
+    """The attention kernels that a call runs, by torch's names for them."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        act()
+    prefix = "aten::_scaled_dot_product_"
+    names = {event.key.removeprefix(prefix) for event in profiler.key_averages() if event.key.startswith(prefix)}
+    forward = sorted(name for name in names if not name.endswith("_backward"))
+    return ", ".join(forward) or "none of torch's"
+
+
+def compare_gradients(bench: Bench, found: Findings) -> None:
+    """Loss and gradients of every strategy on the GPU against those on the CPU, from the same codes."""
+    bench.need_cuda()
+    for strategy, kind in product(STRATEGIES, ("full", "padded", "packed")):
+        results = []
+        for device in (torch.device("cpu"), bench.device):
+            model = embedded_student("cpu").to(device)  # packed weights keep the codes that the CPU made
+            config = npt.TrainConfig(strategy=strategy, regularization_lambda=0.3)
+            sums = STRATEGIES[strategy](model, small_batch(kind).to(device), config)
+            wait_for(device)
+            gradients = {name: p.grad.cpu() for name, p in adapter_parameters(model).items() if p.grad is not None}
+            results.append((float(sums.loss) / sums.tokens, gradients))
+        (loss, expected), (other, gradients) = results
+        name = f"{strategy}, {kind}"
+        # fp32 on both, by kernels that sum some hundred terms in other orders, through eight layers
+        found.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
+        found.check(f"{name}: the same tensors have gradients", gradients.keys() == expected.keys())
+        apart = max(float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if n in gradients)
+        found.below(f"{name}: gradients", apart, 1e-3)
+        found.figures[name] = {"loss": abs(other / loss - 1), "gradients": apart}
+
+
+MACHINE = Section(1, "driver, card, libraries", describe_machine)
+LOADING = Section(2, "load in NF4, as on the CPU", check_loading)
+PRODUCTS = Section(3, "4-bit products against fp64", check_products)
+ATTENTION = Section(4, "attention: kernel, memory, time", check_attention)
+GRADIENTS = Section(6, "loss and gradients, as on the CPU", compare_gradients)

@@ -1,0 +1,148 @@
+"""Sections 5 and 7: a step that makes the host wait for nothing, and whose bits are what they are to be."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+import npt
+from gpu_sections.models import LENGTHS, embedded_student, small_batch
+from gpu_sections.runner import Bench, Findings, Section
+from npt.adapters.attach import adapter_parameters
+from npt.cost.measure import wait_for
+from npt.cost.waits import HostWaitError, no_waits
+from npt.data.batch import Batch
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.transaction import Transaction
+from npt.faults.bench import Base, Fill, Setting, Student, difference, run
+from npt.faults.runs import NoTokenizer
+
+FIRST = 3
+"""Smallest token id of a sample; below lie the start, end and padding tokens."""
+
+
+def check_waits(bench: Bench, found: Findings) -> None:
+    """The third step of each strategy on each kind of batch."""
+    for strategy, kind in product(STRATEGIES, LENGTHS):
+        model = embedded_student(bench.device)
+        parameters = adapter_parameters(model)
+        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=True)
+        transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, 0.5, [1e-3], late=True)
+        batch, config = small_batch(kind).to(bench.device), npt.TrainConfig(strategy=strategy)
+
+        def step(model: Any = model, batch: Batch = batch, config: npt.TrainConfig = config, transaction: Any = transaction) -> None:
+            transaction.micro_batch(lambda: STRATEGIES[config.strategy](model, batch, config))
+            transaction.commit()
+
+        step()
+        step()
+        wait_for(bench.device)
+        waited = ""
+        try:
+            with no_waits(bench.device):
+                step()
+        except HostWaitError as error:
+            waited = str(error)
+        found.check(f"{strategy}, {kind}", not waited, waited)
+
+
+@contextmanager
+def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
+    """A micro-batch one of whose gradients is not a number."""
+
+    def fill() -> MicroBatch:
+        sums = student.fill(batch)
+        gradient = next(p.grad for p in student.parameters.values() if p.grad is not None)
+        gradient.view(-1)[0] = float("nan")
+        return sums
+
+    yield batch, fill
+
+
+def check_bits(bench: Bench, found: Findings) -> None:
+    """Weights, moments and counts, bit for bit, of equal runs, of flags read late and at once, with a micro-batch refused and without it,
+    and of a run that is resumed."""
+    model = npt.load_base("tiny", quantization="nf4", device=bench.device)[0]
+    place = (1, 2)
+    for strategy in STRATEGIES:
+        setting = Setting(strategy=strategy, layers="2,5", windows=3, size=3, length=32)
+        base = Base(model, npt.NPTConfig(rank=4, layers="2,5"), setting.train_config)
+        late = replace(setting, late=True)
+        runs = {
+            "late": run(late, base, plants={place: _bad_gradient})[1],
+            "late, again": run(late, base, plants={place: _bad_gradient})[1],
+            "at once": run(setting, base, plants={place: _bad_gradient})[1],
+            "without the refused one": run(late, base, absent=[place])[1],
+        }
+        refused = [(window, refusal.micro_batch) for window, refusal in runs["late"].refusals]
+        found.check(f"{strategy}: the bad micro-batch alone is refused", refused == [place], f"refused {refused}")
+        for name, outcome in list(runs.items())[1:]:
+            apart = runs["late"].difference(outcome)
+            found.check(f"{strategy}: {name}", apart is None, "" if apart is None else f"differs in {apart}")
+        npt.detach(model)
+        apart = _resumed(model, strategy, bench.folder / strategy)
+        found.check(f"{strategy}: resumed", apart is None, apart or "")
+
+
+def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
+    """What differs between a run of six steps and one that is taken up again after three, with a micro-batch refused in each half."""
+
+    def train(name: str, **settings: Any) -> Path:
+        npt.attach(model, npt.NPTConfig(rank=4, layers="2,5"), seed=0)
+        config = npt.TrainConfig(
+            strategy=strategy,
+            batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=6,
+            save_steps=3,
+            log_steps=1,
+            learning_rate=1e-2,
+            smoke_test=False,
+            max_refused_share=1.0,
+            output_dir=str(folder / name),
+            **settings,
+        )
+        records = [{"id": str(i), "input_ids": [FIRST + (7 * i + 11 * j) % 2000 for j in range(9 + i % 7)]} for i in range(30)]
+        held_out = [{"input_ids": list(range(5, 15))}]
+        data = npt.DataConfig(max_length=16)
+        console = Console(file=io.StringIO())
+        trainer = npt.Trainer(model, NoTokenizer(), records, config, data_config=data, eval_data=held_out, console=console)
+        plain = trainer.strategy
+
+        def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
+            sums = plain(model, batch, config)
+            if {FIRST + 7 * 4, FIRST + 7 * 17} & set(batch.input_ids[:, 0].tolist()):  # records 4 and 17, wherever they come
+                gradient = next(p.grad for p in adapter_parameters(model).values() if p.grad is not None)
+                gradient.view(-1)[0] = float("nan")
+            return sums
+
+        trainer.strategy = poisoning
+        try:
+            result = trainer.train()
+        finally:
+            npt.detach(model)
+        if not result.refused:
+            raise AssertionError("no micro-batch was refused")
+        return result.folder
+
+    whole = train("whole")
+    again = train("again", resume=str(whole / "checkpoints" / "step-00000003"))
+    states = []
+    for place in (whole, again):
+        checkpoint = place / "checkpoints" / "step-00000006"
+        states.append(load_file(checkpoint / "state.safetensors") | load_file(checkpoint / "adapter" / "adapter_model.safetensors"))
+    apart = difference(*states)
+    return None if apart is None else f"differs in {apart}"
+
+
+WAITS = Section(5, "no host wait in a step", check_waits)
+BITS = Section(7, "bits: late, refused, resumed", check_bits)
