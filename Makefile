@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 WORKERS ?= 2
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: pretrain stability test lint clean
+.PHONY: pretrain stability test test-slow test-all test-gpu lint clean
 
 # The main job on the embedded model: a 4-bit Llama becomes an NPT student, measured on held-out text.
 pretrain: $(VENV)/.core
@@ -18,8 +18,20 @@ stability: $(VENV)/.sweep
 	$(BIN)/npt sweep configs/stability.yaml --study outputs/stability --workers 2
 	$(BIN)/npt report outputs/stability
 
+# The fast tests; test-slow has those that they leave out, test-all is both.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=5
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow -m slow
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-slow
+
+# In an environment that is there already, on a machine with a GPU: `make test-gpu BIN=/path/to/its/bin`.
+test-gpu:
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -31,7 +43,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hub,wandb,tensorboard,plots]'
 	touch $@
 
 $(VENV)/.sweep: $(VENV)/bin/python pyproject.toml constraints.txt

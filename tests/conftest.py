@@ -13,10 +13,12 @@ os.environ["NPT_DEVICE"] = "cpu"
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiers import listed, slow
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
@@ -25,19 +27,43 @@ from npt.data.batch import Batch, batch_from_tensors
 VOCAB = 128
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    parser.addoption("--slow", action="store_true", help="run everything, the tests marked slow too")
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds for a test; obeyed where pytest-timeout is installed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect, and so report in the closing line, what this machine or this call is not for."""
+    """Deselect, and so report in the closing line, what this machine or this call is not for.
+
+    A test that is named by its node id runs in any case.
+    """
+    by_rule = slow([item.nodeid for item in items if "gpu" not in item.keywords], listed())
+    for item in items:
+        if item.nodeid in by_rule:
+            item.add_marker(pytest.mark.slow)
+    everything = config.getoption("--slow") or any("::" in argument for argument in config.args)
     unwanted = [
-        item
-        for item in items
-        if ("slow" in item.keywords and not config.getoption("--slow")) or ("gpu" in item.keywords and not torch.cuda.is_available())
+        item for item in items if ("slow" in item.keywords and not everything) or ("gpu" in item.keywords and not torch.cuda.is_available())
     ]
     config.hook.pytest_deselected(items=unwanted)
-    items[:] = [item for item in items if item not in unwanted]
+    kept = set(items) - set(unwanted)
+    items[:] = [item for item in items if item in kept]
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    config = getattr(items[0], "config", None) if items else None
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["deselected"] = config.workeroutput.get("deselected", 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Count what the workers of pytest-xdist deselected, each of them the same, in the closing line of the process that prints it."""
+    count = getattr(node, "workeroutput", {}).get("deselected", 0)
+    if count and not hasattr(node.config, "_deselected"):
+        node.config._deselected = True
+        node.config.hook.pytest_deselected(items=[SimpleNamespace() for _ in range(count)])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ ROOT = Path(npt.__file__).parent
 
 # Low to high. A unit is a module or package directly below npt; several on one line may not import one another.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "config", "version", "console", "stored"),
+    ("errors", "files", "config", "version", "console", "stored", "extras"),
     ("flags",),
     ("data",),
     ("quant",),
@@ -32,6 +32,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 # Imports that the levels alone would forbid, and why.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("stored", "errors"): "a file that cannot be used is an error meant for the user",
+    ("extras", "errors"): "a package that is missing is an error meant for the user",
     ("config", "errors"): "a setting that cannot work raises an error meant for the user",
     ("cli", "__init__"): "the command line uses the package as its users do",
 }

@@ -73,6 +73,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     from npt.distill.resume import changed_settings, find_resumed
     from npt.distill.run_folder import check_free
     from npt.distill.signals import StopOnSignal
+    from npt.distill.trackers import check_trackers
     from npt.distill.trainer import check_replay, check_trainable
     from npt.distill.workload import Workload
     from npt.fidelity.table import print_fidelity
@@ -103,6 +104,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     if not goes_on:
         check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
     check_source(data)
+    check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
     if training.max_memory_bytes is not None:

@@ -184,7 +184,9 @@ _ATTENTION = (
 def _formulas() -> dict[Any, Callable[..., int]]:
     """By operator. One that is not marked raw is handed shapes in place of tensors."""
     packed, aten = torch.ops.bitsandbytes, torch.ops.aten
-    formulas: dict[Any, Callable[..., int]] = {packed.gemm_4bit: _packed_product, packed.gemv_4bit: _packed_product}
+    formulas: dict[Any, Callable[..., int]] = {packed.gemv_4bit: _packed_product}
+    if hasattr(packed, "gemm_4bit"):  # bitsandbytes before 0.50 unpacks and multiplies, which is counted as such
+        formulas[packed.gemm_4bit] = _packed_product
     formulas[aten.addmm_] = _added_product
     for name in _ATTENTION:
         for factor, full_name in ((1, name), (2, f"{name}_backward")):

@@ -37,6 +37,10 @@ from npt.quant.random_base import DENSE
 BLOCK, NESTED_BLOCK = 64, 256
 """Values that share a scale in bitsandbytes' 4-bit code, and scales that share one of their own."""
 
+_PACKED_PRODUCT = getattr(getattr(torch.ops.bitsandbytes, "gemm_4bit", None), "default", None)
+"""The operator that multiplies rows with a packed weight and unpacks it inside. bitsandbytes before 0.50 has none: there the unpacked
+weight is a tensor like others."""
+
 
 class Hollow:
     """A place in which tensors have no storage. Models and batches that it makes are used within `peak_of` alone.
@@ -186,7 +190,7 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             self._note(leaf, made=True)
-        if func is torch.ops.bitsandbytes.gemm_4bit.default:
+        if func is _PACKED_PRODUCT:
             self.highest = max(self.highest, self._live + _unpacked(args))
         if func is torch.ops.aten._efficient_attention_backward.default:  # inside it the gradient is multiplied with the output
             self.highest = max(self.highest, self._live + args[0].numel() * args[0].element_size())

@@ -12,6 +12,7 @@ from npt.config import DataConfig
 from npt.data.builtin import SPLITS, builtin_files
 from npt.data.local import SUFFIXES, first_line, local_files, read_sequence, read_stream
 from npt.errors import DataError
+from npt.extras import require
 
 BUILTIN = "builtin"
 
@@ -23,6 +24,7 @@ def open_source(config: DataConfig) -> Iterable[Record]:
 
     Raises:
         DataError: unknown or unreadable, empty, or a line that is not what it should be.
+        ConfigError: as `check_source`.
     """
     check_source(config)
     name = config.dataset_name
@@ -82,10 +84,15 @@ def check_source(config: DataConfig) -> None:
 
     Raises:
         DataError: as `open_source`.
+        ConfigError: a source that only `datasets` can read, which is not installed.
     """
     local = is_local(config.dataset_name)
     if local:
-        local_files(config.dataset_name)
+        parquet = next((file for file in local_files(config.dataset_name) if file.suffix == ".parquet"), None)
+        if parquet is not None:
+            require("datasets", str(parquet))
+    elif config.dataset_name != BUILTIN:
+        require("datasets", f"the data set {config.dataset_name!r} of the hub")
     if (local or config.dataset_name == BUILTIN) and config.dataset_config is not None:
         raise DataError(f"--dataset_config {config.dataset_config} is for hub data sets; {config.dataset_name} has none")
     if config.dataset_name == BUILTIN and config.dataset_split not in SPLITS:

@@ -8,6 +8,19 @@ from typing import Any
 
 from npt.config import TrainConfig
 from npt.errors import ConfigError
+from npt.extras import require
+
+
+def check_trackers(config: TrainConfig) -> list[str]:
+    """Return the names of the trackers that the configuration asks for.
+
+    Raises:
+        ConfigError: one of them is not installed. Accelerate would leave it out and track nothing.
+    """
+    chosen = [name for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard)) if wanted]
+    for name in chosen:
+        require(name, f"--use_{name}")
+    return chosen
 
 
 class Trackers:
@@ -33,7 +46,7 @@ class Trackers:
         resume_at: int | None = None,
         wandb_group: str | None = None,
     ):
-        chosen = [name for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard)) if wanted]
+        chosen = check_trackers(config)
         self._accelerator = None
         if not chosen:
             return

@@ -43,7 +43,17 @@ LISTED = 200
 PASSES = 12
 """Passes, forward or backward, whose first non-finite tensor stands on top."""
 
-_COLOURS = 24
+_VIRIDIS = (
+    "#46085c", "#48186a", "#482576", "#46337f", "#424086", "#3e4c8a", "#38588c", "#33638d",
+    "#2e6d8e", "#2a778e", "#26828e", "#228b8d", "#1f958b", "#1fa088", "#23a983", "#2eb37c",
+    "#3fbc73", "#52c569", "#69cd5b", "#84d44b", "#9dd93b", "#bade28", "#d8e219", "#f1e51d",
+)  # fmt: skip
+"""Background of each step of the scale: matplotlib's viridis, here because a page does not need matplotlib."""
+
+_WHITE_INK = 10
+"""Steps, from the darkest on, on which white has a larger contrast than black."""
+
+_COLOURS = len(_VIRIDIS)
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient")
 _LABELS: dict[Quantity, str] = {
     "rms": "RMS of the finite elements",
@@ -81,7 +91,9 @@ def page(records: Sequence[Record]) -> str:
         "shown": ""
         if len(chosen) == len(records)
         else f'<p class="soft">{len(chosen)} of {len(records)} steps are shown here; the findings above are of all of them.</p>',
-        "palette": "\n".join(f".c{i} {{ background: {back}; color: {ink} }}" for i, (back, ink) in enumerate(_palette())),
+        "palette": "\n".join(
+            f".c{i} {{ background: {back}; color: {'#ffffff' if i < _WHITE_INK else '#000000'} }}" for i, back in enumerate(_VIRIDIS)
+        ),
         "tables": "\n".join(heat.tables()),
         "data": heat.data(),
     }
@@ -211,18 +223,6 @@ def _brief(x: float) -> str:
 def _text(name: str) -> str:
     """Somebody's text as HTML: escaped, and without the halves of characters that no encoding has."""
     return html.escape(name.encode("utf-8", "backslashreplace").decode("utf-8"))
-
-
-def _palette() -> Iterator[tuple[str, str]]:
-    """Background and ink of each step of the scale; of black and white the ink with the larger contrast."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    for i in range(_COLOURS):
-        colour = colormaps["viridis"]((i + 0.5) / _COLOURS)[:3]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
-        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-        yield to_hex(colour), "#000000" if luminance > 0.179 else "#ffffff"
 
 
 def _findings(records: Sequence[Record], heat: _Map) -> str:

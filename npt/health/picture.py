@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from npt.files import write_bytes, write_text
+from npt.extras import installed, lacking
+from npt.files import write_bytes
 from npt.health.grid import Grid, Layout, Mark, grid, layout, maximum, place, scale, span, spread, step_labels, value
 from npt.health.page import page
 from npt.health.record import Direction, Record, Row
@@ -35,25 +36,30 @@ _HEADINGS: dict[Direction, str] = {"forward": "Forward: values", "gradient": "Ba
 def write_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
     """Draw the records as `health.png` and `health.html` in `folder`, each replaced atomically.
 
-    The same records give the same bytes.
+    The same records give the same bytes. Without matplotlib the page alone is written, with a warning.
 
     Args:
         records: of one run, in any order.
         folder: made if it is missing.
 
     Returns:
-        The two files.
+        The files.
 
     Raises:
         ValueError: there is nothing to draw.
     """
     records = _drawable(records)
     folder = Path(folder)
-    picture, html = draw(records), page(records)
+    contents: dict[str, bytes] = {}
+    if installed("matplotlib"):
+        contents["health.png"] = draw(records)
+    else:
+        warnings.warn(f"health.png is left out: it {lacking('matplotlib')}", stacklevel=2)
+    contents["health.html"] = page(records).encode("utf-8")
     folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(folder / "health.png", picture)
-    write_text(folder / "health.html", html)
-    return [folder / "health.png", folder / "health.html"]
+    for name, content in contents.items():
+        write_bytes(folder / name, content)
+    return [folder / name for name in contents]
 
 
 def _drawable(records: Sequence[Record]) -> list[Record]:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import base64
 import statistics
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from npt.extras import installed, lacking
 from npt.report.frame import frame
 from npt.report.markup import details, number, table, text
 from npt.sweep import figures
@@ -76,7 +79,7 @@ class Study:
 
 
 def page(study: Study) -> str:
-    """The HTML page."""
+    """Return the HTML page. Without matplotlib it has tables alone, and a warning says so."""
     sections = [
         ("stability", "What trains", _stability(study)),
         ("limits", "The largest value that trains", _limits(study)),
@@ -89,7 +92,12 @@ def page(study: Study) -> str:
     ]
     shown = [(name, heading, content) for name, heading, content in sections if content]
     title = f"{text(study.name, 80)}: report of a study"
-    return frame(title, _head(study), shown, style=_STYLE)
+    head = _head(study)
+    if not installed("matplotlib"):
+        said = f"the study's pictures are left out: drawing them {lacking('matplotlib')}"
+        warnings.warn(said, stacklevel=2)
+        head += f"<p>{text(said[0].upper() + said[1:], 200)}. Their numbers stand in the tables.</p>"
+    return frame(title, head, shown, style=_STYLE)
 
 
 _STYLE = """
@@ -124,8 +132,10 @@ def _head(study: Study) -> str:
     return f'<p class="status {kind}"><strong>{words}</strong></p>\n<dl class="facts">{cells}</dl>'
 
 
-def _picture(study: Study, name: str, content: bytes, told: str) -> str:
-    study.pictures[name] = content
+def _picture(study: Study, name: str, draw: Callable[[], bytes], told: str) -> str:
+    if not installed("matplotlib"):
+        return ""
+    content = study.pictures[name] = draw()
     width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
     data = base64.b64encode(content).decode("ascii")
     return f'<figure><img class="drawn" width="{width}" height="{height}" alt="{text(told)}" src="data:image/png;base64,{data}"></figure>'
@@ -153,7 +163,7 @@ def _map(study: Study, found: Map, place: int) -> str:
     said += f'<p class="alarm">Trains at no rate of these: {text(", ".join(worst))}.</p>' if worst else ""
     said += f"<p>The first {LINES} of {len(found.lines)} settings are drawn.</p>" if len(found.lines) > LINES else ""
     listed = table(heads, rows, f"{found.part}: median KL, and failed trials of all, by learning rate")
-    picture = _picture(study, f"map-{place}-{_file(found.part)}", figures.map_figure(found.top(LINES)), told)
+    picture = _picture(study, f"map-{place}-{_file(found.part)}", partial(figures.map_figure, found.top(LINES)), told)
     return (
         f"<h3>{text(found.part)}</h3>{said}\n{picture}\n{details('As a table', listed)}\n{details('Measures by setting', _measures(found))}"
     )
@@ -197,7 +207,8 @@ def _limits(study: Study) -> str:
     if not rows:
         return ""
     names = _named(study, rows)
-    picture = figures.limits_figure([(name, row["limit_low"], row["limit_high"]) for name, row in zip(names, rows, strict=True)], "value")
+    limits = [(name, row["limit_low"], row["limit_high"]) for name, row in zip(names, rows, strict=True)]
+    drawn = partial(figures.limits_figure, limits, "value")
     cells = [
         (text(name), number(row["limit_low"]), number(row["limit_high"]), number(row["kl"]), str(row["runs"]))
         for name, row in zip(names, rows, strict=True)
@@ -206,7 +217,7 @@ def _limits(study: Study) -> str:
         "<p>Found by halving the bracket by its logarithm: the largest value at which a run ended stable, and one at which it did not.</p>"
     )
     listed = table(("~setting", "*trains up to", "*not at", "*KL there", "*runs"), cells, "Limits")
-    return f"{said}\n{_picture(study, 'limits', picture, f'Limits of {len(rows)} settings.')}\n{details('As a table', listed)}"
+    return f"{said}\n{_picture(study, 'limits', drawn, f'Limits of {len(rows)} settings.')}\n{details('As a table', listed)}"
 
 
 def _faults(study: Study) -> str:
@@ -214,7 +225,7 @@ def _faults(study: Study) -> str:
     if not rows:
         return ""
     names = _named(study, rows)
-    picture = _picture(study, "faults", figures.faults_figure(rows, names), f"Loss around the fault in {len(rows)} trials.")
+    picture = _picture(study, "faults", partial(figures.faults_figure, rows, names), f"Loss around the fault in {len(rows)} trials.")
     cells = [
         (
             text(name),
@@ -250,7 +261,7 @@ def _fidelity(study: Study) -> str:
     best = {i for cost in costs for i in frontier([(x, float(row["kl"])) for x, row in zip(cost, rows, strict=True)])}
     numbers = {i: place for place, i in enumerate(sorted(best, key=lambda i: (rows[i]["kl"], i)), 1)}
     told = "KL against parameters and seconds of the stable trials."
-    picture = _picture(study, "pareto", figures.pareto_figure(rows, numbers), told)
+    picture = _picture(study, "pareto", partial(figures.pareto_figure, rows, numbers), told)
     cells = [
         (str(place), text(study.name_of(rows[i])), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(costs[1][i]),
          number(rows[i]["kl"]), number(rows[i]["perplexity_ratio"]), f"{100 * rows[i]['top1']:.1f}%")
@@ -277,7 +288,7 @@ def _effects(study: Study) -> str:
         if not found:
             continue
         told = f"Main effects in part {part}."
-        picture = _picture(study, f"effects-{place}-{_file(part)}", figures.effects_figure(found), told)
+        picture = _picture(study, f"effects-{place}-{_file(part)}", partial(figures.effects_figure, found), told)
         cells = [
             (text(a.response), text(e.setting), text(e.level), number(e.mean), number(e.low), number(e.high), str(e.count))
             for a in found
@@ -292,7 +303,7 @@ def _effects(study: Study) -> str:
 
 
 def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
-    picture = _picture(study, "variance", figures.shares_figure(shares), "Shares of the variance by setting.")
+    picture = _picture(study, "variance", partial(figures.shares_figure, shares), "Shares of the variance by setting.")
     cells = [
         (text(name), text(what), f"{100 * share:.1f}%")
         for name, a in shares

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -381,6 +382,23 @@ class TestPage:
         data = json.loads(Reader(text).data)
         assert len(data["steps"]) == 5 and {"step 0", "step 4", "step 11"} <= set(data["steps"]) and "step 7" not in data["steps"]
         assert "5 of 12 steps are shown" in text and '<td class="">step 7</td>' in text
+
+    def test_the_scale_is_viridis_with_the_ink_that_contrasts_more(self) -> None:
+        from matplotlib import colormaps
+        from matplotlib.colors import to_hex, to_rgb
+
+        def luminance(colour: str) -> float:
+            red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+            return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+        def contrast(one: str, other: str) -> float:
+            low, high = sorted((luminance(one), luminance(other)))
+            return (high + 0.05) / (low + 0.05)
+
+        shown = re.findall(r"\.c(\d+) \{ background: (#\w{6}); color: (#\w{6}) \}", page([record(1)]))
+        assert [int(i) for i, _, _ in shown] == list(range(24))
+        assert [back for _, back, _ in shown] == [to_hex(colormaps["viridis"]((i + 0.5) / 24)) for i in range(24)]
+        assert all(contrast(back, ink) >= contrast(back, "#000000" if ink == "#ffffff" else "#ffffff") for _, back, ink in shown)
 
     @pytest.mark.slow
     def test_of_a_large_run_stays_below_ten_megabytes(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 from made_study import table
@@ -48,6 +49,16 @@ def test_the_page_loads_nothing_and_runs_nothing() -> None:
     assert "default-src 'none'" in html and "img-src data:" in html
     sources = set(re.findall(r'(?:src|href)="([^"]{0,12})', html))
     assert all(source.startswith(("#", "data:")) for source in sources)
+
+
+def test_without_matplotlib_the_page_has_its_tables_and_says_what_is_missing(monkeypatch) -> None:
+    _, drawn = made()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.warns(UserWarning, match=r"pictures are left out: drawing them needs matplotlib, .* 'npt\[plots\]'$") as said:
+        study, html = made()
+    assert len(said) == 1 and not study.pictures
+    assert "<img" not in html and "pictures are left out" in html
+    assert html.count("<table") == drawn.count("<table")
 
 
 def test_names_and_notes_are_escaped_and_pictures_say_what_they_show() -> None:

@@ -1,0 +1,45 @@
+"""Packages that only some features need, and the extra of this distribution that installs each.
+
+They are imported where they are used, so that the rest works without them.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from npt.errors import ConfigError
+
+EXTRAS = {
+    "datasets": "hub",
+    "lm_eval": "eval",
+    "matplotlib": "plots",
+    "optuna": "sweep",
+    "peft": "peft",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
+"""By importable package."""
+
+
+def installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
+    return find_spec(package) is not None
+
+
+def lacking(package: str) -> str:
+    """Return the end of a message about a feature whose package is missing: what it needs and the command that installs it."""
+    return f"needs {package}, which is not installed; pip install 'npt[{EXTRAS[package]}]'"
+
+
+def require(package: str, feature: str) -> None:
+    """Refuse a feature whose package is missing.
+
+    Args:
+        package: one of `EXTRAS`.
+        feature: subject of the message.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if not installed(package):
+        raise ConfigError(f"{feature} {lacking(package)}")
