@@ -214,7 +214,7 @@ class _MLP(torch.autograd.Function):
         space, down_proj = ctx.frozen.space, ctx.frozen.layer.mlp.down_proj
         assert space is None or space.uses == ctx.use, "another layer has used this layer's memory before its backward"
         memory, saved, z, *weights = ctx.saved_tensors
-        gate, product, *unused, up = _parts(memory, len(z), ctx.pieces)
+        gate, product, *_others, up = _parts(memory, len(z), ctx.pieces)
         multiply_backward(down_proj, ctx.weight if saved is None else saved, grad, out=product)
         ctx.weight = None  # a graph may outlive its backward
         sums = product_backward(product, grad_energy, gate, up, z, weights, ctx.form)
