@@ -23,9 +23,12 @@ from unittest import mock
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+import npt.quant.attention
 
 aten = torch.ops.aten
 
@@ -315,8 +318,6 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "cuda" and args:
             return args[0].to(torch.device("cuda", 0), *args[2:], **kwargs)
-        if name == "scaled_dot_product_attention":
-            return _attention(func, args, kwargs)
         if name in ("untyped_storage", "storage") and args and isinstance(args[0], Simulated):
             return args[0].held.untyped_storage()
         pinned = kwargs.get("pin_memory") and not _on_cuda(kwargs.get("device"))
@@ -341,7 +342,7 @@ def _with_index(leaf: Any) -> Any:
     return "cuda:0" if isinstance(leaf, str) and leaf == "cuda" else leaf
 
 
-def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _attention(*args: Any, **kwargs: Any) -> Any:
     """Attention by the CPU's fused kernel, with a record of the kernel that CUDA would take.
 
     As of torch's `sdp_utils.cpp`: the flash kernel takes neither fp32 nor a mask, the
@@ -351,7 +352,7 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key, value = given["query"], given["key"], given["value"]
     if not isinstance(query, Simulated):
-        return func(*args, **kwargs)
+        return _true_attention(*args, **kwargs)
     mask, grouped = given.get("attn_mask"), given.get("enable_gqa", False)
     half = query.dtype in (torch.float16, torch.bfloat16)
     kernel = "flash" if half and mask is None else "math" if grouped else "efficient"
@@ -363,6 +364,9 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     fused = aten._scaled_dot_product_flash_attention_for_cpu.default
     causal = given.get("is_causal", False)
     return fused(query, key, value, given.get("dropout_p", 0.0), causal, **settings)[0]
+
+
+_true_attention = functional.scaled_dot_product_attention
 
 
 class _Generator(torch.Generator):
@@ -493,6 +497,10 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     with ExitStack() as stack:
         for name, fake in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        # By name and not by a function mode, which is off in what backward recomputes.
+        for module in (functional, npt.quant.attention):
+            replaced = mock.patch.object(module, "scaled_dot_product_attention", _attention)
+            stack.enter_context(replaced)
         stack.enter_context(mock.patch.object(torch, "Generator", _make_generator))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", _tells_pinned))

@@ -137,7 +137,7 @@ def test_another_base_is_an_adapter_that_does_not_fit(
 ) -> None:
     arguments = [a for a in command(adapter, prompts, tmp_path / "failures.jsonl") if a != "--use_quantization"]
     assert main(arguments) == 5
-    assert "was trained on base" in capsys.readouterr().err
+    assert "was trained on another base" in capsys.readouterr().err
     assert not (tmp_path / "failures.jsonl").exists()
 
 

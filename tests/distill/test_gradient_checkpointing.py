@@ -204,10 +204,10 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
     """Where h has no graph, as in front of the first converted layer, the MLP is one operation with memory of its own."""
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
     made: list[StorageWeakRef] = []
-    parts, dense = trained._parts, trained.dense_weight
+    parts, dense = trained._parts, trained.product_weight
     monkeypatch.setattr(trained, "_parts", lambda m, *a: made.append(StorageWeakRef(m.untyped_storage())) or parts(m, *a))
     weights: list[weakref.ref[Tensor]] = []
-    monkeypatch.setattr(trained, "dense_weight", lambda module: weights.append(weakref.ref(w := dense(module))) or w)
+    monkeypatch.setattr(trained, "product_weight", lambda *a: weights.append(weakref.ref(w := dense(*a))) or w)
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     for keep, gone in ((recomputed, True), (lambda function, *arguments: function(*arguments), False)):
         made.clear()

@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from npt.adapters.attach import attach, decoder_layers
-from npt.calibration import calibrate
-from npt.config import NPTConfig
 from npt.quant import errors
-from npt.quant.errors import PRECISIONS, choose_precision, fp32_products, product_errors, product_seconds, set_matmul_precision
+from npt.quant.errors import PRECISIONS, choose_precision, product_errors, product_seconds, set_matmul_precision
 from npt.quant.half import compute_in
 from npt.quant.rows import set_rows
 
@@ -101,13 +99,3 @@ def test_every_kind_is_timed_under_each_setting(load_model):
     found = product_seconds(load_model(), rows=3)
     assert tuple(found) == PRECISIONS and all(set(kinds) == KINDS and min(kinds.values()) > 0 for kinds in found.values())
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_calibration_computes_at_highest_whatever_is_set(load_model, tokenizer, monkeypatch):
-    seen = []
-    monkeypatch.setattr(calibrate, "measure", lambda *_: seen.append(torch.get_float32_matmul_precision()) or 1 / 0)
-    model = load_model()
-    attach(model, NPTConfig(rank=2, layers="1"))
-    with fp32_products("high"), pytest.raises(ZeroDivisionError):
-        calibrate.calibrate(model, tokenizer, [{"text": "abcdefgh " * 40}] * 40, tokens=4096, max_length=32)
-    assert seen == ["highest"] and torch.get_float32_matmul_precision() == "highest"
