@@ -6,6 +6,7 @@ The public names are imported when they are first used, so that `npt --help` and
 from __future__ import annotations
 
 import logging
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from npt.version import __version__
 
 # Without the optional package `kernels`, whose CPU code is not used here, bitsandbytes warns at its import on some CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# bitsandbytes before 0.50 checks sizes by a function that torch has deprecated, in every call.
+warnings.filterwarnings("ignore", message="_check_is_size will be removed", category=FutureWarning)
 
 if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach

@@ -28,7 +28,7 @@ def register_peft() -> None:
     """Let PEFT load NPT adapters, in this process. Calling it again changes nothing.
 
     Raises:
-        ModelError: PEFT is not installed, or knows another method of this name.
+        ModelError: PEFT is not installed, too old, or knows another method of this name.
     """
     try:
         import peft
@@ -37,6 +37,8 @@ def register_peft() -> None:
         from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     except ImportError as error:
         raise ModelError(f"PEFT cannot be imported ({error}); install it with pip install 'npt[peft]'") from error
+    if not hasattr(BaseTuner, "_remap_adapter_state_dict_for_load"):  # an older one would load no tensor, and not say so
+        raise ModelError(f"PEFT {peft.__version__} has no way for a tuner to load its own tensors; pip install --upgrade 'npt[peft]'")
     # Keyed by a plain string: PEFT's keys are strings as well, members of its enumeration.
     configs: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING
     tuners: Any = peft.PEFT_TYPE_TO_TUNER_MAPPING

@@ -403,7 +403,7 @@ def test_a_model_without_adapters_is_refused(load_model, tokenizer) -> None:
 
 def test_after_puts_the_first_student_beside_the_last() -> None:
     def some(kl: float) -> Figures:
-        return Figures(9, *(kl,) * 10)
+        return Figures(9, *(kl,) * 14)
 
     initial = Fidelity(some(0), some(3), some(2), None, {1: {"nmse_floor": 0.5, "nmse_student": 0.4}})
     final = Fidelity(some(0), some(3), some(1), None, {1: {"nmse_floor": 0.5, "nmse_student": 0.1}})

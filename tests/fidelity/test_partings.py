@@ -75,7 +75,7 @@ def test_a_student_that_is_its_teacher_never_parts(load_model) -> None:
 def test_the_batch_size_does_not_change_where_they_part(student) -> None:
     whole = measure_divergence(student, prompts(), NONE, max_new_tokens=8, batch_size=100)
     single = measure_divergence(student, prompts(), NONE, max_new_tokens=8, batch_size=1)
-    assert repr(single) == repr(whole)  # which may hold NaN, unequal to itself
+    assert repr(single) == repr(whole)  # where no two part, the median is NaN
 
 
 def test_what_is_no_token_or_not_finite_is_refused_and_named(student, load_model) -> None:

@@ -80,6 +80,7 @@ def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load_model("nf4", use_fp16=True)
+    caught = [one for one in caught if one.category is not FutureWarning]  # those of bitsandbytes before 0.50 about torch
     assert len(caught) == 1
     assert str(caught[0].message).startswith("--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32")
     assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
