@@ -161,14 +161,17 @@ class Student:
     def _checkpointed(self, step: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """The step with checkpointing on, which transformers does in training mode only."""
 
+        # transformers 5.17 knows the second name alone; newer versions call it deprecated.
+        kind = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+
         def checkpointed(batch: Batch) -> Tensor:
-            self.model.activation_checkpointing_enable({"use_reentrant": False})
+            getattr(self.model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
             self.model.train()
             try:
                 return step(batch)
             finally:
                 self.model.eval()
-                self.model.activation_checkpointing_disable()
+                getattr(self.model, f"{kind}_checkpointing_disable")()
 
         return checkpointed
 

@@ -418,6 +418,9 @@ class _Stream:
     def synchronize(self) -> None:
         _synchronize()
 
+    def is_capturing(self) -> bool:
+        return False
+
     def wait_stream(self, other: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
@@ -450,6 +453,7 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     "synchronize": _synchronize,
     "is_bf16_supported": lambda *_, **__: True,
     "is_initialized": lambda: True,
+    "is_current_stream_capturing": lambda: False,  # a build for CUDA asks the driver
     "empty_cache": lambda: None,
     "reset_peak_memory_stats": lambda device=None: None,
     "memory_allocated": lambda device=None: 0,
@@ -497,6 +501,7 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     with ExitStack() as stack:
         for name, fake in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", _Stream))
         # By name and not by a function mode, which is off in what backward recomputes.
         for module in (functional, npt.quant.attention):
             replaced = mock.patch.object(module, "scaled_dot_product_attention", _attention)

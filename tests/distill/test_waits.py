@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import save_base
 from simulated_cuda import HostWaitError, no_waits, simulated_cuda, to_cuda
+from transformers.masking_utils import create_causal_mask
 
 import npt
 from npt.data.batch import Batch, batch_from_tensors, collate
@@ -47,11 +49,25 @@ def step_without_waiting(model: Any, form: str, **settings: Any) -> None:
             drive(model, batch, config)
 
 
+def mask_waits(model: Any) -> bool:
+    """Whether transformers' own making of a causal mask waits."""
+    with simulated_cuda():
+        hidden = torch.zeros(2, 5, model.config.hidden_size, device="cuda")
+        try:
+            with no_waits():
+                create_causal_mask(config=model.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=None)
+        except HostWaitError:
+            return True
+    return False
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_no_strategy_waits(load_model, attention, strategy, form) -> None:
     model = load_model(attn_implementation=attention)
+    if attention == "eager" and mask_waits(model):
+        pytest.skip(f"NOT TESTED: the eager mask of transformers {transformers.__version__} itself waits for the device")
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
     step_without_waiting(model, form, strategy=strategy, regularization_lambda=0.1)
 

@@ -358,7 +358,8 @@ def llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32, checkpoin
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY, attn_implementation=attention)).to(dtype).train()
     if checkpointing is not None:
-        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers 5.17
+        getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": checkpointing})
     return model
 
 

