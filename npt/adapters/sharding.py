@@ -49,7 +49,8 @@ def shard_layers(model: PreTrainedModel, mesh: Any, device: torch.device, gather
         packed: list[tuple[Any, Any, str]] = [(m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)]
         own = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
         # Resharding has to be asked for: a layer that is nobody's child here is a root, which would stay whole after its first use.
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=own)
+        with _shares_without_gradient():
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=own)
         _keep_statistics(packed)
         sharded.unshard()
         _keep_statistics(packed)
@@ -57,6 +58,31 @@ def shard_layers(model: PreTrainedModel, mesh: Any, device: torch.device, gather
         vars(layer)[_GATHER] = lambda index=index: gather(index)
         # In front of FSDP's own hook, which finds the layer whole then.
         layer.register_forward_pre_hook(lambda layer, _: vars(layer)[_GATHER](), prepend=True)
+
+
+@contextmanager
+def _shares_without_gradient() -> Iterator[None]:
+    """Let FSDP make a parameter of a share of packed bytes.
+
+    torch 2.11 makes it with a gradient, which whole numbers cannot have, and sets the flag of the
+    original in the next line; newer versions pass the flag on.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    class Frozen:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(nn, name)
+
+        @staticmethod
+        def Parameter(data: Tensor, requires_grad: bool = False) -> nn.Parameter:
+            return nn.Parameter(data, requires_grad=requires_grad)
+
+    before = _fsdp_param.nn
+    _fsdp_param.nn = Frozen()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param.nn = before
 
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
