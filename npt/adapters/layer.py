@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from npt.adapters.adapter import NPTAdapter
+from npt.quant.hooks import call_around
 
 
 class NPTLayer(nn.Module):
@@ -104,7 +105,7 @@ def student_stream(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> Tensor
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
-    """o, the NPT layer's output, from h and a of the same tokens.
+    """o, the NPT layer's output, from h and a of the same tokens. Hooks of the MLP and of its parts are called, those of the layer not.
 
     Args:
         layer: a converted layer.
@@ -113,22 +114,30 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
 
     Returns:
         o [..., D] and the modulation terms. In mode `floor` nothing is modulated and the terms are empty.
+
+    Raises:
+        ModelError: the MLP's forward was replaced.
     """
     adapter, mlp = layer.npt, layer.mlp
     stream = student_stream(layer, hidden, attention)
-    x = layer.post_attention_layernorm(stream)
-    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     z = None if adapter.mode == "floor" else adapter.code(attention)
+    terms: Terms = []
 
     def modulated(target: str, y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return (y, None, None) if z is None else adapter.apply_to(target, y, z)
 
-    product, terms = stages_to_product(layer, modulated, gate, up, h=hidden, a=attention, stream=stream, z=z)
-    adapter.show(product=product)
-    down, down_m, down_s = modulated("down", mlp.down_proj(product))
+    def modulated_mlp(x: Tensor) -> Tensor:
+        product, found = stages_to_product(layer, modulated, mlp.gate_proj(x), mlp.up_proj(x), h=hidden, a=attention, stream=stream, z=z)
+        adapter.show(product=product)
+        down, m, s = modulated("down", mlp.down_proj(product))
+        terms[:] = [*found, (m, s)]
+        return down
+
+    down = call_around(mlp, f"layer {layer.self_attn.layer_idx}'s mlp", modulated_mlp, layer.post_attention_layernorm(stream))
     output = stream + down
+    down_m, down_s = terms[-1]
     adapter.show(m_down=down_m, s_down=down_s, mlp=down, o=output)
-    return output, [] if z is None else [*terms, (down_m, down_s)]
+    return output, [] if z is None else terms
 
 
 def stages_to_product(

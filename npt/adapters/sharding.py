@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import attached_config, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.errors import ModelError
+from npt.quant.hooks import only_looks
 from npt.quant.linear import quantized_linears
 
 _GATHER = "_npt_gather"
@@ -57,7 +58,7 @@ def shard_layers(model: PreTrainedModel, mesh: Any, device: torch.device, gather
         sharded.reshard()
         vars(layer)[_GATHER] = lambda index=index: gather(index)
         # In front of FSDP's own hook, which finds the layer whole then.
-        layer.register_forward_pre_hook(lambda layer, _: vars(layer)[_GATHER](), prepend=True)
+        layer.register_forward_pre_hook(only_looks(lambda layer, _: vars(layer)[_GATHER]()), prepend=True)
 
 
 @contextmanager

@@ -3,18 +3,18 @@
 The frozen products and the modulation are computed by hand here, forward and backward, so that no more is computed and kept than has
 to be: gate and up see inputs that no adapter has touched, and need no backward; a packed weight is dequantised once for teacher and
 student, and down_proj's once for forward and backward; the layers of a pass use one piece of memory after the other. Where a layer
-computes in another precision than the policy's (npt/quant/precision.py), or with another activation than SiLU, the plain form of
-`npt.adapters.layer` is used, which also is the yardstick of the tests.
+computes in another precision than the policy's (npt/quant/precision.py), with another activation than SiLU, with a LoRA around a weight,
+or with hooks that may change a value on the way, the plain form of `npt.adapters.layer` is used, which calls every module as it stands
+and also is the yardstick of the tests.
 
-Whoever observes a layer sees the plain form's stages, made aside from copies of the adapter's weights. What the layer gives, and every
-gradient that counts, has the same bits as without him.
+Whoever observes a layer, or has hooks that only look (npt/quant/hooks.py), sees the plain form's stages, made aside from copies of the
+adapter's weights. What the layer gives, and every gradient that counts, has the same bits as without him.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from npt.adapters.adapter import NPTAdapter
 from npt.adapters.fused import Form, is_unfused, modulated, modulated_product, product_backward, product_forward
 from npt.adapters.layer import NPTLayer, Terms, stages_to_product, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
-from npt.quant.linear import is_hooked, multiply, multiply_backward, product_weight, quantized_linears, stacked_product
+from npt.quant.hooks import is_hooked, may_change
+from npt.quant.linear import is_plain_linear, multiply, multiply_backward, product_weight, quantized_linears
 from npt.quant.precision import effective_dtype
 
 
@@ -74,6 +75,8 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Wo
         t [N, D] without graph, o [N, D], and the energy of the modulation [N], None where nothing is modulated.
     """
     adapter = layer.npt
+    if not is_fusable(layer, hidden):
+        return _plain_stacked_outputs(layer, hidden, attention, work)
     with torch.no_grad():
         teacher_stream = hidden + attention
         stream = student_stream(layer, hidden, attention)
@@ -81,8 +84,6 @@ def stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Wo
         n = len(hidden)
         x = layer.post_attention_layernorm(teacher_stream if shared else torch.cat([stream, teacher_stream]))
     z = adapter.code(attention)
-    if not is_fusable(layer, x, z):
-        return _plain_stacked_outputs(layer, hidden, attention, (stream, teacher_stream), x, z, work)
     if not shared:
         x = torch.cat([x, x[:n]])  # so that both gate and up find the rows of the two side by side, in the order that each needs
     frozen = _Frozen(layer, n, "shared" if shared else "apart", work.space)
@@ -102,7 +103,7 @@ def trained_output(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Wor
         work: see there.
     """
     adapter = layer.npt
-    if adapter.mode == "floor" or not is_fusable(layer, hidden, hidden):
+    if adapter.mode == "floor" or not is_fusable(layer, hidden):
         output, found = student_output(layer, hidden, attention)
         return output, _energy(found, work)
     stream = student_stream(layer, hidden, attention)
@@ -122,22 +123,27 @@ def trained_output(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Wor
     return _behind_down(layer, stream, down, down.detach(), z, energy, terms, work)
 
 
-def is_fusable(layer: NPTLayer, x: Tensor, z: Tensor) -> bool:
-    """Whether this layer's MLP can be computed by hand: in fp32, or in fp32 but for 4-bit products in bf16, with SiLU."""
+def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
+    """Whether this layer's MLP can be computed by hand from h [N, D]: in fp32, or in fp32 but for 4-bit products in bf16, with SiLU, of
+    plain linear layers, where nobody may change what is computed on the way."""
     mlp, dtype = layer.mlp, torch.float32
+    parts = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     return (
         not is_unfused()
         and layer.npt.config.mult_form == "sigmoid"
-        and x.dtype == z.dtype == dtype
-        and not torch.is_autocast_enabled(x.device.type)
+        and hidden.dtype == layer.npt.A.dtype == dtype
+        and not torch.is_autocast_enabled(hidden.device.type)
         and type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
         and (layer.npt.observer is not None or not is_hooked(mlp.act_fn))  # a hook on it is called where stages are shown
-        and all(_is_by_hand(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        and all(_is_by_hand(part) for part in parts)
+        and not any(may_change(module) for module in (mlp, mlp.act_fn, *parts))
     )
 
 
 def _is_by_hand(part: nn.Module) -> bool:
     """Whether `multiply` computes as the module does."""
+    if not is_plain_linear(part):
+        return False
     return effective_dtype(part) in (("float32", "bfloat16") if quantized_linears(part) else ("float32",))
 
 
@@ -148,6 +154,16 @@ def _form(adapter: NPTAdapter, work: Work) -> Form:
 def _energy(terms: Terms, work: Work) -> Tensor | None:
     with torch.set_grad_enabled(torch.is_grad_enabled() and work.regularised):
         return modulation_energy(terms)
+
+
+def _plain_stacked_outputs(layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`stacked_outputs`, each of the two by the modules as they stand."""
+    with torch.no_grad():
+        stream = hidden + attention
+        teacher = stream + layer.mlp(layer.post_attention_layernorm(stream))
+    output, found = student_output(layer, hidden, attention)
+    layer.npt.show(t=teacher)
+    return teacher, output, _energy(found, work)
 
 
 @dataclass
@@ -306,22 +322,3 @@ class _Seen(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return multiply_backward(ctx.module, ctx.weight, grad), None, None, None
-
-
-def _plain_stacked_outputs(
-    layer: NPTLayer, hidden: Tensor, attention: Tensor, streams: tuple[Tensor, Tensor], x: Tensor, z: Tensor, work: Work
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`stacked_outputs`, operation by operation."""
-    adapter, mlp = layer.npt, layer.mlp
-    stream, teacher_stream = streams
-    n, modulate = len(hidden), partial(adapter.apply_to, z=z)
-    with torch.no_grad():
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        teacher_product = mlp.act_fn(gate[-n:]) * up[-n:]
-    product, terms = stages_to_product(layer, modulate, gate[:n], up[:n], h=hidden, a=attention, stream=stream, z=z)
-    adapter.show(product=product)
-    down, teacher_down = stacked_product(mlp.down_proj, product, teacher_product)
-    down, m, s = adapter.apply_to("down", down, z)
-    teacher, output = teacher_stream + teacher_down, stream + down
-    adapter.show(m_down=m, s_down=s, mlp=down, o=output, t=teacher)
-    return teacher, output, _energy([*terms, (m, s)], work)

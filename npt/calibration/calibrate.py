@@ -35,7 +35,7 @@ from npt.calibration.report import Calibration, LayerCalibration
 from npt.calibration.rows import Rows
 from npt.calibration.sensitivity import measure
 from npt.calibration.solve import CHUNK, METRIC_FLOOR, Problem, Solution, solve, worth
-from npt.calibration.tail import Parameters, Tail
+from npt.calibration.tail import Parameters, Tail, check_layer_readable
 from npt.config import CALIBRATION_INPUTS, DataConfig, NPTConfig
 from npt.console import silent_console
 from npt.data.batch import Batch, batches, pad_id_of
@@ -147,10 +147,13 @@ def check_base(model: PreTrainedModel) -> None:
 
     Raises:
         ConfigError: a fact was consolidated into it: the rows beside its products are not part of what is solved.
+        ModelError: something was put around, or hooked to, the MLP of a converted layer, and is not part of it either.
         NotSupportedError: no one device has all of it.
     """
     if consolidated(model):
         raise ConfigError("a base with consolidated updates cannot be calibrated on; call npt.unconsolidate first")
+    for index, layer in npt_layers(model):
+        check_layer_readable(index, layer)
     devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     if is_sharded(model) or len(devices) > 1:
         where = "sharded over processes" if is_sharded(model) else f"on {' and '.join(devices)}"

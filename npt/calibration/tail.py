@@ -21,7 +21,9 @@ from torch.nn import functional as F
 
 from npt.adapters.layer import NPTLayer
 from npt.config import TARGETS
-from npt.quant.linear import dense_weight
+from npt.errors import ModelError
+from npt.quant.hooks import may_change
+from npt.quant.linear import check_readable, dense_weight
 
 Parameters = dict[str, Tensor]
 """A [R, D]; B.gate, B.up, M.gate, M.up [F, R]; B.down, M.down [D, R]: those that the adapter's form has."""
@@ -47,6 +49,22 @@ class Linearised:
         """Bytes of all its tensors."""
         found = [self.output, self.a, self.z, *self.into.values(), *self.slope.values()]
         return sum(x.nbytes for x in [*found, *([] if self.down_m is None else [self.down_m])])
+
+
+def check_layer_readable(index: int, layer: NPTLayer) -> None:
+    """Refuse a layer of which a `Tail` would not be all there is.
+
+    Raises:
+        ModelError: a part of its MLP is not a plain linear layer, or somebody's hook may change a value.
+    """
+    for name in (f"{target}_proj" for target in TARGETS):
+        check_readable(f"layer {index}'s mlp.{name}", getattr(layer.mlp, name), "a calibrated start")
+    for place, module in (("", layer), (".mlp", layer.mlp), (".mlp.act_fn", layer.mlp.act_fn)):
+        if may_change(module):
+            raise ModelError(
+                f"model.layers.{index}{place} has hooks that may change what it gives, or another forward, which a calibrated start would "
+                "leave out; remove them, or start with --init random"
+            )
 
 
 class Tail:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from npt.distill.losses import hidden_loss
 from npt.distill.weights import disagreement_weights, layer_weights
 from npt.errors import NotSupportedError
 from npt.fidelity.divergence import nmse_per_token
+from npt.quant.hooks import call_around, may_change
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,17 @@ def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: Pr
             if not isinstance(layer, NPTLayer):
                 hidden = behind if behind is not None else _run(stream, layers, hidden, index, index + 1)
                 continue
+            if behind is None and may_change(layer):  # then the teacher, too, is the layer as it stands
+                behind = _run(stream, layers, hidden, index, index + 1)
+            h = here.rows(hidden)
             with whole(layer):
-                h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
+                if behind is None:
+                    attention = here.rows(attention_output(layer, hidden, **here.context_of(layer)))
                 with torch.enable_grad():
                     if behind is None:
                         target, student, energy = stacked_outputs(layer, h, attention, work)
                     else:
-                        target, (student, energy) = here.rows(behind), trained_output(layer, h, attention, work)
+                        target, (student, energy) = here.rows(behind), _student_rows(layer, here, hidden, work, graph=False)
                     sums.add(here.batch, student, target, h, energy).backward()
             hidden = behind if behind is not None else here.scatter(target)
     return sums.micro_batch()
@@ -119,9 +124,8 @@ def propagated(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
             here, hidden = _at(stream, layer, hidden)
             target = here.rows(taught.to(hidden.device))
             was = here.rows(before.to(hidden.device)) if config.loss == "nmse_update" else None
-            h, attention = here.rows(hidden), here.rows(attention_output(layer, hidden, **here.context_of(layer)))
             with torch.enable_grad():
-                student, energy = trained_output(layer, h, attention, work)
+                student, energy = _student_rows(layer, here, hidden, work, graph=False)
                 sums.add(here.batch, student, target, was, energy).backward()
             hidden = here.scatter(student.detach())
     return sums.micro_batch()
@@ -181,10 +185,32 @@ def _student_layer(
         number: of the layer, among the converted ones.
         hidden, target, before: [B, T, D], the student's h, the teacher's output, and for the loss that needs it the teacher's h.
     """
-    attention = attention_output(layer, hidden, **here.context_of(layer))
-    student, energy = trained_output(layer, here.rows(hidden), here.rows(attention), work)
+    student, energy = _student_rows(layer, here, hidden, work)
     h = None if before is None else here.rows(before)
     return here.scatter(student), sums.of_layer(number, here.batch, student, here.rows(target), h, energy)
+
+
+def _student_rows(layer: NPTLayer, here: Stream, hidden: Tensor, work: Work, *, graph: bool = True) -> tuple[Tensor, Tensor | None]:
+    """The student's output of a converted layer and the energy of its modulation, of the valid tokens: [N, D] and [N].
+
+    Args:
+        hidden: [B, T, D], the student's h.
+        graph: gradients go through the attention into h; else no further than the adapter.
+    """
+    energies: list[Tensor | None] = []
+
+    def student(hidden: Tensor, **context: Any) -> Tensor:
+        with torch.set_grad_enabled(graph):
+            attention = attention_output(layer, hidden, **context)
+        rows, energy = trained_output(layer, here.rows(hidden), here.rows(attention), work)
+        energies.append(energy)
+        return rows
+
+    if not may_change(layer):
+        return student(hidden, **here.context_of(layer)), energies[0]
+    name = f"layer {layer.self_attn.layer_idx}"
+    output = call_around(layer, name, lambda *given, **context: here.scatter(student(*given, **context)), hidden, **here.context_of(layer))
+    return here.rows(output), energies[0]
 
 
 def _computed(function: Callable[..., T], *arguments: object) -> T:

@@ -19,6 +19,7 @@ from npt.health import causes
 from npt.health.masks import mask_fault
 from npt.health.place import Tokens, layer_of
 from npt.health.verdict import Verdict, dtype_name
+from npt.quant.hooks import only_looks
 
 
 class MaskLook:
@@ -49,7 +50,7 @@ class MaskLook:
             def look(_module: nn.Module, _args: Any, kwargs: dict[str, Any], name: str = name) -> None:
                 self._look(name, kwargs.get("attention_mask"))
 
-            self._hooks.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
+            self._hooks.callback(module.register_forward_pre_hook(only_looks(look), with_kwargs=True).remove)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -62,6 +62,7 @@ from npt.adapters.modulation import multiplier_spread
 from npt.adapters.recompute import is_recomputing
 from npt.health.record import Direction, Record, Row
 from npt.health.statistics import FIELDS, share_beyond, summarise
+from npt.quant.hooks import only_looks
 
 SATURATED = 0.99
 """A multiplier counts as saturated beyond this share of the way from the middle of its form's range to an end."""
@@ -204,7 +205,7 @@ class Recorder:
             site = sites[name]
             if not self._chosen(site):
                 continue
-            before, after = partial(self._before, site), partial(self._after, site)
+            before, after = only_looks(partial(self._before, site)), only_looks(partial(self._after, site))
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after, with_kwargs=True).remove)
             if isinstance(module, NPTAdapter):

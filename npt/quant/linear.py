@@ -1,4 +1,4 @@
-"""Frozen linear layers: their dense weight, products with it, and the stacked product of teacher and student rows.
+"""Frozen linear layers: their dense weight, and products with it.
 
 The seam between the training code and bitsandbytes: nothing else in the package looks inside a 4-bit weight.
 """
@@ -6,12 +6,51 @@ The seam between the training code and bitsandbytes: nothing else in the package
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from npt.errors import ModelError
+from npt.quant.hooks import may_change
+
+C = TypeVar("C", bound=type[nn.Module])
+
+_KINDS: set[type[nn.Module]] = {nn.Linear, bnb.nn.Linear4bit}
+
+
+def linear_kind(cls: C) -> C:
+    """Declare that modules of exactly this class compute what `multiply` does."""
+    _KINDS.add(cls)
+    return cls
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of a known class, whose weight, bias and rows are all there is to it. A LoRA around one, a
+    parametrised weight and whatever else computes more is not, even where it has a `weight`."""
+    return type(module) in _KINDS
+
+
+def check_readable(name: str, module: nn.Module, use: str) -> None:
+    """Refuse a module of which more than its dense weight would have to be known.
+
+    Args:
+        name: of the module, for the message.
+        use: what needs the weight, likewise.
+
+    Raises:
+        ModelError: its class is not known, or somebody's hook may change what it gives.
+    """
+    if not is_plain_linear(module):
+        raise ModelError(
+            f"{name} is a {type(module).__module__}.{type(module).__qualname__}, and {use} needs a plain linear layer; "
+            "merge what was put around it into the base (PEFT: merge_and_unload), or load a base without it"
+        )
+    if may_change(module):
+        raise ModelError(
+            f"{name} has hooks that may change what it gives, or another forward, and {use} needs its weight alone; remove them"
+        )
 
 
 def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
@@ -33,30 +72,17 @@ def statistics_of(module: bnb.nn.Linear4bit) -> dict[str, Tensor]:
 
 
 def dense_weight(module: Any) -> Tensor:
-    """The frozen weight [out, in] of the module: dequantised for a 4-bit layer (a fresh tensor), else as stored. Rows that a module has
-    beside it (npt/quant/rows.py) are not in it."""
+    """The frozen weight [out, in] of a plain linear layer: dequantised for a 4-bit layer (a fresh tensor), else as stored. Rows that a
+    module has beside it (npt/quant/rows.py) are not in it.
+
+    Raises:
+        ModelError: the module's class is not known, so that its weight may not be all there is to it.
+    """
+    if not is_plain_linear(module):
+        check_readable("the layer", module, "this computation")
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return module.weight
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at, or changes, what goes into a module or comes out of it: only a call of the module itself will do then."""
-    replaced = "forward" in vars(module) and not _only_placed(module)
-    return bool(module._forward_hooks or module._forward_pre_hooks or replaced)
-
-
-def _only_placed(module: Any) -> bool:
-    """Whether what replaces the module's forward is accelerate's wrapper that `device_map` puts around every layer, in a form that brings
-    inputs to the weight's device and does nothing else. One that also brings in weights, or that wraps something else, does more."""
-    forward, hook, wrapped = vars(module)["forward"], getattr(module, "_hf_hook", None), getattr(module, "_old_forward", None)
-    function = getattr(forward, "func", None)
-    return (
-        (getattr(function, "__module__", None), getattr(function, "__name__", None)) == ("accelerate.hooks", "new_forward")
-        and (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
-        and not getattr(hook, "offload", True)
-        and getattr(wrapped, "__func__", None) is type(module).forward
-    )
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
@@ -97,35 +123,3 @@ def _in_dtype_of(weight: Tensor, x: Tensor, out: Tensor | None, product: Callabl
         return product(x, out)
     found = product(x.to(weight.dtype), None)
     return found.to(x.dtype) if out is None else out.copy_(found)
-
-
-class _StackedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
-        ctx.module = module
-        product = module(torch.cat([student, teacher]))
-        of_student, of_teacher = product.split([len(student), len(teacher)])
-        ctx.mark_non_differentiable(of_teacher)
-        return of_student, of_teacher
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_student: Tensor, grad_teacher: Tensor) -> tuple[Tensor, None, None]:
-        return multiply_backward(ctx.module, product_weight(ctx.module, grad_student.dtype), grad_student), None, None
-
-
-def stacked_product(module: nn.Module, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """`module` applied to student and teacher rows in one product, differentiable in the student's rows only.
-
-    One call reads (for a 4-bit weight: dequantises) the weight once for both. Backward multiplies the student's rows alone:
-    automatic differentiation of the stacked call would push the teacher's zeros through the weight as well.
-
-    Args:
-        module: a frozen linear layer, [out, in].
-        student: [N, in].
-        teacher: [N, in]; no gradient reaches it.
-
-    Returns:
-        The student's and the teacher's products, [N, out] each.
-    """
-    return _StackedProduct.apply(student, teacher, module)

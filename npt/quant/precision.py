@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from npt.errors import PrecisionError
-from npt.quant.linear import quantized_linears
+from npt.quant.linear import linear_kind, quantized_linears
 
 
 class UpcastEmbedding(nn.Embedding):
@@ -38,6 +38,7 @@ class UpcastEmbedding(nn.Embedding):
         return super().forward(input).to(torch.float32)
 
 
+@linear_kind
 class UpcastLinear(nn.Linear):
     """A linear layer stored in 16 bit that multiplies in fp32. See `cast_once` for products in a row."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.errors import ModelError
+from npt.quant.linear import linear_kind
 from npt.quant.precision import UpcastLinear
 
 Rows = tuple[Tensor, Tensor]
@@ -35,14 +36,17 @@ class RowScaled(nn.Module):
             return (self.row_scale * y.to(torch.float32) + self.row_bias).to(y.dtype)
 
 
+@linear_kind
 class RowScaledLinear4bit(RowScaled, bnb.nn.Linear4bit):
     """A packed layer with rows."""
 
 
+@linear_kind
 class RowScaledUpcastLinear(RowScaled, UpcastLinear):
     """A layer stored in 16 bit, computed in fp32, with rows."""
 
 
+@linear_kind
 class RowScaledLinear(RowScaled, nn.Linear):
     """A dense layer with rows."""
 

@@ -1,12 +1,13 @@
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.testing import assert_close
 
 import npt
 from npt.adapters.attach import decoder_layers
-from npt.quant.linear import dense_weight, is_hooked, multiply, multiply_backward, quantized_linears, stacked_product
+from npt.quant.hooks import is_hooked
+from npt.quant.linear import dense_weight, multiply, multiply_backward, product_weight, quantized_linears
 from npt.quant.precision import UpcastLinear
 from npt.quant.rows import set_rows
 
@@ -94,52 +95,6 @@ def test_an_evaluation_forward_leaves_weight_and_gradient_alone(load_model, quan
     assert npt.base_hash(model) == hash_before
 
 
-class TestStackedProduct:
-    @pytest.mark.parametrize(("students", "teachers"), [(6, 6), (1, 1), (2, 5)])
-    @pytest.mark.parametrize("name", LINEARS)
-    @QUANTIZATIONS
-    def test_equals_two_calls_in_values_and_gradient(self, load_model, quantization, name, students, teachers):
-        module = linear(load_model(quantization), name)
-        columns, rows = LINEARS[name]
-        student, teacher, gradient = normal(0, students, columns), normal(1, teachers, columns), normal(2, students, rows)
-        stacked_in, plain_in = student.clone().requires_grad_(), student.clone().requires_grad_()
-        of_student, of_teacher = stacked_product(module, stacked_in, teacher)
-        expected = module(plain_in)
-        # default tolerance of fp32: another number of rows may take another kernel, that is another order of the sum
-        assert_close(of_student, expected)
-        assert_close(of_teacher, module(teacher))
-        of_student.backward(gradient)
-        expected.backward(gradient)
-        assert_close(stacked_in.grad, plain_in.grad)
-
-    def test_the_teacher_takes_no_part_in_the_gradient(self, load_model):
-        module = linear(load_model(), "gate")
-        student, teacher = normal(0, 3, 64).requires_grad_(), normal(1, 3, 64).requires_grad_()
-        of_student, of_teacher = stacked_product(module, student, teacher)
-        assert of_student.requires_grad
-        assert not of_teacher.requires_grad
-        of_student.sum().backward()
-        assert student.grad.abs().sum() > 0
-        assert teacher.grad is None
-
-    def test_one_product_serves_both(self, load_model):
-        module = linear(load_model(), "gate")
-        rows = []
-        module.register_forward_hook(lambda _, __, output: rows.append(len(output)))
-        stacked_product(module, normal(0, 3, 64), normal(1, 4, 64))
-        assert rows == [7]
-
-    def test_a_weight_stored_in_16_bit_is_multiplied_in_fp32_both_ways(self):
-        module = nn.Linear(64, 32, bias=False).to(torch.bfloat16).requires_grad_(False)
-        module.__class__ = UpcastLinear
-        student, gradient = normal(0, 4, 64).requires_grad_(), normal(1, 4, 32)
-        of_student, _ = stacked_product(module, student, normal(2, 4, 64))
-        of_student.backward(gradient)
-        # default tolerance of fp32: the same sums of 64 and of 32 products
-        assert_close(of_student, student.detach() @ module.weight.float().T)
-        assert_close(student.grad, gradient @ module.weight.float())
-
-
 class TestMultiply:
     @pytest.mark.parametrize("rows", [False, True])
     @pytest.mark.parametrize("bias", [False, True])
@@ -164,36 +119,14 @@ class TestMultiply:
         assert_close(into, x.grad)  # default tolerance of fp32: the same sums
         assert torch.equal(multiply_backward(module, weight, gradient), into)
 
-    def test_a_module_is_hooked_where_somebody_looks_or_has_replaced_its_forward(self, load_model):
-        module = linear(load_model(), "gate")
-        assert not is_hooked(module)
-        for register in (module.register_forward_hook, module.register_forward_pre_hook):
-            handle = register(lambda *_: None)
-            assert is_hooked(module)
-            handle.remove()
-            assert not is_hooked(module)
-        module.forward = lambda x: x
-        assert is_hooked(module)
-
-    def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something_else_is_there(self, load_model):
-        module = linear(load_model(), "gate")
-        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-        assert not is_hooked(module)
-        placed = module.forward
-        module.forward = lambda x: 2 * placed(x)  # in front of the wrapper
-        assert is_hooked(module)
-        module.forward = placed
-        handle = module.register_forward_hook(lambda *_: None)
-        assert is_hooked(module)
-        handle.remove()
-        assert not is_hooked(module)
-        add_hook_to_module(module, ModelHook(), append=True)
-        assert is_hooked(module)
-        remove_hook_from_module(module)
-        forward = module.forward
-        module.forward = lambda x: 2 * forward(x)  # behind it
-        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-        assert is_hooked(module)
+    def test_a_weight_stored_in_16_bit_is_multiplied_in_fp32_both_ways(self):
+        module = nn.Linear(64, 32, bias=False).to(torch.bfloat16).requires_grad_(False)
+        module.__class__ = UpcastLinear
+        x, gradient = normal(0, 4, 64), normal(1, 4, 32)
+        weight = product_weight(module, torch.float32)
+        # default tolerance of fp32: the same sums of 64 and of 32 products
+        assert_close(multiply(module, weight, x), x @ module.weight.float().T)
+        assert_close(multiply_backward(module, weight, gradient), gradient @ module.weight.float())
 
     def test_a_weight_that_is_brought_in_for_a_call_alone_is_used_by_that_call_alone(self, load_model):
         module = linear(load_model(None), "gate")

@@ -1,0 +1,259 @@
+"""What others put around the parts of a converted layer, or hook to them, is part of training as it is of the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import npt
+from npt.adapters.attach import adapter_mode, adapter_parameters, adapters_disabled, decoder_layers
+from npt.adapters.layer import NPTLayer
+from npt.adapters.stream import open_stream
+from npt.config import NPTConfig, TrainConfig
+from npt.data.batch import Batch, batch_from_tensors
+from npt.distill.losses import hidden_loss
+from npt.distill.strategies import drive
+from npt.errors import ModelError
+from npt.quant.hooks import only_looks
+
+NAMES = ("local", "propagated", "end_to_end")
+FORMS = (NPTConfig(rank=4, layers="1-3"), NPTConfig(rank=4, layers="1-3", residual="keep"))
+WHERE = 2  # the layer that somebody else has changed
+every_strategy = pytest.mark.parametrize("strategy", NAMES)
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.residual)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def student(model: Any, form: NPTConfig = FORMS[0]) -> Any:
+    npt.attach(model, form)
+    with torch.no_grad():
+        for seed, parameter in enumerate(adapter_parameters(model).values()):
+            parameter.copy_(0.2 * normal(seed, *parameter.shape))
+    return model
+
+
+@pytest.fixture
+def padded() -> Batch:
+    ids = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    return batch_from_tensors(ids, mask)
+
+
+def trained(model: Any, batch: Batch, strategy: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the strategy."""
+    parameters = adapter_parameters(model)
+    for parameter in parameters.values():
+        parameter.grad = None
+    sums = drive(model, batch, TrainConfig(strategy=strategy, regularization_lambda=0.0))
+    return sums.loss, {name: p.grad.clone() for name, p in parameters.items()}
+
+
+def by_modules(model: Any, batch: Batch, strategy: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same from calls of whole decoder layers alone and automatic differentiation."""
+    config = TrainConfig(strategy=strategy, regularization_lambda=0.0)
+    stream = open_stream(model, batch)
+    taught = hidden = stream.hidden
+    losses = []
+    for layer in decoder_layers(model):
+        context = stream.context_of(layer)
+        with torch.no_grad(), adapters_disabled(model):
+            behind = stream.clean(layer(taught, **context))
+        with adapter_mode(model, "student"):
+            own = stream.clean(layer(hidden, **context))
+        if isinstance(layer, NPTLayer):
+            losses.append(hidden_loss(config, stream.rows(own), stream.rows(behind), stream.rows(taught))[0])
+        taught = behind
+        hidden = {"local": behind, "propagated": own.detach(), "end_to_end": own}[strategy]
+    loss = torch.stack(losses).sum() / len(losses)
+    parameters = adapter_parameters(model)
+    return loss.detach(), dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-5, atol=0)
+    for name, gradient in found[1].items():
+        # fp32 sums of up to 128 terms in another order, carried through four layers; relative to the largest entry
+        assert float((gradient - expected[1][name]).abs().max()) <= 5e-5 * float(expected[1][name].abs().max()), name
+
+
+def wavy(x: Tensor) -> Tensor:
+    return x + 0.5 * torch.sin(3 * x)
+
+
+def behind(part: str) -> Callable[[Any], Any]:
+    return lambda layer: layer.get_submodule(part).register_forward_hook(lambda _, __, output: wavy(output))
+
+
+def in_front(part: str) -> Callable[[Any], Any]:
+    return lambda layer: layer.get_submodule(part).register_forward_pre_hook(lambda _, args: (wavy(args[0]), *args[1:]))
+
+
+def doubled_gradient(layer: Any) -> Any:
+    return layer.mlp.down_proj.register_full_backward_hook(lambda _, inputs, __: (2 * inputs[0],))
+
+
+def in_place(layer: Any) -> Any:
+    return layer.mlp.down_proj.register_forward_hook(lambda _, __, output: output.mul_(1.5))
+
+
+PARTS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn", "mlp", "self_attn.o_proj", "post_attention_layernorm")
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    **{f"behind {part}": behind(part) for part in PARTS},
+    **{f"in front of {part}": in_front(part) for part in PARTS},
+    "behind the layer": lambda layer: layer.register_forward_hook(lambda _, __, output: wavy(output)),
+    "in front of the layer": lambda layer: layer.register_forward_pre_hook(lambda _, args: (wavy(args[0]), *args[1:])),
+    "gradient behind down_proj": doubled_gradient,
+    "in place behind down_proj": in_place,
+}
+
+
+@every_strategy
+@every_form
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_changes_a_value_is_part_of_loss_and_gradient(load_model, padded, strategy, form, hook):
+    model = student(load_model("nf4"), form)
+    before = trained(model, padded, strategy)
+    assert_same(before, by_modules(model, padded, strategy))
+    HOOKS[hook](decoder_layers(model)[WHERE])
+    found = trained(model, padded, strategy)
+    assert_same(found, by_modules(model, padded, strategy))
+    assert any(not torch.allclose(found[1][name], before[1][name], rtol=1e-3) for name in found[1])
+
+
+@every_strategy
+@pytest.mark.parametrize("part", ["mlp.act_fn", "mlp.down_proj", "mlp"])
+def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(load_model, padded, strategy, part):
+    model = student(load_model("nf4"))
+    behind(part)(layer := decoder_layers(model)[WHERE])
+    alone = trained(model, padded, strategy)
+    layer.npt.observer = lambda stages: None
+    beside = trained(model, padded, strategy)
+    assert torch.equal(alone[0], beside[0]) and all(torch.equal(alone[1][name], beside[1][name]) for name in alone[1])
+
+
+@every_strategy
+def test_hooks_that_are_said_to_look_only_see_everything_and_change_no_bit(load_model, padded, strategy):
+    model = student(load_model("nf4"))
+    unseen = trained(model, padded, strategy)
+    seen = []
+    for part in PARTS[:3]:
+        decoder_layers(model)[WHERE].get_submodule(part).register_forward_hook(only_looks(lambda *call: seen.append(call)))
+    found = trained(model, padded, strategy)
+    assert len(seen) >= 3
+    assert torch.equal(found[0], unseen[0]) and all(torch.equal(found[1][name], unseen[1][name]) for name in found[1])
+
+
+class Around(nn.Module):
+    """A linear layer with something beside it, the way PEFT's are made: the `weight` that it shows is the base's alone."""
+
+    def __init__(self, base: Any):
+        super().__init__()
+        self.base_layer = base
+        self.beside = nn.Parameter(0.3 * normal(1, base.out_features, base.in_features), requires_grad=False)
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + nn.functional.linear(x, self.beside)
+
+
+class Negated(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return -weight
+
+
+@every_strategy
+@every_form
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(load_model, padded, strategy, form, part):
+    model = student(load_model("nf4"), form)
+    before = trained(model, padded, strategy)
+    mlp = decoder_layers(model)[WHERE].mlp
+    setattr(mlp, part, Around(getattr(mlp, part)))
+    found = trained(model, padded, strategy)
+    assert_same(found, by_modules(model, padded, strategy))
+    assert any(not torch.allclose(found[1][name], before[1][name], rtol=1e-3) for name in found[1])
+
+
+@every_strategy
+def test_a_parametrised_weight_is_the_one_that_is_trained_with(load_model, padded, strategy):
+    model = student(load_model(None))
+    parametrize.register_parametrization(decoder_layers(model)[WHERE].mlp.down_proj, "weight", Negated())
+    assert_same(trained(model, padded, strategy), by_modules(model, padded, strategy))
+
+
+def lora(model: Any, targets: list[str]) -> Any:
+    """PEFT's LoRA inside a model, far from its start at zero."""
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    with torch.no_grad():
+        for seed, (name, parameter) in enumerate(wrapped.named_parameters()):
+            if "lora_" in name:
+                parameter.copy_(0.3 * normal(seed, *parameter.shape))
+    return wrapped
+
+
+@every_strategy
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["q_proj", "o_proj"], ["lm_head"]], ids="+".join)
+def test_a_lora_of_peft_trains_as_the_same_one_merged(load_model, padded, strategy, targets):
+    merged = student(lora(load_model(None), targets).merge_and_unload())
+    model = student(lora(load_model(None), targets).get_base_model())
+    assert_same(trained(model, padded, strategy), trained(merged, padded, strategy))
+
+
+@every_strategy
+def test_a_lora_of_peft_on_a_packed_base_trains_as_its_forward_computes(load_model, padded, strategy):
+    model = student(lora(load_model("nf4"), ["gate_proj", "down_proj"]).get_base_model())
+    assert_same(trained(model, padded, strategy), by_modules(model, padded, strategy))
+
+
+@pytest.mark.parametrize("hooked", ["down_proj", "act_fn", ""], ids=["down_proj", "act_fn", "mlp"])
+def test_hooks_of_the_mlp_are_called_where_the_student_generates(load_model, hooked):
+    model = student(load_model("nf4"))
+    ids = torch.tensor([[1, 5, 9]])
+    with torch.no_grad():
+        before = model(ids).logits
+        part = f"mlp.{hooked}" if hooked else "mlp"
+        behind(part)(decoder_layers(model)[WHERE])
+        assert not torch.allclose(model(ids).logits, before, atol=1e-3)
+
+
+@every_strategy
+@pytest.mark.parametrize("place", ["", "mlp"], ids=["layer", "mlp"])
+def test_a_replaced_forward_that_training_would_leave_out_is_refused(load_model, padded, strategy, place):
+    model = student(load_model("nf4"))
+    module = decoder_layers(model)[WHERE].get_submodule(place)
+    own = module.forward
+    module.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+    with pytest.raises(ModelError, match=rf"the forward of layer {WHERE}.* was replaced"):
+        trained(model, padded, strategy)
+
+
+@pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
+def test_a_calibrated_start_refuses_what_it_would_leave_out(load_model, tokenizer, part):
+    for change, message in (
+        (lambda mlp: setattr(mlp, part, Around(getattr(mlp, part))), rf"layer 2's mlp.{part} is a .*Around.*merge"),
+        (lambda mlp: getattr(mlp, part).register_forward_hook(lambda _, __, output: output), rf"layer 2's mlp.{part} has hooks"),
+        (lambda mlp: mlp.register_forward_hook(lambda _, __, output: output), r"model.layers.2.mlp has hooks"),
+    ):
+        model = student(load_model("nf4"))
+        before = {name: p.clone() for name, p in adapter_parameters(model).items()}
+        change(decoder_layers(model)[WHERE].mlp)
+        with pytest.raises(ModelError, match=message):
+            npt.calibrate(model, tokenizer, [{"text": "a b c " * 50}] * 20)
+        assert all(torch.equal(before[name], p) for name, p in adapter_parameters(model).items())

@@ -1,0 +1,92 @@
+"""Whose hooks only look, which forwards were replaced, and hooks around another computation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from torch import nn
+
+from npt.errors import ModelError
+from npt.quant.hooks import call_around, is_hooked, may_change, only_looks
+
+REGISTERS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
+
+
+@pytest.fixture
+def module() -> nn.Linear:
+    return nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("register", REGISTERS)
+def test_any_hook_may_change_a_value_while_it_is_there(module, register):
+    assert not is_hooked(module) and not may_change(module)
+    handle = getattr(module, register)(lambda *_: None)
+    assert is_hooked(module) and may_change(module)
+    handle.remove()
+    assert not is_hooked(module) and not may_change(module)
+
+
+def test_one_that_is_marked_only_looks_and_another_beside_it_may_still_change(module):
+    module.register_forward_hook(only_looks(lambda *_: None))
+    assert is_hooked(module) and not may_change(module)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert may_change(module)
+
+
+def test_hooks_that_transformers_leaves_on_the_layers_only_look(load_model):
+    model = load_model("nf4")
+    model(torch.ones(1, 3, dtype=torch.int64), output_hidden_states=True, output_attentions=True)
+    hooked = [module for module in model.modules() if module._forward_hooks]
+    assert not any(may_change(module) for module in hooked)
+
+
+def test_a_replaced_forward_is_no_hook_and_may_change(module):
+    module.forward = lambda x: x
+    assert is_hooked(module) and may_change(module)
+
+
+def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something_else_is_there(module):
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    assert not is_hooked(module)
+    placed = module.forward
+    module.forward = lambda x: 2 * placed(x)  # in front of the wrapper
+    assert is_hooked(module)
+    module.forward = placed
+    handle = module.register_forward_hook(lambda *_: None)
+    assert is_hooked(module)
+    handle.remove()
+    assert not is_hooked(module)
+    add_hook_to_module(module, ModelHook(), append=True)
+    assert is_hooked(module)
+    remove_hook_from_module(module)
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)  # behind it
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    assert is_hooked(module)
+
+
+class TestCallAround:
+    def test_hooks_see_and_change_what_goes_in_and_comes_out(self, module):
+        module.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] + 1,), {"factor": kwargs["factor"] * 2}), with_kwargs=True)
+        module.register_forward_hook(lambda _, __, output: output + 100)
+        found = call_around(module, "it", lambda x, factor: factor * x, torch.ones(2), factor=3)
+        assert found.tolist() == [112, 112]
+
+    def test_the_modules_own_forward_comes_back_behind_an_error_too(self, module):
+        module.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call_around(module, "it", lambda x: x, torch.ones(2))
+        assert "forward" not in vars(module)
+
+    def test_what_accelerate_put_there_comes_back(self, module):
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+        placed = module.forward
+        module.register_forward_hook(lambda _, __, output: -output)
+        assert call_around(module, "it", lambda x: x, torch.ones(2)).tolist() == [-1, -1]
+        assert module.forward is placed
+
+    def test_a_replaced_forward_is_refused_by_name(self, module):
+        module.forward = lambda x: x
+        with pytest.raises(ModelError, match="the forward of layer 3's mlp was replaced"):
+            call_around(module, "layer 3's mlp", lambda x: x, torch.ones(2))
