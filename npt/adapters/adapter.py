@@ -1,4 +1,4 @@
-"""`NPTAdapter`: the trainable A, B, M of one converted layer, in fp32."""
+"""`NPTAdapter`: the trainable A, B, M of one converted layer, in fp32 whatever the model around it is cast to."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ class NPTAdapter(nn.Module):
             nn.init.kaiming_uniform_(self.A, a=math.sqrt(5), generator=generator)  # as LoRA's A: uniform within 1 / sqrt(D)
         self.B = nn.ParameterDict({t: normal(widths[t], config.rank, std_b) for t in config.targets if config.additive})
         self.M = nn.ParameterDict({t: normal(widths[t], config.rank, config.init_std_m) for t in config.targets if config.multiplicative})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
+        """Move with the model and keep every number: `model.half()`, `.to(torch.bfloat16)` and the like are meant for the base."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, recurse)
 
     def show(self, **stages: Tensor | None) -> None:
         """Let the observer, if there is one, look at the stages that were just computed, and were not computed before."""

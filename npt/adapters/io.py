@@ -62,6 +62,10 @@ def save_adapter(
     config = attached_config(model)
     tensors = {name: p.detach().to("cpu").contiguous() for name, p in adapter_parameters(model).items()}
     for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise AdapterFileError(
+                f"{name} is {tensor.dtype}, an adapter is fp32 and no other could be loaded; it is not saved to {folder}"
+            )
         if not torch.isfinite(tensor).all():
             raise AdapterFileError(f"{name} is not finite; the adapter is not saved to {folder}")
     folder = Path(folder)

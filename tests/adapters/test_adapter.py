@@ -153,3 +153,31 @@ def test_gradients_at_the_start_are_finite_and_reach_all_that_can_move(modulatio
 def test_repr_says_what_it_is():
     shown = repr(make(targets=("gate", "down"), modulation="additive"))
     assert "rank=4, targets=gate,down, modulation=additive, residual=modulate, mode=student" in shown
+
+
+CASTS = {
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "to a dtype": lambda module: module.to(torch.bfloat16),
+    "to a dtype and a device": lambda module: module.to("cpu", torch.float16),
+    "double": lambda module: module.double(),
+    "to the like of a tensor": lambda module: module.to(torch.zeros(1, dtype=torch.float16)),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_of_the_model_around_it_changes_no_number(cast):
+    adapter = shaken(make())
+    adapter.A.grad = torch.full_like(adapter.A, 1 / 3)
+    before, gradient = {name: p.clone() for name, p in adapter.named_parameters()}, adapter.A.grad.clone()
+    around = torch.nn.ModuleDict({"npt": adapter, "base": torch.nn.Linear(2, 2)})
+    CASTS[cast](around)
+    assert around["base"].weight.dtype != torch.float32
+    for name, parameter in adapter.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, before[name]), name
+    assert torch.equal(adapter.A.grad, gradient)
+
+
+def test_it_moves_with_the_model_around_it_whatever_that_is_cast_to():
+    adapter = make().to("meta", torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in adapter.parameters()} == {("meta", torch.float32)}

@@ -66,6 +66,24 @@ class TestRoundTrip:
         got = adapter_parameters(other)["model.layers.1.npt.A"].view(-1)[:4]
         assert torch.equal(got.view(torch.int32), extreme.view(torch.int32))
 
+    def test_a_student_cast_to_16_bit_behind_attach_saves_what_loads_with_the_same_numbers(self, load_model, tmp_path):
+        model = load_model(None)
+        npt.attach(model, CONFIG)
+        before = values(model)
+        model.to(torch.bfloat16)
+        npt.save_adapter(model, tmp_path / "adapter")
+        other = load_model(None).to(torch.bfloat16)
+        npt.load_adapter(other, tmp_path / "adapter")
+        assert same(values(other), before)
+
+    def test_an_adapter_that_is_not_fp32_is_refused_by_name_and_nothing_is_written(self, load_model, tmp_path):
+        model = student(load_model)
+        parameter = adapter_parameters(model)["model.layers.1.npt.A"]
+        parameter.data = parameter.data.half()  # behind the back of the module
+        with pytest.raises(AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, an adapter is fp32"):
+            npt.save_adapter(model, tmp_path / "adapter")
+        assert list(tmp_path.iterdir()) == []
+
     def test_adapters_of_the_same_configuration_are_overwritten(self, load_model, saved):
         other = student(load_model, seed=5)
         npt.load_adapter(other, saved)

@@ -93,7 +93,8 @@ class TestAudit:
         model = load_model(quantization)
         npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
         audit_precision(model)
-        model.model.layers[2].npt.to(torch.bfloat16)
+        for parameter in model.model.layers[2].npt.parameters():
+            parameter.data = parameter.data.bfloat16()  # a cast of the module leaves them fp32
         with pytest.raises(PrecisionError, match=r"adapter model\.layers\.2\.npt\.A is bfloat16 \(and 6 more\)"):
             audit_precision(model)
 
