@@ -43,6 +43,7 @@ from npt.data.sample import Sample
 from npt.data.samples import cut, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, NotSupportedError, NumericalError
+from npt.random_state import kept_random_state
 
 HELDOUT_ONE_IN = 8
 """Batches that choose ridge and steps instead of being fitted."""
@@ -51,6 +52,7 @@ TOKENS_PER_RANK = 4
 """Fitted tokens that a rank needs at least: each row of B is a regression on R codes."""
 
 
+@kept_random_state()
 def calibrate(
     model: PreTrainedModel,
     tokenizer: Any,

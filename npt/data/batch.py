@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from npt.data.sample import IGNORE_INDEX, Sample
 
-_FIELDS = ("input_ids", "attention_mask", "position_ids", "labels", "valid_index", "documents")
 _FOUND = ("scored_index", "document_lengths", "scored_lengths")
 
 
@@ -26,6 +25,7 @@ class Batch:
     documents: [B, T] int64, the number of each token's document in its row, where any row has several; attention stays inside.
     valid_index: [N] int64, where in the flattened [B * T] the valid tokens stand. Made on the host, so that no device has
         to be asked how many there are; what the properties find is likewise found on the host, and taken along by `to`.
+    offset: how many samples the run had drawn before these. With their ids it names the random numbers that training draws for them.
     """
 
     input_ids: Tensor
@@ -35,6 +35,23 @@ class Batch:
     valid_index: Tensor
     sample_ids: tuple[str, ...]
     documents: Tensor | None = None
+    offset: int = 0
+
+    @property
+    def row_tensors(self) -> dict[str, Tensor]:
+        """Every tensor [B, T] that this batch has, by its name: all that has to be copied of it, or written down."""
+        return {name: getattr(self, name) for name in ROW_TENSORS if getattr(self, name) is not None}
+
+    def with_rows(self, tensors: Mapping[str, Tensor], sample_ids: tuple[str, ...]) -> Batch:
+        """This batch with other `row_tensors`; one that is not given is None.
+
+        Args:
+            tensors: of them all, [B, T] on the host.
+            sample_ids: of their rows.
+        """
+        valid = tensors["attention_mask"].flatten().nonzero().squeeze(-1)
+        changed: dict[str, Any] = {**dict.fromkeys(ROW_TENSORS), **tensors}
+        return replace(self, **changed, valid_index=valid, sample_ids=sample_ids)
 
     @property
     def tokens(self) -> int:
@@ -75,8 +92,8 @@ class Batch:
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """With every tensor changed, those that the properties find among them."""
         found = {name: change(getattr(self, name)) for name in _FOUND}
-        fields: dict[str, Any] = {name: change(getattr(self, name)) for name in _FIELDS if getattr(self, name) is not None}
-        changed = replace(self, **fields)
+        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.row_tensors.items()}
+        changed = replace(self, **tensors, valid_index=change(self.valid_index))
         vars(changed).update(found)
         return changed
 
@@ -85,6 +102,10 @@ class Batch:
         starts[:, 1:] = ~_follows(self.attention_mask, self.position_ids, 1)
         documents = starts.flatten().cumsum(dim=0)[index]
         return torch.unique_consecutive(documents, return_counts=True)[1]
+
+
+ROW_TENSORS = tuple(f.name for f in fields(Batch) if "Tensor" in str(f.type) and f.name != "valid_index")
+"""Fields of a batch that are tensors [B, T]; told from the class, so that whoever copies them leaves none out."""
 
 
 def collate(samples: Sequence[Sample], pad_id: int, *, side: str = "right", length: int | None = None) -> Batch:
@@ -127,6 +148,13 @@ def _restarting(positions: Tensor, documents: Tensor) -> Tensor:
     fresh = documents[:, 1:] != documents[:, :-1]
     starts[:, 1:] = torch.where(fresh, positions[:, 1:], 0)
     return positions - starts.cummax(dim=-1).values
+
+
+def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
+    """`Batch.documents` as positions [B, T] tell them, which restart with each document; None where no row has several."""
+    valid = attention_mask.bool()
+    documents = torch.where(valid, (valid & (position_ids == 0)).cumsum(dim=-1) - 1, 0)
+    return documents if bool(documents.any()) else None
 
 
 def batch_from_tensors(input_ids: Tensor, attention_mask: Tensor, sample_ids: tuple[str, ...] | None = None) -> Batch:

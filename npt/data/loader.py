@@ -29,17 +29,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands in its data: the epoch and place of either source, and how many samples were drawn."""
+    """Where a run stands in its data: the epoch and place of either source, and how many samples were drawn. begun: samples of the
+    first epoch that the run has begun behind."""
 
     epoch: int = 0
     place: Place = field(default_factory=Place)
     replay_epoch: int = 0
     replay_place: Place = field(default_factory=Place)
     drawn: int = 0
+    begun: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "place": list(self.place), "replay_place": list(self.replay_place)}
+        """For JSON. `begun` is in it where it is not 0, as in all positions of earlier versions."""
+        values = {**asdict(self), "place": list(self.place), "replay_place": list(self.replay_place)}
+        return values if self.begun else {name: value for name, value in values.items() if name != "begun"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
@@ -86,17 +89,22 @@ class Loader:
         self._batch_size, self._pad_id, self._side, self._epochs = batch_size, pad_id, side, epochs
         self._share, self._seed, self._pin = replay_share if replay is not None else 0.0, seed, pin
 
-    def count(self, limit: int | None = None) -> int | None:
-        """Batches of all epochs, counted no further than `limit`; None where only reading on would tell."""
-        size = self.samples.count(None if limit is None else limit * self._batch_size)
+    def count(self, limit: int | None = None, begun: int = 0) -> int | None:
+        """Batches of all epochs, counted no further than `limit`; None where only reading on would tell.
+
+        Args:
+            limit: what is enough.
+            begun: samples of the first epoch that the run begins behind.
+        """
+        size = self.samples.count(None if limit is None else limit * self._batch_size + begun)
         if size is None:
             return None
         total = drawn = 0
-        for _ in range(self._epochs):
-            first = drawn
+        for epoch in range(self._epochs):
+            first, left = drawn, size if epoch else size - begun
             if not self._share:
-                drawn += size
-            for _ in range(size if self._share else 0):
+                drawn += left
+            for _ in range(left if self._share else 0):
                 drawn += self._replays_from(drawn) + 1
             total += math.ceil((drawn - first) / self._batch_size)
             if limit is not None and total >= limit:
@@ -127,7 +135,7 @@ class Loader:
             yield self._loaded(group, last)
 
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
-        batch = collate(group, self._pad_id, side=self._side)
+        batch = replace(collate(group, self._pad_id, side=self._side), offset=position.drawn - len(group))
         return Loaded(position.epoch, batch.pinned() if self._pin else batch, position)
 
     def _drawn(self, position: Position) -> Iterator[tuple[Sample, Position]]:

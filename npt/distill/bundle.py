@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from npt.config import QUANT_TYPES, NPTConfig, TrainConfig
-from npt.data.batch import Batch
+from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors, documents_of
 from npt.distill.checkpoint import OPTIMIZER_TENSORS
-from npt.distill.postmortem import ACCEPTED, BATCH_TENSORS, FORMAT, RECORD_NAME, STATE_NAME, WINDOW_NAME
-from npt.distill.random_state import read_random_state
+from npt.distill.postmortem import ACCEPTED, FORMAT, RECORD_NAME, STATE_NAME, WINDOW_NAME
 from npt.distill.schedule import kind_of_run, rate_at
 from npt.distill.transaction import Kept, Refusal
 from npt.errors import BundleError, ConfigError
 from npt.health.record import Record
+from npt.random_state import read_random_state
 from npt.stored import Header, check_entries, check_names, described, read_headers, read_json, read_tensors, shown
 
 KINDS = ("data", "loss", "gradient", "norm", "spike", "update")
 
 _RANDOM = "rng."
+_OPTIONAL = {f.name for f in fields(Batch) if f.default is None}
+_NO_DOCUMENTS = "its rows are packed, and the npt that wrote it left out where their documents end; that is told from the positions"
 _NUMBER = (int, float)
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "format": (int,),
@@ -36,6 +38,8 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "refusals": (list,),
     "sample_ids": (list,),
     "accepted_sample_ids": (list,),
+    "offsets": (list,),
+    "accepted_offsets": (list,),
     "history": (list,),
     "counters": (dict,),
     "schedule": (dict,),
@@ -102,7 +106,7 @@ class Bundle:
     step: applied steps behind the state. window: the micro-batches that ended the run. accepted: those of the last window of
     which nothing was refused. rate: learning rate of the window's step. samples_at_once: that the run computed of a micro-batch.
     limits: of the spike guard, None without one. headers: of `state.safetensors`. random_state: by `cpu`, `cuda.0` and so on. said:
-    `postmortem.json` as it stands.
+    `postmortem.json` as it stands. note: what an older bundle lacked and how it was made up for, None where nothing was.
     """
 
     folder: Path
@@ -121,6 +125,7 @@ class Bundle:
     headers: Mapping[str, Header]
     random_state: Mapping[str, Tensor]
     said: Mapping[str, Any]
+    note: str | None = None
 
     def kept(self, parameters: Mapping[str, Tensor]) -> Kept:
         """Adapters and optimizer state for a model's parameters, which they have to fit exactly.
@@ -166,7 +171,8 @@ def read_bundle(folder: str | Path) -> Bundle:
         raise BundleError(
             f"{path} is of format {shown(said.get('format'))}, this version reads {FORMAT}; replay it with the npt that wrote it"
         )
-    check_entries(path, "", {"samples_at_once": 1, **said}, _ENTRIES, BundleError)  # which older bundles do not have
+    newer = {"samples_at_once": 1, "offsets": [], "accepted_offsets": []}  # which older bundles do not have
+    check_entries(path, "", {**newer, **said}, _ENTRIES, BundleError)
     check_entries(path, "schedule.", said["schedule"], _SCHEDULE, BundleError)
     check_entries(path, "base.", said["base"], _BASE, BundleError)
     check_entries(path, "findings.", said["findings"], _FINDINGS, BundleError)
@@ -184,7 +190,11 @@ def read_bundle(folder: str | Path) -> Bundle:
     if said["record"] is not None:
         _check_record(path, said["record"])
     places = {str(index): ids for index, ids in enumerate(sample_ids)} | {f"accepted.{i}": ids for i, ids in enumerate(accepted_ids)}
-    batches = _batches(folder / WINDOW_NAME, places)
+    batches, note = _batches(folder / WINDOW_NAME, places)
+    offsets, accepted_offsets = (
+        _offsets(path, "offsets", said, len(sample_ids)),
+        _offsets(path, "accepted_offsets", said, len(accepted_ids)),
+    )
     train_config = _config(path, TrainConfig, said)
     headers = read_headers(folder / STATE_NAME, BundleError)
     return Bundle(
@@ -192,8 +202,8 @@ def read_bundle(folder: str | Path) -> Bundle:
         step=said["step"],
         reason=said["reason"],
         refusals=tuple(_refusal(path, entry, len(sample_ids)) for entry in said["refusals"]),
-        window=tuple(batches[str(index)] for index in range(len(sample_ids))),
-        accepted=tuple(batches[f"accepted.{index}"] for index in range(len(accepted_ids))),
+        window=tuple(replace(batches[str(index)], offset=offset) for index, offset in enumerate(offsets)),
+        accepted=tuple(replace(batches[f"accepted.{index}"], offset=offset) for index, offset in enumerate(accepted_offsets)),
         adapter_config=_config(path, NPTConfig, said),
         train_config=train_config,
         rate=_rate(path, said, train_config),
@@ -204,6 +214,7 @@ def read_bundle(folder: str | Path) -> Bundle:
         headers=headers,
         random_state=_random_state(folder / STATE_NAME, headers),
         said=said,
+        note=note,
     )
 
 
@@ -281,29 +292,47 @@ def _limits(path: Path, limits: Sequence[Any] | None) -> tuple[float, float] | N
     return loss, norm
 
 
-def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> dict[str, Batch]:
-    """The batch at every place, which has the samples that are named."""
+def _offsets(path: Path, key: str, said: Mapping[str, Any], count: int) -> list[int]:
+    """Of so many micro-batches; 0 in a bundle that is older than this entry."""
+    offsets = said.get(key, [0] * count)
+    if len(offsets) != count or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets):
+        _refuse(path, f"{key} is {shown(offsets)}, expected {count} numbers from 0 on")
+    return list(offsets)
+
+
+def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Batch], str | None]:
+    """The batch at every place, which has the samples that are named; and what had to be made up for."""
     headers = read_headers(path, BundleError)
-    check_names(path, headers, [f"{place}.{name}" for place in places for name in BATCH_TENSORS], BundleError)
+    stored = {place: [name for name in ROW_TENSORS if name not in _OPTIONAL or f"{place}.{name}" in headers] for place in places}
+    check_names(path, headers, [f"{place}.{name}" for place in places for name in stored[place]], BundleError)
     for place, sample_ids in places.items():
         shape = headers[f"{place}.input_ids"][1]
-        for name in BATCH_TENSORS:
+        for name in stored[place]:
             header = headers[f"{place}.{name}"]
             if header != ("I64", shape) or len(shape) != 2 or 0 in shape:
                 _refuse(path, f"{place}.{name} is {described(header)}, expected I64 [B, T] like input_ids {list(shape)}")
         if shape[0] != len(sample_ids):
             _refuse(path, f"{place}.input_ids has {shape[0]} rows, but {len(sample_ids)} samples are named")
     tensors = read_tensors(path, headers, BundleError)
-    batches = {}
+    batches, note = {}, None
     for place, sample_ids in places.items():
-        parts = {name: tensors[f"{place}.{name}"] for name in BATCH_TENSORS}
-        mask, positions, length = parts["attention_mask"], parts["position_ids"], parts["input_ids"].shape[1]
-        if bool(((mask != 0) & (mask != 1)).any()):
-            _refuse(path, f"{place}.attention_mask holds numbers other than 0 and 1")
-        if bool(((positions < 0) | (positions >= length)).any()):
-            _refuse(path, f"{place}.position_ids holds positions outside [0, {length})")
-        batches[place] = Batch(valid_index=mask.flatten().nonzero().squeeze(-1), sample_ids=sample_ids, **parts)
-    return batches
+        parts = {name: tensors[f"{place}.{name}"] for name in stored[place]}
+        _check_numbers(path, place, parts)
+        if "documents" not in parts:
+            documents = documents_of(parts["position_ids"], parts["attention_mask"])
+            if documents is not None:
+                parts["documents"], note = documents, _NO_DOCUMENTS
+        batches[place] = batch_from_tensors(parts["input_ids"], parts["attention_mask"], sample_ids).with_rows(parts, sample_ids)
+    return batches, note
+
+
+def _check_numbers(path: Path, place: str, parts: Mapping[str, Tensor]) -> None:
+    mask, length = parts["attention_mask"], parts["input_ids"].shape[1]
+    if bool(((mask != 0) & (mask != 1)).any()):
+        _refuse(path, f"{place}.attention_mask holds numbers other than 0 and 1")
+    for name, what in (("position_ids", "positions"), ("documents", "numbers of documents")):
+        if name in parts and bool(((parts[name] < 0) | (parts[name] >= length)).any()):
+            _refuse(path, f"{place}.{name} holds {what} outside [0, {length})")
 
 
 def _random_state(path: Path, headers: Mapping[str, Header]) -> dict[str, Tensor]:

@@ -1,8 +1,12 @@
-"""The calibrated start of a run: which data it is solved on, and when it is left out."""
+"""The calibrated start of a run: which samples it is solved on, and where in the data training then begins.
+
+It is solved on the first samples of the first epoch, and training begins behind them: its first losses would else be those of tokens that
+were fitted, half of what later ones are. Where too little would be left, training begins with them all the same, and says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,42 +15,93 @@ from transformers import LlamaForCausalLM
 from npt.adapters.attach import at_random_start, attached_config
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
-from npt.config import DataConfig, TrainConfig
-from npt.data.samples import Samples
-from npt.data.source import Record
+from npt.config import TrainConfig
+from npt.data.loader import Position
+from npt.data.sample import Sample
+from npt.data.samples import Samples, within
+
+LEFT_OUT = 0.1
+"""Share of what there is to train on that is left out, at most, because the start was solved on it."""
+
+
+def is_solved(model: LlamaForCausalLM) -> bool:
+    """Whether a run on this model solves its start: asked for, and nothing was done to the adapters yet."""
+    return attached_config(model).init == "calibrated" and at_random_start(model)
+
+
+def solved_on(samples: Samples, tokens: int, vocab_size: int) -> tuple[list[Sample], Position]:
+    """The samples that a start is solved on, the first ones in the order of the first epoch, and the position behind them.
+
+    Held-out samples are never among them, and equal settings and seeds give equal ones.
+
+    Args:
+        samples: of the run, but not its own: what is read here is not what the run has read.
+        tokens: to use, of samples within the vocabulary.
+        vocab_size: V.
+    """
+    found: list[Sample] = []
+    position, left = Position(), tokens
+    for sample, place in samples.walk(0):
+        position = Position(place=place, begun=position.begun + 1)
+        for usable in within([sample], vocab_size):
+            found.append(usable)
+            left -= len(usable.input_ids)
+        if left < 2:  # what calibration stops at
+            break
+    return found, position
+
+
+def leaves_enough(samples: Samples, behind: Position, steps: int | None, config: TrainConfig, window_size: int) -> bool:
+    """Whether a run can begin behind the samples that its start was solved on.
+
+    Args:
+        samples: as for `solved_on`.
+        behind: the position behind them.
+        steps: that the run would then have, None where unknown.
+        config: of the run; `max_steps` can be kept, or a tenth of the samples is left out at most.
+        window_size: micro-batches of a step.
+    """
+    if not samples.sized:  # a stream is long, if it goes on at all
+        return next(samples.walk(0, behind.place), None) is not None
+    assert steps is not None
+    return steps == config.max_steps or behind.begun <= LEFT_OUT * (behind.begun + steps * window_size * config.batch_size)
+
+
+def where_training_begins(position: Position, calibration: Calibration) -> str:
+    """What to say of it.
+
+    Args:
+        position: that training begins at.
+        calibration: of the start.
+    """
+    if position.begun:
+        return f"training begins behind the {position.begun} samples that the start was solved on"
+    mean = sum(calibration.nmse.values()) / len(calibration.nmse)
+    return (
+        "there are too few samples to leave those out that the start was solved on, so the first losses are those of tokens that were "
+        f"fitted; of tokens that were not the layers' NMSE is {mean:.4g}"
+    )
 
 
 def calibrated_start(
-    model: LlamaForCausalLM,
-    tokenizer: Any,
-    data: Iterable[Record],
-    config: TrainConfig,
-    data_config: DataConfig,
-    *,
-    hold_out: bool,
-    batch_size: int,
-    console: Console,
+    model: LlamaForCausalLM, tokenizer: Any, samples: Sequence[Sample], config: TrainConfig, *, batch_size: int, console: Console
 ) -> Calibration | None:
     """Calibrate the attached adapters where their configuration asks for it and nothing has been done to them yet.
 
-    The tokens are the first of the run's own samples in the order of its first epoch: held-out samples are never among them, and
-    equal settings and seeds give equal adapters.
-
     Args:
         model: with adapters attached. Adapters that were loaded or calibrated before are left as they are.
-        tokenizer, data, data_config: of the run.
+        tokenizer: of the run.
+        samples: from `solved_on`.
         config: `calibration_tokens`, `calibration_inputs`, `calibration_rounds`, `rank_budget`, `seed`.
-        hold_out: whether the run leaves out one sample in twenty of its data.
         batch_size: samples at a time.
         console: for estimate, progress and table.
     """
-    if attached_config(model).init != "calibrated" or not at_random_start(model):
+    if not is_solved(model):
         return None
-    samples = Samples(data, tokenizer, data_config, seed=config.seed, hold_out=hold_out)
     calibration = calibrate(
         model,
         tokenizer,
-        samples.epoch(0),
+        samples,
         config.calibration_tokens,
         inputs=config.calibration_inputs,
         rounds=config.calibration_rounds,

@@ -32,13 +32,13 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_shapes, attached_config
 from npt.adapters.io import base_mismatch, read_adapter, save_adapter
 from npt.data.loader import Position
-from npt.distill.random_state import read_random_state
 from npt.distill.spikes import HISTORY
 from npt.distill.transaction import Kept, Transaction
 from npt.errors import CheckpointError
 from npt.fidelity.evaluate import Fidelity
 from npt.files import new_folder, write_json
 from npt.quant.identity import BaseIdentity
+from npt.random_state import read_random_state
 from npt.stored import Header, check_entries, check_names, described, read_headers, read_json, read_tensors, shown
 
 FORMAT = 1
@@ -308,9 +308,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_position(values: Mapping[str, Any]) -> None:
-    if Position.from_dict(dict(values)).as_dict() != values:
+    position = Position.from_dict(dict(values))
+    if position.as_dict() != values:
         raise ValueError(f"position {values}")
-    numbers = [*values["place"], *values["replay_place"], values["epoch"], values["replay_epoch"], values["drawn"]]
+    numbers = [*values["place"], *values["replay_place"], position.epoch, position.replay_epoch, position.drawn, position.begun]
     if not all(map(_is_count, numbers)):
         raise ValueError(f"position {numbers}")
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, npt_layers
@@ -25,7 +25,6 @@ from npt.data.loader import Position
 from npt.distill.passes import Passes, added, tried
 from npt.distill.postmortem import Situation, write_postmortem
 from npt.distill.progress import ProgressDisplay
-from npt.distill.random_state import random_state, set_random_state
 from npt.distill.ranks import Ranks, rank_failure, reason_of
 from npt.distill.run_folder import RunFolder
 from npt.distill.signals import StopOnSignal
@@ -34,7 +33,7 @@ from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import REPORTED, MicroBatch, Strategy
 from npt.distill.trackers import Trackers
-from npt.distill.transaction import EXACT, FAILED, HISTORY, Refusal, S, Trace, Transaction, WindowResult
+from npt.distill.transaction import EXACT, FAILED, HISTORY, Refusal, S, Trace, Transaction, WindowResult, draws_of
 from npt.errors import StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
@@ -170,25 +169,22 @@ class Loop:
 
     def _fill_window(self, window: Window | None) -> None:
         """Compute this rank's micro-batches of it. Where a signal comes in front of its end it has not happened, on any rank."""
-        before = random_state()
         if window is None:  # the data are used up, or a signal ended their preparation
             if self.stop.number is not None and self._failure is None:
                 self.transaction.halt(self.stop.number)
             return
-        while not self._filled(window, before):
+        while not self._filled(window):
             self.transaction.abandon()
             if self.ranks.size == 1:  # several have to meet where results are read
                 self.settle()  # which frees what is kept of the windows in flight
-            set_random_state(before)
 
-    def _filled(self, window: Window, before: dict[str, Tensor]) -> bool:
+    def _filled(self, window: Window) -> bool:
         """False where memory ran out. The window is to be begun again then, with fewer samples at once: all of it is computed alike."""
         for index, batch in enumerate(window.batches):
             if self._failure is not None:
                 break
             if self.stop.number is not None:
                 self.transaction.halt(self.stop.number)
-                set_random_state(before)
                 break
             if index % self.ranks.size != self.ranks.rank:
                 self.transaction.pass_over()
@@ -261,6 +257,11 @@ class Loop:
             fill: Callable[[], MicroBatch] = partial(fill_gradients, self.strategy, self.model, part, config)
             sums.append((fill if index is None else self.recording.around(fill, self.model, part, index))())
         return added(sums)
+
+    def _fill_again(self, batch: Batch, config: TrainConfig) -> MicroBatch:
+        """The same outside the transaction, with the random numbers that it was computed with there."""
+        with draws_of(config.seed, batch.sample_ids, batch.offset):
+            return self._fill(batch, config)
 
     @property
     def _coming_step(self) -> int:
@@ -350,7 +351,7 @@ class Loop:
         situation = Situation(
             model=self.model,
             transaction=self.transaction,
-            fill=partial(self._fill, config=stage.config),
+            fill=partial(self._fill_again, config=stage.config),
             window=window.batches,
             result=result,
             accepted=() if self._accepted is None else self._accepted.batches,
@@ -551,7 +552,8 @@ def new_transaction(
         parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
     )
     spikes = SpikeGuard(config.spike_sigmas) if config.skip_spikes else None
-    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes, ranks=ranks, report=attrgetter("report"))
+    report = attrgetter("report")
+    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes, ranks=ranks, report=report, seed=config.seed)
 
 
 def fill_gradients(strategy: Strategy, model: PreTrainedModel, batch: Batch, config: TrainConfig) -> MicroBatch:
@@ -574,7 +576,7 @@ def try_micro_batch(transaction: Transaction[S], batch: Batch, vocab_size: int, 
     if fault is not None:
         transaction.refuse(fault, batch.sample_ids)
     else:
-        transaction.micro_batch(fill, batch.sample_ids)
+        transaction.micro_batch(fill, batch.sample_ids, batch.offset)
 
 
 def bad_in_a_row(before: int, result: WindowResult[Any]) -> tuple[int, int]:

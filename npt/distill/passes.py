@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import reduce
 from operator import add
 from typing import TypeVar
@@ -105,18 +105,8 @@ def _rows(batch: Batch, rows: slice) -> Batch:
     """Some rows of a batch, without the columns that are padding in all of them."""
     filled = batch.attention_mask[rows].any(dim=0).nonzero()
     columns = slice(int(filled[0]), int(filled[-1]) + 1) if len(filled) else slice(None)
-    ids, mask, positions, labels = (
-        getattr(batch, name)[rows, columns].clone() for name in ("input_ids", "attention_mask", "position_ids", "labels")
-    )
-    documents = None if batch.documents is None else batch.documents[rows, columns].clone()
-    part = replace(
-        batch,
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        labels=labels,
-        valid_index=mask.flatten().nonzero().squeeze(-1),
-        sample_ids=batch.sample_ids[rows],
-        documents=documents if documents is not None and bool(documents.any()) else None,
-    )
+    tensors = {name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()}
+    if "documents" in tensors and not bool(tensors["documents"].any()):
+        del tensors["documents"]
+    part = batch.with_rows(tensors, batch.sample_ids[rows])
     return part.pinned() if batch.input_ids.is_pinned() else part  # so that it is on its way to the device while the host goes on

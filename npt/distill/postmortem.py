@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_parameters
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.random_state import random_state
 from npt.distill.schedule import kind_of_run, rate_at
 from npt.distill.strategies import MicroBatch
 from npt.distill.transaction import Kept, Refusal, Trace, Transaction, WindowResult
@@ -34,10 +33,10 @@ from npt.health.trace import trace
 from npt.health.verdict import Verdict
 from npt.quant.identity import base_hash
 from npt.quant.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
+from npt.random_state import kept_random_state, random_state
 
 FORMAT = 1
 STATE_NAME, WINDOW_NAME, RECORD_NAME = "state.safetensors", "window.safetensors", "postmortem.json"
-BATCH_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 ACCEPTED = 4
 """Micro-batches at most that are kept of the last window in which nothing was refused, for comparison."""
@@ -146,7 +145,7 @@ def untouched(model: PreTrainedModel) -> Iterator[None]:
     try:
         for p in parameters:
             p.grad = None
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with kept_random_state():
             yield
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
@@ -164,6 +163,8 @@ def _known(situation: Situation) -> dict[str, Any]:
         "refusals": [asdict(r) for r in result.refusals],
         "sample_ids": [list(b.sample_ids) for b in situation.window],
         "accepted_sample_ids": [list(b.sample_ids) for b in situation.accepted[:ACCEPTED]],
+        "offsets": [b.offset for b in situation.window],
+        "accepted_offsets": [b.offset for b in situation.accepted[:ACCEPTED]],
         "history": [asdict(t) for t in situation.transaction.history],
         "counters": dict(situation.counters),
         "schedule": {
@@ -212,7 +213,7 @@ def _state(situation: Situation) -> dict[str, Tensor]:
 def _tokens(situation: Situation) -> dict[str, Tensor]:
     named = [(str(index), batch) for index, batch in enumerate(situation.window)]
     named += [(f"accepted.{index}", batch) for index, batch in enumerate(situation.accepted[:ACCEPTED])]
-    return {f"{place}.{name}": _stored(getattr(batch, name)) for place, batch in named for name in BATCH_TENSORS}
+    return {f"{place}.{name}": _stored(tensor) for place, batch in named for name, tensor in batch.row_tensors.items()}
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -17,13 +17,13 @@ from npt.data.batch import Batch
 from npt.distill.bundle import Bundle
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
 from npt.distill.passes import Passes, added
-from npt.distill.random_state import set_random_state
 from npt.distill.strategies import MicroBatch, drive
-from npt.distill.transaction import Kept, Refusal, Trace
+from npt.distill.transaction import Kept, Refusal, Trace, draws_of
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.health.guards import base_fault, moments_fault, tensor_fault
 from npt.quant.identity import base_hash
 from npt.quant.load import load_base, load_teacher
+from npt.random_state import kept_random_state, set_random_state
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,12 @@ class Rebuilt:
         set_random_state(self.bundle.random_state)
 
     def fill(self, batch: Batch) -> MicroBatch:
-        """Gradients and sums of one micro-batch, in the parts that the run computed it in: an overflow may be a matter of their size."""
+        """Gradients and sums of one micro-batch, with the random numbers that the run drew for it and in the parts that it was computed
+        in there: an overflow may be a matter of their size."""
         strategy, config = partial(drive, teacher=self._teacher), self.bundle.train_config
         parts = Passes(self.bundle.samples_at_once).parts(batch)
-        return added([fill_gradients(strategy, self.model, part, config) for part in parts])
+        with draws_of(config.seed, batch.sample_ids, batch.offset):
+            return added([fill_gradients(strategy, self.model, part, config) for part in parts])
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
         """One window through a transaction of its own, as the run would have taken it; the state is restored around it.
@@ -126,7 +128,7 @@ def rebuilt(bundle: Bundle, *, model_name: str | None = None, device: str | torc
         ConfigError: there is no such kind of device.
     """
     precision = torch.get_float32_matmul_precision()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with kept_random_state():
         try:
             torch.set_float32_matmul_precision(bundle.base.matmul_precision)
             name = model_name if model_name is not None else bundle.base.name

@@ -106,6 +106,7 @@ class Replay:
             "bundle": str(self.bundle.folder),
             "step": self.bundle.step,
             "reason": self.bundle.reason,
+            "note": self.bundle.note,
             "classification": self.classification,
             "reproduced": self.reproduced,
             "recorded": [asdict(r) for r in self.bundle.refusals],
@@ -132,6 +133,7 @@ class Replay:
         lines = [
             f"{self.bundle.folder}: stopped after step {self.bundle.step}, {self.bundle.reason}",
             f"base {base.name} ({base.hash[:12]}), recorded on {self.bundle.device}, replayed on {self.device}",
+            *([self.bundle.note] if self.bundle.note else []),
             *(f"  {name} was {then}, is {now}" for name, (then, now) in _differing(self.bundle.said["versions"]).items()),
             *_listed("recorded", self.bundle.refusals),
             *_listed("replayed", self.found),
@@ -191,7 +193,7 @@ class BatchReplay:
     """One micro-batch in the bundle's state.
 
     fault: what the check on the host finds; nothing is computed then. loss: mean per valid token. layer_nmse: by layer, likewise.
-    gradient_norms: by tensor, of the summed loss.
+    gradient_norms: by tensor, of the summed loss. note: the bundle's.
     """
 
     micro_batch: int
@@ -202,6 +204,7 @@ class BatchReplay:
     layer_nmse: Mapping[int, float] | None = None
     gradient_norms: Mapping[str, float] | None = None
     verdict: Verdict | None = None
+    note: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": None if self.verdict is None else self.verdict.as_dict()}
@@ -214,6 +217,7 @@ class BatchReplay:
         return "\n".join(
             [
                 head,
+                *([self.note] if self.note else []),
                 f"loss per token {self.loss:.6g}",
                 *(f"layer {index:3} NMSE {value:.6g}" for index, value in self.layer_nmse.items()),
                 *(f"{name:{width}} gradient norm {value:.6g}" for name, value in self.gradient_norms.items()),
@@ -292,6 +296,7 @@ def replay_batch(
             layer_nmse=dict(zip(layers, (sums.layer_nmse / sums.tokens).tolist(), strict=True)),
             gradient_norms=norms,
             verdict=_verdict(state, micro_batch, exploded),
+            note=bundle.note,
         )
 
 

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
-from npt.distill.strategies import Strategy
+from npt.distill.strategies import MicroBatch, Strategy
+from npt.distill.transaction import draws_of
 from npt.errors import SmokeTestError
+from npt.random_state import kept_random_state
 
 DESCENT_STEPS = 3
 
@@ -26,6 +28,7 @@ DESCENT_STEPS = 3
 DESCENT_RATE = 1e-4
 
 
+@kept_random_state()
 def smoke_test(model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig) -> str:
     """Run the test on `batch`; return the verdict as one line.
 
@@ -78,8 +81,14 @@ def _descend(model: PreTrainedModel, batch: Batch, strategy: Strategy, config: T
     for _ in range(DESCENT_STEPS):
         optimizer.step()
         optimizer.zero_grad()
-        loss = float(strategy(model, batch, config).loss) / batch.tokens
+        loss = float(_computed(model, batch, strategy, config).loss) / batch.tokens
     return loss
+
+
+def _computed(model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig) -> MicroBatch:
+    """With the same random numbers each time: a base that draws would have another loss after the steps for that alone."""
+    with draws_of(config.seed, batch.sample_ids, batch.offset):
+        return strategy(model, batch, config)
 
 
 def _forward_and_backward(model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig) -> float:
@@ -90,7 +99,7 @@ def _forward_and_backward(model: PreTrainedModel, batch: Batch, strategy: Strate
             # Anomaly mode announces itself, and a fault with the forward's traceback; the error below says it in a line.
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=True):
-                sums = strategy(model, batch.to(device), config)
+                sums = _computed(model, batch.to(device), strategy, config)
     except RuntimeError as error:
         if "nan" not in str(error).lower():
             raise

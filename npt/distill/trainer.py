@@ -41,16 +41,16 @@ from npt.cost.measure import storage_bytes, tensors_of
 from npt.cost.memory import MemoryPlan, shown
 from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.loader import Ahead, Loaded, Loader, Position
+from npt.data.sample import Sample
 from npt.data.samples import Samples, evaluation_samples, no_sample
 from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
-from npt.distill.calibrated_start import calibrated_start
+from npt.distill.calibrated_start import calibrated_start, is_solved, leaves_enough, solved_on, where_training_begins
 from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
 from npt.distill.loop import Loop, Window
 from npt.distill.passes import Passes, tried
 from npt.distill.plan import Planner
 from npt.distill.progress import ProgressDisplay
-from npt.distill.random_state import random_state, set_random_state
 from npt.distill.ranks import Ranks, join_ranks
 from npt.distill.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.distill.run_folder import (
@@ -89,6 +89,7 @@ from npt.quant.errors import product_errors
 from npt.quant.identity import base_hash, base_identity
 from npt.quant.load import COMPUTE, TEACHERS
 from npt.quant.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
+from npt.random_state import random_state, set_random_state
 from npt.stored import read_json
 
 MODULATION_SAMPLES = 8
@@ -274,9 +275,10 @@ class Trainer:
         self._prepare_data(data, eval_data)
         self.loader = self._make_loader(replay_data)
         self.data_identity = self._identify_data()
-        self._coming: Iterator[Loaded] = self.loader.batches(Position() if self._checkpoint is None else self._checkpoint.position)
         self._counted_from = self._last_change()
-        self.total_steps = self._total_steps()
+        self._solved_on: list[Sample] = []
+        self.start, self.total_steps = self._choose_start()
+        self._coming: Iterator[Loaded] = self.loader.batches(self.start)
         self.stages = stages_of(config, self.total_steps)
         self.stop = StopOnSignal()
         self.passes, self._evaluated_at_once = Passes(config.batch_size), Passes(config.batch_size)
@@ -420,11 +422,23 @@ class Trainer:
             check_same_data(self._checkpoint.record["data"], identity)
         return identity
 
-    def _total_steps(self) -> int | None:
-        """Optimizer steps of the run, as far as it can be known before it."""
+    def _choose_start(self) -> tuple[Position, int | None]:
+        """Where in the data this process begins, and how many steps the run then has."""
+        if self._checkpoint is not None:
+            return self._checkpoint.position, self._total_steps(self._checkpoint.position)
+        if is_solved(self.model):
+            samples = Samples(self._data, self.tokenizer, self.data_config, seed=self.config.seed, hold_out=self.samples.hold_out)
+            self._solved_on, behind = solved_on(samples, self.config.calibration_tokens, self.model.config.vocab_size)
+            steps = self._total_steps(behind)
+            if leaves_enough(samples, behind, steps, self.config, self.window_size):
+                return behind, steps
+        return Position(), self._total_steps(Position())
+
+    def _total_steps(self, start: Position) -> int | None:
+        """Optimizer steps of a run that begins there, as far as it can be known before it."""
         c, made, tried = self.config, self._counted_from["steps"], self._counted_from["micro_batches"]
         left = None if c.max_steps is None else max(0, c.max_steps - made)
-        micro_batches = self.loader.count(None if left is None else tried + left * self.window_size)
+        micro_batches = self.loader.count(None if left is None else tried + left * self.window_size, start.begun)
         if micro_batches is None:
             return c.max_steps
         steps = made + math.ceil(max(0, micro_batches - tried) / self.window_size)
@@ -462,6 +476,7 @@ class Trainer:
 
     def _train(self) -> TrainResult:
         say = self._say
+        torch.manual_seed(self.config.seed)  # training does not draw from it, and what else does draws the same in every process
         require(tensor_fault(adapter_parameters(self.model)))
         require(base_fault(self.model))
         if self.teacher is not None:
@@ -549,22 +564,14 @@ class Trainer:
             passes = Passes(min(self.config.batch_size, self.passes.samples))
             self.calibration = self._fitting(partial(self._solve_start, passes), passes, self._first_batch(), "the calibration")
         if self.calibration is not None:
+            self._say(where_training_begins(self.start, self.calibration))
             self._share_start()
             self.adapter_config = attached_config(self.model)
             self._agree()
 
     def _solve_start(self, passes: Passes) -> Calibration | None:
         """In batches of as many samples as `passes` says; until all is solved the adapters are as they were."""
-        return calibrated_start(
-            self.model,
-            self.tokenizer,
-            self._data,
-            self.config,
-            self.data_config,
-            hold_out=self.samples.hold_out,
-            batch_size=passes.samples,
-            console=self.console,
-        )
+        return calibrated_start(self.model, self.tokenizer, self._solved_on, self.config, batch_size=passes.samples, console=self.console)
 
     def _share_start(self) -> None:
         """What rank 0 has solved, on every rank. Each has solved it while it waited, but rounding is a matter of its cores and kernels."""
@@ -684,7 +691,7 @@ class Trainer:
             folder.event("memory", max_memory=self.config.max_memory, **self.memory.as_dict())
         self._report_lacks()
         if self.calibration is not None:
-            folder.event("calibration", **self.calibration.as_dict())
+            folder.event("calibration", **self.calibration.as_dict(), passed_over=self.start.begun)
         if self.resumed is not None:
             self._report_resumed(folder, self.resumed)
         if not self.deterministic:
@@ -750,7 +757,6 @@ class Trainer:
             self.ranks,
             self.passes,
         )
-        torch.manual_seed(c.seed)  # nothing draws from it, and a checkpoint that holds it is the same in every process
         if self._checkpoint is not None and self._state is not None and self.resumed is not None:
             self._state.restore(loop.transaction)
             loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)

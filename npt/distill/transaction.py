@@ -27,6 +27,15 @@ cannot go on, because a signal came or something failed, raises its hand in that
 if it had never been begun. A second sum, of one number per rank, follows the step: a fingerprint of what the step left behind. A
 step that is not finite on one rank, or not the same on all, is taken back on all. The host waits for neither sum. Counts and flags
 travel in fp32, which holds whole numbers exactly below `EXACT`.
+
+A base that draws random numbers (dropout, noise) must not draw other ones because something was refused before. To put the state
+back behind a refusal would do only where flags are read at once: where they come late the next micro-batches have drawn by then. So no
+micro-batch draws from where the one before it stopped. Each has numbers of its own (`draws_of`), named by the run's seed, by the place
+of its samples in the data and by their ids, and leaves the process's random state as it found it. They are the same whatever was
+refused, on whichever rank it is computed, after a resume, and when a refused one is looked into. It costs some 10 microseconds a
+micro-batch, less than 0.1% of one of two rows of 64 tokens of the embedded model, and no wait: CUDA's generators have their state on
+the host. Only torch's own generators are meant; a base that draws elsewhere (Python's random, numpy, a generator of its own) goes on
+drawing from where it was.
 """
 
 from __future__ import annotations
@@ -34,6 +43,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -43,6 +53,7 @@ from torch import Tensor, nn
 from npt.distill.ranks import Ranks
 from npt.distill.spikes import SpikeGuard
 from npt.errors import DataError, RankError
+from npt.random_state import named_draws, random_state, set_random_state
 
 
 class Sums(Protocol):
@@ -197,6 +208,7 @@ class Transaction(Generic[S]):
         spikes: refuse windows whose loss or norm leaves the range of the accepted ones; None refuses none.
         ranks: the processes that share the windows; default this one alone.
         report: of a micro-batch's sums, numbers [n] that are to be known with its window's result; they travel with the record.
+        seed: of the random numbers that micro-batches draw.
     """
 
     def __init__(
@@ -210,7 +222,9 @@ class Transaction(Generic[S]):
         spikes: SpikeGuard | None = None,
         ranks: Ranks | None = None,
         report: Callable[[S], Tensor] | None = None,
+        seed: int = 0,
     ):
+        self.seed = seed
         self.ranks = ranks if ranks is not None else Ranks()
         self.names = tuple(parameters)
         self.parameters = tuple(parameters.values())
@@ -253,20 +267,35 @@ class Transaction(Generic[S]):
         """Steps applied so far by the device's own count, for which this waits; results that nobody has asked for are included."""
         return int(self._steps)
 
-    def micro_batch(self, fill: Callable[[], S], sample_ids: tuple[str, ...] = ()) -> None:
+    def micro_batch(self, fill: Callable[[], S], sample_ids: tuple[str, ...] = (), offset: int = 0) -> None:
         """Run one micro-batch. `fill` does forward and backward of the summed loss into `.grad` and returns the sums.
 
         Nothing is read from the device. If `fill` raises, the micro-batch has not happened.
+
+        Args:
+            fill: computes it.
+            sample_ids: of what.
+            offset: where in the run's data these samples stand. With their ids it names the random numbers that `fill` draws: equal
+                ones are drawn at equal names. Without ids they are the process's own, of which a refused micro-batch gives back what
+                it drew only where flags are read at once.
         """
         for flat in self._scratch:
             flat.zero_()
         self._point_gradients_at(self._scratch_views)
-        sums = fill()
+        before = None if sample_ids else random_state()
+        try:
+            with draws_of(self.seed, sample_ids, offset) if sample_ids else nullcontext():
+                sums = fill()
+        except BaseException:
+            set_random_state(before or {})
+            raise
         norms = _norms(self._scratch_views)
         # The norm of norms is finite only if every norm is, and also catches squares that overflow in their sum alone.
         flag = torch.isfinite(sums.loss.to(self.home)) & torch.isfinite(torch.linalg.vector_norm(norms))
         for window, scratch in zip(self._window, self._scratch, strict=True):
             torch.where(flag.to(window.device), window + scratch, window, out=window)
+        if before is not None and not self.late and not bool(flag):
+            set_random_state(before)
         self._ran.append(_MicroBatch(sums, flag, norms, self._index, sample_ids))
         self._index += 1
 
@@ -661,6 +690,11 @@ class Transaction(Generic[S]):
     def _point_gradients_at(self, views: Iterable[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = view
+
+
+def draws_of(seed: int, sample_ids: tuple[str, ...], offset: int) -> AbstractContextManager[None]:
+    """A context in which the random numbers are those that training draws for a micro-batch; see `Transaction.micro_batch`."""
+    return named_draws("micro-batch", seed, offset, *sample_ids)
 
 
 def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:

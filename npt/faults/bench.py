@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attach, detach
+from npt.adapters.attach import adapter_parameters, attach, decoder_layers, detach
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.sample import Sample
@@ -44,7 +44,7 @@ class Setting:
 
     late: the reading mode of the transaction's flags. layers, targets: of the student. size: K. padding: the side it is on.
     rates: of the steps, where they are not to fall linearly from `learning_rate`. vocabulary: V, where it is not the embedded
-    model's.
+    model's. drawing: the embedded model draws random numbers in every forward.
     """
 
     late: bool = False
@@ -61,6 +61,7 @@ class Setting:
     learning_rate: float = 1e-2
     rates: tuple[float, ...] | None = None
     vocabulary: int | None = None
+    drawing: bool = False
 
     @property
     def train_config(self) -> TrainConfig:
@@ -98,6 +99,17 @@ def embedded() -> PreTrainedModel:
     return load_base("tiny", quantization="nf4", device="cpu")[0]
 
 
+def let_draw(model: PreTrainedModel) -> None:
+    """Dropout on what every attention gives, in every mode, and noise on the embeddings; the hooks stay."""
+
+    def drop(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (nn.functional.dropout(output[0], 0.1, training=True), *output[1:])
+
+    for index in range(len(decoder_layers(model))):
+        model.get_submodule(f"model.layers.{index}.self_attn").register_forward_hook(drop)
+    model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output + 0.01 * torch.randn_like(output))
+
+
 @dataclass(frozen=True)
 class Base:
     """What a student is made on, and how it is to be trained, where that is not a copy of the embedded model. The model bears one
@@ -116,6 +128,8 @@ class Student:
         if base is None:
             adapter = NPTConfig(rank=4, layers=setting.layers, targets=setting.targets)
             base = Base(copy.deepcopy(embedded()), adapter, setting.train_config)
+            if setting.drawing:
+                let_draw(base.model)
         self.setting, self.config, self.model = setting, base.config, base.model
         detach(self.model)
         attach(self.model, base.adapter)

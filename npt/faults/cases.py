@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from npt.faults.bench import SMALL, Outcome, Plant, Run, Setting, Student, clean
 from npt.faults.patterns import Case, Expected, costs_its_window, costs_itself, costs_nothing, found, judge, stops_everything
 from npt.faults.plants import TENSOR
 from npt.faults.verdict import Check, Verdict
+from npt.health.diagnose import diagnose
 from npt.health.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
 from npt.health.masks import mask_fault
 
@@ -101,11 +103,11 @@ def bounded_flip(late: bool) -> Verdict:
     return Verdict("bounded" if finite else "harmed", named, good, len(outcome.refusals), "" if good else f"{finding}, {outcome.refusals}")
 
 
-def spike(plant: Plant) -> Check:
+def spike(plant: Plant, drawing: bool = False) -> Check:
     """With spike refusal on, one window far above thirty accepted ones is refused, and leaves no trace."""
 
     def check(late: bool) -> Verdict:
-        setting = replace(LONG, late=late, windows=34)
+        setting = replace(LONG, late=late, windows=34, drawing=drawing)
         _, outcome = run(setting, plants={(30, 0): plant})
         return judge(outcome, clean_run(setting, frozenset({(30, 0)})), [(30, "spike", None, ("is above",))], "survived")
 
@@ -128,11 +130,11 @@ def overflowing_rate(late: bool) -> Verdict:
     return judge(outcome, kept[0], expected, "stopped")
 
 
-def nothing_at_all(window: int, plant: Plant) -> Check:
+def nothing_at_all(window: int, plant: Plant, of: Setting = SMALL) -> Check:
     """Every micro-batch of the window is refused for its gradient: no step, and the run equals the one without the window."""
 
     def check(late: bool) -> Verdict:
-        setting = replace(SMALL, late=late)
+        setting = replace(of, late=late)
         places = sorted(whole_window(setting, window))
         _, outcome = run(setting, plants=dict.fromkeys(places, plant))
         expected: list[Expected] = [(window, "gradient", micro, (TENSOR,)) for _, micro in places]
@@ -154,10 +156,17 @@ def empty_sum(micros: Sequence[int]) -> Check:
     return check
 
 
-def interrupted(late: bool) -> Verdict:
-    setting = replace(SMALL, late=late)
+def interrupted(late: bool, setting: Setting = SMALL) -> Verdict:
+    setting = replace(setting, late=late)
     _, outcome = run(setting, plants={(1, 1): plants.interruption})
     return judge(outcome, clean_run(setting, frozenset({(1, 1)})), [], "survived")
+
+
+def diagnosed(late: bool) -> Verdict:
+    """The training loop diagnoses what it refuses, with two forward passes of its own."""
+    setting = replace(SMALL, late=late, drawing=True)
+    _, outcome = run(setting, plants={(1, 1): NAN_GRADIENT}, before={2: lambda made: diagnose(made.model, setting.batch((1, 1)))})
+    return judge(outcome, clean_run(setting, frozenset({(1, 1)})), [(1, "gradient", 1, (TENSOR,))], "survived")
 
 
 NAN, INF = math.nan, math.inf
@@ -444,6 +453,58 @@ def optimizer_cases() -> list[Case]:
     ]
 
 
+def drawing_cases() -> list[Case]:
+    """The base draws random numbers (dropout, noise), and what is refused must not leave later micro-batches other ones."""
+    draws = replace(SMALL, drawing=True)
+    end_to_end, propagated = replace(END_TO_END, drawing=True), replace(draws, strategy="propagated")
+    nan_loss = plants.extra_loss(plants.cross_entropy_of_nothing("mean"))
+
+    def one(id: str, name: str, plant: Plant, kind: str, says: str, setting: Setting = draws, **more: Any) -> Case:
+        return costs_itself(f"draw-{id}", f"{name} under a base that draws", plant, kind, [says], setting, **more)
+
+    return [
+        one("data", "a token id of V", plants.batch_fault(plants.id_at(1, 3, 2048)), "data", "token id 2048"),
+        one("loss", "a NaN loss", nan_loss, "loss", "nan"),
+        one("gradient", "NaN in one tensor", NAN_GRADIENT, "gradient", TENSOR),
+        one("propagated", "NaN in one tensor, propagated,", NAN_GRADIENT, "gradient", TENSOR, propagated),
+        one("end-to-end", "NaN in one tensor, end to end,", NAN_GRADIENT, "gradient", TENSOR, end_to_end),
+        one("two", "two micro-batches of a window", NAN_GRADIENT, "gradient", TENSOR, places=((1, 0), (1, 3))),
+        one("every", "one micro-batch in every window", NAN_GRADIENT, "gradient", TENSOR, places=((0, 3), (1, 0), (2, 2))),
+        Case(
+            "draw-all",
+            "every micro-batch of a window under a base that draws",
+            "four refusals, no step",
+            nothing_at_all(1, NAN_GRADIENT, draws),
+        ),
+        costs_its_window(
+            "draw-update",
+            "a step that writes NaN into a weight, under a base that draws",
+            poisons.one_bad_write(TENSOR, NAN),
+            "update",
+            [TENSOR],
+            draws,
+        ),
+        Case(
+            "draw-spike",
+            "a finite 1e10 in one gradient under a base that draws",
+            "window 30: spike",
+            spike(plants.gradient_fault((0, 0), 1e10, ONLY_TENSOR), drawing=True),
+        ),
+        Case(
+            "draw-interrupted",
+            "an exception in the middle of a micro-batch under a base that draws",
+            "no refusal; the micro-batch has not happened",
+            partial(interrupted, setting=draws),
+        ),
+        Case(
+            "draw-diagnosed",
+            "a refused micro-batch that is diagnosed under a base that draws",
+            "micro-batch 1 of window 1: gradient; looking into it draws nothing from training",
+            diagnosed,
+        ),
+    ]
+
+
 def run_cases() -> list[Case]:
     return [
         Case("spike-loss", "loss and gradient of a step 1,000 times too large", "window 30: spike", spike(plants.scaled(1000.0))),
@@ -489,7 +550,7 @@ def run_cases() -> list[Case]:
 
 def all_cases() -> list[Case]:
     """Every case, by group."""
-    groups = (data_cases, mask_and_loss_cases, weight_cases, activation_cases, gradient_cases, optimizer_cases, run_cases)
+    groups = (data_cases, mask_and_loss_cases, weight_cases, activation_cases, gradient_cases, optimizer_cases, drawing_cases, run_cases)
     cases = [case for group in groups for case in group()]
     assert len({case.id for case in cases}) == len(cases)
     return cases

@@ -19,6 +19,7 @@ from npt.data.batch import batches, find_fault
 from npt.data.sample import Sample
 from npt.errors import DataError
 from npt.fidelity.states import final_states, predicting
+from npt.random_state import kept_random_state
 
 UNQUANTIZED = "unquantized"
 
@@ -52,6 +53,7 @@ class Reference:
 
 
 @torch.no_grad()
+@kept_random_state()
 def refer(model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0) -> Reference:
     """Run the unquantised base on the samples and keep what the others are compared with.
 

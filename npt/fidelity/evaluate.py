@@ -26,6 +26,7 @@ from npt.fidelity.metrics import Figures, Pair, compare_pairs, figures, per_samp
 from npt.fidelity.partings import Divergence, measure_divergence, parting_prompts
 from npt.fidelity.states import final_states, predicting
 from npt.generation.greedy import end_ids
+from npt.random_state import kept_random_state
 
 MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
 
@@ -122,6 +123,7 @@ class Fidelity:
         )
 
 
+@kept_random_state()
 def evaluate(
     model: PreTrainedModel,
     tokenizer: Any,

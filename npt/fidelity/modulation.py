@@ -23,6 +23,7 @@ from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
 from npt.data.batch import Batch, find_fault
 from npt.errors import DataError
+from npt.random_state import kept_random_state
 
 BINS = 40
 """Of a histogram of multipliers over (1 - beta, 1 + beta); an even number, so that 1 is an edge."""
@@ -73,6 +74,7 @@ class Modulation:
         return {**asdict(self), "layers": {str(index): asdict(layer) for index, layer in self.layers.items()}}
 
 
+@kept_random_state()
 def measure_modulation(model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None) -> Modulation:
     """Run the student over some batches and look at its modulation.
 

@@ -13,8 +13,10 @@ from npt.adapters.attach import adapter_mode, adapter_parameters
 from npt.adapters.stream import model_inputs
 from npt.data.batch import Batch
 from npt.health.guards import Finding, base_fault, logits_fault, target_fault, tensor_fault
+from npt.random_state import kept_random_state
 
 
+@kept_random_state()
 def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
     """The first finding, or None: adapters, base, labels, then the teacher's and the student's logits on this batch.
 

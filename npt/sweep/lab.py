@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,7 +130,8 @@ class Lab:
         count = training.max_steps * training.gradient_accumulation_steps * size
         samples = self._samples(base, settings, count)
         pad = pad_id_of(base.tokenizer)
-        batches = [collate(samples[i : i + size], pad, side=settings.data.padding_side) for i in range(0, count, size)]
+        side = settings.data.padding_side
+        batches = [replace(collate(samples[i : i + size], pad, side=side), offset=i) for i in range(0, count, size)]
         k = training.gradient_accumulation_steps
         return [batches[i : i + k] for i in range(0, len(batches), k)]
 

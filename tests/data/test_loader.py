@@ -175,6 +175,29 @@ class TestBatches:
         assert loader.count() == made
         assert loader.count(limit) == min(limit, made)
 
+    @SHARED
+    @given(
+        count=st.integers(12, 40),
+        begun=st.integers(1, 9),
+        epochs=st.integers(1, 3),
+        share=st.sampled_from([0.0, 0.3]),
+        limit=st.integers(1, 30),
+    )
+    def test_a_run_that_begins_behind_some_samples_has_all_others_and_these_in_later_epochs(
+        self, tokenizer, count, begun, epochs, share, limit
+    ):
+        loader = make_loader(tokenizer, records(count), records(9, "p"), epochs=epochs, replay_share=share)
+        first = list(loader.samples.walk(0))
+        begun = min(begun, len(first) - 1)
+        start = Position(place=first[begun - 1][1], begun=begun)
+        made = list(loader.batches(start))
+        own = [id for loaded in made for id in loaded.batch.sample_ids if not id.startswith("p")]
+        later = [s.id for epoch in range(1, epochs) for s in loader.samples.epoch(epoch)]
+        assert own == [sample.id for sample, _ in first[begun:]] + later
+        assert loader.count(begun=begun) == len(made) and loader.count(limit, begun=begun) == min(limit, len(made))
+        saved = [Position.from_dict(json.loads(json.dumps(loaded.position.as_dict()))) for loaded in made]
+        assert saved == [loaded.position for loaded in made] and {position.begun for position in saved} == {begun}
+
     def test_of_a_stream_they_cannot_be_counted(self, tokenizer):
         assert make_loader(tokenizer, Stream(records(20))).count() is None
         assert make_loader(tokenizer, Stream(records(20))).count(3) is None

@@ -295,3 +295,28 @@ def _small(transaction: Transaction[Any], parameters: dict[str, torch.nn.Paramet
 class Sums:
     loss: torch.Tensor
     tokens: int
+
+
+def drawn_by_name(ranks: Ranks) -> dict[str, list[float]]:
+    """What each of this rank's micro-batches draws, by its name, in windows that a rank may have less of than another."""
+    found: dict[str, list[float]] = {}
+    torch.manual_seed(100 + ranks.rank)  # whatever the process's own state is
+    parameters = {"p": torch.nn.Parameter(torch.zeros(2))}
+    transaction: Transaction[Any] = Transaction(
+        parameters, torch.optim.AdamW(parameters.values(), fused=True), 1.0, [0.1], late=True, ranks=ranks, seed=7
+    )
+    for window in range(2):
+        for number in range(3):
+            name = f"{window}-{number}"
+            if number % ranks.size != ranks.rank:
+                transaction.pass_over()
+                continue
+
+            def fill(name: str = name) -> Any:
+                found[name] = torch.rand(3).tolist()
+                return Sums(torch.tensor(math.nan if name == "0-0" else 1.0), 1)
+
+            transaction.micro_batch(fill, (name,))
+        transaction.commit()
+    transaction.flush()
+    return found

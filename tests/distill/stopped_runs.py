@@ -49,6 +49,7 @@ def make_trainer(
     quantization: str | None = "nf4",
     use_fp16: bool = False,
     compute_dtype: str = "fp32",
+    data_config: DataConfig | None = None,
     **config: Any,
 ) -> Trainer:
     """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
@@ -60,7 +61,7 @@ def make_trainer(
         NoTokenizer(),
         data,
         TrainConfig(output_dir=str(run), **settings),
-        data_config=DataConfig(max_length=12),
+        data_config=data_config if data_config is not None else DataConfig(max_length=12),
         eval_data=good(2),
         console=Console(file=io.StringIO(), width=200),
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,109 @@ def test_held_out_samples_are_never_calibrated_on(build, calls) -> None:
     build(max_steps=1, calibration_tokens=5000).train()
     (given,) = calls
     assert len(given) > 40 and not any(sample.heldout for sample in given)
+
+
+def seen_by(trainer: Trainer) -> list[str]:
+    """The samples that training computes, in order."""
+    found: list[str] = []
+    strategy = trainer.strategy
+
+    def watching(model: Any, batch: Any, config: TrainConfig) -> Any:
+        found.extend(batch.sample_ids)
+        return strategy(model, batch, config)
+
+    trainer.strategy = watching
+    trainer.train()
+    return found
+
+
+class Stream:
+    """Readable again and again, of unknown length."""
+
+    def __init__(self, content: list[dict[str, str]]):
+        self.content = content
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return iter(self.content)
+
+
+def order_of(trainer: Trainer) -> list[str]:
+    return [sample.id for sample in trainer.samples.epoch(0)]
+
+
+@pytest.mark.parametrize("inputs", ["teacher", "propagated"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_training_begins_behind_the_samples_that_the_start_was_solved_on(build, calls, stream, inputs) -> None:
+    more = {"eval_data": texts(4, seed=1), "data": Stream(texts(60))} if stream else {}
+    trainer = build(smoke_test=False, calibration_inputs=inputs, **more)
+    solved_on, seen = calls, seen_by(trainer)
+    (given,) = ([sample.id for sample in samples] for samples in solved_on)
+    assert [*given, *seen] == order_of(trainer)[: len(given) + 4]  # two steps of two
+    said = trainer.console.file.getvalue()
+    assert said.count(f"training begins behind the {len(given)} samples that the start was solved on") == 1
+    (event,) = [json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines() if '"calibration"' in line]
+    assert event["passed_over"] == len(given)
+
+
+def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(build, calls) -> None:
+    data = [{"input_ids": [3 + (7 * i + j) % 100 for j in range(20)], "id": f"r{i}"} for i in range(60)]
+    order = order_of(build(data, eval_data=texts(4)))
+    next(record for record in data if order[2].startswith(f"{record['id']}@"))["input_ids"][3] = 10**6
+    trainer = build(data, eval_data=texts(4), smoke_test=False)
+    seen = seen_by(trainer)
+    given = [sample.id for sample in calls[0]]
+    assert order[2] not in given and given == [id for id in order[: len(given) + 1] if id != order[2]]
+    assert seen == order[len(given) + 1 :][:4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_the_fits_own_figure_is_said(build, calls, stream) -> None:
+    """A list keeps nine tenths of its steps at least; of a stream nothing is known but that something comes behind them."""
+    few = texts(26)
+    trainer = build(Stream(few) if stream else few, eval_data=texts(4, seed=1), smoke_test=False, max_steps=None, calibration_tokens=2000)
+    seen = seen_by(trainer)
+    assert seen == order_of(trainer) and trainer.total_steps in (13, None)
+    said = trainer.console.file.getvalue()
+    assert "begins behind" not in said and said.count("the first losses are those of tokens that were fitted") == 1
+    mean = sum(trainer.calibration.nmse.values()) / 2
+    assert f"of tokens that were not the layers' NMSE is {mean:.4g}" in said
+
+
+def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(build, calls) -> None:
+    trainer = build(texts(80), eval_data=texts(4, seed=1), smoke_test=False, max_steps=None, num_epochs=2, batch_size=4)
+    first, second = order_of(trainer), [sample.id for sample in trainer.samples.epoch(1)]
+    seen = seen_by(trainer)
+    (given,) = calls
+    assert 10 < len(given) < 20 and seen == [*first[len(given) :], *second]
+    assert trainer.total_steps == len((trainer.folder_path / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_run_without_a_solved_start_begins_at_the_first_sample(build) -> None:
+    trainer = build(form={"init": "random"}, smoke_test=False)
+    assert seen_by(trainer) == order_of(trainer)[:4]
+
+
+def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path) -> None:
+    """Neither are those trained on then, nor is the run longer."""
+    settings = {"smoke_test": False, "num_epochs": 2, "eval_data": texts(4, seed=1), "save_steps": 5, "batch_size": 8}
+    whole = build(texts(80), max_steps=None, output_dir=str(tmp_path / "whole"), **settings)
+    seen = seen_by(whole)
+    part = build(texts(80), max_steps=None, **settings)
+    strategy, count = part.strategy, iter(range(1000))
+
+    def stopping(*arguments: Any) -> Any:
+        if next(count) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return strategy(*arguments)
+
+    part.strategy = stopping
+    assert part.train().signal == signal.SIGTERM
+    again = build(texts(80), max_steps=None, resume="auto", **settings)
+    assert again.total_steps == whole.total_steps
+    rest = seen_by(again)
+    assert seen[-len(rest) :] == rest
+    expected = adapter_parameters(whole.model)
+    assert all(torch.equal(value, expected[name]) for name, value in adapter_parameters(again.model).items())
 
 
 def test_a_random_start_is_not_calibrated(build, calls) -> None:

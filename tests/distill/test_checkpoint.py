@@ -35,9 +35,9 @@ from npt.distill.checkpoint import (
     write_manifest,
 )
 from npt.distill.loop import new_transaction
-from npt.distill.random_state import random_state
 from npt.distill.transaction import Transaction
 from npt.errors import AdapterFileError, CheckpointError, NPTError
+from npt.random_state import random_state
 
 RECORD, TENSORS, MANIFEST = "state.json", "state.safetensors", "manifest.json"
 FILES = ["adapter/README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", RECORD, TENSORS]

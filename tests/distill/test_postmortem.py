@@ -24,7 +24,7 @@ from npt.data.samples import Sample
 from npt.distill import postmortem, run_folder
 from npt.distill.bundle import read_bundle
 from npt.distill.loop import Window, fill_gradients, new_transaction
-from npt.distill.postmortem import BATCH_TENSORS, Situation, first_fault, suspect, untouched, write_postmortem
+from npt.distill.postmortem import Situation, first_fault, suspect, untouched, write_postmortem
 from npt.distill.replay import replay
 from npt.distill.run_folder import RunFolder
 from npt.distill.strategies import STRATEGIES
@@ -106,8 +106,8 @@ def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_p
     folder = write_postmortem(tmp_path, situation(student, accepted=accepted))
     tokens = load_file(folder / "window.safetensors")
     for place, batch in [("0", WINDOW[0]), ("1", WINDOW[1]), *((f"accepted.{i}", accepted[i]) for i in range(4))]:
-        for name in BATCH_TENSORS:
-            assert torch.equal(tokens.pop(f"{place}.{name}"), getattr(batch, name))
+        for name, tensor in batch.row_tensors.items():
+            assert torch.equal(tokens.pop(f"{place}.{name}"), tensor)
     assert not tokens
     record = said(folder)
     assert record["step"] == 12 and record["reason"] == "3 refusals in a row"

@@ -267,7 +267,7 @@ def gated(gate: Callable[..., None], trusting: bool) -> Sabotage:
     """Micro-batches added to the window by `gate(window, scratch, flag)`; `trusting` takes every flag for good."""
 
     def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
-        def micro_batch(self: Any, fill: Callable[[], Any], sample_ids: tuple[str, ...] = ()) -> None:
+        def micro_batch(self: Any, fill: Callable[[], Any], sample_ids: tuple[str, ...] = (), offset: int = 0) -> None:
             for flat in self._scratch:
                 flat.zero_()
             self._point_gradients_at(self._scratch_views)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.distill.loop import fill_gradients, new_transaction
 from npt.distill.strategies import STRATEGIES, MicroBatch, drive
 from npt.distill.transaction import Transaction, WindowResult
+from npt.faults.bench import let_draw
 
 WAYS = {
     "local": {},
@@ -110,6 +112,46 @@ def test_late_flags_leave_the_bits_of_flags_read_at_once(way) -> None:
     assert [r.applied for r in late] == [r.applied for r in once] == [True, True, False, True]
     assert [len(r.refusals) for r in late] == [len(r.refusals) for r in once] == [1, 0, 2, 0]
     assert all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+def drawing_student() -> Any:
+    model = load_student("cuda")
+    let_draw(model)
+    return model
+
+
+def test_clean_steps_of_a_base_that_draws_wait_for_nothing() -> None:
+    with simulated_cuda():
+        found = take_steps(drawing_student(), "right", "local", 3, around=no_waits)[0]
+    assert all(result.applied for result in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_refused_late_leaves_those_behind_it_the_numbers_that_they_have_drawn(way) -> None:
+    """What is refused is known a window late: by then the micro-batches behind it have drawn."""
+    found = []
+    with simulated_cuda():
+        for micro_batch in (plain, passing_over("1-")):
+            with mock.patch.object(Transaction, "micro_batch", micro_batch):
+                steps = take_steps(drawing_student(), "right", way, 3, bad=lambda number: number == 1)
+                found.append(steps)
+    (refused, weights), (passed_over, others) = found
+    assert [len(r.refusals) for r in refused] == [1, 0, 0]
+    assert not any(r.refusals for r in passed_over)
+    assert all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+plain = Transaction.micro_batch
+
+
+def passing_over(name: str) -> Callable[..., None]:
+    """`micro_batch` that leaves out the one whose samples bear this number."""
+
+    def micro_batch(self: Any, fill: Any, sample_ids: tuple[str, ...]) -> None:
+        if not sample_ids[0].startswith(name):
+            plain(self, fill, sample_ids)
+
+    return micro_batch
 
 
 def test_every_strategy_is_tried() -> None:

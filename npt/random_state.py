@@ -1,9 +1,15 @@
-"""torch's random state: taken, put back, and checked where it comes out of a file."""
+"""torch's random state: taken, put back, and checked where it comes out of a file.
+
+Of the CPU and of every CUDA device, whose generators keep theirs (a seed and an offset) on the host: nothing here waits for a device.
+Python's and numpy's are not looked at; nothing in a step draws from them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,6 +37,33 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
             torch.set_rng_state(state)
         elif int(name.removeprefix("cuda.")) < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, int(name.removeprefix("cuda.")))
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Whatever is drawn within the context, afterwards the random state is as before. Also a decorator."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+@contextmanager
+def named_draws(*name: object) -> Iterator[None]:
+    """Within the context the random numbers are those of `name`, whatever was drawn before; afterwards the state is as before.
+
+    Args:
+        name: numbers and text; equal names draw equal numbers, in every process.
+    """
+    digest = hashlib.sha256(repr(name).encode()).digest()
+    with kept_random_state():
+        seed = int.from_bytes(digest[:8], "big") >> 1
+        # Not torch.manual_seed, which makes CUDA's seeding wait in a queue, with a stack trace, where CUDA is not in use.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        yield
 
 
 def read_random_state(path: Path, prefix: str, headers: Mapping[str, Header], error: type[NPTError]) -> dict[str, Tensor]:

@@ -1,0 +1,243 @@
+"""A base that draws random numbers: what is refused, looked into, evaluated or resumed leaves training's draws as they would have been."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_work import drawn_by_name
+from resumed_runs import RARE, Runs, at, events, records, with_faults
+from several import several, values
+from stopped_runs import BAD, good, make_trainer, stop
+from torch import nn
+
+import npt
+from npt.config import DataConfig
+from npt.data.loader import Loader
+from npt.data.sample import Sample
+from npt.data.samples import Samples
+from npt.distill import loop, rebuilt
+from npt.distill.replay import replay, replay_batch
+from npt.distill.smoke import smoke_test
+from npt.distill.strategies import STRATEGIES
+from npt.distill.transaction import Transaction
+from npt.faults.bench import SMALL, Run, Setting, clean_run, let_draw
+from npt.faults.runs import NoTokenizer
+from npt.fidelity.attribution import refer
+from npt.fidelity.modulation import measure_modulation
+from npt.health.diagnose import diagnose
+from npt.random_state import named_draws, random_state
+
+DRAWING = Setting(drawing=True)
+
+
+def drawn(generator_state: dict[str, torch.Tensor]) -> bool:
+    """Whether anything has been drawn since."""
+    return any(not torch.equal(state, generator_state[name]) for name, state in random_state().items())
+
+
+# --- the names of random numbers ---------------------------------------------------------------------------------------
+
+
+def test_equal_names_draw_equal_numbers_and_leave_the_random_state() -> None:
+    before = random_state()
+    found = []
+    for name in (("a", 1), ("a", 1), ("a", 2), ("a1",)):
+        torch.rand(3)  # wherever the state may be
+        with named_draws(*name):
+            found.append(torch.rand(4).tolist())
+    assert found[0] == found[1] and len({tuple(numbers) for numbers in found}) == 3
+    torch.set_rng_state(before["cpu"])
+    with pytest.raises(KeyError), named_draws("a"):
+        torch.rand(1)
+        raise KeyError
+    assert not drawn(before)
+
+
+def test_the_bench_draws_in_teacher_and_student() -> None:
+    before = clean_run(SMALL).difference(clean_run(DRAWING))
+    assert before is not None and before.startswith(("model.", "exp_avg"))  # another run than the same without dropout and noise
+    assert clean_run(DRAWING).difference(clean_run(DRAWING, frozenset({(1, 1)}))) is not None
+
+
+# --- one transaction ---------------------------------------------------------------------------------------------------
+
+
+class Noisy:
+    """One parameter, whose gradients are drawn."""
+
+    def __init__(self, late: bool = False, seed: int = 0):
+        self.parameters = {"p": nn.Parameter(torch.zeros(5))}
+        optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.1, fused=True)
+        self.transaction: Transaction[Any] = Transaction(self.parameters, optimizer, 1.0, [0.1], late=late, seed=seed)
+
+    def micro_batch(self, name: str, bad: bool = False, offset: int = 0) -> None:
+        def fill() -> Any:
+            self.parameters["p"].grad += torch.randn(5) * (math.nan if bad else 1.0)
+            return mock.Mock(loss=torch.rand(()), tokens=2)
+
+        self.transaction.micro_batch(fill, (name,) if name else (), offset)
+
+    def value(self) -> list[float]:
+        self.transaction.commit()
+        self.transaction.flush()
+        return self.parameters["p"].tolist()
+
+
+@pytest.mark.parametrize(("late", "named"), [(False, True), (True, True), (False, False)])
+def test_a_refused_micro_batch_leaves_the_next_one_its_numbers(late, named) -> None:
+    """One without a name draws the process's own, which can be given back only where flags are read at once."""
+    found = []
+    for refused in (True, False):
+        torch.manual_seed(5)
+        noisy = Noisy(late)
+        for number in range(5):
+            bad = number in (1, 2)
+            if refused or not bad:
+                noisy.micro_batch(f"b{number}" if named else "", bad)
+        found.append((noisy.value(), torch.rand(1).item()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["", "b"])
+def test_a_micro_batch_that_raises_has_drawn_nothing(name) -> None:
+    noisy, before = Noisy(), random_state()
+
+    def fill() -> Any:
+        torch.rand(1)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        noisy.transaction.micro_batch(fill, (name,) if name else ())
+    assert not drawn(before)
+
+
+def test_seed_and_place_in_the_data_name_other_numbers() -> None:
+    found = set()
+    for seed, offset, name in [(0, 0, "b"), (1, 0, "b"), (0, 8, "b"), (0, 0, "c")]:
+        noisy = Noisy(seed=seed)
+        noisy.micro_batch(name, offset=offset)
+        found.add(tuple(noisy.transaction._window_views[0].tolist()))
+    assert len(found) == 4
+
+
+def test_every_batch_of_every_epoch_has_a_place_of_its_own_and_keeps_it_in_a_run_that_is_taken_up(tmp_path) -> None:
+    samples = Samples(records(7), NoTokenizer(), DataConfig(max_length=12), seed=0, hold_out=False)
+    loader = Loader(samples, 2, 0, epochs=2)
+    loaded = list(loader.batches())
+    assert [one.batch.offset for one in loaded] == [0, 2, 4, 6, 7, 9, 11, 13]
+    again = list(loader.batches(loaded[2].position))
+    assert [(one.batch.offset, one.batch.sample_ids) for one in again] == [(one.batch.offset, one.batch.sample_ids) for one in loaded[3:]]
+
+
+# --- whoever looks on --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def student() -> Run:
+    return Run(DRAWING)
+
+
+def samples_of(count: int, length: int) -> list[Sample]:
+    numbers = random.Random(0)
+    return [Sample(f"s{i}", tuple(numbers.randrange(3, 2000) for _ in range(length))) for i in range(count)]
+
+
+PASSES: dict[str, Callable[[Run], Any]] = {
+    "the diagnosis": lambda s: diagnose(s.model, DRAWING.batch((0, 0))),
+    "the smoke test": lambda s: smoke_test(s.model, DRAWING.batch((0, 0)), STRATEGIES["local"], s.config),
+    "an evaluation": lambda s: npt.evaluate(s.model, NoTokenizer(), samples_of(2, 8)),
+    "a reference": lambda s: refer(s.model, samples_of(2, 8)),
+    "the modulation's measure": lambda s: measure_modulation(s.model, [DRAWING.batch((0, 0))]),
+    "the calibration": lambda s: npt.calibrate(s.model, NoTokenizer(), samples_of(24, 16), tokens=384, rounds=0),
+    "the tracer": lambda s: npt.trace(s.model, DRAWING.batch((0, 0))),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_that_is_not_trainings_leaves_the_random_state(student, name) -> None:
+    before = random_state()
+    PASSES[name](student)
+    assert not drawn(before)
+
+
+def test_the_smoke_test_compares_losses_of_the_same_noise(student) -> None:
+    """With other noise in its second loss than in its first, that loss would be larger about as often as not."""
+    hooks = student.model.get_input_embeddings()
+    hooks.register_forward_hook(lambda _module, _inputs, output: output + 0.2 * torch.randn_like(output))
+    for number in range(4):
+        assert "passed" in smoke_test(student.model, DRAWING.batch((0, number)), STRATEGIES["local"], student.config)
+
+
+# --- whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(poisoned_folder: Path, tmp_path: Path) -> Runs:
+    """Windows of three on a base that draws, with refusals of data and of NaN, evaluations and checkpoints."""
+    model = npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
+    let_draw(model)
+    settings = {"gradient_accumulation_steps": 3, "save_steps": 2, "eval_steps": 2, "num_epochs": 2, "batch_size": 1}
+    return Runs(model, tmp_path, data=lambda: with_faults(records(13)), settings=settings)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs, late) -> None:
+    def passed_over(transaction: Any, batch: Any, vocab_size: int, fill: Any) -> None:
+        if not bool(((batch.input_ids == RARE) | (batch.input_ids >= vocab_size)).any()):
+            transaction.micro_batch(fill, batch.sample_ids, batch.offset)
+
+    with mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)):
+        refused = runs.run("refused")
+        with mock.patch.object(loop, "try_micro_batch", passed_over):
+            never = runs.run("never")
+    assert set(refused.refused_by_kind) == {"data", "loss"} and not never.refused
+    assert events(runs.place / "refused", "diagnosis")
+    one, other = runs.outcome("refused"), runs.outcome("never")
+    assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+    assert one.fidelity == other.fidelity
+    assert [line["loss"] for line in one.metrics] == [line["loss"] for line in other.metrics]
+
+
+def test_a_drawing_run_that_is_interrupted_and_taken_up_is_the_run_that_was_not(runs) -> None:
+    runs.run("whole")
+    for process in range(20):
+        if runs.run("parts", at(4 + process % 3), resume="auto").signal is None:
+            break
+    assert process > 1
+    runs.outcome("parts").assert_equal(runs.outcome("whole"))
+
+
+def test_several_ranks_draw_for_a_micro_batch_what_one_rank_draws(poisoned_folder) -> None:
+    (alone,), both = values(several(1, drawn_by_name)), values(several(2, drawn_by_name))
+    assert both[0] | both[1] == alone and both[0].keys().isdisjoint(both[1])
+
+
+# --- post-mortems ------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch) -> None:
+    honest = rebuilt.load_base
+
+    def drawing(*arguments: Any, **more: Any) -> Any:
+        model, tokenizer = honest(*arguments, **more)
+        let_draw(model)
+        return model, tokenizer
+
+    made = make_trainer(poisoned_folder, [*good(15), BAD], tmp_path / "run", gradient_accumulation_steps=2)
+    let_draw(made.model)
+    folder = stop(made)
+    monkeypatch.setattr(rebuilt, "load_base", drawing)
+    found = replay(folder)
+    assert found.reproduced and found.same_fault
+    recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}
+    (trace,) = [trace for trace in found.traces if math.isfinite(trace.loss)]
+    assert (trace.loss, trace.grad_norm) == tuple(recorded[trace.sample_ids][key] for key in ("loss", "grad_norm"))
+    assert replay_batch(folder, trace.micro_batch).loss == trace.loss
