@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from sentencepieces import tokenizer_of
 
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters
@@ -110,8 +111,16 @@ def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
     tokenizer = student[1]
     ids = tuple(tokenizer("naïve é", add_special_tokens=False)["input_ids"])
     for position in range(len(ids) + 1):
-        common, rest = verb._split(tokenizer, ids, position)
+        common, rest = verb._split(tokenizer, [], ids, position)
         assert common + rest == "naïve é" and "�" not in common
+
+
+def test_two_texts_keep_the_space_behind_their_prompt() -> None:
+    tokenizer = tokenizer_of("llama 2")
+    prompt, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("The question", "The question answer is 42"))
+    new = tuple(ids[len(prompt) :])
+    for position in (None, *range(len(new) + 1)):
+        assert "".join(verb._split(tokenizer, prompt, new, position)) == " answer is 42"
 
 
 def test_texts_that_are_the_same_are_said_to_be(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

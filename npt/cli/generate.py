@@ -125,17 +125,18 @@ def _compare(model: Any, tokenizer: Any, text: str, ids: list[int], decoding: An
         for mode, one in written.items():
             parting[f"{mode}_token"] = tokenizer.decode([one.ids[position]]) if position < len(one.ids) else None
     if not json:
-        texts = {mode: _split(tokenizer, one.ids, position) for mode, one in written.items()}
+        texts = {mode: _split(tokenizer, ids, one.ids, position) for mode, one in written.items()}
         _print_texts(console, text, texts)
         console.print(_parting_line(parting, decoding.max_new_tokens), soft_wrap=True)
         console.print("; ".join(_speed(mode, one) for mode, one in written.items()), soft_wrap=True)
     return {**{mode: one.as_dict() for mode, one in written.items()}, **parting}
 
 
-def _split(tokenizer: Any, ids: tuple[int, ...], position: int | None) -> tuple[str, str]:
+def _split(tokenizer: Any, prompt: list[int], ids: tuple[int, ...], position: int | None) -> tuple[str, str]:
     """The text up to where the two part, and from there on; the latter from the whole, since tokens may share a character."""
-    whole = tokenizer.decode(ids, skip_special_tokens=True)
-    common = tokenizer.decode(ids[:position], skip_special_tokens=True).rstrip("�")
+    from npt.data.following import text_behind
+
+    whole, common = text_behind(tokenizer, prompt, ids), text_behind(tokenizer, prompt, ids[:position]).rstrip("�")
     return (common, whole[len(common) :]) if whole.startswith(common) else ("", whole)
 
 

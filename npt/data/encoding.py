@@ -2,7 +2,8 @@
 
 Aligned teacher forcing: ids are prompt, completion and end token; labels are the ids of completion and end, -100 on the prompt, so
 the last token of the prompt predicts the first of the completion. The two are tokenised apart: no token reaches across the border,
-and a prompt has the ids that it has where something is generated behind it.
+and a prompt has the ids that it has where something is generated behind it. A completion has those of a text that follows another
+(npt/data/following.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npt.config import DataConfig
+from npt.data.following import begins_with_a_space, tokens_behind, tokens_behind_a_mark, tokens_of
 from npt.data.local import PIECE, first_line
 from npt.data.source import Record
 from npt.errors import DataError
@@ -69,16 +71,15 @@ def encode(chunk: Sequence[tuple[int, Record]], tokenizer: Any, config: DataConf
         DataError: a record with nothing to train on in it, by its id or position.
     """
     parts = [_content(number, record, tokenizer, config) for number, record in chunk]
-    texts = [text for part in parts for text in part.texts]
-    tokens = iter(tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"] if texts else ())
-    opening = _opening(tokenizer) if texts else []
+    tokens = _tokens(parts, tokenizer)
+    opening = _opening(tokenizer) if any(part.texts for part in parts) else []
     end = tokenizer.eos_token_id
-    for part in parts:
+    for part, own in zip(parts, tokens, strict=True):
         counts.records += 1
         if part.ids is not None:
             yield Encoded(part.name, part.ids, labels=part.labels)
             continue
-        *prompt, target = (list(next(tokens)) for _ in part.texts)
+        *prompt, target = own
         if not target or (prompt and not part.texts[-1].strip()):  # a text of spaces is one, a completion of them is none
             counts.skipped["empty completion" if prompt else "empty text"] += 1
             continue
@@ -88,6 +89,23 @@ def encode(chunk: Sequence[tuple[int, Record]], tokenizer: Any, config: DataConf
             yield Encoded(part.name, start + prompt[0] + target + close, prompt=len(start) + len(prompt[0]))
         else:
             yield Encoded(part.name, start + target + close)
+
+
+def _tokens(parts: Sequence[_Content], tokenizer: Any) -> list[list[list[int]]]:
+    """Of each part the tokens of its texts, opened and closed by nothing; of what follows a prompt or a piece those it has there."""
+    own = iter(tokens_of(tokenizer, [text for part in parts for text in part.texts]))
+    found = [[next(own) for _ in part.texts] for part in parts]
+    follows = any(len(part.texts) == 2 or (part.texts and not part.opened) for part in parts)
+    if not follows or not begins_with_a_space(tokenizer):
+        return found
+    pairs = [(part.texts, ids) for part, ids in zip(parts, found, strict=True) if len(ids) == 2]
+    behind = tokens_behind(tokenizer, [(texts[0], ids[0]) for texts, ids in pairs], [texts[1] for texts, _ in pairs])
+    for (_, ids), completion in zip(pairs, behind, strict=True):
+        ids[1] = completion
+    for part, ids in zip(parts, found, strict=True):
+        if len(ids) == 1 and not part.opened:
+            ids[0] = tokens_behind_a_mark(tokenizer, part.texts[0])
+    return found
 
 
 def _opening(tokenizer: Any) -> list[int]:

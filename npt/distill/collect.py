@@ -22,6 +22,7 @@ from npt.adapters.attach import adapter_mode, attached_config, check_length
 from npt.adapters.io import adapter_hash
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX
+from npt.data.following import text_behind
 from npt.data.prompts import read_prompts
 from npt.data.sample import Sample
 from npt.data.source import Record
@@ -198,9 +199,6 @@ def _records(
     with adapter_mode(model, "student"):
         rests = continue_greedily(model, behind, limits, ends, [c.prompt.id for c in left])
 
-    def text(ids: Iterable[int]) -> str:
-        return tokenizer.decode(list(ids), skip_special_tokens=True)
-
     records = []
     for c, start, rest in zip(left, starts, rests, strict=True):
         assert c.position is not None
@@ -208,9 +206,9 @@ def _records(
         records.append(
             {
                 "id": c.prompt.id,
-                "prompt": text(prompt),
-                "completion": text(c.completion),
-                "student": text((*start, *rest)),
+                "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
+                "completion": text_behind(tokenizer, prompt, c.completion),
+                "student": text_behind(tokenizer, prompt, (*start, *rest)),
                 "position": c.position,
                 "teacher_token": c.completion[c.position],
                 "student_token": c.student_token,

@@ -155,7 +155,8 @@ class Planner:
             config = w.small_config(depth.layers)
             if teacher:
                 assert w.teacher is not None
-                made = self._hollow.base(config, None, w.teacher, upcast=True, attn_implementation=w.attn_implementation)
+                attention = w.teacher_attention or w.attn_implementation
+                made = self._hollow.base(config, None, w.teacher, upcast=True, attn_implementation=attention)
             else:
                 made = self._hollow.base(
                     config,

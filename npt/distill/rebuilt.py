@@ -47,7 +47,7 @@ class Rebuilt:
     """
 
     def __init__(self, bundle: Bundle, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
-        self.bundle, self.model, self._teacher = bundle, model.eval(), teacher
+        self.bundle, self.model, self.teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
         self._kept = bundle.kept(self.parameters)
         self.device = next(model.parameters()).device
@@ -64,7 +64,7 @@ class Rebuilt:
     def fill(self, batch: Batch) -> MicroBatch:
         """Gradients and sums of one micro-batch, with the random numbers that the run drew for it and in the parts that it was computed
         in there: an overflow may be a matter of their size."""
-        strategy, config = partial(drive, teacher=self._teacher), self.bundle.train_config
+        strategy, config = partial(drive, teacher=self.teacher), self.bundle.train_config
         parts = Passes(self.bundle.samples_at_once).parts(batch)
         with draws_of(config.seed, batch.sample_ids, batch.offset):
             return added([fill_gradients(strategy, self.model, part, config) for part in parts])
@@ -157,7 +157,7 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
             device=device,
             use_fp16=half,
             compute_dtype=compute_dtype,
-            attn_implementation=_attention(bundle),
+            attn_implementation=_attention(bundle, "attn_implementation"),
         )
     except ModelError as error:
         raise BundleError(
@@ -178,9 +178,10 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
     return model
 
 
-def _attention(bundle: Bundle) -> str:
-    """The recorded attention; the default where none is recorded, or one of a model that `load_base` did not load."""
-    recorded = bundle.said["settings"].get("attn_implementation")
+def _attention(bundle: Bundle, *settings: str) -> str:
+    """The attention recorded under the first of the settings that is there; the default where none is recorded, or one of a model that
+    `load_base` did not load."""
+    recorded = next((bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]), None)
     return recorded if recorded in ATTENTIONS else "sdpa"
 
 
@@ -189,7 +190,8 @@ def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrained
     if precision is None:
         return None
     try:
-        teacher = load_teacher(name, precision, device=device, attn_implementation=_attention(bundle))
+        attention = _attention(bundle, "teacher_attention", "attn_implementation")  # earlier runs recorded one for both
+        teacher = load_teacher(name, precision, device=device, attn_implementation=attention)
     except (ConfigError, ModelError) as error:
         raise BundleError(f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}") from error
     recorded, found = str(bundle.said["settings"].get("teacher")), base_hash(teacher)

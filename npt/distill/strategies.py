@@ -3,7 +3,8 @@
 A strategy is a function of (model, batch, config) that runs forward and backward, leaves the gradient of the *summed* loss
 in the adapters' `.grad` (added to what is there) and returns the sums. It divides by nothing and steps nothing; what to do
 with the result is the transaction's business. The teacher is the student's own base with its adapters off, or a model of its own
-that is not quantised, so that the adapters can make good what quantisation has cost.
+that is not quantised, so that the adapters can make good what quantisation has cost. Such a teacher runs on a stream of its own: masks and
+rotary positions are what its own configuration says at that moment, whatever the student's says.
 """
 
 from __future__ import annotations
@@ -77,11 +78,12 @@ def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: Pr
     layers = decoder_layers(model)
     sums, work = _Sums(model, config, batch), _work(config, Workspace())
     with torch.no_grad(), adapters_disabled(model):
-        stream = open_stream(model if teacher is None else teacher, batch)
-        hidden = stream.hidden
+        stream = open_stream(model, batch)
+        taught = stream if teacher is None else open_stream(teacher, batch)
+        hidden = taught.hidden
         for index, layer in enumerate(layers[: sums.last + 1]):
-            here, hidden = _at(stream, layer, hidden)
-            behind = None if teacher is None else _run(stream, decoder_layers(teacher), hidden, index, index + 1).to(hidden.device)
+            behind = None if teacher is None else _run(taught, decoder_layers(teacher), hidden, index, index + 1)
+            here, hidden = _at(stream, layer, hidden.to(stream.hidden.dtype))
             if not isinstance(layer, NPTLayer):
                 hidden = behind if behind is not None else _run(stream, layers, hidden, index, index + 1)
                 continue
@@ -95,7 +97,7 @@ def local(model: PreTrainedModel, batch: Batch, config: TrainConfig, teacher: Pr
                     if behind is None:
                         target, student, energy = stacked_outputs(layer, h, attention, work)
                     else:
-                        target, (student, energy) = here.rows(behind), _student_rows(layer, here, hidden, work, graph=False)
+                        target, (student, energy) = here.rows(behind.to(h.device)), _student_rows(layer, here, hidden, work, graph=False)
                     sums.add(here.batch, student, target, h, energy).backward()
             hidden = behind if behind is not None else here.scatter(target)
     return sums.micro_batch()
@@ -113,11 +115,11 @@ def propagated(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
     layers = decoder_layers(model)
     sums, work = _Sums(model, config, batch), _work(config, Workspace())
     with torch.no_grad(), adapters_disabled(model):
-        stream, taught, hidden, first = _begin(model, teacher, batch, layers, sums.first)
+        (stream, hidden), (guide, taught), first = _begin(model, teacher, batch, layers, sums.first)
         taught_layers = layers if teacher is None else decoder_layers(teacher)
         for index, layer in enumerate(layers[first : sums.last + 1], first):
             before = taught
-            taught = _run(stream, taught_layers, taught, index, index + 1)
+            taught = _run(guide, taught_layers, taught, index, index + 1)
             if not isinstance(layer, NPTLayer):
                 hidden = _run(stream, layers, hidden, index, index + 1)
                 continue
@@ -147,13 +149,13 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
     depth = len(layers) if config.logit_kl_weight else sums.last + 1
     taught_depth = depth if _teacher_has_logits(config) else sums.last + 1
     with torch.no_grad(), adapters_disabled(model):
-        stream, taught, hidden, first = _begin(model, teacher, batch, layers, sums.first)
+        (stream, hidden), (guide, taught), first = _begin(model, teacher, batch, layers, sums.first)
         taught_layers = layers if teacher is None else decoder_layers(teacher)
         inputs, targets = {}, {}
         for index in range(first, taught_depth):
             if isinstance(layers[index], NPTLayer) and config.loss == "nmse_update":
                 inputs[index] = taught
-            taught = _run(stream, taught_layers, taught, index, index + 1)
+            taught = _run(guide, taught_layers, taught, index, index + 1)
             if isinstance(layers[index], NPTLayer):
                 targets[index] = taught
     parts: list[Tensor] = []
@@ -275,8 +277,8 @@ class _Sums:
 
 def _begin(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch, layers: nn.ModuleList, first: int
-) -> tuple[Stream, Tensor, Tensor, int]:
-    """The stream's context, teacher's and student's h in front of the first layer at which they part, and that layer's index.
+) -> tuple[tuple[Stream, Tensor], tuple[Stream, Tensor], int]:
+    """The stream's context and h of the student, and of the teacher, in front of the first layer at which they part; and its index.
 
     Raises:
         NotSupportedError: the base is sharded, and its layers are whole one at a time.
@@ -285,9 +287,10 @@ def _begin(
         raise NotSupportedError("a sharded base has one whole layer at a time, which only --strategy local can do with; use it")
     stream = open_stream(model, batch)
     if teacher is not None:
-        return stream, open_stream(teacher, batch).hidden, stream.hidden, 0
-    shared = _run(stream, layers, stream.hidden, 0, first)
-    return stream, shared, shared, first
+        guide = open_stream(teacher, batch)
+        return (stream, stream.hidden), (guide, guide.hidden), 0
+    shared = stream, _run(stream, layers, stream.hidden, 0, first)
+    return shared, shared, first
 
 
 def _layer_loss(config: TrainConfig, batch: Batch, student: Tensor, teacher: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:

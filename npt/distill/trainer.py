@@ -172,7 +172,7 @@ def _teacher_settings(model: PreTrainedModel, teacher: PreTrainedModel | None) -
         ConfigError: it has other shapes than the student, is quantised, or lies elsewhere.
     """
     if teacher is None:
-        return {"teacher_precision": None, "teacher": None}
+        return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         one, other = getattr(teacher.config, name), getattr(model.config, name)
         if one != other:
@@ -187,7 +187,7 @@ def _teacher_settings(model: PreTrainedModel, teacher: PreTrainedModel | None) -
     stored = next((name for name, known in TEACHERS.items() if known == dtype), None)
     if stored is None:
         raise ConfigError(f"the teacher is stored in {str(dtype).removeprefix('torch.')}; load it with npt.load_teacher")
-    return {"teacher_precision": stored, "teacher": base_hash(teacher)}
+    return {"teacher_precision": stored, "teacher_attention": attention_name(teacher), "teacher": base_hash(teacher)}
 
 
 class Trainer:
@@ -324,6 +324,7 @@ class Trainer:
             self.device,
             self.ranks.size,
             attention_name(self.model),
+            teacher_attention=self._teacher_settings["teacher_attention"],
         )
         plan = Planner(workload, storage_bytes(tensors_of(self.model)) - adapters).fitting(limit)
         self.passes.samples, self._evaluated_at_once.samples = plan.samples_at_once, plan.evaluated_at_once

@@ -167,7 +167,8 @@ def _window(workload: Workload, config: TrainConfig, depth: Depth, samples: int)
     attach(model, workload.small_adapter(depth, rank))
     teacher = None
     if workload.teacher is not None:
-        teacher = random_base(small, quantization=None, device=workload.device, attn_implementation=workload.attn_implementation)
+        attention = workload.teacher_attention or workload.attn_implementation
+        teacher = random_base(small, quantization=None, device=workload.device, attn_implementation=attention)
         teacher = teacher.to(workload.teacher)
         enforce_policy(teacher)
     return Window(model, config, samples, workload.length, teacher=teacher)

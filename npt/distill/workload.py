@@ -48,7 +48,7 @@ class Workload:
 
     config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of what is not packed. teacher: dtype
     of a teacher of its own, None where the base teaches. processes: that share a window. attn_implementation: as in `load_base`.
-    compute_dtype: of products of packed weights.
+    compute_dtype: of products of packed weights. teacher_attention: of such a teacher, None where it is the student's.
     """
 
     config: PreTrainedConfig
@@ -62,6 +62,7 @@ class Workload:
     processes: int = 1
     attn_implementation: str = "sdpa"
     compute_dtype: torch.dtype = torch.float32
+    teacher_attention: str | None = None
 
     @classmethod
     def of(

@@ -19,6 +19,7 @@ from npt.faults import plants, poisons, runs
 from npt.faults.bench import SMALL, Outcome, Plant, Run, Setting, Student, clean_run, module_of, run, whole_window
 from npt.faults.patterns import Case, Expected, costs_its_window, costs_itself, costs_nothing, found, judge, stops_everything
 from npt.faults.plants import TENSOR
+from npt.faults.sight import sight_cases
 from npt.faults.verdict import Check, Verdict
 from npt.health.diagnose import diagnose
 from npt.health.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
@@ -551,6 +552,7 @@ def run_cases() -> list[Case]:
 def all_cases() -> list[Case]:
     """Every case, by group."""
     groups = (data_cases, mask_and_loss_cases, weight_cases, activation_cases, gradient_cases, optimizer_cases, drawing_cases, run_cases)
+    groups = (*groups, sight_cases)
     cases = [case for group in groups for case in group()]
     assert len({case.id for case in cases}) == len(cases)
     return cases

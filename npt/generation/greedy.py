@@ -1,18 +1,21 @@
 """Greedy continuation of several prompts at once, with a cache of keys and values.
 
-Prompts are padded on the right, and what is added to a row goes behind its padding, which stays masked: positions, not places, tell
-the model where a token stands. So every query has a key, padding too; padded on the left, the first ones would have none, which
-some attention kernels answer with NaN. Which tokens come out does not depend on the batch they are in, but for ties that rounding
-decides: rows of another width sum in another order.
+Prompts are padded on the left, so that the tokens of a row, and what is added to them, are neighbours: a window counts columns, and
+padding behind a prompt would use up some. Padding sees itself and nothing else, as a document of its own in a packed row does: a query
+without a key is one that some attention kernels answer with NaN. Which tokens come out does not depend on the batch they are in, but
+for ties that rounding decides: rows of another width sum in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
+from npt.adapters.stream import MASKED, model_inputs
+from npt.data.batch import Batch, batch_from_tensors
 from npt.errors import NumericalError
 from npt.quant.precision import cast_once
 
@@ -48,21 +51,18 @@ def _continue(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int], ends: Collection[int], names: Sequence[str]
 ) -> list[list[int]]:
     """`continue_greedily` of at least one prompt."""
-    width = max(len(prompt) for prompt in prompts)
     device = next(model.parameters()).device
-    # Padding repeats the row's first token: a broken embedding of the pad token is nobody's business here.
-    ids = torch.tensor([[*prompt, *[prompt[0]] * (width - len(prompt))] for prompt in prompts], device=device)
-    mask = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
-    positions = torch.arange(width, device=device).expand_as(ids)
-    last = mask.sum(dim=-1) - 1  # the column of each row's newest token in the states
-    length = last[:, None] + 1  # tokens of each row so far
+    batch = _padded(prompts)
+    apart = batch.padded and model.config._attn_implementation in MASKED
+    inputs = model_inputs(model, (_with_padding_apart(batch) if apart else batch).to(device))
+    mask, positions = batch.attention_mask.to(device), inputs["position_ids"]
     open_rows = {row for row, limit in enumerate(limits) if limit > 0}
     added: list[list[int]] = [[] for _ in prompts]
     cache = None
     while open_rows:
-        out = model.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        cache, states = out.past_key_values, out.last_hidden_state
-        logits = model.lm_head(states.to(device)[torch.arange(len(states), device=device), last]).to(device)
+        out = model.model(**inputs, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits = model.lm_head(out.last_hidden_state[:, -1].to(device)).to(device)
         ids = logits.argmax(dim=-1, keepdim=True)
         # One answer from the device for both: which token, and whether it is one.
         answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
@@ -76,8 +76,24 @@ def _continue(
             if answers[row] in ends or len(added[row]) == limits[row]:
                 open_rows.discard(row)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-        positions, length, last = length, length + 1, torch.zeros_like(last)
+        positions = positions[:, -1:] + 1
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}  # every query a token now, which has keys
     return added
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> Batch:
+    """The prompts in one batch, padded on the left."""
+    width = max(len(prompt) for prompt in prompts)
+    # Padding repeats the row's first token: a broken embedding of the pad token is nobody's business here.
+    ids = [[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return batch_from_tensors(torch.tensor(ids), torch.tensor(mask))
+
+
+def _with_padding_apart(batch: Batch) -> Batch:
+    """The same with its padding for a document of its own: no key of any other, and never without one."""
+    every = torch.ones_like(batch.attention_mask)
+    return replace(batch_from_tensors(batch.input_ids, every), documents=batch.attention_mask, position_ids=batch.position_ids)
 
 
 def end_ids(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:

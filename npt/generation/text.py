@@ -15,11 +15,15 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from transformers.utils import logging as transformers_logging
 
 from npt.config import SEED_MAX
+from npt.data.following import text_behind
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.generation.greedy import end_ids
 from npt.quant.precision import cast_once
 
 Show = Callable[[str], None]
+
+_CONTEXT = 8
+"""Tokens of a prompt that its continuation is decoded behind: more than one, since special ones at its end are no text."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Written:
-    """ids: the new tokens. text: of them, special tokens left out. seconds: of wall-clock time. ended: by an end token, not by the
-    limit."""
+    """ids: the new tokens. text: of them behind the prompt, special tokens left out. seconds: of wall-clock time. ended: by an end
+    token, not by the limit."""
 
     ids: tuple[int, ...]
     text: str
@@ -98,12 +102,24 @@ class NoNaN(LogitsProcessor):
         return scores
 
 
-class _Streamer(TextStreamer):
-    """Hands text on as soon as it is words; a token may be a part of a character only."""
+class Streamer(TextStreamer):
+    """Hands text on as soon as it is words; a token may be a part of a character only.
 
-    def __init__(self, tokenizer: Any, show: Show):
+    Tokens are decoded behind the last one that was handed on: by themselves they would lose the space that they begin with.
+    """
+
+    def __init__(self, tokenizer: Any, show: Show, prompt: Sequence[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._show = show
+        self._go_on_behind(list(prompt[-_CONTEXT:]))
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if not self.token_cache:  # a line has ended
+            self._go_on_behind(value.flatten().tolist()[-1:])
+
+    def _go_on_behind(self, ids: list[int]) -> None:
+        self.token_cache, self.print_len = ids, len(self.tokenizer.decode(ids, **self.decode_kwargs))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._show(text)
@@ -179,13 +195,13 @@ def write(model: Any, tokenizer: Any, prompt: Sequence[int], decoding: Decoding,
             eos_token_id=ends or None,
             pad_token_id=pad if pad is not None else (ends or [0])[0],
             logits_processor=LogitsProcessorList([NoNaN(), *decoding.warpers()]),
-            streamer=_Streamer(tokenizer, show) if show is not None else None,
+            streamer=Streamer(tokenizer, show, prompt) if show is not None else None,
             **decoding.arguments(),
             **arguments,
         )
     new = found[0, len(prompt) :].tolist()
     seconds = time.perf_counter() - started
-    return Written(tuple(new), tokenizer.decode(new, skip_special_tokens=True), seconds, bool(new) and new[-1] in ends)
+    return Written(tuple(new), text_behind(tokenizer, prompt, new), seconds, bool(new) and new[-1] in ends)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

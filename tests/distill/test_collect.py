@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentencepieces import speaker_of, tokenizer_of
 
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters
@@ -191,6 +192,20 @@ def test_the_model_stays_as_it_was(student, tokenizer, tmp_path) -> None:
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in adapter_parameters(student).items())
     assert torch.equal(torch.get_rng_state(), random_state)
     student.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama 2", "metaspace, first", "byte level"])
+def test_prompt_and_completion_read_as_the_text_of_their_tokens(kind, tmp_path) -> None:
+    """Their spaces among it, where a tokenizer takes one from the beginning of all that it decodes."""
+    words = tokenizer_of(kind)
+    model = speaker_of(kind)
+    npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
+    gather(model, words, tmp_path / "found.jsonl", [{"prompt": text} for text in ("The question", "the answer is", "import os")])
+    found = lines(tmp_path / "found.jsonl")
+    assert found
+    for record in found:
+        assert record["completion"][0] == record["student"][0] == " "
+        assert record["prompt"] + record["completion"] == words.decode(record["input_ids"], skip_special_tokens=True)
 
 
 # --- training on it ---------------------------------------------------------------------------------------------------

@@ -108,6 +108,13 @@ def test_a_teacher_of_its_own_is_counted() -> None:
     assert beside.of("step") - alone.of("step") == term.bytes > 6 * 2 * 3 * 64 * 160
 
 
+def test_a_teacher_of_its_own_is_counted_with_its_own_attention() -> None:
+    """Eager scores of every pair of tokens, which the student under SDPA never has as a whole."""
+    planned = replace(workload("all", strategy="local"), teacher=torch.float32, length=128)
+    peaks = [Planner(replace(planned, teacher_attention=own)).plan().of("micro-batch") for own in ("sdpa", "eager", None)]
+    assert peaks[0] == peaks[2] < peaks[1]
+
+
 def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkeypatch) -> None:
     """On a device whose results arrive when it is waited for, and not before."""
     events: list[SimpleNamespace] = []

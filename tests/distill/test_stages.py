@@ -17,11 +17,14 @@ from npt.adapters.attach import adapter_parameters
 from npt.adapters.consolidate import Update, consolidate, unconsolidate
 from npt.config import STRATEGIES, TrainConfig
 from npt.distill import strategies as strategies_module
+from npt.distill.bundle import read_bundle
+from npt.distill.rebuilt import rebuilt
 from npt.distill.replay import replay
 from npt.distill.stages import stage_at, stages_of
 from npt.distill.trainer import Trainer
 from npt.distill.transaction import Transaction
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
+from npt.quant.attention import attention_name
 from npt.quant.load import load_teacher
 from npt.stored import read_json
 
@@ -159,6 +162,19 @@ def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(here, llama
     result = replay(str(bundle), model_name=str(llama_folder))
     assert "propagated" in (bundle / "postmortem.json").read_text(encoding="utf-8")
     assert "state" in str(result)
+
+
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_folder, own) -> None:
+    data = [*records(3), {"id": "outside", "input_ids": [5, 999, 7]}]
+    teacher = load_teacher(str(llama_folder), "fp32", device="cpu", attn_implementation=own)
+    trainer = here.trainer("run", data=lambda: data, teacher=teacher, max_steps=4, max_consecutive_bad=1, batch_size=1)
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    (bundle,) = (here.place / "run" / "postmortem").iterdir()
+    assert read_json(bundle / "postmortem.json", ConfigError)["settings"]["teacher_attention"] == own
+    with rebuilt(read_bundle(bundle), model_name=str(llama_folder)) as found:
+        assert attention_name(found.model) == "sdpa" and attention_name(found.teacher) == own
 
 
 # --- where the pieces meet -----------------------------------------------------------------------------------------------

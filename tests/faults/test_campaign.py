@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from rich.console import Console
 
 import npt
-from npt.distill import loop
+from npt.data import encoding
+from npt.distill import loop, strategies
 from npt.distill.transaction import Transaction
 from npt.faults import bench, campaign, loops
 from npt.faults.bench import SMALL, clean_run, difference, run
 from npt.faults.campaign import clean_steps, comparison, find, judged, print_comparison, print_scorecard, summary
 from npt.faults.cases import all_cases
+from npt.generation import greedy
 
 CASES = all_cases()
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
@@ -107,6 +110,40 @@ def test_a_case_that_raises_has_failed_and_says_what() -> None:
 
     line = judged(campaign.Case("x", "x", "x", check))
     assert not line.verdict.passed and "RuntimeError: boom" in line.verdict.detail
+
+
+# --- the cases of what is seen find the earlier mistakes ---------------------------------------------------------------
+
+
+def test_a_teacher_that_is_handed_the_students_masks_is_harm(monkeypatch) -> None:
+    honest, first = strategies.open_stream, []
+
+    def shared(model, batch):
+        stream = honest(model, batch)
+        first.append(stream.masks)
+        return replace(stream, masks=first[0])
+
+    monkeypatch.setattr(strategies, "open_stream", shared)
+    verdict = judged(case("sight-attention")).verdict
+    assert not verdict.passed and "from an eager teacher" in verdict.detail
+
+
+def test_padding_that_takes_part_of_a_window_is_harm(monkeypatch) -> None:
+    honest = greedy.batch_from_tensors
+
+    def closed(ids, mask):
+        """Its mask is left out, so that padding is attended to and takes a window's columns."""
+        return replace(honest(ids, torch.ones_like(mask)), position_ids=honest(ids, mask).position_ids)
+
+    monkeypatch.setattr(greedy, "batch_from_tensors", closed)
+    verdict = judged(case("sight-window")).verdict
+    assert not verdict.passed and "prompt 0 goes on with" in verdict.detail
+
+
+def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:
+    monkeypatch.setattr(encoding, "begins_with_a_space", lambda tokenizer: False)
+    verdict = judged(case("sight-space")).verdict
+    assert not verdict.passed and "'the:' and 'answer' became 'the: answer'" in verdict.detail
 
 
 # --- the counterfactual is worth something ---------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+from sentencepieces import PLAIN, PREFIXING, speaker_of, tokenizer_of
 from slow_greedy import alone
 
 import npt
+from npt.data.following import text_behind
 from npt.errors import ConfigError, DataError, NumericalError
-from npt.generation.text import Decoding, first_difference, prompt_ids, write
+from npt.generation.text import Decoding, Streamer, first_difference, prompt_ids, write
 
 PROMPT = "class Stack:\n    def __init__(self"
 LIMIT = 12
@@ -29,6 +31,34 @@ def test_greedy_text_is_that_of_recomputation_and_streams_whole(tiny) -> None:
     assert "".join(parts) == found.text == tokenizer.decode(list(found.ids), skip_special_tokens=True)
     assert len(parts) > 2 and not found.ended
     assert found.as_dict().keys() == {"text", "tokens", "ids", "finish", "seconds", "tokens_per_second"}
+
+
+@pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
+def test_text_behind_a_prompt_keeps_the_space_that_it_begins_with_and_every_line_its_indentation(kind) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt, text = "The question", " answer:\n    return os.path\n\n  and (4) is two,\n   spaces\n"
+    before, ids = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text))
+    assert ids[: len(before)] == before
+    new = ids[len(before) :]
+    assert text_behind(tokenizer, before, new) == text
+    parts: list[str] = []
+    streamer = Streamer(tokenizer, parts.append, before)
+    streamer.put(torch.tensor([before]))
+    for token in new:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(parts) == text and len(parts) > 8
+
+
+@pytest.mark.parametrize("kind", ["llama 2", "byte level"])
+def test_what_is_written_is_the_text_behind_the_prompt(kind) -> None:
+    tokenizer = tokenizer_of(kind)
+    model, ids = speaker_of(kind), prompt_ids(tokenizer, "The question")
+    parts: list[str] = []
+    found = write(model, tokenizer, ids, Decoding(LIMIT), show=parts.append)
+    whole = tokenizer.decode([*ids, *found.ids], skip_special_tokens=True)
+    assert "".join(parts) == found.text and "The question" + found.text == whole
+    assert found.text.startswith(" ")
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 1.0), (1.4, 0.8)])

@@ -1,0 +1,104 @@
+"""Generation of models that look back through a window: every way to it gives the tokens of each prompt alone, computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import MAKE, VOCAB, WINDOW, save_base
+from slow_greedy import alone
+from torch import Tensor
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.generation.assisted import write_assisted
+from npt.generation.greedy import continue_greedily, end_ids
+from npt.generation.text import Decoding, write
+from npt.generation.view import mode_view
+from npt.quant.attention import SDPA
+from npt.quant.load import load_tokenizer
+
+PROMPTS = [
+    torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, WINDOW - 1, 11, WINDOW, 2 * WINDOW + 1)
+]
+NAMES = list("abcde")
+NEW = 2 * WINDOW + 1
+
+
+@pytest.fixture(scope="module", params=[name for name in MAKE if "window" in name] + ["llama"])
+def windowed(request, tmp_path_factory) -> Any:
+    """A 4-bit student, away from its teacher, of every family that has windows."""
+    model, _ = npt.load_base(str(save_base(request.param, tmp_path_factory.mktemp("base"))), quantization="nf4", device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(params=["teacher", "student"])
+def mode(request, windowed) -> Iterator[str]:
+    with npt.adapter_mode(windowed, request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("attention", [SDPA, "eager"])
+def test_prompts_of_unequal_length_give_what_each_gives_alone(windowed, mode, monkeypatch, attention) -> None:
+    monkeypatch.setattr(windowed.config, "_attn_implementation_internal", attention)
+    seen: list[Tensor] = []
+    hook = windowed.lm_head.register_forward_hook(lambda _, __, output: seen.append(output))
+    found = continue_greedily(windowed, PROMPTS, [NEW] * 5, (), NAMES)
+    hook.remove()
+    assert found == [alone(windowed, prompt, NEW) for prompt in PROMPTS]
+    assert len({tuple(tokens) for tokens in found}) == 5
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, found, strict=True)):
+        with torch.no_grad():
+            expected = windowed(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        # products of other shapes sum in another order, through four layers
+        torch.testing.assert_close(torch.stack([step[row] for step in seen]), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("attention", [SDPA, "eager"])
+def test_a_prompt_has_a_key_for_every_query_whatever_it_is_padded_to(windowed, monkeypatch, attention) -> None:
+    monkeypatch.setattr(windowed.config, "_attn_implementation_internal", attention)
+    seen: list[Tensor] = []
+    for layer in windowed.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda _, __, given: seen.append(given["attention_mask"]), with_kwargs=True)
+    continue_greedily(windowed, PROMPTS, [NEW] * 5, (), NAMES)
+    for layer in windowed.model.layers:
+        layer.self_attn._forward_pre_hooks.clear()
+    assert len(seen) == NEW * 4
+    assert all(bool((mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()) for mask in seen)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+def test_transformers_own_generation_gives_it_too_padded_on_the_left(windowed, mode, cache) -> None:
+    width = max(len(prompt) for prompt in PROMPTS)
+    ids = torch.tensor([[2] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    how = {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    found = windowed.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, **how)
+    assert found[:, width:].tolist() == [alone(windowed, prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return load_tokenizer()
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[2]], ids=len)
+def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words, prompt) -> None:
+    found = write(mode_view(windowed, mode), words, prompt, Decoding(max_new_tokens=NEW))
+    assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[2]], ids=len)
+@pytest.mark.parametrize("drafted", [1, WINDOW + 2])
+def test_drafts_that_cross_the_window_leave_the_teachers_text(windowed, words, prompt, drafted) -> None:
+    found, drafts = write_assisted(windowed, words, prompt, Decoding(max_new_tokens=NEW), draft_tokens=drafted)
+    with npt.adapters_disabled(windowed):
+        assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))
+    assert drafts.judged > 0
