@@ -44,7 +44,7 @@ class Setting:
 
     late: the reading mode of the transaction's flags. layers, targets: of the student. size: K. padding: the side it is on.
     rates: of the steps, where they are not to fall linearly from `learning_rate`. vocabulary: V, where it is not the embedded
-    model's. drawing: the embedded model draws random numbers in every forward.
+    model's. change: what is done to the copy of the embedded model first.
     """
 
     late: bool = False
@@ -61,7 +61,7 @@ class Setting:
     learning_rate: float = 1e-2
     rates: tuple[float, ...] | None = None
     vocabulary: int | None = None
-    drawing: bool = False
+    change: Callable[[PreTrainedModel], None] | None = None
 
     @property
     def train_config(self) -> TrainConfig:
@@ -110,6 +110,45 @@ def let_draw(model: PreTrainedModel) -> None:
     model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output + 0.01 * torch.randn_like(output))
 
 
+class Around(nn.Module):
+    """A frozen linear layer with a LoRA beside it, made as PEFT's are: the `weight` that it shows is the base's alone."""
+
+    def __init__(self, base_layer: Any, seed: int, rank: int = 4):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.base_layer, self.in_features, self.out_features = base_layer, base_layer.in_features, base_layer.out_features
+        self.lora_A = nn.Parameter(torch.randn(rank, self.in_features, generator=generator) / self.in_features**0.5, requires_grad=False)
+        self.lora_B = nn.Parameter(0.3 * torch.randn(self.out_features, rank, generator=generator), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + (x @ self.lora_A.T) @ self.lora_B.T
+
+
+def put_around(model: PreTrainedModel) -> None:
+    """A LoRA around every projection of every MLP."""
+    for index, layer in enumerate(decoder_layers(model)):
+        mlp: Any = layer.mlp
+        for place, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+            setattr(mlp, name, Around(getattr(mlp, name), 10 * index + place))
+
+
+def let_change(model: PreTrainedModel) -> None:
+    """Hooks that change what MLPs, their down_proj and whole layers give; they stay."""
+    for layer in decoder_layers(model):
+        mlp: Any = layer.mlp
+        mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output + 0.3 * torch.sin(3 * output))
+        mlp.register_forward_pre_hook(lambda _module, inputs: (1.1 * inputs[0],))
+        layer.register_forward_hook(lambda _module, _inputs, output: output + 0.01)
+
+
 @dataclass(frozen=True)
 class Base:
     """What a student is made on, and how it is to be trained, where that is not a copy of the embedded model. The model bears one
@@ -128,8 +167,8 @@ class Student:
         if base is None:
             adapter = NPTConfig(rank=4, layers=setting.layers, targets=setting.targets)
             base = Base(copy.deepcopy(embedded()), adapter, setting.train_config)
-            if setting.drawing:
-                let_draw(base.model)
+            if setting.change is not None:
+                setting.change(base.model)
         self.setting, self.config, self.model = setting, base.config, base.model
         detach(self.model)
         attach(self.model, base.adapter)

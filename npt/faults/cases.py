@@ -13,13 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from npt.adapters.stream import open_stream
 from npt.faults import plants, poisons, runs
-from npt.faults.bench import SMALL, Outcome, Plant, Run, Setting, Student, clean_run, module_of, run, whole_window
+from npt.faults.bench import (
+    SMALL,
+    Outcome,
+    Plant,
+    Run,
+    Setting,
+    Student,
+    clean_run,
+    let_change,
+    let_draw,
+    module_of,
+    put_around,
+    run,
+    whole_window,
+)
 from npt.faults.patterns import Case, Expected, costs_its_window, costs_itself, costs_nothing, found, judge, stops_everything
 from npt.faults.plants import TENSOR
-from npt.faults.sight import sight_cases
+from npt.faults.sight import as_called, sight_cases
 from npt.faults.verdict import Check, Verdict
 from npt.health.diagnose import diagnose
 from npt.health.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
@@ -104,11 +119,11 @@ def bounded_flip(late: bool) -> Verdict:
     return Verdict("bounded" if finite else "harmed", named, good, len(outcome.refusals), "" if good else f"{finding}, {outcome.refusals}")
 
 
-def spike(plant: Plant, drawing: bool = False) -> Check:
+def spike(plant: Plant, change: Callable[[PreTrainedModel], None] | None = None) -> Check:
     """With spike refusal on, one window far above thirty accepted ones is refused, and leaves no trace."""
 
     def check(late: bool) -> Verdict:
-        setting = replace(LONG, late=late, windows=34, drawing=drawing)
+        setting = replace(LONG, late=late, windows=34, change=change)
         _, outcome = run(setting, plants={(30, 0): plant})
         return judge(outcome, clean_run(setting, frozenset({(30, 0)})), [(30, "spike", None, ("is above",))], "survived")
 
@@ -165,7 +180,7 @@ def interrupted(late: bool, setting: Setting = SMALL) -> Verdict:
 
 def diagnosed(late: bool) -> Verdict:
     """The training loop diagnoses what it refuses, with two forward passes of its own."""
-    setting = replace(SMALL, late=late, drawing=True)
+    setting = replace(SMALL, late=late, change=let_draw)
     _, outcome = run(setting, plants={(1, 1): NAN_GRADIENT}, before={2: lambda made: diagnose(made.model, setting.batch((1, 1)))})
     return judge(outcome, clean_run(setting, frozenset({(1, 1)})), [(1, "gradient", 1, (TENSOR,))], "survived")
 
@@ -456,8 +471,8 @@ def optimizer_cases() -> list[Case]:
 
 def drawing_cases() -> list[Case]:
     """The base draws random numbers (dropout, noise), and what is refused must not leave later micro-batches other ones."""
-    draws = replace(SMALL, drawing=True)
-    end_to_end, propagated = replace(END_TO_END, drawing=True), replace(draws, strategy="propagated")
+    draws = replace(SMALL, change=let_draw)
+    end_to_end, propagated = replace(END_TO_END, change=let_draw), replace(draws, strategy="propagated")
     nan_loss = plants.extra_loss(plants.cross_entropy_of_nothing("mean"))
 
     def one(id: str, name: str, plant: Plant, kind: str, says: str, setting: Setting = draws, **more: Any) -> Case:
@@ -489,7 +504,7 @@ def drawing_cases() -> list[Case]:
             "draw-spike",
             "a finite 1e10 in one gradient under a base that draws",
             "window 30: spike",
-            spike(plants.gradient_fault((0, 0), 1e10, ONLY_TENSOR), drawing=True),
+            spike(plants.gradient_fault((0, 0), 1e10, ONLY_TENSOR), change=let_draw),
         ),
         Case(
             "draw-interrupted",
@@ -506,12 +521,26 @@ def drawing_cases() -> list[Case]:
     ]
 
 
+def foreign_cases() -> list[Case]:
+    """Somebody else's parts are in the base: what they compute is trained with, and what is refused is refused as it ever is."""
+    cases = []
+    for id, change, name in (("lora", put_around, "a LoRA around every MLP projection"), ("hook", let_change, "hooks that change values")):
+        own, whole = replace(SMALL, change=change), replace(END_TO_END, change=change)
+        cases += [
+            Case(f"foreign-{id}", name, "loss and gradients are those of whole layers, called", partial(as_called, setting=own), (False,)),
+            Case(f"foreign-{id}-whole", f"{name}, end to end", "likewise", partial(as_called, setting=whole), (False,)),
+            costs_itself(f"foreign-{id}-nan", f"NaN in one tensor under {name}", NAN_GRADIENT, "gradient", [TENSOR], own),
+        ]
+    return cases
+
+
 def run_cases() -> list[Case]:
     return [
         Case("spike-loss", "loss and gradient of a step 1,000 times too large", "window 30: spike", spike(plants.scaled(1000.0))),
         Case(
             "spike-gradient", "a finite 1e10 in one gradient", "window 30: spike", spike(plants.gradient_fault((0, 0), 1e10, ONLY_TENSOR))
         ),
+        Case("run-packed", "a bad record in a packed row", "stopped at once; the bundle knows where documents end", runs.packed_run),
         Case("run-data", "bad micro-batches in a row", "stopped after 3, exit status 3, with the bundle", runs.bad_in_a_row),
         Case(
             "run-weight",
@@ -552,7 +581,6 @@ def run_cases() -> list[Case]:
 def all_cases() -> list[Case]:
     """Every case, by group."""
     groups = (data_cases, mask_and_loss_cases, weight_cases, activation_cases, gradient_cases, optimizer_cases, drawing_cases, run_cases)
-    groups = (*groups, sight_cases)
-    cases = [case for group in groups for case in group()]
+    cases = [case for group in (*groups, foreign_cases, sight_cases) for case in group()]
     assert len({case.id for case in cases}) == len(cases)
     return cases

@@ -23,6 +23,7 @@ from torch import Tensor
 from npt.adapters.io import WEIGHTS_NAME, save_adapter
 from npt.config import DataConfig, TrainConfig
 from npt.data.batch import Batch
+from npt.distill.bundle import read_bundle
 from npt.distill.loop import Loop, Window
 from npt.distill.progress import ProgressDisplay
 from npt.distill.run_folder import RunFolder
@@ -154,7 +155,7 @@ def reading(late: bool) -> Iterator[None]:
 
 
 @contextmanager
-def trainer(late: bool, records: list[dict[str, Any]], **settings: Any) -> Iterator[Trainer]:
+def trainer(late: bool, records: list[dict[str, Any]], *, packing: bool = False, **settings: Any) -> Iterator[Trainer]:
     """A trainer of a fresh student on records of token ids, its run folder temporary."""
     with tempfile.TemporaryDirectory() as folder, reading(late):
         config = TrainConfig(**{"batch_size": 1, "log_steps": 1, "smoke_test": False, "output_dir": f"{folder}/run", **settings})
@@ -163,7 +164,7 @@ def trainer(late: bool, records: list[dict[str, Any]], **settings: Any) -> Itera
             NoTokenizer(),
             records,
             config,
-            data_config=DataConfig(max_length=16),
+            data_config=DataConfig(max_length=16, packing=packing),
             eval_data=[{"input_ids": list(range(5, 15))}],
             console=Console(file=io.StringIO()),
         )
@@ -210,7 +211,7 @@ def stopped(trainer: Trainer, reason: str, step: int | None, check: Callable[[Pa
 def _planted(event: dict[str, Any]) -> bool:
     """A data refusal is of a bad record, whose bad id it names; any other is of the poisoned weight."""
     if event["kind"] == "data":
-        return all(name.startswith("bad-") for name in event["sample_ids"]) and f"token id {BAD_ID}" in event["detail"]
+        return all("bad-" in name for name in event["sample_ids"]) and f"token id {BAD_ID}" in event["detail"]
     return event["kind"] == "loss"
 
 
@@ -240,6 +241,19 @@ def bad_in_a_row(late: bool) -> Verdict:
 
     with trainer(late, records(0, 8), max_consecutive_bad=3) as made:
         return stopped(made, "3 refusals in a row", 0, check)
+
+
+def packed_run(late: bool) -> Verdict:
+    """Rows of two documents, one of which has a bad token: the bundle tells of every row where its documents end."""
+
+    def check(bundle: Path) -> list[str]:
+        batches = read_bundle(bundle).window
+        rows = [(batch, row, name) for batch in batches for row, name in enumerate(batch.sample_ids) if "+" in name]
+        lost = [name for batch, row, name in rows if batch.documents is None or not bool(batch.documents[row].any())]
+        return [f"the documents of {name} are lost" for name in lost] or ([] if len(rows) > 1 else ["no packed row was kept"])
+
+    with trainer(late, records(7, 1), packing=True, gradient_accumulation_steps=4, max_consecutive_bad=1) as made:
+        return stopped(made, "1 refusal", 0, check)
 
 
 def poisoned_run(late: bool) -> Verdict:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import MistralConfig, PreTrainedTokenizerFast
 
-from npt.config import STRATEGIES, DataConfig
+from npt.adapters.attach import adapters_disabled, decoder_layers
+from npt.adapters.layer import NPTLayer
+from npt.adapters.stream import open_stream
+from npt.config import STRATEGIES, DataConfig, TrainConfig
+from npt.data.batch import Batch
 from npt.data.samples import cut
+from npt.distill.losses import hidden_loss
 from npt.distill.strategies import drive
 from npt.faults.bench import SMALL, Setting, Student, embedded
 from npt.faults.patterns import Case
@@ -34,6 +41,45 @@ def other_attention(late: bool) -> Verdict:
         if not abs(found["eager"] / found["sdpa"] - 1) < 1e-3:  # another order of summation, in states whose difference loses digits
             complaints.append(f"{strategy}: a loss of {found['eager']:.6g} from an eager teacher, {found['sdpa']:.6g} under SDPA")
     return verdict_of("unharmed", complaints)
+
+
+def as_called(late: bool, setting: Setting) -> Verdict:
+    """Loss and gradients of a strategy against those of calls of whole decoder layers and automatic differentiation."""
+    student, batch = Student(setting), setting.batch((0, 0))
+    with torch.no_grad():
+        for seed, parameter in enumerate(student.parameters.values()):
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    config = replace(student.config, logit_kl_weight=0.0)
+    loss = float(drive(student.model, batch, config).loss)
+    gradients = {name: p.grad for name, p in student.parameters.items()}
+    expected = _by_calls(student, batch, config)
+    called = float(expected.detach())
+    complaints = []
+    if not abs(loss / called - 1) < 1e-4:  # fp32 sums in another order
+        complaints.append(f"a loss of {loss:.6g}, and {called:.6g} from calls")
+    for name, gradient in zip(student.parameters, torch.autograd.grad(expected, list(student.parameters.values())), strict=True):
+        found = gradients[name]
+        if found is None or not float((found - gradient).norm()) <= 1e-3 * float(gradient.norm()):
+            complaints.append(f"another gradient of {name}")
+            break
+    return verdict_of("unharmed", complaints)
+
+
+def _by_calls(student: Student, batch: Batch, config: TrainConfig) -> Tensor:
+    """The loss on hidden states of a strategy, with its graph."""
+    model = student.model
+    stream = open_stream(model, batch)
+    taught = hidden = stream.hidden
+    losses = []
+    for layer in decoder_layers(model):
+        context = stream.context_of(layer)
+        with torch.no_grad(), adapters_disabled(model):
+            behind = stream.clean(layer(taught, **context))
+        own = stream.clean(layer(hidden, **context))
+        if isinstance(layer, NPTLayer):
+            losses.append(hidden_loss(config, stream.rows(own), stream.rows(behind), stream.rows(taught))[0])
+        taught, hidden = behind, behind if config.strategy == "local" else own
+    return torch.stack(losses).sum() / len(losses)
 
 
 def unequal_prompts(late: bool) -> Verdict:

@@ -35,7 +35,7 @@ from npt.fidelity.modulation import measure_modulation
 from npt.health.diagnose import diagnose
 from npt.random_state import named_draws, random_state
 
-DRAWING = Setting(drawing=True)
+DRAWING = Setting(change=let_draw)
 
 
 def drawn(generator_state: dict[str, torch.Tensor]) -> bool:

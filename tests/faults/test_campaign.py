@@ -13,14 +13,16 @@ import torch
 from rich.console import Console
 
 import npt
+from npt.adapters import trained
 from npt.data import encoding
 from npt.distill import loop, strategies
 from npt.distill.transaction import Transaction
-from npt.faults import bench, campaign, loops
+from npt.faults import bench, campaign, loops, runs
 from npt.faults.bench import SMALL, clean_run, difference, run
 from npt.faults.campaign import clean_steps, comparison, find, judged, print_comparison, print_scorecard, summary
 from npt.faults.cases import all_cases
 from npt.generation import greedy
+from npt.quant import linear
 
 CASES = all_cases()
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
@@ -113,6 +115,31 @@ def test_a_case_that_raises_has_failed_and_says_what() -> None:
 
 
 # --- the cases of what is seen find the earlier mistakes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("id", ["foreign-lora", "foreign-hook", "foreign-hook-whole"])
+def test_parts_of_others_that_training_leaves_out_are_harm(monkeypatch, id) -> None:
+    for module in (trained, strategies):
+        monkeypatch.setattr(module, "may_change", lambda module: False)
+    monkeypatch.setattr(trained, "is_plain_linear", lambda module: True)
+    monkeypatch.setattr(
+        trained, "product_weight", lambda module, dtype: linear.product_weight(getattr(module, "base_layer", module), dtype)
+    )
+    monkeypatch.setattr(trained, "effective_dtype", lambda module: "float32")
+    verdict = judged(case(id)).verdict
+    assert not verdict.passed and ("gradient" in verdict.detail or "a loss of" in verdict.detail)
+
+
+def test_a_bundle_without_documents_is_harm(monkeypatch) -> None:
+    honest = runs.read_bundle
+
+    def forgetful(path):
+        bundle = honest(path)
+        return replace(bundle, window=[replace(batch, documents=None) for batch in bundle.window])
+
+    monkeypatch.setattr(runs, "read_bundle", forgetful)
+    verdict = judged(case("run-packed")).verdict
+    assert not verdict.passed and "the documents of" in verdict.detail
 
 
 def test_a_teacher_that_is_handed_the_students_masks_is_harm(monkeypatch) -> None:
