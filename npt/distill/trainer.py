@@ -426,20 +426,20 @@ class Trainer:
     def _choose_start(self) -> tuple[Position, int | None]:
         """Where in the data this process begins, and how many steps the run then has."""
         if self._checkpoint is not None:
-            return self._checkpoint.position, self._total_steps(self._checkpoint.position)
+            return self._checkpoint.position, self._total_steps(self._checkpoint.position.begun)
         if is_solved(self.model):
             samples = Samples(self._data, self.tokenizer, self.data_config, seed=self.config.seed, hold_out=self.samples.hold_out)
             self._solved_on, behind = solved_on(samples, self.config.calibration_tokens, self.model.config.vocab_size)
-            steps = self._total_steps(behind)
+            steps = self._total_steps(behind.begun)
             if leaves_enough(samples, behind, steps, self.config, self.window_size):
                 return behind, steps
-        return Position(), self._total_steps(Position())
+        return Position(), self._total_steps()
 
-    def _total_steps(self, start: Position) -> int | None:
-        """Optimizer steps of a run that begins there, as far as it can be known before it."""
+    def _total_steps(self, begun: int = 0) -> int | None:
+        """Optimizer steps of a run that begins behind so many samples, as far as it can be known before it."""
         c, made, tried = self.config, self._counted_from["steps"], self._counted_from["micro_batches"]
         left = None if c.max_steps is None else max(0, c.max_steps - made)
-        micro_batches = self.loader.count(None if left is None else tried + left * self.window_size, start.begun)
+        micro_batches = self.loader.count(None if left is None else tried + left * self.window_size, begun)
         if micro_batches is None:
             return c.max_steps
         steps = made + math.ceil(max(0, micro_batches - tried) / self.window_size)

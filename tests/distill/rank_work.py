@@ -282,7 +282,8 @@ def _small(transaction: Transaction[Any], parameters: dict[str, torch.nn.Paramet
 
     def fill() -> Any:
         for parameter in parameters.values():
-            parameter.grad += torch.randn(parameter.shape, generator=generator) * (0.0 if kind == "z" else 1.0)
+            noise = 0.1 * torch.randn(parameter.shape)  # as a base with dropout draws: from the process's own generator
+            parameter.grad += (torch.randn(parameter.shape, generator=generator) + noise) * (0.0 if kind == "z" else 1.0)
         if kind == "b":
             parameters["B"].grad[1, 1] = math.nan
         tokens = 0 if kind == "z" else int(torch.randint(1, 9, (), generator=generator))
