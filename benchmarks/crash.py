@@ -5,8 +5,9 @@
 One run is made without interruption. Then the same run is started again and again with `--resume auto` and killed after a random
 time, saves included, which are a large part of it: a checkpoint after every step, rotation that leaves one, an evaluation every
 fourth. A run that comes to its end is compared with the first one: adapters, moments, random state, counters, position, metrics and
-figures, byte for byte; then the next one begins. Most processes are forked from one that has loaded the base but computed nothing,
-which saves them eight seconds each; one in ten is a fresh interpreter.
+figures, byte for byte; then the next one begins. Most processes are forked from one that has imported all and computed nothing,
+which saves them eight seconds each; one in ten is a fresh interpreter. None is forked from this one: packing a base is enough to start
+OpenMP's threads, which a fork does not take along, and the child would wait for them for ever.
 
     kills       processes that were killed
     resumed     kills after which the next process went on from the newest checkpoint there was
@@ -21,9 +22,8 @@ message that names the file.
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import os
+import multiprocessing
 import random
 import shutil
 import signal
@@ -33,19 +33,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import crash_run
 
-import npt
 from npt.distill.checkpoint import newest_good, verify_checkpoint
-from npt.distill.run_folder import RunFolder
 from npt.errors import CheckpointError
 
 STEPS = 24
 FRESH_EVERY = 10
-MODEL = "tiny"
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["npt.distill.trainer", "npt.demo", "crash_run"])
+
+Child = BaseProcess | subprocess.Popen[bytes]
 
 
 @dataclass
@@ -65,81 +68,6 @@ class Figures:
     saving_share: float = 0.0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
-
-
-class Training:
-    """The run that is made over and over. The base is loaded here, once; nothing is computed in this process."""
-
-    def __init__(self, steps: int = STEPS) -> None:
-        self.model, self.tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
-        self.steps = steps
-
-    def run(self, folder: Path) -> int:
-        """The run in this process, taken up where it is; its exit status."""
-        npt.attach(self.model, npt.NPTConfig(rank=2, layers="6,7"))
-        config = npt.TrainConfig(
-            max_steps=self.steps,
-            num_epochs=99,
-            batch_size=1,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            warmup_steps=4,
-            max_refused_share=1.0,
-            log_steps=1,
-            save_steps=1,
-            save_total_limit=1,
-            eval_steps=4,
-            smoke_test=False,
-            output_dir=str(folder),
-            resume="auto",
-        )
-        data = npt.DataConfig(max_length=16, packing=True)
-        console = Console(file=io.StringIO())
-        trainer = npt.Trainer(
-            self.model, self.tokenizer, records(30), config, data_config=data, eval_data=records(1, seed=1), console=console
-        )
-        return trainer.train().exit_status
-
-    def fork(self, folder: Path, run: Callable[[Path], int] | None = None) -> int:
-        """Start the run in a child; its process number."""
-        child = os.fork()
-        if child == 0:
-            status = 70
-            try:
-                status = (run or self.run)(folder)
-            except BaseException as error:
-                sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            finally:
-                os._exit(status)
-        return child
-
-    def timed(self, folder: Path) -> int:
-        """The run, and in `times.json` beside its folder how long all of it and its saves took."""
-        saving, original = 0.0, RunFolder.save_checkpoint
-
-        def save(*arguments: Any) -> Path:
-            nonlocal saving
-            started = time.perf_counter()
-            try:
-                return original(*arguments)
-            finally:
-                saving += time.perf_counter() - started
-
-        RunFolder.save_checkpoint = save  # type: ignore[method-assign, assignment]
-        started = time.perf_counter()
-        status = self.run(folder)
-        times = {"all": time.perf_counter() - started, "saving": saving}
-        (folder.parent / "times.json").write_text(json.dumps(times))
-        return status
-
-
-def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Short records of token ids, one in ten with an id that is refused."""
-    source = random.Random(seed)
-    made = [[source.randrange(3, 2000) for _ in range(source.randint(4, 14))] for _ in range(count)]
-    for ids in made[5::10]:
-        ids[1] = 10**6
-    return [{"id": f"{seed}-{number}", "input_ids": ids} for number, ids in enumerate(made)]
 
 
 def result_of(folder: Path) -> dict[str, Any]:
@@ -164,10 +92,11 @@ class Campaign:
     Args:
         place: a folder for the runs.
         seed: of the instants.
+        steps: of a run.
     """
 
-    def __init__(self, place: Path, seed: int, training: Training):
-        self.place, self.training = place, training
+    def __init__(self, place: Path, seed: int, steps: int):
+        self.place, self.steps = place, steps
         self.source = random.Random(seed)
         self.figures = Figures()
         self.pending: list[int] = []  # steps that the next process has to go on from, of kills since the last one that said so
@@ -175,7 +104,7 @@ class Campaign:
     def make_reference(self) -> None:
         """The run without interruption, and how long it takes."""
         folder = self.place / "reference"
-        status = os.waitstatus_to_exitcode(os.waitpid(self.training.fork(folder, self.training.timed), 0)[1])
+        status = wait(forked_process(folder, self.steps, timed=True), None)
         if status != 0:
             raise SystemExit(f"the uninterrupted run ended with {status}")
         self.reference = result_of(folder)
@@ -203,14 +132,10 @@ class Campaign:
         kill = figures.kills < kills
         fresh = kill and fresh_every > 0 and figures.kills % fresh_every == fresh_every - 1
         figures.fresh_processes += fresh
-        process = fresh_process(folder) if fresh else None
-        number = process.pid if process is not None else self.training.fork(folder)
-        if fresh:  # the import takes seconds, in which there is nothing to lose
-            wait_for(lambda: alive(folder).exists() or exited(number))
-            alive(folder).unlink(missing_ok=True)
-        status = wait(number, self.source.uniform(0.0, 1.2 * self.seconds) if kill else None)
-        if process is not None:
-            process.returncode = 0  # it has been waited for
+        process = fresh_process(folder, self.steps) if fresh else forked_process(folder, self.steps)
+        wait_for(lambda: crash_run.alive(folder).exists() or ended(process) is not None)  # until then there is nothing to lose
+        crash_run.alive(folder).unlink(missing_ok=True)
+        status = wait(process, self.source.uniform(0.0, 1.2 * self.seconds) if kill else None)
         self._check_resumption(folder, said)
         if status is None:
             figures.kills += 1
@@ -270,33 +195,32 @@ class Campaign:
         verify_checkpoint(checkpoint)
 
 
-def fresh_process(folder: Path) -> subprocess.Popen[bytes]:
+def forked_process(folder: Path, steps: int, timed: bool = False) -> Child:
+    """A process that takes the run up, forked from a server that never computes."""
+    process = _CONTEXT.Process(target=crash_run.work, args=(folder, steps, timed))
+    process.start()
+    return process
+
+
+def fresh_process(folder: Path, steps: int) -> Child:
     """A new interpreter that takes the run up."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", str(folder)]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen([sys.executable, crash_run.__file__, str(folder), str(steps)])
 
 
-def alive(folder: Path) -> Path:
-    """What a new interpreter makes beside the folder once its imports are done."""
-    return folder.with_suffix(".alive")
+def ended(child: Child) -> int | None:
+    """Its exit status, negative for the signal that ended it; None as long as it runs."""
+    return child.poll() if isinstance(child, subprocess.Popen) else child.exitcode
 
 
-def exited(number: int) -> bool:
-    """Whether a child is there no more; it can be waited for all the same."""
-    return os.waitid(os.P_PID, number, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def wait(number: int, seconds: float | None) -> int | None:
+def wait(child: Child, seconds: float | None) -> int | None:
     """A child's exit status; None where it had to be killed after so many seconds."""
-    if seconds is not None:
-        end = time.perf_counter() + seconds
-        while not exited(number) and time.perf_counter() < end:
-            time.sleep(min(0.002, max(0.0, end - time.perf_counter())))
-        if not exited(number):
-            os.kill(number, signal.SIGKILL)
-            os.waitpid(number, 0)
-            return None
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+    end = float("inf") if seconds is None else time.perf_counter() + seconds
+    while (status := ended(child)) is None and time.perf_counter() < end:
+        time.sleep(0.002)
+    if status is None:
+        child.kill()
+        wait_for(lambda: ended(child) is not None)
+    return status
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -331,15 +255,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fresh_every", type=int, default=FRESH_EVERY, help="every so many kills hit a fresh interpreter; 0 for none")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the run")
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    training = Training(args.steps)
-    if args.child is not None:
-        alive(args.child).touch()
-        return training.run(args.child)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
-        campaign = Campaign(Path(place), args.seed, training)
+        campaign = Campaign(Path(place), args.seed, args.steps)
         campaign.make_reference()
         campaign.kill(args.kills, args.fresh_every)
         campaign.flip_bits(args.bit_flips)

@@ -6,6 +6,22 @@ values and the remedy. Anything that is *our* fault stays an `assert` or a plain
 
 from __future__ import annotations
 
+import re
+
+
+def article(word: str) -> str:
+    """`a` or `an`, by how the word begins: an int, a str, an NPTLayer (spelt), a uint8, an 8-bit one."""
+    word = word.lstrip("'\"")
+    if re.match(r"uni|uint|use|utf", word.lower()):
+        return "a"
+    return "an" if re.match(r"[aeiouAEIOU8]|1[18]\b|[FHLMNRSX]([A-Z0-9]|$)", word) else "a"
+
+
+def kind_of(value: object) -> str:
+    """The type of a value with its article, as messages name it."""
+    name = type(value).__name__
+    return f"{article(name)} {name}"
+
 
 class NPTError(Exception):
     """Base of every error meant for the user; `exit_status` is what the process ends with."""

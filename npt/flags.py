@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import yaml
 
 from npt.config import flag_of
-from npt.errors import ConfigError
+from npt.errors import ConfigError, kind_of
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -71,7 +71,7 @@ def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | No
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{where} holds a {type(content).__name__}; write one 'flag_name: value' a line")
+        raise ConfigError(f"{where} holds {kind_of(content)}; write one 'flag_name: value' a line")
     return checked_settings(where, content, classes, extra)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from npt.errors import NPTError
+from npt.errors import NPTError, kind_of
 
 JSON_BYTES = 64 << 20
 """What a JSON file may be long: a large model's record is a few megabytes."""
@@ -49,7 +49,7 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise error(f"{path} cannot be read: {problem}; copy it again") from problem
     if not isinstance(value, dict):
-        raise error(f"{path} holds a {type(value).__name__}, not an object; copy it again")
+        raise error(f"{path} holds {kind_of(value)}, not an object; copy it again")
     return value
 
 

@@ -6,8 +6,9 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# One thread: products this small gain nothing from a second one, and two processes with two threads each wait for one another.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread: products this small gain nothing from a second one, and two processes with two threads each wait for one another. And
+# tests fork processes that compute: those of a process with a second thread of OpenMP would wait for it for ever.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Read by npt.quant.device, in processes that tests start as well.
 os.environ["NPT_DEVICE"] = "cpu"
 

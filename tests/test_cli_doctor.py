@@ -44,7 +44,7 @@ def test_broken_data_end_2_with_every_line_column_and_problem(broken: Path, caps
     assert main(["doctor", "--data", str(broken)]) == 2
     out = capsys.readouterr().out
     assert f"{broken}, line 2, column 9: not JSON (Expecting ':' delimiter)" in out
-    assert f"{broken}, line 4, column 2: record broken.jsonl:4 has a int as 'text'" in out
+    assert f"{broken}, line 4, column 2: record broken.jsonl:4 has an int as 'text'" in out
     assert "error: 2 broken places" in out
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -17,6 +21,8 @@ def benchmark(name: str) -> ModuleType:
     """A script of `benchmarks/` as a module."""
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))  # where it finds its other half, and its children do
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where its dataclasses look for their own module
     spec.loader.exec_module(module)
@@ -59,3 +65,35 @@ def test_the_campaigns_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capfd
     monkeypatch.setattr(crash, "verify_checkpoint", lambda folder: None)
     assert crash.main(["--kills", "0", "--bit_flips", "6", "--steps", "4", "--json"]) == 1
     assert json.loads(capfd.readouterr().out)["bit_flips_found"] == 0
+
+
+COMPUTES = """
+import pathlib, sys, npt, crash
+if __name__ == "__main__":
+    npt.load_base("tiny", quantization="nf4", device="cpu")  # from here on this process has OpenMP's threads
+    print(crash.wait(crash.forked_process(pathlib.Path(sys.argv[1]), 2), 300))
+"""
+
+
+def test_a_run_in_a_child_of_a_process_with_openmp_comes_to_its_end(tmp_path: Path) -> None:
+    """With as many threads as there are by default; forked behind them it would wait for ever."""
+    script = tmp_path / "computes.py"
+    script.write_text(COMPUTES)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    path = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "run"], env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=400
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    assert (tmp_path / "run" / "fidelity.json").is_file()
+
+
+def test_nothing_forks_a_process_that_computes() -> None:
+    """Threads are not forked: where OpenMP has some, a child that computes waits for them. Tests fork, and have one thread."""
+    forks = re.compile(
+        r"os\.fork|preexec_fn|ProcessPoolExecutor|DataLoader\(|multiprocessing\.(Process|Pool|Queue)|get_context\((?!\"forkserver\"|\"spawn\")"
+    )
+    root = BENCHMARKS.parent
+    files = [root / "pretrain_npt_safe.py", *(path for name in ("npt", "benchmarks", "debug") for path in (root / name).rglob("*.py"))]
+    assert [path.name for path in files if forks.search(path.read_text())] == []
+    assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1

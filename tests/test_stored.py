@@ -31,7 +31,7 @@ def refused(path: Path, read: Any = read_json) -> str:
         (b"", "cannot be read"),
         (b"{", "cannot be read"),
         (b"[1]", "holds a list, not an object"),
-        (b"3", "holds a int"),
+        (b"3", "holds an int"),
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": -Infinity}', "-Infinity is not JSON"),
         (b"\xff{}", "cannot be read"),

@@ -64,6 +64,16 @@ class NPTAdapter(nn.Module):
 
         return super()._apply(moved, recurse)
 
+    def resize(self, other: NPTAdapter) -> None:
+        """Take the sizes and numbers of another adapter, which is used up. Mode, observer and what is frozen stay, and so does the
+        module: whoever holds it sees the new ones."""
+        self.config = other.config
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        device = self.A.device
+        self.A, self.B, self.M = other.to(device).A, other.B, other.M
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+
     def show(self, **stages: Tensor | None) -> None:
         """Let the observer, if there is one, look at the stages that were just computed, and were not computed before."""
         if self.observer is not None and not is_recomputing():

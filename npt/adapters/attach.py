@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -16,10 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from npt.adapters.adapter import Mode, NPTAdapter
 from npt.adapters.layer import NPT_FORMS, NPTLayer, device_of
 from npt.config import NPTConfig
-from npt.errors import ConfigError, ModelError
+from npt.errors import ConfigError, ModelError, kind_of
 from npt.quant.families import MODEL_PARTS, check_layer, missing_parts
 
 _STATE = "_npt_state"
+
+VIEWED = "_npt_viewed"
+"""Where a view (npt/generation/view.py) keeps the model that it shows."""
 
 _FORWARDS = ("_old_forward", "forward")
 """Where a module may keep a forward of its own: under accelerate's hook, or in front of its class's."""
@@ -47,6 +50,20 @@ class _State:
     layers: tuple[int, ...]
     trainable_before: frozenset[str]
     random_start: bool = True
+    overrides: list[Override] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Override:
+    """A mode that is asked for until it is released. before: that of each layer in front of it."""
+
+    mode: Mode
+    before: list[tuple[NPTLayer, Mode]]
+
+
+def viewed(model: Any) -> Any:
+    """The model that a view shows; any other model itself. What is recorded of a model is recorded there."""
+    return vars(model).get(VIEWED, model)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -150,6 +167,7 @@ def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int
         ModelError: not a model that can be converted, or adapters are attached already.
     """
     config = config if config is not None else NPTConfig()
+    model = viewed(model)
     if is_attached(model):
         raise ModelError("the model has NPT adapters already; call npt.detach(model) first")
     layers = decoder_layers(model)
@@ -161,17 +179,19 @@ def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int
         check_layer(index, layers[index])
     _check_forwards(layers)
     hidden_size, ffn_size = model.config.hidden_size, model.config.intermediate_size
-    adapters = {
-        index: NPTAdapter(own, hidden_size, ffn_size, torch.Generator().manual_seed(seed * 1_000_003 + index))
-        for index, own in _config_by_layer(config, chosen).items()
-    }
+    with torch.inference_mode(False):  # whatever the caller is in: they are to be trained
+        adapters = {
+            index: NPTAdapter(own, hidden_size, ffn_size, torch.Generator().manual_seed(seed * 1_000_003 + index)).to(
+                device_of(layers[index])
+            )
+            for index, own in _config_by_layer(config, chosen).items()
+        }
     base_parameters = _logical_parameters(model)
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for index, adapter in adapters.items():
         layer: Any = layers[index]
-        adapter.to(device_of(layer))
         layer.npt = adapter
         _become(layer, NPT_FORMS[type(layer)])
     setattr(model, _STATE, _State(config, chosen, trainable_before))
@@ -180,18 +200,20 @@ def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Give the base model back as it was before `attach`: classes, parameters, `requires_grad`. Without adapters: nothing.
+    """Give the base model back as it was before `attach`: classes, parameters, `requires_grad`. Without adapters: nothing. A view's are
+    its model's.
 
     Raises:
         ModelError: somebody else has changed the class of a layer since, as sharding does; nothing is changed.
     """
+    model = viewed(model)
     if not is_attached(model):
         return
     state: _State = getattr(model, _STATE)
     back = {npt_class: base_class for base_class, npt_class in NPT_FORMS.items()}
     for index, layer in npt_layers(model):
         if type(layer) not in back:
-            raise ModelError(f"layer {index} has become a {type(layer).__name__} and cannot be given back; load the base again")
+            raise ModelError(f"layer {index} has become {kind_of(layer)} and cannot be given back; load the base again")
     for _, layer in npt_layers(model):
         del layer.npt
         _become(layer, back[type(layer)])
@@ -222,7 +244,7 @@ def _check_forwards(layers: nn.ModuleList) -> None:
 
 
 def is_attached(model: PreTrainedModel) -> bool:
-    return hasattr(model, _STATE)
+    return hasattr(viewed(model), _STATE)
 
 
 def attached_config(model: PreTrainedModel) -> NPTConfig:
@@ -233,7 +255,7 @@ def attached_config(model: PreTrainedModel) -> NPTConfig:
     """
     if not is_attached(model):
         raise ModelError("the model has no NPT adapters; call npt.attach(model, npt.NPTConfig(...)) first")
-    return getattr(model, _STATE).config
+    return getattr(viewed(model), _STATE).config
 
 
 def npt_layers(model: PreTrainedModel) -> list[tuple[int, NPTLayer]]:
@@ -280,15 +302,16 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
         config: theirs, but for `ranks`.
         tensors: every parameter by its full name, of the shapes that `adapter_shapes` gives.
     """
+    model = viewed(model)
     state: _State = getattr(model, _STATE)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == adapter_shapes(model, config)
     assert replace(config, ranks=None) == replace(state.config, ranks=None)
     if config != state.config:
-        for index, own in _config_by_layer(config, state.layers).items():
-            layer: Any = decoder_layers(model)[index]
-            adapter = NPTAdapter(own, model.config.hidden_size, model.config.intermediate_size)
-            adapter.mode, adapter.observer = layer.npt.mode, layer.npt.observer
-            layer.npt = adapter.to(layer.npt.A.device)
+        sizes = model.config.hidden_size, model.config.intermediate_size
+        with torch.inference_mode(False):
+            resized = {index: NPTAdapter(own, *sizes) for index, own in _config_by_layer(config, state.layers).items()}
+            for index, layer in npt_layers(model):
+                layer.npt.resize(resized[index])
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(tensors[name])
@@ -298,21 +321,44 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
 def at_random_start(model: PreTrainedModel) -> bool:
     """Whether the adapters are as `attach` made them, not solved or loaded since. What an optimizer does to them does not count."""
     attached_config(model)
-    return getattr(model, _STATE).random_start
+    return getattr(viewed(model), _STATE).random_start
+
+
+def override_mode(model: PreTrainedModel, mode: Mode) -> Override:
+    """Let every converted layer compute `mode` until this is released."""
+    asked = Override(mode, [(layer, layer.npt.mode) for _, layer in npt_layers(model)])
+    if is_attached(model):
+        getattr(viewed(model), _STATE).overrides.append(asked)
+    for layer, _ in asked.before:
+        layer.npt.mode = mode
+    return asked
+
+
+def release_mode(model: PreTrainedModel, asked: Override) -> None:
+    """End an override: the layers compute what they did before it, or go on with what was asked for later and is not released yet.
+
+    Adapters that were detached since have nothing to come back to.
+    """
+    overrides = getattr(viewed(model), _STATE).overrides if is_attached(model) else []
+    if asked not in overrides:
+        return
+    place = overrides.index(asked)
+    overrides.remove(asked)
+    if place < len(overrides):
+        overrides[place].before = asked.before
+        return
+    for layer, before in asked.before:
+        layer.npt.mode = before
 
 
 @contextmanager
 def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
     """Within the context every converted layer computes `student`, `teacher` or `floor`; then what it did before."""
-    adapters = [layer.npt for _, layer in npt_layers(model)]
-    before = [adapter.mode for adapter in adapters]
+    asked = override_mode(model, mode)
     try:
-        for adapter in adapters:
-            adapter.mode = mode
         yield
     finally:
-        for adapter, old in zip(adapters, before, strict=True):
-            adapter.mode = old
+        release_mode(model, asked)
 
 
 def adapters_disabled(model: PreTrainedModel):

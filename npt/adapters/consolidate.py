@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import decoder_layers, format_layers
+from npt.adapters.attach import decoder_layers, format_layers, viewed
 from npt.adapters.token_modulation import TokenModulation
 from npt.config import TARGETS
 from npt.errors import ConfigError, ModelError
@@ -101,7 +101,7 @@ def consolidate(model: PreTrainedModel, update: Update) -> None:
         ConfigError: rows that are not finite, or whose scale is not above 0.
         ModelError: rows that do not fit the model, or updates are switched off at present.
     """
-    _check_enabled(model)
+    check_enabled(model)
     check_update(model, update)
     _set_history(model, (*consolidated(model), update))
 
@@ -120,7 +120,7 @@ def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update
         ConfigError: there are not so many.
         ModelError: updates are switched off at present.
     """
-    _check_enabled(model)
+    check_enabled(model)
     history = consolidated(model)
     if count is not None and not 0 <= count <= len(history):
         raise ConfigError(f"{count} updates are to be taken back, the model has {len(history)}")
@@ -131,24 +131,27 @@ def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update
 
 def consolidated(model: PreTrainedModel) -> tuple[Update, ...]:
     """The updates that are part of the model, oldest first."""
-    return getattr(model, _HISTORY, ())
+    return getattr(viewed(model), _HISTORY, ())
 
 
 @contextmanager
 def consolidation_disabled(model: PreTrainedModel) -> Iterator[None]:
     """Within the context the model computes as it did before any update; its history stays. Nests."""
+    model = viewed(model)
     _apply(model, ())
-    outer = getattr(model, _OFF, False)
-    setattr(model, _OFF, True)
+    setattr(model, _OFF, getattr(model, _OFF, 0) + 1)
     try:
         yield
     finally:
-        setattr(model, _OFF, outer)
-        if not outer:
+        left = getattr(model, _OFF) - 1
+        setattr(model, _OFF, left)
+        if not left:
+            delattr(model, _OFF)
             _apply(model, consolidated(model))
 
 
 _OFF = "_npt_consolidation_off"
+"""How many contexts switch a model's updates off."""
 
 
 def check_update(model: PreTrainedModel, update: Update) -> None:
@@ -177,12 +180,18 @@ def product_of(layer: Any, target: str) -> Any:
     return getattr(layer.mlp, f"{target}_proj")
 
 
-def _check_enabled(model: PreTrainedModel) -> None:
-    if getattr(model, _OFF, False):
+def check_enabled(model: PreTrainedModel) -> None:
+    """Refuse to change updates that are switched off.
+
+    Raises:
+        ModelError: they are.
+    """
+    if getattr(viewed(model), _OFF, 0):
         raise ModelError("the model's updates are switched off; leave npt.consolidation_disabled first")
 
 
 def _set_history(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
+    model = viewed(model)
     _apply(model, history)
     if history:
         setattr(model, _HISTORY, history)
@@ -201,5 +210,7 @@ def _apply(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
             composed[place] = (scale, bias)
     layers = decoder_layers(model)
     before = {place for update in consolidated(model) for place in update.rows}
-    for index, target in before | set(composed):
-        set_rows(product_of(layers[index], target), composed.get((index, target)))
+    with torch.inference_mode(False):  # gradients pass the products beside which the rows stand
+        for index, target in before | set(composed):
+            rows = composed.get((index, target))
+            set_rows(product_of(layers[index], target), None if rows is None else (rows[0].clone(), rows[1].clone()))

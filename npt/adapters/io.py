@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached, set_adapters
-from npt.adapters.consolidate import consolidate, consolidated
+from npt.adapters.consolidate import check_enabled, consolidate, consolidated
 from npt.adapters.consolidated_files import HISTORY_NAME, OTHER_BASE, ROWS_NAME, read_consolidated, write_consolidated
 from npt.adapters.hub import adapter_folder, is_hub_id
 from npt.config import NPTConfig
@@ -106,7 +106,7 @@ def load_adapter(
         HubError: the hub cannot be reached, or has no such repository.
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not fp32 or not finite, or
             the base differs.
-        ModelError: the folder holds updates, and the model has some already.
+        ModelError: the folder holds updates, and the model has some already or has them switched off.
     """
     folder = adapter_folder(folder, FILES, revision)
     read_adapter_config(folder)  # before the whole base is read
@@ -115,6 +115,8 @@ def load_adapter(
     config, tensors = read_adapter(model, folder, base=base, check_base=check_base)
     with_updates = (folder / HISTORY_NAME).exists()
     updates = read_consolidated(model, folder, base=base, check_base=check_base) if with_updates else ()
+    if updates:
+        check_enabled(model)  # before anything is attached
     if not is_attached(model):
         attach(model, config)
     set_adapters(model, config, tensors)

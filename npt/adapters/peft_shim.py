@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.adapters.attach import adapter_parameters, attach, detach, npt_layers
+from npt.adapters.attach import Override, adapter_parameters, attach, detach, npt_layers, override_mode, release_mode
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError, ModelError
 from npt.quant.identity import base_identity
@@ -86,6 +86,7 @@ def register_peft() -> None:
             self.targeted_parameter_names: list[str] = []
             self.inject_adapter(model, adapter_name)
             self.switch = NPTSwitch(adapter_name)
+            self.off: Override | None = None
 
         def inject_adapter(self, model: Any, adapter_name: str, *_: Any, **__: Any) -> None:
             if len(self.peft_config) > 1:
@@ -110,15 +111,16 @@ def register_peft() -> None:
             self.targeted_module_names = [f"model.layers.{index}" for index, _ in npt_layers(model)]
 
         def disable_adapter_layers(self) -> None:
-            self._switch("teacher")
+            if self.off is None:
+                self.off = override_mode(self.model, "teacher")
+            self.switch._disable_adapters = True
 
         def enable_adapter_layers(self) -> None:
-            self._switch("student")
-
-        def _switch(self, mode: Any) -> None:
-            self.switch._disable_adapters = mode == "teacher"
-            for _, layer in npt_layers(self.model):
-                layer.npt.mode = mode
+            """Switch back to what the layers did before, which is the teacher within `npt.adapters_disabled`."""
+            if self.off is not None:
+                release_mode(self.model, self.off)
+            self.off = None
+            self.switch._disable_adapters = False
 
         def set_adapter(self, adapter_name: Any, inference_mode: bool = False) -> None:
             names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)

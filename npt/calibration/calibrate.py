@@ -52,6 +52,7 @@ TOKENS_PER_RANK = 4
 """Fitted tokens that a rank needs at least: each row of B is a regression on R codes."""
 
 
+@torch.inference_mode(False)  # whatever the caller is in: it takes gradients of the teacher
 @kept_random_state()
 def calibrate(
     model: PreTrainedModel,

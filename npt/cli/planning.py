@@ -157,7 +157,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
         else:
             memory = planner.plan()
         fits = limit is None or memory.peak <= limit
-        found = [] if fits or limit is None else remedies(workload, limit)
+        found = [] if fits or limit is None else remedies(workload, limit, planner.counts)
         base = memory.terms[0].bytes
         del planner  # nothing hollow is to be there when memory is measured
     trial = not given["no_trial"]
@@ -274,7 +274,11 @@ def print_page(page: Page, console: Any) -> None:
         table.add_section()
         table.add_row("together", f"{time.seconds:.3g}")
         console.print(table)
-        console.print(f"{page.tokens / time.seconds:,.0f} tokens per second, from one layer timed here and now", soft_wrap=True)
+        layer = "one layer" if time.narrowed == 1 else f"one layer of 1/{time.narrowed} of the width"
+        speed = page.tokens / time.seconds
+        console.print(
+            f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}", f"tokens per second, from {layer} timed here and now", soft_wrap=True
+        )
     for name, measured in page.measured.items():
         console.print()
         table = _table(f"{name}: predicted against measured", "predicted", "measured", "error")

@@ -185,6 +185,8 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.prim.device.default:  # every other call asks for it, and nothing is made
+            return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):  # one that is not known yet was there before
             self._note(leaf, made=False)
         out = func(*args, **(kwargs or {}))

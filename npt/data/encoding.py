@@ -18,7 +18,7 @@ from npt.config import DataConfig
 from npt.data.following import begins_with_a_space, tokens_behind, tokens_behind_a_mark, tokens_of
 from npt.data.local import PIECE, first_line
 from npt.data.source import Record
-from npt.errors import DataError
+from npt.errors import DataError, kind_of
 
 _INT64_MAX = 2**63 - 1
 _PROBE = "a"  # a text that no tokenizer drops
@@ -132,7 +132,7 @@ class _Content:
 
 def _content(number: int, record: Any, tokenizer: Any, config: DataConfig) -> _Content:
     if not isinstance(record, Mapping):
-        raise DataError(f"record {number} is a {type(record).__name__}, not a mapping like {{{config.text_column!r}: ...}}")
+        raise DataError(f"record {number} is {kind_of(record)}, not a mapping like {{{config.text_column!r}: ...}}")
     given = record.get("id")
     name = str(number if given is None else given)
     if "input_ids" in record:
@@ -205,7 +205,7 @@ def _string(name: str, record: Record, column: str, flag: str) -> str:
     text = record.get(column)
     if not isinstance(text, str):
         have = ", ".join(sorted(map(str, record))) or "nothing"
-        what = "has no" if column not in record else f"has a {type(text).__name__} as"
+        what = "has no" if column not in record else f"has {kind_of(text)} as"
         raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flag}")
     return _whole(name, repr(column), text)
 

@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from npt.errors import DataError
+from npt.errors import DataError, kind_of
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
@@ -267,7 +267,7 @@ def parse_line(path: Path, number: int, line: bytes) -> Record:
         column, what = (f", column {error.colno}", error.msg) if isinstance(error, json.JSONDecodeError) else ("", str(error))
         raise DataError(f"{path}, line {number}{column}: not JSON ({what}); each line has to be one JSON object") from error
     if not isinstance(record, dict):
-        raise DataError(f'{path}, line {number}: a {type(record).__name__}, not an object like {{"text": ...}}')
+        raise DataError(f'{path}, line {number}: {kind_of(record)}, not an object like {{"text": ...}}')
     return {"id": f"{path.name}:{number}", **record}
 
 
@@ -310,10 +310,10 @@ def _array(path: Path) -> Sequence[Record]:
         remedy = "mend it there, or name the file .jsonl if each of its lines is an object"
         raise DataError(f"{path}{where}: not JSON ({what}); {remedy}") from error
     if not isinstance(values, list):
-        raise DataError(f'{path} holds a {type(values).__name__}; it has to be a list of objects like {{"text": ...}}')
+        raise DataError(f'{path} holds {kind_of(values)}; it has to be a list of objects like {{"text": ...}}')
     for number, value in enumerate(values):
         if not isinstance(value, dict):
-            raise DataError(f'{path}, entry {number}: a {type(value).__name__}, not an object like {{"text": ...}}')
+            raise DataError(f'{path}, entry {number}: {kind_of(value)}, not an object like {{"text": ...}}')
     return [{"id": f"{path.name}:{number}", **value} for number, value in enumerate(values)]
 
 

@@ -34,7 +34,7 @@ from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import REPORTED, MicroBatch, Strategy
 from npt.distill.trackers import Trackers
 from npt.distill.transaction import EXACT, FAILED, HISTORY, Refusal, S, Trace, Transaction, WindowResult, draws_of
-from npt.errors import StoppedError, TooManyRefusalsError
+from npt.errors import ConfigError, StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
 
@@ -537,6 +537,20 @@ class Loop:
             self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
 
 
+def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse adapters that are frozen: an optimizer given them moves them by its weight decay alone.
+
+    Raises:
+        ConfigError: the first such tensor.
+    """
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"{frozen[0]} is frozen (requires_grad is False, {len(frozen)} of {len(parameters)} tensors), and a run trains every tensor of "
+            "its adapters; call requires_grad_(True) on it first"
+        )
+
+
 def new_transaction(
     parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float], ranks: Ranks | None = None
 ) -> Transaction[MicroBatch]:
@@ -547,7 +561,11 @@ def new_transaction(
         config: training settings.
         rates: learning rate of each applied step.
         ranks: the processes that train together.
+
+    Raises:
+        ConfigError: a tensor is frozen.
     """
+    check_unfrozen(parameters)
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
     )

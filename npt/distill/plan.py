@@ -38,13 +38,14 @@ class Planner:
     Args:
         workload: the run.
         base_bytes: of the base that is loaded, where it is; else they are counted.
+        counts: of another planner for the same model and device, which is not repeated and added to.
     """
 
-    def __init__(self, workload: Workload, base_bytes: int | None = None):
+    def __init__(self, workload: Workload, base_bytes: int | None = None, counts: dict[Any, int] | None = None):
         self.workload = workload
         self._hollow = Hollow(workload.device)
         self._models: dict[tuple[Depth, bool], Any] = {}
-        self._known: dict[Any, int] = {}
+        self.counts: dict[Any, int] = {} if counts is None else counts
         w = workload
         base = base_bytes if base_bytes is not None else self._base_bytes(w.quantization, w.stored)
         self._fixed = [Term("base" if w.quantization is None else f"base, {w.quantization.upper()}", base)]
@@ -87,6 +88,17 @@ class Planner:
         samples = -(-batch_size // -(-batch_size // samples))
         return self.plan(samples, min(samples, evaluated))
 
+    def peak_within(self, limit: int) -> int | None:
+        """The peak with one sample at a time, None if it is above a limit: what costs least to count comes first and may say so alone."""
+        known = [*self._fixed, *self._mask(1, 1)]
+        parts = (list, lambda: [self._logits_of_evaluation(1)], partial(self._training, 1, parted=False), partial(self._evaluation, 1))
+        peak = 0
+        for part in parts:
+            peak = max(peak, MemoryPlan((*known, *part()), 1, 1).peak)
+            if peak > limit:
+                return None
+        return peak
+
     def _mask(self, samples: int, evaluated: int) -> list[Term]:
         """[B, 1, T, T] bool, which there is where rows are padded or packed, and the fp32 that a layer's attention makes of it."""
         each, name = MASK_BYTES * self.workload.length**2, "attention mask of padded rows"
@@ -95,34 +107,38 @@ class Planner:
     def _phase(self, samples: int, evaluated: int, phase: str) -> int:
         return self.plan(samples, evaluated).of(phase)
 
-    def _training(self, samples: int) -> list[Term]:
-        """Of the stage that takes most."""
-        found = [self._stage(config, samples) for _, config in self.workload.stages.values()]
+    def _training(self, samples: int, parted: bool = True) -> list[Term]:
+        """Of the stage that takes most. parted: the logits by themselves, which is counts more."""
+        found = [self._stage(config, samples, parted) for _, config in self.workload.stages.values()]
         return max(found, key=lambda terms: sum(term.bytes for term in terms))
 
-    def _stage(self, config: TrainConfig, samples: int) -> list[Term]:
+    def _stage(self, config: TrainConfig, samples: int, parted: bool) -> list[Term]:
         config = replace(config, layer_weights="uniform", compile=False)  # what is hollow is not compiled, and takes no less
         depth, logits = self.workload.depth, 0
         if not config.logit_kl_weight:
             depth = replace(depth, behind=0)  # nothing runs there
         layer, kept = self._by_depth(partial(_drive, config), ("train", config), samples, depth)
-        if config.logit_kl_weight:
+        if config.logit_kl_weight and parted:
             other = replace(config, logit_kl_weight=0.0, logit_loss="kl", logit_temperature=1.0, jsd_weight=0.5)
             without = sum(self._by_depth(partial(_drive, other), ("train", other), samples, replace(depth, behind=0)))
             logits = max(0, layer - max(0, without - kept))
             layer -= logits
         micro = ("micro-batch",)
         terms = [Term("activations, one layer at a time", layer, micro), Term("activations kept of every layer", kept, micro)]
-        return [*terms, *([Term("logits", logits, micro)] if config.logit_kl_weight else [])]
+        return [*terms, *([Term("logits", logits, micro)] if config.logit_kl_weight and parted else [])]
 
     def _evaluation(self, samples: int) -> list[Term]:
         """The forwards of a batch, which keep the teacher's states, or the comparison of its logits behind them."""
         phase = ("evaluation",)
         layer, kept = self._by_depth(_forwards, "forwards", samples, self.workload.depth)
-        logits = self._count(partial(_comparison, self._hollow), "comparison", samples, Depth(0, 1, 0, 0))
-        if logits > layer + kept:
-            return [Term("logits of an evaluation", logits, phase)]
+        logits = self._logits_of_evaluation(samples)
+        if logits.bytes > layer + kept:
+            return [logits]
         return [Term("evaluation, one layer at a time", layer, phase), Term("evaluation, states of every layer", kept, phase)]
+
+    def _logits_of_evaluation(self, samples: int) -> Term:
+        count = self._count(partial(_comparison, self._hollow), "comparison", samples, Depth(0, 1, 0, 0))
+        return Term("logits of an evaluation", count, ("evaluation",))
 
     def _by_depth(self, run: Run, name: Any, samples: int, depth: Depth) -> tuple[int, int]:
         """(what does not grow with the layers, what they all add) of a run, from counts on small models."""
@@ -140,14 +156,16 @@ class Planner:
         return total - kept, kept
 
     def _count(self, run: Run, name: Any, samples: int, depth: Depth) -> int:
-        key = (name, samples, depth)
-        if key not in self._known:
+        w = self.workload
+        adapter = w.small_adapter(depth, max(w.ranks))
+        key = (name, samples, depth, w.length, w.quantization, w.stored, w.teacher, adapter)
+        if key not in self.counts:
             model, teacher = self._model(depth, False), None
-            if self.workload.teacher is not None:
+            if w.teacher is not None:
                 teacher = self._model(depth, True)
-            batch = self._hollow.batch(samples, self.workload.length)
-            self._known[key] = self._hollow.peak_of(lambda: run(model, teacher, batch))
-        return self._known[key]
+            batch = self._hollow.batch(samples, w.length)
+            self.counts[key] = self._hollow.peak_of(lambda: run(model, teacher, batch))
+        return self.counts[key]
 
     def _model(self, depth: Depth, teacher: bool) -> Any:
         w = self.workload
@@ -221,13 +239,37 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def remedies(workload: Workload, limit: int) -> list[tuple[str, int]]:
+def remedies(workload: Workload, limit: int, counts: dict[Any, int] | None = None) -> list[tuple[str, int]]:
     """Settings any one of which would bring the peak below a limit, with one sample at a time, and what it would then be.
 
     Args:
         workload: that does not fit.
         limit: bytes.
+        counts: of the planner that found this out.
     """
+    counts = {} if counts is None else counts
+    tried = _less_memory(workload, limit)
+    kinds: dict[str, list[tuple[str, Workload]]] = {}
+    for flag, other in tried:
+        kinds.setdefault(flag.split(" ")[0] if flag[:2] == "--" else flag, []).append((flag, other))
+
+    def within(other: Workload) -> int | None:
+        return Planner(other, counts=counts).peak_within(limit)
+
+    found: dict[str, int] = {}
+    for (mildest, least), *others in kinds.values():  # the mildest that does is enough
+        peak = within(least)
+        if peak is not None:
+            found[mildest] = peak
+        elif others and (most := within(others[-1][1])) is not None:  # where the strongest does not do, no other does
+            between = ((flag, within(other)) for flag, other in others[:-1])
+            flag, peak = next(((flag, less) for flag, less in between if less is not None), (others[-1][0], most))
+            found[flag] = peak
+    return [(flag, found[flag]) for flag, _ in tried if flag in found]
+
+
+def _less_memory(workload: Workload, limit: int) -> list[tuple[str, Workload]]:
+    """Settings that take less, and what they make of the run; of a kind the mildest first."""
     w, training = workload, workload.training
     tried: list[tuple[str, Workload]] = []
     if training.batch_size > 1:
@@ -253,11 +295,4 @@ def remedies(workload: Workload, limit: int) -> list[tuple[str, int]]:
     listed = w.adapter.ranks is not None or training.layer_weight_list is not None  # one for each layer that is converted now
     if w.depth.converted > w.config.num_hidden_layers // 2 + 1 and not listed:
         tried.append(("--layers upper_half", replace(w, adapter=replace(w.adapter, layers="upper_half"))))
-    found: dict[str, tuple[str, int]] = {}
-    for flag, other in tried:
-        kind = flag.split(" ")[0] if flag[:2] == "--" else flag
-        if kind not in found:  # the mildest of its kind is enough
-            peak = Planner(other).plan(1).peak
-            if peak <= limit:
-                found[kind] = (flag, peak)
-    return list(found.values())
+    return tried

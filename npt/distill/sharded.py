@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import attached_config, decoder_layers
+from npt.adapters.attach import attached_config, decoder_layers, viewed
 from npt.adapters.sharding import shard_layers
 from npt.distill.ranks import Ranks, join_ranks
 from npt.errors import ConfigError, RankError
@@ -96,10 +96,10 @@ def shard_base(model: PreTrainedModel, ranks: Ranks | None = None) -> Ranks:
     assert isinstance(ranks, ShardedRanks)
     ranks.layers = list(decoder_layers(model))
     shard_layers(model, mesh, ranks.device, ranks.gather)
-    setattr(model, _RANKS, ranks)
+    setattr(viewed(model), _RANKS, ranks)
     return ranks
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks | None:
     """The ranks that a base is sharded over, if it is."""
-    return getattr(model, _RANKS, None)
+    return getattr(viewed(model), _RANKS, None)

@@ -37,7 +37,7 @@ def smoke_test(model: PreTrainedModel, batch: Batch, strategy: Strategy, config:
     """
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
-        raise SmokeTestError(f"smoke test: the first batch has a {fault}; check the data and the tokenizer")
+        raise SmokeTestError(f"smoke test: the first batch cannot be used: {fault}; check the data and the tokenizer")
     _check_targets(batch)
     parameters = adapter_parameters(model)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}

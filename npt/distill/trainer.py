@@ -47,7 +47,7 @@ from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_h
 from npt.distill.calibrated_start import calibrated_start, is_solved, leaves_enough, solved_on, where_training_begins
 from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
-from npt.distill.loop import Loop, Window
+from npt.distill.loop import Loop, Window, check_unfrozen
 from npt.distill.passes import Passes, tried
 from npt.distill.plan import Planner
 from npt.distill.progress import ProgressDisplay
@@ -79,7 +79,7 @@ from npt.distill.transaction import EXACT
 from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
 from npt.distill.workload import Workload
-from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError, kind_of
 from npt.fidelity.attribution import Reference, refer
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.fidelity.modulation import measure_modulation
@@ -250,6 +250,7 @@ class Trainer:
     def _prepare(self, data: Iterable[Record] | None, eval_data: Iterable[Record] | None, replay_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
         self.adapter_config = attached_config(self.model)
+        check_unfrozen(adapter_parameters(self.model))
         check_trainable(self.adapter_config, data_config if data is None else None, self.teacher is not None)
         if consolidated(self.model):
             raise ConfigError("a run does not record the updates that were consolidated into its base; call npt.unconsolidate first")
@@ -372,7 +373,7 @@ class Trainer:
     def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
         config, data_config = self.config, self.data_config
         if isinstance(data, Mapping):
-            raise DataError(f"the data are a {type(data).__name__} with {', '.join(map(str, data))}; pass one of its entries")
+            raise DataError(f"the data are {kind_of(data)} with {', '.join(map(str, data))}; pass one of its entries")
         one_pass = iter(data) is data
         if one_pass and data_config.streaming and config.num_epochs > 1:
             raise ConfigError(f"--num_epochs is {config.num_epochs}, but a streamed generator can be read once only; pass a list")
@@ -456,6 +457,7 @@ class Trainer:
             tried = math.ceil(self._checkpoint.position.drawn / self.config.batch_size)
         return {"steps": self._checkpoint.step, "micro_batches": tried}
 
+    @torch.inference_mode(False)  # whatever the caller is in
     def train(self) -> TrainResult:
         """Smoke test, evaluation, loop, evaluation.
 
@@ -478,6 +480,7 @@ class Trainer:
     def _train(self) -> TrainResult:
         say = self._say
         torch.manual_seed(self.config.seed)  # training does not draw from it, and what else does draws the same in every process
+        check_unfrozen(adapter_parameters(self.model))
         require(tensor_fault(adapter_parameters(self.model)))
         require(base_fault(self.model))
         if self.teacher is not None:

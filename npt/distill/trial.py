@@ -2,7 +2,8 @@
 
 Small models with random weights run through the very strategy and transaction, with all that belongs to a step but the other layers. Two of
 them that differ in the number of their converted layers say what one such layer takes, and what is left beside the layers; others say what
-a layer without an adapter takes, in front of the first converted one or behind it. No speed of any machine is assumed.
+a layer without an adapter takes, in front of the first converted one or behind it. No speed of any machine is assumed: where the layers
+are so wide that these trials would take minutes, they are tried narrower, and their time is carried to the width by their arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 
 from npt.adapters.attach import adapter_parameters, attach
 from npt.config import TrainConfig
-from npt.cost.measure import live_bytes, peak_bytes, storage_bytes, tensors_of, wait_for
+from npt.cost.flops import training_flops
+from npt.cost.measure import ROOFLINE_SIZES, live_bytes, matmul_roofline, peak_bytes, storage_bytes, tensors_of, wait_for
+from npt.cost.shape import Shape
 from npt.data.batch import Batch, batch_from_tensors
 from npt.data.sample import Sample
 from npt.distill.loop import fill_gradients, new_transaction, try_micro_batch
@@ -37,16 +40,20 @@ TINY_VOCAB = 512
 ROUNDS = 30
 """Times that every trial is run at most."""
 
-SECONDS = 8.0
+SECONDS = 5.0
 """That a stage's trials may take, but where they do not get twice round in it."""
+
+NARROWEST = 512
+"""D at least of a layer that is tried in the place of a wider one: below it the time is no longer that of matrix products."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step and what they are made of, by the name of each part."""
+    """Seconds of an optimizer step and what they are made of, by the name of each part. narrowed: share of the width that was tried."""
 
     seconds: float
     parts: dict[str, float]
+    narrowed: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -139,24 +146,70 @@ def _predict(workload: Workload, config: TrainConfig, samples: int, seconds: flo
         trials["before"] = Depth(2, 1, 0, 0)
     if others:
         trials["others"] = Depth(0, 2, 2, 0)
-    windows = {name: _window(workload, config, trial, samples) for name, trial in trials.items()}
+    share, tried = _bearable(workload, config, trials, samples * workload.length, seconds)
+    windows = {name: _window(tried, config, trial, samples) for name, trial in trials.items()}
     fills, commits = _fastest(windows, seconds)
-    layer = max(0.0, fills["three"] - fills["one"]) / 2
-    beside = max(0.0, fills["one"] - layer)
-    before = max(0.0, fills["before"] - fills["one"]) / 2 if depth.before else 0.0
-    other = max(0.0, fills["others"] - beside - 2 * layer) / 2 if others else 0.0
+    found = _layers(fills)
+    if share > 1:
+        whole, narrow = (_layers(_flops(w, config, trials)) for w in (workload, tried))
+        found = {name: size * whole[name] / narrow[name] for name, size in found.items() if name != "beside"} | {
+            "beside": found["beside"] * share ** (2 if config.logit_kl_weight else 1)
+        }
     update = max(0.0, commits["three"] - commits["one"]) / 2
     passes = config.gradient_accumulation_steps * config.batch_size / samples
-    parts = {f"converted layers ({depth.converted})": passes * depth.converted * layer}
+    parts = {f"converted layers ({depth.converted})": passes * depth.converted * found["layer"]}
     if depth.before:
-        parts[f"layers in front of them ({depth.before})"] = passes * depth.before * before
+        parts[f"layers in front of them ({depth.before})"] = passes * depth.before * found["before"]
     if others:
-        parts[f"other layers ({others})"] = passes * others * other
+        parts[f"other layers ({others})"] = passes * others * found["others"]
     parts |= {
-        "beside the layers, logits included": passes * beside,
-        "optimizer step": max(0.0, commits["one"] - update) + depth.converted * update,
+        "beside the layers, logits included": passes * found["beside"],
+        "optimizer step": max(0.0, commits["one"] - update) + depth.converted * update * share,
     }
-    return StepTime(sum(parts.values()), parts)
+    return StepTime(sum(parts.values()), parts, share)
+
+
+def _layers(trials: dict[str, float]) -> dict[str, float]:
+    """What a layer of each kind takes, and what is left beside them, from what the trials take."""
+    layer = max(0.0, trials["three"] - trials["one"]) / 2
+    beside = max(0.0, trials["one"] - layer)
+    found = {"layer": layer, "beside": beside}
+    if "before" in trials:
+        found["before"] = max(0.0, trials["before"] - trials["one"]) / 2
+    if "others" in trials:
+        found["others"] = max(0.0, trials["others"] - beside - 2 * layer) / 2
+    return found
+
+
+def _bearable(workload: Workload, config: TrainConfig, trials: dict[str, Depth], tokens: int, seconds: float) -> tuple[int, Workload]:
+    """The largest share of the width whose trials get twice round in about `seconds` here, and the workload of this width."""
+    if not seconds:
+        return 1, workload
+    speed = matmul_roofline(workload.device, sizes=ROOFLINE_SIZES[workload.device.type][:1], seconds=0.05).flops_per_second
+    share, tried = 1, workload
+    while 2 * tokens * sum(_flops(tried, config, trials).values()) > seconds * speed and tried.shape.hidden >= 2 * NARROWEST:
+        narrower = workload.narrowed(2 * share)
+        if narrower is None:
+            break
+        share, tried = 2 * share, narrower
+    return share, tried
+
+
+def _flops(workload: Workload, config: TrainConfig, trials: dict[str, Depth]) -> dict[str, float]:
+    """Arithmetic of each trial, per token."""
+    rank = max(1, round(statistics.mean(workload.ranks)))
+    return {
+        name: training_flops(
+            Shape.of(workload.small_config(depth.layers)),
+            workload.length,
+            workload.small_adapter(depth, rank),
+            config.strategy,
+            own_teacher=workload.teacher is not None,
+            logits=1.0 if config.logit_kl_weight else 0.0,
+            checkpointing=config.gradient_checkpointing,
+        )
+        for name, depth in trials.items()
+    }
 
 
 def _window(workload: Workload, config: TrainConfig, depth: Depth, samples: int) -> Window:

@@ -143,6 +143,26 @@ class Workload:
         small.pad_token_id = None
         return small
 
+    def narrowed(self, share: int) -> Workload | None:
+        """The workload on a base of 1/`share` of the width: of D, F, heads and vocabulary, with heads as wide as they are. None where
+        these cannot be divided so often."""
+        shape, narrow = self.shape, copy.deepcopy(self.config)
+        if any(size % share for size in (shape.hidden, shape.ffn, shape.heads)) or max(self.ranks) > shape.hidden // share:
+            return None
+        sizes: dict[str, int] = {
+            "hidden_size": shape.hidden // share,
+            "intermediate_size": shape.ffn // share,
+            "num_attention_heads": shape.heads // share,
+            "num_key_value_heads": max(1, shape.kv_heads // share),
+            "head_dim": shape.head_dim,
+            "vocab_size": max(1, shape.vocab // share),
+        }
+        if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
+            return None
+        for name, size in sizes.items():
+            setattr(narrow, name, size)
+        return replace(self, config=narrow)
+
     def small_adapter(self, depth: Depth, rank: int) -> NPTConfig:
         """The adapters' form on the converted layers of a small model."""
         return replace(self.form, layers=",".join(map(str, depth.indices)), rank=rank, ranks=None, init="random")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from npt.fidelity.divergence import LOGIT_CHUNK, kl_of_logs
+from npt.generation.assisted import overlap_of
 from npt.quant.precision import cast_once
 
 COLUMNS = ("teacher_nll", "nll", "kl", "reverse_kl", "top1", "top5", "acceptance", "tokens")
@@ -134,7 +135,7 @@ def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
             kl_of_logs(log_q, log_p),
             torch.where(known, (model.first == teacher.first).to(torch.float32), torch.nan),
             torch.where(known, ((log_q > first).sum(dim=-1) < 5).to(torch.float32), torch.nan),
-            torch.minimum(log_p, log_q).exp().sum(dim=-1),
+            overlap_of(log_p.exp(), log_q.exp()),
             torch.ones_like(targets, dtype=torch.float32),
         ],
         dim=-1,

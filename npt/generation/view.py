@@ -15,9 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
-from npt.adapters.attach import adapter_mode, attached_config
-
-_VIEWED = "_npt_viewed"
+from npt.adapters.attach import VIEWED, adapter_mode, attached_config, viewed
 
 
 def student_view(model: PreTrainedModel) -> Any:
@@ -43,7 +41,7 @@ def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
     Raises:
         ModelError: no adapters are attached; of a forward, that they were detached since.
     """
-    model = vars(model).get(_VIEWED, model)
+    model = viewed(model)
     attached_config(model)
     view = copy.copy(model)
     for name, value in vars(model).items():
@@ -52,7 +50,7 @@ def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
             vars(view)[name] = type(value)()
         elif isinstance(value, dict | set):
             vars(view)[name] = copy.copy(value)
-    vars(view)[_VIEWED] = model  # past Module.__setattr__, which would take it for a child
+    vars(view)[VIEWED] = model  # past Module.__setattr__, which would take it for a child
     view.config = copy.deepcopy(model.config)
     view.generation_config = copy.deepcopy(model.generation_config)
 

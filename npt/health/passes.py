@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch
-from npt.errors import ConfigError
+from npt.errors import ConfigError, kind_of
 from npt.health.badness import Badness, judge
 from npt.quant.families import is_known
 
@@ -97,7 +97,7 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     gradients = [(f"gradient of {name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None]
     sinks += [Sink(label, tensor) for name, gradient in gradients for label, tensor in _tensors(name, gradient)]
     if not sinks:
-        raise ConfigError(f"run gave a {type(result).__name__} and no gradients: it has to return a loss or outputs, or to run backward")
+        raise ConfigError(f"run gave {kind_of(result)} and no gradients: it has to return a loss or outputs, or to run backward")
     return sinks
 
 

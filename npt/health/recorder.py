@@ -60,6 +60,7 @@ from torch.utils.hooks import RemovableHandle
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.recompute import is_recomputing
+from npt.errors import kind_of
 from npt.health.record import Direction, Record, Row
 from npt.health.statistics import FIELDS, share_beyond, summarise
 from npt.quant.hooks import only_looks
@@ -375,7 +376,7 @@ class Recorder:
 
     def _summarise(self, tensor: Tensor, valid: _Valid | None) -> int:
         if tensor.layout != torch.strided or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
-            raise TypeError(f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device} cannot be summed up")
+            raise TypeError(f"{kind_of(tensor)} of layout {tensor.layout} on {tensor.device} cannot be summed up")
         return self._keep(summarise(tensor, None if valid is None else valid.on(tensor.device)))
 
     def _keep(self, numbers: Tensor) -> int:

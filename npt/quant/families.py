@@ -22,7 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
-from npt.errors import ModelError
+from npt.errors import ModelError, article, kind_of
 
 Sight = Literal["full", "window", "by layer"]
 """What a family's attention looks back on: everything; a window where the configuration sets one; either, by `layer_types`."""
@@ -73,11 +73,11 @@ def check_layer(index: int, layer: nn.Module) -> None:
     """
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
-        raise ModelError(f"layer {index} is a {type(layer).__name__} and has no {', '.join(missing)}; it cannot be converted")
+        raise ModelError(f"layer {index} is {kind_of(layer)} and has no {', '.join(missing)}; it cannot be converted")
     known = [family.layer for family in FAMILIES.values()]
     if type(layer) not in known:
         names = ", ".join(c.__name__ for c in known)
-        raise ModelError(f"layer {index} is a {type(layer).__name__}, which may put its parts together differently; only {names} are known")
+        raise ModelError(f"layer {index} is {kind_of(layer)}, which may put its parts together differently; only {names} are known")
 
 
 def check_family(name: str, config: PreTrainedConfig) -> None:
@@ -90,7 +90,8 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
         return
     lacking = _lacking(config)
     because = f" (it has no {', '.join(lacking)})" if lacking else ""
-    raise ModelError(f"{name} is a {config.model_type!r} model{because}; only {', '.join(FAMILIES)} models can be converted")
+    kind = f"{article(config.model_type)} {config.model_type!r} model"
+    raise ModelError(f"{name} is {kind}{because}; only {', '.join(FAMILIES)} models can be converted")
 
 
 def is_known(model: nn.Module) -> bool:

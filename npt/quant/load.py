@@ -36,6 +36,7 @@ TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 
+@torch.inference_mode(False)  # whatever the caller is in: gradients pass the weights
 def load_base(
     name: str = EMBEDDED,
     *,
@@ -120,6 +121,7 @@ def load_base(
     return model, tokenizer
 
 
+@torch.inference_mode(False)
 def load_teacher(name: str, precision: str = "bf16", *, device: str | torch.device | None = None, attn_implementation: str = "sdpa") -> Any:
     """Load an unquantised teacher for a quantised student: what quantisation has cost can only be learnt from the model before it.
 

@@ -31,6 +31,7 @@ STD = 0.02
 """Of every weight matrix, as transformers starts them: no state overflows, and attention is near to even."""
 
 
+@torch.inference_mode(False)
 def random_base(
     config: PreTrainedConfig,
     *,

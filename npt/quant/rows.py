@@ -15,7 +15,7 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from npt.errors import ModelError
+from npt.errors import ModelError, kind_of
 from npt.quant.linear import linear_kind
 from npt.quant.precision import UpcastLinear
 
@@ -86,7 +86,7 @@ def check_row_scalable(module: Any) -> None:
     """
     if type(module) not in _FORMS and not isinstance(module, RowScaled):
         names = ", ".join(c.__name__ for c in _FORMS)
-        raise ModelError(f"a {type(module).__name__} takes no scale and bias by row; only {names} do")
+        raise ModelError(f"{kind_of(module)} takes no scale and bias by row; only {names} do")
 
 
 def rows_of(module: Any) -> Rows | None:

@@ -26,6 +26,12 @@ DOTS = 80
 CROWDED = 60
 """Marks in a lane from which each is a line only."""
 
+LARGEST, SMALLEST = 1e300, 1e-290
+"""Size of a number beyond which it is drawn at the end of its scale, and of a span below which numbers are drawn as one: neither their
+difference nor a tick between them is to overflow, or to lose its digits."""
+
+_POWER = math.floor(math.log10(LARGEST))  # of ten, whose multiples are numbers as well
+
 _ROW = 20  # of lanes and bars, in pixels
 
 
@@ -42,13 +48,15 @@ class Scale:
         """The scale that these finite numbers need; None of none. log: default where they are positive and spread over a factor of 8."""
         if not values:
             return None
-        low, high = min(values), max(values)
+        low, high = (max(-LARGEST, min(LARGEST, value)) for value in (min(values), max(values)))
         if log is None:
             log = low > 0 and high > 8 * low
         if log:
-            low, high = math.log10(low), math.log10(high)
-        if high - low <= 1e-9 * max(abs(low), abs(high)) or high == low:
-            room = 0.5 if log else abs(low) / 2 or 1.0
+            low, high = math.log10(max(low, SMALLEST)), math.log10(max(high, SMALLEST))
+        if log and high - low < 1e-6:
+            room = 0.5
+        elif high - low <= max(SMALLEST, 1e-9 * max(abs(low), abs(high))):
+            room = abs(low) / 2 if abs(low) > SMALLEST else 1.0
         else:
             room = 0.06 * (high - low)
         low_end = low - room
@@ -66,8 +74,8 @@ class Scale:
         powers = range(math.ceil(self.low), math.floor(self.high) + 1)
         if len(powers) >= 3:
             apart = -(-len(powers) // count)
-            return [10.0**power for power in powers if power % apart == 0]
-        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+            return [10.0**power for power in powers if power % apart == 0 and power <= _POWER]
+        decades = range(math.floor(self.low), min(_POWER, math.ceil(self.high)) + 1)
         round_ = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
         found = [value for value in round_ if self.low <= math.log10(value) <= self.high]
         if len(found) >= 2:

@@ -3,9 +3,10 @@
 Effects are those of an additive model, fitted by least squares to a part's trials: a mean, and a contribution of each level of each
 setting. A level's effect is the model's mean over an even mixture of all other levels, so an unbalanced design does not tilt it, or where
 the trials cannot tell that, over the mixture that they are; its interval is Student's. A level that they cannot tell from another
-setting's is left out. A setting's share of the variance is what the model loses when it is left out. What is left over is split by the
-trials that differ in nothing but their seed: their mean square, for each degree of freedom that is left over, is noise, the rest is
-what settings do together.
+setting's is left out. Of a response that is 0 or 1 an additive model would leave the range from 0 to 1, and so would its intervals: there
+an effect is the share that was observed at the level, with Wilson's interval (Wilson, JASA 22, 1927). A setting's share of the variance
+is what the model loses when it is left out. What is left over is split by the trials that differ in nothing but their seed: their mean
+square, for each degree of freedom that is left over, is noise, the rest is what settings do together.
 """
 
 from __future__ import annotations
@@ -211,7 +212,9 @@ def failure(row: Row) -> float | None:
     return float(row["outcome"] != "stable")
 
 
-def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row], float | None], called: str) -> Analysis | None:
+def analyse(
+    rows: Sequence[Row], names: Sequence[str], response: Callable[[Row], float | None], called: str, *, share: bool = False
+) -> Analysis | None:
     """Main effects and shares of variance.
 
     Args:
@@ -219,6 +222,7 @@ def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row],
         names: of the settings in question.
         response: of a row; None leaves it out.
         called: the response's name.
+        share: the response is 0 or 1.
 
     Returns:
         None where there are too few trials, or the response is the same in all.
@@ -251,12 +255,11 @@ def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row],
             weights = next((w for mixture in mixtures if _is_told(w := _with(mixture, block, code), told)), None)
             if weights is None:
                 continue
-            mean = float(weights @ beta)
+            own = y[[found == level for found in levels[name]]]
+            mean = float(own.mean()) if share else float(weights @ beta)
             half = None if noise is None else student(free) * math.sqrt(max(0.0, noise * float(weights @ inverse @ weights)))
-            count = sum(found == level for found in levels[name])
-            effects.append(
-                Effect(name, level[1], mean, None if half is None else mean - half, None if half is None else mean + half, count)
-            )
+            low, high = wilson(mean, len(own)) if share else (None, None) if half is None else (mean - half, mean + half)
+            effects.append(Effect(name, level[1], mean, low, high, len(own)))
         at += width
     if not effects:
         return None
@@ -267,6 +270,14 @@ def analyse(rows: Sequence[Row], names: Sequence[str], response: Callable[[Row],
     pure, pure_free = _pure(rows, names, y)
     seeds = None if not pure_free else min(left, pure / pure_free * free) / total
     return Analysis(called, len(y), tuple(effects), shares, left / total - (seeds or 0.0), seeds)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95% interval of a share of `count` trials: it lies from 0 to 1 and has a width where none or all of them failed."""
+    z = 1.959964
+    centre, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    low, high = ((centre + side) / (1 + z**2 / count) for side in (-half, half))
+    return max(0.0, min(share, low)), min(1.0, max(share, high))  # at 0 and 1 it ends there but for rounding
 
 
 def student(free: int) -> float:

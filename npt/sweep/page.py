@@ -111,7 +111,8 @@ out gives numbers that are not finite. Refused micro-batches
 leave nothing behind in any trial, so what is seen here is what the form of the adapter does, not what a NaN would have done.</p>
 <p>Trials are short, and on one base: they say which settings train and which do not, and which of two is better early on. They do not
 say how good a setting becomes in a long run, and a limit found here moves with the base, the batch and the number of steps.</p>
-<p>Effects are those of an additive model. Where the share <em>together</em> is large, settings work on one another, and an effect
+<p>Effects on the KL are those of an additive model; of the trials that fail it is the share that was seen at each level, whatever the other
+settings were. Where the share <em>together</em> is large, settings work on one another, and an effect
 alone says little: read the map.</p>"""
 
 
@@ -282,8 +283,8 @@ def _effects(study: Study) -> str:
         names = study.factors(rows)
         found = [
             analysis
-            for response, called in ((log_kl, "log10 KL, stable trials"), (failure, "share of trials that fail"))
-            if (analysis := analyse(rows, names, response, called)) is not None
+            for response, called, share in ((log_kl, "log10 KL, stable trials", False), (failure, "share of trials that fail", True))
+            if (analysis := analyse(rows, names, response, called, share=share)) is not None
         ]
         if not found:
             continue

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.config import SEED_MAX
-from npt.errors import ConfigError
+from npt.errors import ConfigError, kind_of
 from npt.flags import checked_settings, yaml_content
 from npt.sweep.settings import CLASSES, LEFT_OUT, Settings, fingerprint
 
@@ -195,7 +195,7 @@ def _mapping(where: str, value: Any, known: tuple[str, ...] | None) -> dict[Any,
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is a {type(value).__name__}; write names with values")
+        raise ConfigError(f"{where} is {kind_of(value)}; write names with values")
     odd = [name for name in value if known is not None and name not in known]
     if odd:
         raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known or ())}")

@@ -239,7 +239,7 @@ class TestAttach:
             ),
             (headless, r"LlamaForCausalLM has no lm_head; load it for causal language modelling"),
             (gateless, r"layer 0 is a LlamaDecoderLayer and has no mlp\.gate_proj; it cannot be converted"),
-            (of_a_users_own, "layer 0 is a Own, which may put its parts together differently"),
+            (of_a_users_own, "layer 0 is an Own, which may put its parts together differently"),
         ],
         ids=[
             "no language model",

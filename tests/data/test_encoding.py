@@ -288,7 +288,7 @@ class TestColumns:
         [
             ({"text": "x"}, r"record 0 has no 'q' \(it has: text\); set --prompt_column"),
             ({"q": "x"}, r"record 0 has no 'a' \(it has: q\); set --completion_column"),
-            ({"q": 3, "a": "x"}, r"record 0 has a int as 'q'"),
+            ({"q": 3, "a": "x"}, r"record 0 has an int as 'q'"),
             ({"q": "x", "a": ["y"]}, r"record 0 has a list as 'a'"),
             ({"q": "x", "a": None}, r"record 0 has a NoneType as 'a'"),
         ],

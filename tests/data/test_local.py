@@ -207,7 +207,7 @@ class TestBroken:
             ('{"n": ' + "1" * 5000 + "}", ", line 3: not JSON ("),
             ('["text"]', ", line 3: a list, not an object like"),
             ('"text"', ", line 3: a str, not an object"),
-            ("3", ", line 3: a int, not an object"),
+            ("3", ", line 3: an int, not an object"),
             ("null", ", line 3: a NoneType, not an object"),
         ],
     )

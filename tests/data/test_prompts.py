@@ -90,7 +90,7 @@ def test_the_order_is_seeded_and_the_same_prompts_come_from_a_list_and_a_stream(
     [
         ({"q": "x"}, {}, r"record 7 has no 'text' \(it has: q\); set --text_column"),
         ({"q": "x"}, {"prompt_column": "p"}, r"record 7 has no 'p' \(it has: q\); set --prompt_column"),
-        ({"id": "mine", "prompt": 3}, {}, r"record mine has a int as 'prompt'"),
+        ({"id": "mine", "prompt": 3}, {}, r"record mine has an int as 'prompt'"),
         ("text", {}, r"record 7 is a str"),
         ({"prompt": [1, 2]}, {}, r"'prompt' is no list of messages"),
     ],

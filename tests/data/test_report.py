@@ -169,7 +169,7 @@ def test_records_that_cannot_be_encoded_are_located_among_broken_lines(tmp_path,
     report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
     assert [(b.line, b.column) for b in report.broken[:4]] == [(2, 16), (3, 1), (4, 2), (5, 2)]
     assert report.broken[4].line == 6
-    assert "record mine has a int as 'text'" in report.broken[0].problem
+    assert "record mine has an int as 'text'" in report.broken[0].problem
     assert "has no 'text' (it has: body" in report.broken[1].problem
     assert "2 input_ids but labels of 1" in report.broken[3].problem
     assert (report.counts.records, report.counts.samples, report.broken_total) == (2, 2, 5)

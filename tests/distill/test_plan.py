@@ -220,6 +220,32 @@ def test_states_are_counted_of_as_many_steps_as_may_be_in_flight(monkeypatch, de
     assert sizes.get("states before steps in flight", 0) == expected * 3 * sizes["adapters"]
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every count on a hollow model from now on."""
+    counts: list[int] = []
+    peak_of = Hollow.peak_of
+    monkeypatch.setattr(Hollow, "peak_of", lambda self, act: counts.append(peak_of(self, act)) or counts[-1])
+    return counts
+
+
+def test_what_its_weights_alone_keep_from_fitting_is_not_counted(monkeypatch) -> None:
+    planned = replace(workload("11", count=12), quantization=None, stored=torch.float32)
+    limit = Planner(planned)._fixed[0].bytes - 1
+    packed = Planner(replace(planned, quantization="nf4", stored=torch.bfloat16)).plan(1).peak
+    counts = counted(monkeypatch)
+    assert dict(remedies(planned, limit)) == {"--use_quantization": packed}
+    assert len(counts) <= 5  # of the packed base: the logits, and training and evaluation at two depths
+
+
+def test_no_count_is_made_twice_for_the_remedies_of_a_run(monkeypatch) -> None:
+    planned = workload("2-5", batch_size=1, strategy="propagated")
+    planner = Planner(planned)
+    limit = planner.plan(1).peak - 1
+    counts = counted(monkeypatch)
+    assert "--adapter_rank 4" in dict(remedies(planned, limit, planner.counts))
+    assert len(counts) <= 2 + 5  # training in the other way, and all of it with half the ranks
+
+
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +273,35 @@ def test_time_is_carried_from_few_layers_to_all(monkeypatch, layers, training, e
     (found,) = predict_time(planned, 2).values()
     step = 0.25 + planned.depth.converted * 0.125
     assert found.seconds == pytest.approx(expected + step) and sum(found.parts.values()) == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize("layers", ["all", "4-11", "4,7,9"])
+def test_layers_too_wide_to_be_tried_are_tried_narrower_and_carried_by_their_arithmetic(monkeypatch, layers) -> None:
+    """On a clock that knows arithmetic alone: the time of each layer is then exactly that of its full width."""
+    speed, widths = 1e6, []
+
+    def clock(windows: dict[str, Any], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+        costs = {
+            name: 2 * LENGTH * trial._flops(tried, config, {name: depth})[name] / speed for name, (tried, config, depth) in windows.items()
+        }
+        return costs, dict.fromkeys(windows, 0.25)
+
+    def window(tried: Workload, config: TrainConfig, depth: Depth, samples: int) -> Any:
+        widths.append(tried.config.hidden_size)
+        return tried, config, depth
+
+    monkeypatch.setattr(trial, "_fastest", clock)
+    monkeypatch.setattr(trial, "_window", window)
+    monkeypatch.setattr(trial, "NARROWEST", 8)
+    planned = workload(layers, count=12, batch_size=2, strategy="propagated")
+    (whole,) = predict_time(planned, 2, seconds=0.0).values()
+    monkeypatch.setattr(trial, "matmul_roofline", lambda *a, **k: SimpleNamespace(flops_per_second=speed))
+    (found,) = predict_time(planned, 2, seconds=1e-3).values()
+    assert (whole.narrowed, found.narrowed) == (1, 4) and set(widths) == {64, 16}  # four heads cannot be divided further
+    assert found.parts.keys() == whole.parts.keys()
+    for name, seconds in whole.parts.items():
+        if "layers (" in name or "layers in front" in name:
+            assert found.parts[name] == pytest.approx(seconds), name
 
 
 def test_every_stage_is_tried_with_what_it_drives() -> None:

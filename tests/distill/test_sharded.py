@@ -37,7 +37,7 @@ def test_ranks_that_do_not_walk_in_step_hand_out_their_shares(base: str) -> None
 def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
     for errors in values(several(2, attempted, base)):
         assert errors["shard"] == "the base is sharded already; load it again to shard it in another way"
-        assert errors["detach"] == "layer 1 has become a FSDPNPTLlamaDecoderLayer and cannot be given back; load the base again"
+        assert errors["detach"] == "layer 1 has become an FSDPNPTLlamaDecoderLayer and cannot be given back; load the base again"
         assert errors["end_to_end"] == "a sharded base has one whole layer at a time, which only --strategy local can do with; use it"
 
 

@@ -942,3 +942,31 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(build, 
     assert events(trainer.folder_path, "save")[-1]["step"] == 4
     saved = load_file(trainer.folder_path / "checkpoints" / "step-00000004" / "adapter" / "adapter_model.safetensors")
     assert_same_weights({name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}, weights(trainer))
+
+
+@pytest.mark.parametrize("options", [{"smoke_test": False, "weight_decay": 0.1}, {"smoke_test": True}, {"init": "resumed"}], ids=str)
+@pytest.mark.parametrize("late", [False, True], ids=["before the Trainer", "before it trains"])
+def test_a_frozen_adapter_is_refused_and_not_moved(build, load_model, tmp_path, options, late) -> None:
+    """An optimizer moves what it is given by weight decay alone, and a resumed run puts back what the checkpoint has."""
+    if "init" in options:
+        options = {"resume": str(build(max_steps=1, save_steps=1).train().folder), "max_steps": 2}
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    before = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
+    frozen = model.model.layers[3].npt.B["up"]
+    frozen.requires_grad_(late)
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\.npt\.B\.up is frozen .*1 of 14.*requires_grad_\(True\)"):
+        trainer = build(model=model, folder="refused", **options)
+        frozen.requires_grad_(False)
+        trainer.train()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in adapter_parameters(model).items())
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build) -> None:
+    expected = build(max_steps=2, folder="on").train().folder / "metrics.jsonl"
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            folder = build(max_steps=2, folder=off.__name__).train().folder
+        losses = [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (expected, folder / "metrics.jsonl")]
+        assert losses[0] == losses[1]

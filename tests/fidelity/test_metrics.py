@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from npt.fidelity import metrics
 from npt.fidelity.metrics import COLUMNS, Figures, compare_pairs, compare_tokens, figures, mean_and_error, per_sample_sums
@@ -56,6 +57,22 @@ def test_each_token_is_compared_as_its_definition_says(head, monkeypatch, chunk)
         }
         for name, value in expected.items():
             assert float(column(table, name)[i]) == pytest.approx(value, rel=1e-5, abs=1e-6), name  # fp32 against fp64
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-7, 1e-3])
+def test_no_acceptance_is_above_one_whatever_a_large_vocabulary_adds_up_to(apart) -> None:
+    """In fp32 the probabilities of one token come to 1.00001 or 0.99999."""
+    generator = torch.Generator().manual_seed(0)
+    teacher = 3.0 * torch.randn(40, 20_000, generator=generator)
+    student = teacher + apart * torch.randn(40, 20_000, generator=generator)
+    head, targets = nn.Identity(), torch.zeros(40, dtype=torch.int64)
+    found = compare_pairs({"s": student, "t": teacher}, {"s": head, "t": head}, targets, 20_000, [("s", "t")])["s", "t"]
+    acceptance = column(found, "acceptance")
+    assert float(acceptance.max()) <= 1.0 and (apart > 0 or bool((acceptance == 1.0).all()))
+    exact = torch.minimum(teacher.double().softmax(-1), student.double().softmax(-1)).sum(dim=-1)
+    assert_close(acceptance.double(), exact, rtol=0.0, atol=2e-6)  # each probability is rounded, and so is their sum
+    mean, error = mean_and_error(acceptance.double(), torch.ones(40, dtype=torch.float64))
+    assert mean <= 1.0 and (apart > 0 or error == 0.0)
 
 
 def test_a_teacher_with_a_head_of_its_own_predicts_with_it(head) -> None:

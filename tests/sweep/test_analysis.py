@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_study import RATES, table
 
-from npt.sweep.analysis import RATE_CLASSES, analyse, failure, frontier, log_kl, of_part, parts_of, stability_map, student
+from npt.sweep.analysis import RATE_CLASSES, analyse, failure, frontier, log_kl, of_part, parts_of, stability_map, student, wilson
 
 COLUMNS = ["learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed", "fault_step", "use_quantization"]
 
@@ -57,6 +57,23 @@ def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
         assert low is not None and high is not None
         covered += low <= 1.0 <= high
     assert abs(covered / count - 0.95) < 3 * math.sqrt(0.95 * 0.05 / count)  # three standard errors of a share
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=12, max_size=40))
+def test_the_share_that_fails_and_its_interval_stay_within_0_and_1(trials) -> None:
+    """An additive model of trials that fail at one setting alone goes below 0 at the others."""
+    a, b, failed = zip(*trials, strict=True)
+    found = analyse(rows([float(f) for f in failed], a=a, b=b), ["a", "b"], lambda row: row["y"], "y", share=True)
+    for effect in () if found is None else found.effects:
+        own = [f for *levels, f in trials if str(levels[effect.setting == "b"]) == effect.level]
+        assert effect.count == len(own) and effect.mean == pytest.approx(sum(own) / len(own))
+        assert effect.low is not None and effect.high is not None
+        assert 0.0 <= effect.low <= effect.mean <= effect.high <= 1.0 and effect.high - effect.low > 0.05
+
+
+def test_wilsons_interval_is_the_published_one() -> None:
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4) and wilson(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert wilson(15 / 148, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)  # Newcombe, Statistics in Medicine 17, 1998, table I
 
 
 def test_what_settings_do_together_is_told_from_the_noise_of_seeds() -> None:
