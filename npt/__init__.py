@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from npt.adapters.consolidated_files import load_consolidated, save_consolidated
     from npt.adapters.io import load_adapter, save_adapter
     from npt.adapters.peft_shim import register_peft
+    from npt.adapters.pretrained import from_pretrained
     from npt.adapters.push import push_to_hub
     from npt.adapters.token_modulation import modulation_of
     from npt.adapters.transplant import transplant, transplanted
@@ -62,6 +63,7 @@ _HOME = {
     "consolidation_disabled": "npt.adapters.consolidate",
     "detach": "npt.adapters.attach",
     "evaluate": "npt.fidelity.evaluate",
+    "from_pretrained": "npt.adapters.pretrained",
     "load_adapter": "npt.adapters.io",
     "load_base": "npt.quant.load",
     "load_consolidated": "npt.adapters.consolidated_files",
@@ -105,6 +107,7 @@ __all__ = [
     "consolidation_disabled",
     "detach",
     "evaluate",
+    "from_pretrained",
     "load_adapter",
     "load_base",
     "load_consolidated",

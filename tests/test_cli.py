@@ -51,10 +51,13 @@ def test_a_run_ends_0_with_its_folder_and_its_table(tmp_path: Path, capsys: pyte
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
     assert (folder / "checkpoints" / "step-00000003" / "adapter" / "adapter_model.safetensors").is_file()
 
-    adapter = folder / "checkpoints" / "step-00000003" / "adapter"
-    arguments = ["--adapter", str(adapter), "--use_quantization", "--max_length", "32", "--eval_samples", "4", "--json"]
-    assert main(["evaluate", *arguments]) == 0
-    measured = json.loads(capsys.readouterr().out)
+    last, final = folder / "checkpoints" / "step-00000003" / "adapter", folder / "adapter"
+    assert (final / "adapter_model.safetensors").read_bytes() == (last / "adapter_model.safetensors").read_bytes()
+    assert "Fidelity to the teacher" in (final / "README.md").read_text()
+    assert main(["evaluate", "--adapter", str(folder), "--max_length", "32", "--eval_samples", "4", "--json"]) == 0
+    said = capsys.readouterr()
+    measured = json.loads(said.out)
+    assert f"adapter {final}" in said.err.replace("\n", "")
     # The same weights on the same tokens, in the same batches: the same figures to the last digit.
     assert measured["student"] == fidelity["student"]
 

@@ -42,7 +42,7 @@ def written(adapter: Path, student, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     def call(*arguments: str, prompt: str | None = PROMPT):
         given = [] if prompt is None else ["--prompt", prompt]
-        settings = ["--use_quantization", "--max_new_tokens", "20"]
+        settings = ["--max_new_tokens", "20"]  # how its base was loaded the adapter knows
         assert main(["generate", "--adapter", str(adapter), *settings, *given, *arguments]) == 0
         out, err = capsys.readouterr()
         return (json.loads(out) if "--json" in arguments else out), err

@@ -195,6 +195,7 @@ def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int
         layer.npt = adapter
         _become(layer, NPT_FORMS[type(layer)])
     setattr(model, _STATE, _State(config, chosen, trainable_before))
+    vars(model)["save_pretrained"] = _refuse_to_save
     trainable = sum(p.numel() for p in adapter_parameters(model).values())
     return AttachReport(chosen, len(layers), trainable, base_parameters)
 
@@ -220,6 +221,19 @@ def detach(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in state.trainable_before)
     delattr(model, _STATE)
+    vars(model).pop("save_pretrained", None)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    """In the place of transformers' own: what that writes of a converted model loads as the teacher, with a warning.
+
+    Raises:
+        ModelError: in any case.
+    """
+    raise ModelError(
+        "a model with NPT adapters cannot be saved as a whole: it would load as its base; npt.save_adapter(model, FOLDER) saves the "
+        "student, and behind npt.detach(model) the base can be saved"
+    )
 
 
 def _become(layer: Any, cls: type) -> None:

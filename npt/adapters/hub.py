@@ -14,6 +14,7 @@ from npt.errors import HubError
 
 T = TypeVar("T")
 
+_STEP = re.compile(r"step-\d+")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -23,11 +24,12 @@ def is_hub_id(name: str) -> bool:
 
 
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
-    """The folder that a name means: one that is there, or a copy of what the hub has under it.
+    """The folder that a name means: one that is there, one inside it where it is of a run, or a copy of what the hub has under it.
 
     Args:
-        name: a folder, or USER/NAME on the hub. What is there on disk goes first.
-        files: names that are fetched, where they exist.
+        name: a folder, or USER/NAME on the hub. What is there on disk goes first. Of a run's folder its best adapter is meant, else its
+            last, else that of its last checkpoint; of a checkpoint its adapter.
+        files: names that are fetched, where they exist; an adapter's folder has the first.
         revision: branch, tag or commit on the hub.
 
     Raises:
@@ -35,12 +37,19 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
-        return path
+        return _inside(path, files[0])
     from huggingface_hub import snapshot_download
 
     return Path(
         on_hub(f"there is no folder {name}, and", lambda: snapshot_download(str(name), revision=revision, allow_patterns=list(files)))
     )
+
+
+def _inside(path: Path, mark: str) -> Path:
+    """The adapter's folder in or below a folder; the folder itself where there is none."""
+    checkpoints = sorted(path.glob("checkpoints/step-*"), key=lambda folder: folder.name)
+    places = [path, path / "best" / "adapter", path / "adapter", *(c / "adapter" for c in reversed(checkpoints) if _STEP.fullmatch(c.name))]
+    return next((place for place in places if (place / mark).is_file()), path)
 
 
 def on_hub(where: str, call: Callable[[], T]) -> T:

@@ -25,6 +25,7 @@ from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
 from npt.quant.identity import PARTS, BaseIdentity, base_identity
+from npt.quant.recipe import ENTRY, Recipe
 from npt.stored import check_names, described, read_headers, read_json, read_tensors, shown
 
 CONFIG_NAME = "adapter_config.json"
@@ -32,6 +33,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
+_HERE = ", in this folder,"  # in a card, of the code that loads what lies beside it
 _LATER = {"ranks", "mult_form", "init_a", "init_std_m"}  # settings that folders of earlier versions do not have
 
 
@@ -79,6 +81,9 @@ def save_adapter(
         **base.as_record(),
         "npt": asdict(config),
     }
+    recipe = Recipe.of(model)
+    if recipe is not None:
+        record[ENTRY] = recipe.as_record()
     with new_folder(folder) as temporary:
         save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(temporary / CONFIG_NAME, record)
@@ -243,12 +248,13 @@ def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, t
     return tensors
 
 
-def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -> str:
+def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None, repo_id: str | None = None) -> str:
     """The model card of a saved adapter: where it belongs, what it is, and how near it comes to its teacher where that is known.
 
     Args:
         record: content of `adapter_config.json`.
         fidelity: content of a run's `fidelity.json`.
+        repo_id: USER/NAME, where it is going to lie on a hub; else its code is for the folder that the card lies in.
     """
     name = record["base_model_name_or_path"]
     parts = record.get("base_parts")
@@ -271,15 +277,47 @@ Per-token modulation of the MLP by attention, distilled from the base model itse
 |---|---|
 {settings}
 {_fidelity_table(fidelity)}
-Load it with
+{_loading(record, repo_id)}"""
 
-    model, tokenizer = npt.load_base(BASE, quantization=...)
-    npt.load_adapter(model, FOLDER)  # or USER/NAME on the hub
+
+def for_hub(card: str, repo_id: str) -> str:
+    """A card whose code is for the folder that it lies in, with code for a repository of the hub."""
+    return card.replace('"."', f'"{repo_id}"').replace(_HERE, "")
+
+
+def _loading(record: Mapping[str, Any], repo_id: str | None) -> str:
+    """Code that loads the adapter, as it stands."""
+    recipe, base = Recipe.of_record(record), record["base_model_name_or_path"]
+    adapter, where = (repo_id, "") if repo_id is not None else (".", _HERE)
+    loaded = "BASE, quantization=..." if recipe is None else ", ".join([repr(base), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+    student = f"""Load base and adapter{where} with
+
+```python
+import npt
+
+model, tokenizer = npt.from_pretrained("{adapter}")
+```
+
+or the adapter onto a base that is there"""
+    return f"""{student if recipe is not None else f"Load it{where}"} with
+
+```python
+import npt
+
+model, tokenizer = npt.load_base({loaded})
+npt.load_adapter(model, "{adapter}")
+```
 
 or, where PEFT is what is spoken, with
 
-    npt.register_peft()
-    model = peft.PeftModel.from_pretrained(model, FOLDER)
+```python
+import npt
+import peft
+
+npt.register_peft()
+model, tokenizer = npt.load_base({loaded})
+model = peft.PeftModel.from_pretrained(model, "{adapter}")
+```
 """
 
 

@@ -54,6 +54,7 @@ def register_peft() -> None:
         """`adapter_config.json` as PEFT reads it."""
 
         base_hash: str | None = field(default=None, metadata={"help": "hash of the base that the adapter was trained on"})
+        base_loading: dict[str, Any] | None = field(default=None, metadata={"help": "how that base was loaded"})
         base_parts: dict[str, Any] | None = field(default=None, metadata={"help": "hashes of that base's parts"})
         npt: dict[str, Any] = field(default_factory=dict, metadata={"help": "settings of the adapter"})
 

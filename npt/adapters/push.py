@@ -16,7 +16,7 @@ from torch import nn
 
 from npt.adapters.consolidated_files import HISTORY_NAME
 from npt.adapters.hub import is_hub_id, on_hub
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, WEIGHTS_NAME, card, read_adapter_config, save_adapter
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, WEIGHTS_NAME, card, for_hub, read_adapter_config, save_adapter
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import write_json, write_text
 from npt.stored import read_headers, read_json, read_tensors
@@ -59,7 +59,7 @@ def push_to_hub(
             save_adapter(adapter, folder, fidelity=fidelity)
         else:
             _copy(Path(adapter), folder)
-        _tell(folder, fidelity)
+        _tell(folder, fidelity, repo_id)
         from huggingface_hub import CommitOperationAdd, HfApi
 
         api = HfApi(token=token)
@@ -86,7 +86,7 @@ def _copy(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _tell(folder: Path, fidelity: Mapping[str, Any] | None) -> None:
+def _tell(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
     """The card, with the fidelity where that is given; and where a base lies on this machine's disk stays here, but for its name."""
     _, record = read_adapter_config(folder)
     name = str(record["base_model_name_or_path"])
@@ -98,4 +98,6 @@ def _tell(folder: Path, fidelity: Mapping[str, Any] | None) -> None:
                 stored = read_json(folder / file, AdapterFileError)
                 write_json(folder / file, {**stored, "base_model_name_or_path": Path(name).name})
     if local or fidelity is not None or not (folder / CARD_NAME).is_file():
-        write_text(folder / CARD_NAME, card(record, fidelity))
+        write_text(folder / CARD_NAME, card(record, fidelity, repo_id))
+    else:
+        write_text(folder / CARD_NAME, for_hub((folder / CARD_NAME).read_text(encoding="utf-8"), repo_id))

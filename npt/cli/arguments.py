@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from npt.config import BaseConfig
+from npt.flags import build
 
 
 def jsonl(text: str) -> str:
@@ -41,6 +43,35 @@ def limit(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def add_adapter(parser: argparse.ArgumentParser, *, required: bool = True, help: str = "a saved adapter") -> None:
+    """Add --adapter, for a verb that loads one."""
+    parser.add_argument(
+        "--adapter",
+        required=required,
+        metavar="PATH",
+        help=f"{help}: its folder, a run's folder (the best, else the last), a checkpoint, or USER/NAME on the hub; it knows its base",
+    )
+
+
+def base_config(given: Mapping[str, Any]) -> BaseConfig:
+    """The base of the flags, and where these are silent that of the adapter which they name.
+
+    Raises:
+        AdapterFileError, HubError: the adapter's configuration cannot be read.
+    """
+    if given.get("adapter") is None:
+        return build(BaseConfig, given)
+    from npt.adapters.io import read_adapter_config
+    from npt.quant.recipe import Recipe
+
+    _, record = read_adapter_config(Path(given["adapter"]))
+    recipe, name = Recipe.of_record(record), record.get("base_model_name_or_path")
+    known: dict[str, Any] = {"model_name": name} if isinstance(name, str) and name != "unknown" else {}
+    if recipe is not None and given.get("use_quantization", recipe.flags["use_quantization"]) == recipe.flags["use_quantization"]:
+        known |= recipe.flags
+    return build(BaseConfig, {**known, **given})
 
 
 def load(base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None) -> tuple[Any, Any]:
@@ -100,11 +131,14 @@ def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[An
         The base's identity, and what is put on record of such a base: `other_base`, or nothing.
     """
     import npt
-    from npt.adapters.io import base_mismatch
+    from npt.adapters.hub import adapter_folder
+    from npt.adapters.io import FILES, base_mismatch
 
-    base = npt.base_identity(model)
-    other = base_mismatch(given["adapter"], base) if given["any_base"] else None
-    npt.load_adapter(model, given["adapter"], base=base, check_base=not given["any_base"])
+    base, folder = npt.base_identity(model), adapter_folder(given["adapter"], FILES)
+    if folder != Path(given["adapter"]):
+        console.print(f"adapter {folder}", markup=False, highlight=False, soft_wrap=True)
+    other = base_mismatch(folder, base) if given["any_base"] else None
+    npt.load_adapter(model, folder, base=base, check_base=not given["any_base"])
     if other is None:
         return base, {}
     console.print(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_any_base, jsonl, load, load_adapter, natural, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, jsonl, load, load_adapter, natural, positive
 from npt.config import SEED_MAX, BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -15,11 +15,10 @@ from npt.flags import add_settings, build
 
 def collect(given: dict[str, Any]) -> int:
     """Write the prompts at which a student's greedy token leaves its teacher's, as data to train on."""
-    base, data = build(BaseConfig, given), build(DataConfig, given)
+    base, data = base_config(given), build(DataConfig, given)
     if given["seed"] > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     from npt.adapters.attach import check_length
-    from npt.adapters.io import read_adapter_config
     from npt.data.source import BUILTIN, check_source, open_source
     from npt.distill.collect import collect as run
     from npt.distill.collect import prompt_length
@@ -28,7 +27,6 @@ def collect(given: dict[str, Any]) -> int:
     from npt.quant.load import read_config
 
     console = make_console(stderr=given["json"])
-    read_adapter_config(Path(given["adapter"]))  # this and what follows before the base is loaded
     read_state(Path(given["output"]))
     prompt_length(data, given["max_new_tokens"])
     check_source(data)
@@ -65,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "The same command again goes on where an earlier one ended. Exit status: 0 done, 2 wrong arguments, data or output, 5 adapter "
         "unusable, 128+n after finishing the batch on signal n."
     )
-    parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved the student's adapter to")
+    add_adapter(parser)
     add_any_base(parser)
     parser.add_argument("--output", required=True, metavar="FILE.jsonl", type=jsonl, help="file that is written, or gone on with")
     parser.add_argument("--max_new_tokens", type=positive, default=64, metavar="INT", help="tokens of a completion (default: 64)")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_any_base, limit, load, load_adapter, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, limit, load, load_adapter, positive
 from npt.config import TARGETS, BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -27,7 +27,7 @@ OF_AN_UPDATE: dict[str, Any] = {
 
 def consolidate(given: dict[str, Any]) -> int:
     """Make what a text does to one token part of the model, and report what is recalled and what forgotten."""
-    base, data = build(BaseConfig, given), build(DataConfig, given)
+    base, data = base_config(given), build(DataConfig, given)
     if given["undo"]:
         beside = [f"--{name}" for name in OF_AN_UPDATE if given[name] is not None and given[name] is not False]
         if beside:
@@ -130,7 +130,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", action="store_true", help="try other targets, tokens and layers at the same cost, and take the best")
     parser.add_argument("--undo", action="store_true", help="take the adapter's last update back instead")
-    parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")
+    add_adapter(parser)
     add_any_base(parser)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the adapter with the update beside it")
     parser.add_argument("--eval_samples", type=positive, default=64, metavar="INT", help="samples of held-out text (default: 64)")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_any_base, load, load_adapter, natural, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, natural, positive
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -20,9 +19,8 @@ NEW_TOKENS = 64
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
-    base, data = build(BaseConfig, given), build(DataConfig, given)
+    base, data = base_config(given), build(DataConfig, given)
     import npt
-    from npt.adapters.io import read_adapter_config
     from npt.data.batch import pad_id_of
     from npt.data.samples import evaluation_samples
     from npt.data.source import check_source, open_source, own_heldout
@@ -32,7 +30,6 @@ def evaluate(given: dict[str, Any]) -> int:
     from npt.files import to_json
 
     console = make_console(stderr=given["json"])
-    read_adapter_config(Path(given["adapter"]))  # this and what follows before the base is loaded
     check_source(data)
     tasks = [name for name in (given["lm_eval"] or "").split(",") if name.strip()] if given["lm_eval"] is not None else None
     if tasks is not None:
@@ -114,7 +111,7 @@ def _memory_line(memory: dict[str, int], precision: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved an adapter to")
+    add_adapter(parser)
     add_any_base(parser)
     parser.add_argument("--eval_samples", type=positive, default=64, metavar="INT", help="samples to evaluate on (default: 64)")
     parser.add_argument("--batch_size", type=positive, default=8, metavar="INT", help="samples at a time (default: 8)")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_any_base, load, load_adapter, natural, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, natural, positive
 from npt.config import BaseConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
-from npt.flags import add_settings, build
+from npt.flags import add_settings
 
 SIDE_BY_SIDE = 100
 """Columns of a terminal from which on two texts stand beside one another."""
@@ -20,8 +19,6 @@ SIDE_BY_SIDE = 100
 
 def generate(given: dict[str, Any]) -> int:
     """Write behind a prompt with a saved adapter: the student, its teacher, both compared, or the teacher drafted by the student."""
-    base = build(BaseConfig, given)
-    from npt.adapters.io import read_adapter_config
     from npt.files import to_json
     from npt.generation.text import Decoding, prompt_ids
 
@@ -32,8 +29,7 @@ def generate(given: dict[str, Any]) -> int:
     if given["draft_tokens"] is not None and not given["assisted"]:
         raise ConfigError("--draft_tokens means nothing without --assisted; add it, or drop it")
     decoding = Decoding(given["max_new_tokens"], given["temperature"], given["top_p"], given["seed"])
-    read_adapter_config(Path(given["adapter"]))  # this and what stands above before the base is loaded
-    text = _prompt(given["prompt"])
+    text, base = _prompt(given["prompt"]), base_config(given)  # this and what stands above before the base is loaded
     notes = make_console(stderr=True)  # so that what is on standard output is text, or JSON, alone
     model, tokenizer = load(base, notes)
     _, other = load_adapter(model, given, notes)
@@ -173,7 +169,7 @@ def _speed(name: str, written: Any) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that a run saved the student's adapter to")
+    add_adapter(parser)
     add_any_base(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="default: what is piped in")
     parser.add_argument("--mode", choices=("student", "teacher", "floor"), help="who writes (default: student)")

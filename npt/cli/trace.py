@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_any_base, limit, load, load_adapter, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, limit, load, load_adapter, positive
 from npt.config import STRATEGIES, BaseConfig, DataConfig, TrainConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -20,13 +19,12 @@ def trace(given: dict[str, Any]) -> int:
         raise ConfigError(f"--strategy {given['strategy']} is of an adapter's training step; give its --adapter, or drop --strategy")
     if given["any_base"] and given["adapter"] is None:
         raise ConfigError("--any_base means nothing without --adapter; add it, or drop --any_base")
-    base, data = build(BaseConfig, given), build(DataConfig, given)
+    base, data = base_config(given), build(DataConfig, given)
     training = TrainConfig(strategy=given["strategy"] or TrainConfig.strategy)
     import itertools
     from functools import partial
 
     import npt
-    from npt.adapters.io import read_adapter_config
     from npt.data.batch import batches, pad_id_of
     from npt.data.samples import Samples, no_sample
     from npt.data.source import check_source, open_source
@@ -35,8 +33,6 @@ def trace(given: dict[str, Any]) -> int:
     from npt.files import to_json
 
     console = make_console(stderr=given["json"])
-    if given["adapter"] is not None:
-        read_adapter_config(Path(given["adapter"]))  # before the base is loaded
     check_source(data)
     model, tokenizer = load(base, console)
     other: dict[str, str] = {}
@@ -64,7 +60,7 @@ def trace(given: dict[str, Any]) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 no fault, 1 a fault was found, 2 wrong arguments or data, 5 adapter unusable."
-    parser.add_argument("--adapter", metavar="FOLDER", help="a saved adapter, whose training step is traced (default: the base's own pass)")
+    add_adapter(parser, required=False, help="trace the training step of a saved adapter (default: the base's own pass)")
     add_any_base(parser)
     parser.add_argument("--strategy", choices=STRATEGIES, help="of the adapter's training step (default: local)")
     parser.add_argument("--batches", type=positive, default=1, metavar="INT", help="batches to look at until a fault (default: 1)")

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_any_base, load, load_adapter, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, positive
 from npt.config import BaseConfig
 from npt.console import make_console
-from npt.flags import add_settings, build
+from npt.flags import add_settings
 
 
 def transplant(given: dict[str, Any]) -> int:
     """Put the modulation of one text's token in the place of another's, and show what comes next."""
-    base = build(BaseConfig, given)
+    base = base_config(given)
     import npt
-    from npt.adapters.io import read_adapter_config
     from npt.files import to_json
 
     console = make_console(stderr=given["json"])
-    read_adapter_config(Path(given["adapter"]))  # before the base is loaded
     model, tokenizer = load(base, console)
     _, other = load_adapter(model, given, console)
     texts = {name: list(tokenizer(given[name])["input_ids"]) for name in ("text_from", "text_to")}
@@ -61,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token_from", type=int, default=-1, metavar="INT", help="token of the donor (default: -1, the last)")
     parser.add_argument("--token_to", type=int, default=-1, metavar="INT", help="token of the receiver (default: -1, the last)")
     parser.add_argument("--top", type=positive, default=8, metavar="INT", help="next tokens shown (default: 8)")
-    parser.add_argument("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")
+    add_adapter(parser)
     add_any_base(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
     add_settings(parser, BaseConfig, leave_out=("teacher_precision", "shard_base"))

@@ -23,7 +23,7 @@ from npt.errors import CheckpointError, ConfigError
 from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
 from npt.quant.identity import BaseIdentity
 
-CHECKPOINTS, BEST = "checkpoints", "best"
+CHECKPOINTS, BEST, FINAL = "checkpoints", "best", "adapter"
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION = "report.html", "modulation.json"
 _STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT})
@@ -49,7 +49,8 @@ def versions() -> dict[str, str]:
 
 
 class RunFolder:
-    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `fidelity.json`, `modulation.json` below one folder.
+    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `adapter/`, `fidelity.json`, `modulation.json` below one
+    folder.
 
     One process writes it at a time. A line that the disk has no room for is lost and counted; the run goes on. A folder that is
     removed or renamed under way is made anew with what comes from then on.
@@ -75,6 +76,8 @@ class RunFolder:
             self._lock = _locked(self.path)
             try:
                 if resume_at is not None:
+                    if (self.path / FINAL).is_dir():  # of an end that is none any more
+                        remove_folder(self.path / FINAL)
                     _cut_log(self.path / METRICS, resume_at)
                     _cut_log(self.path / EVENTS, None)
                 self._logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
@@ -161,6 +164,11 @@ class RunFolder:
             save_adapter(model, temporary / "adapter", base=base)
             write_json(temporary / "fidelity.json", figures)
         return folder
+
+    def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]) -> Path:
+        """`adapter`: the student that the run ends with, and its fidelity in the card; `npt.from_pretrained` takes the run's folder."""
+        self._make_anew_if_gone()
+        return save_adapter(model, self.path / FINAL, base=base, fidelity=fidelity)
 
     @property
     def has_best(self) -> bool:

@@ -79,7 +79,7 @@ from npt.distill.transaction import EXACT
 from npt.distill.unwritten import UnwrittenFolder
 from npt.distill.weights import layer_weights
 from npt.distill.workload import Workload
-from npt.errors import CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError, kind_of
+from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError, kind_of
 from npt.fidelity.attribution import Reference, refer
 from npt.fidelity.evaluate import Fidelity, evaluate
 from npt.fidelity.modulation import measure_modulation
@@ -855,6 +855,11 @@ class Trainer:
             folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self.heldout})
         except OSError as error:
             self._warn(folder, f"fidelity.json could not be written below {folder.path}: {error}; npt evaluate measures the adapter again")
+        try:
+            folder.save_final(self.model, self.base, fidelity.as_dict())
+        except (OSError, SafetensorError, AdapterFileError) as error:
+            kept = f"its numbers are below {folder.path / CHECKPOINTS}"
+            self._warn(folder, f"the final adapter could not be written below {folder.path}: {error}; {kept}")
         if self.config.eval_steps:
             loop.keep_if_best(fidelity)
         student = fidelity.student.as_dict()

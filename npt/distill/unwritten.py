@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from npt.distill.run_folder import BEST, RunFolder
+from npt.distill.run_folder import BEST, FINAL, RunFolder
 from npt.quant.identity import BaseIdentity
 
 
@@ -40,6 +40,9 @@ class UnwrittenFolder(RunFolder):
 
     def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]) -> Path:
         return self.path / BEST
+
+    def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]) -> Path:
+        return self.path / FINAL
 
     def discard(self) -> None: ...
 

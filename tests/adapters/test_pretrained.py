@@ -1,0 +1,147 @@
+"""A student from its adapter alone: the base that it knows, the folders that it is found in, the code on its card."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npt
+from npt.adapters.attach import adapter_parameters
+from npt.adapters.hub import adapter_folder
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, for_hub
+from npt.errors import AdapterFileError, ModelError
+from npt.quant.load import EMBEDDED_FOLDER
+from npt.quant.recipe import ENTRY, Recipe
+
+RECIPES = {
+    "nf4": dict(quantization="nf4"),
+    "fp4, bf16 products": dict(quantization="fp4", compute_dtype="bf16"),
+    "fp32": dict(),
+    "fp16": dict(use_fp16=True),
+}
+IDS = torch.tensor([[1, 5, 9, 33]])
+
+
+def saved(folder: Path, loaded: dict[str, Any], name: str = "tiny") -> Any:
+    """A student that differs from its start, and what it gives."""
+    model, _ = npt.load_base(name, device="cpu", **loaded)
+    npt.attach(model, npt.NPTConfig(rank=2, layers="3"), seed=4)
+    with torch.no_grad():
+        for seed, parameter in enumerate(adapter_parameters(model).values()):
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+        npt.save_adapter(model, folder)
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_student_is_loaded_as_it_was_saved_and_says_the_same(tmp_path, recipe):
+    logits = saved(tmp_path / "adapter", RECIPES[recipe])
+    model, tokenizer = npt.from_pretrained(tmp_path / "adapter", device="cpu")
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, logits)
+    assert tokenizer("def ")["input_ids"] and not model.training
+
+
+def test_the_recipe_that_is_written_is_what_load_base_was_given(tmp_path):
+    for recipe, loaded in RECIPES.items():
+        model, _ = npt.load_base("tiny", device="cpu", **loaded)
+        expected = Recipe(double_quant="quantization" in loaded, **loaded)
+        assert Recipe.of(model) == expected, recipe
+        assert Recipe.of_record({ENTRY: expected.as_record()}) == expected
+        assert expected.changed == loaded
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [None, [], {}, {"quantization": "nf4"}, {**Recipe().as_record(), "quantization": "nf5"}, {**Recipe().as_record(), "use_fp16": 1}],
+)
+def test_a_record_that_does_not_say_how_the_base_was_loaded_is_refused_with_the_way_around(tmp_path, spoilt):
+    saved(tmp_path / "adapter", RECIPES["nf4"])
+    path = tmp_path / "adapter" / CONFIG_NAME
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, ENTRY: spoilt} if spoilt is not None else {k: v for k, v in record.items() if k != ENTRY}))
+    with pytest.raises(AdapterFileError, match=r"does not say how its base was loaded.*npt\.load_base"):
+        npt.from_pretrained(tmp_path / "adapter", device="cpu")
+    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.load_adapter(model, tmp_path / "adapter")
+
+
+def test_the_base_may_lie_elsewhere_and_another_one_is_refused(tmp_path):
+    logits = saved(tmp_path / "adapter", RECIPES["nf4"])
+    moved = shutil.copytree(EMBEDDED_FOLDER, tmp_path / "moved")
+    model, _ = npt.from_pretrained(tmp_path / "adapter", base_name=str(moved), device="cpu")
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, logits)
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(AdapterFileError, match="trained on another base"):
+        npt.from_pretrained(tmp_path / "adapter", base_name=str(moved), device="cpu")
+    npt.from_pretrained(tmp_path / "adapter", base_name=str(moved), device="cpu", check_base=False)
+
+
+class TestFolders:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        for place in ("best", "checkpoints/step-00000002", "checkpoints/step-00000010", "checkpoints/step-00000030.broken", "."):
+            folder = tmp_path / "run" / place / "adapter"
+            folder.mkdir(parents=True)
+            (folder / CONFIG_NAME).write_text("{}")
+        return tmp_path / "run"
+
+    def test_of_a_run_it_is_the_best_else_the_last(self, run):
+        assert adapter_folder(run, FILES) == run / "best" / "adapter"
+        shutil.rmtree(run / "best")
+        assert adapter_folder(run, FILES) == run / "adapter"
+        shutil.rmtree(run / "adapter")
+        assert adapter_folder(run, FILES) == run / "checkpoints" / "step-00000010" / "adapter"
+        shutil.rmtree(run / "checkpoints" / "step-00000010")
+        assert adapter_folder(run, FILES) == run / "checkpoints" / "step-00000002" / "adapter"
+
+    def test_of_a_checkpoint_it_is_its_own_and_of_an_adapters_folder_itself(self, run):
+        checkpoint = run / "checkpoints" / "step-00000002"
+        assert adapter_folder(checkpoint, FILES) == adapter_folder(checkpoint / "adapter", FILES) == checkpoint / "adapter"
+
+    def test_a_folder_without_any_is_left_for_the_message(self, tmp_path):
+        with pytest.raises(AdapterFileError, match=rf"{re.escape(str(tmp_path))} holds no {CONFIG_NAME}"):
+            npt.from_pretrained(tmp_path)
+
+
+def snippets(card: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+
+
+def test_the_code_on_the_card_runs_as_printed_in_the_cards_folder(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    logits = saved(tmp_path / "adapter", RECIPES["nf4"])
+    monkeypatch.chdir(tmp_path / "adapter")
+    found = snippets(Path(CARD_NAME).read_text())
+    assert len(found) == 3
+    for code in found:
+        names: dict[str, Any] = {}
+        exec(code, names)
+        with torch.no_grad():
+            assert torch.equal(names["model"](IDS).logits, logits), code
+
+
+def test_the_card_of_a_repository_names_the_repository(tmp_path):
+    saved(tmp_path / "adapter", RECIPES["nf4"])
+    card = for_hub((tmp_path / "adapter" / CARD_NAME).read_text(), "some/one")
+    assert all("some/one" in code for code in snippets(card))
+    assert '"."' not in card and "this folder" not in card
+
+
+def test_a_converted_model_is_not_saved_as_a_whole_and_a_detached_one_is(load_model, tmp_path):
+    model = load_model(None)
+    npt.attach(model, npt.NPTConfig(rank=2, layers="1"))
+    with pytest.raises(ModelError, match=r"would load as its base; npt\.save_adapter"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    npt.detach(model)
+    model.save_pretrained(tmp_path / "base")
+    assert (tmp_path / "base" / "config.json").is_file()
