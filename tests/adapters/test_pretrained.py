@@ -20,10 +20,10 @@ from npt.quant.load import EMBEDDED_FOLDER
 from npt.quant.recipe import ENTRY, Recipe
 
 RECIPES = {
-    "nf4": dict(quantization="nf4"),
-    "fp4, bf16 products": dict(quantization="fp4", compute_dtype="bf16"),
-    "fp32": dict(),
-    "fp16": dict(use_fp16=True),
+    "nf4": {"quantization": "nf4"},
+    "fp4, bf16 products": {"quantization": "fp4", "compute_dtype": "bf16"},
+    "fp32": {},
+    "fp16": {"use_fp16": True},
 }
 IDS = torch.tensor([[1, 5, 9, 33]])
 
