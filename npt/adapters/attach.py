@@ -37,6 +37,12 @@ class AttachReport:
     trainable_parameters: int
     base_parameters: int
 
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AttachReport:
+        """Of a model that has adapters."""
+        layers, trainable = npt_layers(model), sum(p.numel() for p in adapter_parameters(model).values())
+        return cls(tuple(i for i, _ in layers), len(decoder_layers(model)), trainable, _logical_parameters(model) - trainable)
+
     def __str__(self) -> str:
         return (
             f"converted {len(self.layers)} of {self.num_layers} layers ({format_layers(self.layers)}): "
@@ -186,7 +192,6 @@ def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int
             )
             for index, own in _config_by_layer(config, chosen).items()
         }
-    base_parameters = _logical_parameters(model)
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -196,8 +201,7 @@ def attach(model: PreTrainedModel, config: NPTConfig | None = None, *, seed: int
         _become(layer, NPT_FORMS[type(layer)])
     setattr(model, _STATE, _State(config, chosen, trainable_before))
     vars(model)["save_pretrained"] = _refuse_to_save
-    trainable = sum(p.numel() for p in adapter_parameters(model).values())
-    return AttachReport(chosen, len(layers), trainable, base_parameters)
+    return AttachReport.of(model)
 
 
 def detach(model: PreTrainedModel) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import load
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.cli.arguments import base_config, load, load_adapter
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError
 from npt.flags import add_settings, build, read_yaml, with_safe_mode
@@ -22,23 +22,44 @@ def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
     idle = next((name for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds") if name in given), None)
     if "config" in given:
-        given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool}), **given}
+        given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}), **given}
     given = with_safe_mode(given)
-    any_base = given.pop("any_base", False)
-    base, adapter, data, training = (build(cls, given) for cls in _TRAINING)
+    any_base, start = given.pop("any_base", False), given.get("adapter")
+    base, adapter = base_config(given), build(NPTConfig, given) if start is None else _form_of(start, given)
+    data, training = build(DataConfig, given), build(TrainConfig, given)
+    if start is not None and (idle is not None or training.rank_budget is not None):
+        raise ConfigError(f"--{idle or 'rank_budget'} is about a start that is solved, but --adapter {start} is one; drop one of the two")
     if idle is not None and adapter.init != "calibrated":
         raise ConfigError(f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or drop the other")
-    if any_base and training.resume is None:
-        raise ConfigError("--any_base is about the checkpoint of --resume, which is missing; add it, or drop --any_base")
+    if any_base and training.resume is None and start is None:
+        raise ConfigError("--any_base is about --resume or --adapter, which are missing; add one, or drop --any_base")
     from npt.distill.ranks import join_ranks
 
     ranks = join_ranks(training.rank_timeout)
     try:
         with ranks.member():
             _check_placing(base, [name for name, _ in training.stage_shares], ranks.size, adapter.init)
-            return _pretrain(ranks, base, adapter, data, training, any_base)
+            return _pretrain(ranks, base, adapter, data, training, any_base, start)
     finally:
         ranks.close()
+
+
+def _form_of(start: str, given: dict[str, Any]) -> NPTConfig:
+    """The form of a saved adapter, beside which the flags may say nothing else.
+
+    Raises:
+        AdapterFileError, HubError: its configuration cannot be read.
+        ConfigError: a flag says something else.
+    """
+    from npt.adapters.io import read_adapter_config
+
+    form, _ = read_adapter_config(Path(start))
+    asked = build(NPTConfig, {**{flag_of(f): getattr(form, f.name) for f in fields(NPTConfig)}, **given})
+    other = next((f for f in fields(NPTConfig) if getattr(asked, f.name) != getattr(form, f.name)), None)
+    if other is not None:
+        was, wanted = (getattr(config, other.name) for config in (form, asked))
+        raise ConfigError(f"--{flag_of(other)} is {wanted}, but --adapter {start} has {was}, which training keeps; drop one of the two")
+    return form
 
 
 def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init: str) -> None:
@@ -63,10 +84,12 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
         )
 
 
-def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, any_base: bool) -> int:
+def _pretrain(
+    ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, any_base: bool, start: str | None
+) -> int:
     """One process of a run, whose ranks it is one of."""
     import npt
-    from npt.adapters.attach import check_fit
+    from npt.adapters.attach import AttachReport, check_fit
     from npt.calibration.calibrate import check_calibration
     from npt.data.source import check_source
     from npt.distill.plan import Planner
@@ -101,7 +124,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
     if base.teacher_precision is not None:
         check_teacher(base.model_name, config)
     layers = check_fit(adapter, config, data.max_length)
-    if not goes_on:
+    if not goes_on and start is None:
         check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
     check_source(data)
     check_trackers(training)
@@ -120,8 +143,11 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
             attention = base.attn_implementation
             teacher = npt.load_teacher(base.model_name, base.teacher_precision, device=model.device, attn_implementation=attention)
             console.print(f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision}, computes in fp32")
-        report = npt.attach(model, adapter, seed=training.seed)
-        console.print(str(report), soft_wrap=True)
+        if start is None or goes_on:
+            console.print(str(npt.attach(model, adapter, seed=training.seed)), soft_wrap=True)
+        else:
+            load_adapter(model, {"adapter": start, "any_base": any_base}, console)
+            console.print(f"training goes on from {start}: {AttachReport.of(model)}", soft_wrap=True)
         if base.shard_base:
             npt.shard_base(model, ranks)
             console.print(f"the base is sharded over {ranks.size} processes", soft_wrap=True)
@@ -131,7 +157,7 @@ def _pretrain(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig
             None,
             training,
             data_config=data,
-            settings=asdict(base),
+            settings={**asdict(base), "adapter": start},
             console=console,
             ranks=ranks,
             teacher=teacher,
@@ -166,6 +192,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--any_base",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="resume on another base than the checkpoint's too, if its shapes fit; a warning, events.jsonl and run.json tell",
+        help="go on with --resume or --adapter on another base than theirs too, if its shapes fit; a warning, events.jsonl and run.json tell",
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="PATH",
+        default=argparse.SUPPRESS,
+        help="go on from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the hub), on its base and in its form; it is a "
+        "new run with moments and schedule of its own, which --resume would take up",
     )
     add_settings(parser, *_TRAINING)

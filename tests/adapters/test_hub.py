@@ -16,7 +16,7 @@ import npt
 from npt.adapters.attach import is_attached
 from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME
 from npt.adapters.hub import is_hub_id
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, for_hub
 from npt.cli.main import main
 from npt.errors import AdapterFileError, ConfigError, HubError, ModelError
 
@@ -51,7 +51,9 @@ def test_what_is_pushed_loads_again_by_its_name(hub: Hub, folder, load_model):
     address = npt.push_to_hub(folder, "me/adapter", private=True)
     assert address == f"{hub.url}/me/adapter/commit/{hub.commit_of('me/adapter')}"
     assert set(hub.files["me/adapter"]) == THREE and hub.private["me/adapter"]
-    assert all(hub.files["me/adapter"][name] == (folder / name).read_bytes() for name in THREE)
+    assert all(hub.files["me/adapter"][name] == (folder / name).read_bytes() for name in THREE - {CARD_NAME})
+    card = hub.files["me/adapter"][CARD_NAME].decode()
+    assert card == for_hub((folder / CARD_NAME).read_text(), "me/adapter") and 'npt.from_pretrained("me/adapter")' in card
     model = load_model()
     npt.load_adapter(model, "me/adapter")
     assert torch.equal(logits(model), logits(student(load_model)))
