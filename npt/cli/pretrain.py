@@ -192,13 +192,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--any_base",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="go on with --resume or --adapter on another base than theirs too, if its shapes fit; a warning, events.jsonl and run.json tell",
+        help="with --resume or --adapter: another base than theirs too, if its shapes fit; a warning, events.jsonl and run.json tell",
     )
     parser.add_argument(
         "--adapter",
         metavar="PATH",
         default=argparse.SUPPRESS,
-        help="go on from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the hub), on its base and in its form; it is a "
-        "new run with moments and schedule of its own, which --resume would take up",
+        help="go on from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the hub), on its base and in its form, as a "
+        "new run with moments and schedule of its own; --resume takes those up",
     )
     add_settings(parser, *_TRAINING)
