@@ -45,9 +45,33 @@ SCHEDULES = ("cosine", "linear", "constant")
 TEMPERATURES = (1e-3, 1e3)  # beyond them fp32 has overflowing logits, or divergences that are all rounding
 
 
-def setting(default: Any, help: str, *, choices: Sequence[str] | None = None, flag: str | None = None) -> Any:
-    """A dataclass field that is also a command-line flag."""
-    return field(default=default, metadata={"help": help, "choices": choices, "flag": flag})
+GROUPS = {
+    "base": "The frozen base",
+    "adapter": "The adapter",
+    "start": "Its start",
+    "data": "Data",
+    "rows": "Rows of tokens",
+    "objective": "Objective",
+    "optimiser": "Optimiser",
+    "memory": "Memory and speed",
+    "guards": "Guards",
+    "output": "What is written",
+}
+"""Groups of flags, by the name that a setting has for its group."""
+
+
+def setting(
+    default: Any, help: str, *, choices: Sequence[str] | None = None, flag: str | None = None, group: str = "", often: bool = False
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    Args:
+        default, help, choices: of the field and of the flag.
+        flag: its name, where that is not the field's.
+        group: one of `GROUPS`.
+        often: `--help` shows it, and not `--help_all` alone.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, "flag": flag, "group": group, "often": often})
 
 
 def flag_of(f: Field[Any]) -> str:
@@ -161,20 +185,28 @@ def _check_at_least(config: Any, bounds: dict[str, float]) -> None:
 class NPTConfig:
     """What an adapter is: its size, place and form (DESIGN: the modulation of a layer's MLP by its attention)."""
 
-    rank: int = setting(16, "rank R of the low-rank code z = A a", flag="adapter_rank")
-    layers: str = setting("upper_half", "layers to convert: upper_half, all, a range 8-15 or a list 3,5,7")
-    targets: tuple[str, ...] = setting(TARGETS, "MLP products to modulate, comma-separated", choices=TARGETS)
-    modulation: str = setting("both", "multiplicative term, additive term, or both", choices=MODULATIONS)
-    residual: str = setting("modulate", "modulate: attention leaves the residual stream; keep: it stays", choices=RESIDUALS)
-    init: str = setting("random", "random: small normal start; calibrated: closed form", choices=INITS)
-    additive_scale: float = setting(0.1, "alpha: scale of the additive term")
-    mult_bound: float = setting(0.5, "beta: the multiplicative term stays within (1-beta, 1+beta)")
-    init_std_a: float = setting(0.02, "standard deviation of A at the start")
-    init_std_b: float = setting(0.001, "standard deviation of B at the start (0 where residual is keep)")
-    ranks: tuple[int, ...] | None = setting(None, "rank of each converted layer in order of depth, as 8,16,32, instead of one for all")
-    mult_form: str = setting("sigmoid", "form of the multiplicative term; the others are there to be compared with", choices=MULT_FORMS)
-    init_a: str = setting("normal", "start of A: normal, with init_std_a, or kaiming, uniform within 1/sqrt(D)", choices=INITS_A)
-    init_std_m: float = setting(0.0, "standard deviation of M at the start (0: every multiplier is exactly 1)")
+    rank: int = setting(16, "rank R of the low-rank code z = A a", flag="adapter_rank", group="adapter", often=True)
+    layers: str = setting("upper_half", "layers to convert: upper_half, all, a range 8-15 or a list 3,5,7", group="adapter", often=True)
+    targets: tuple[str, ...] = setting(TARGETS, "MLP products to modulate, comma-separated", choices=TARGETS, group="adapter")
+    modulation: str = setting("both", "multiplicative term, additive term, or both", choices=MODULATIONS, group="adapter", often=True)
+    residual: str = setting(
+        "modulate", "modulate: attention leaves the residual stream; keep: it stays", choices=RESIDUALS, group="adapter"
+    )
+    init: str = setting("random", "random: small normal start; calibrated: closed form", choices=INITS, group="start", often=True)
+    additive_scale: float = setting(0.1, "alpha: scale of the additive term", group="adapter")
+    mult_bound: float = setting(0.5, "beta: the multiplicative term stays within (1-beta, 1+beta)", group="adapter")
+    init_std_a: float = setting(0.02, "standard deviation of A at the start", group="start")
+    init_std_b: float = setting(0.001, "standard deviation of B at the start (0 where residual is keep)", group="start")
+    ranks: tuple[int, ...] | None = setting(
+        None, "rank of each converted layer in order of depth, as 8,16,32, instead of one for all", group="adapter"
+    )
+    mult_form: str = setting(
+        "sigmoid", "form of the multiplicative term; the others are there to be compared with", choices=MULT_FORMS, group="adapter"
+    )
+    init_a: str = setting(
+        "normal", "start of A: normal, with init_std_a, or kaiming, uniform within 1/sqrt(D)", choices=INITS_A, group="start"
+    )
+    init_std_m: float = setting(0.0, "standard deviation of M at the start (0: every multiplier is exactly 1)", group="start")
 
     def __post_init__(self) -> None:
         if isinstance(self.ranks, str):
@@ -245,25 +277,39 @@ class NPTConfig:
 class BaseConfig:
     """Which frozen model, and how it is stored and computed."""
 
-    model_name: str = setting("tiny", "'tiny' (embedded), a folder, or a hub id")
-    use_quantization: bool = setting(False, "load the base in 4 bit; everything then computes in fp32, unless compute_dtype says otherwise")
-    quant_type: str = setting("nf4", "4-bit code", choices=QUANT_TYPES)
-    use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation")
-    compute_dtype: str = setting("fp32", "products of 4-bit weights: fp32, or bf16 (all else stays in fp32)", choices=COMPUTE_DTYPES)
+    model_name: str = setting("tiny", "'tiny' (embedded), a folder, or a hub id", group="base", often=True)
+    use_quantization: bool = setting(
+        False, "load the base in 4 bit; everything then computes in fp32, unless compute_dtype says otherwise", group="base", often=True
+    )
+    quant_type: str = setting("nf4", "4-bit code", choices=QUANT_TYPES, group="base")
+    use_fp16: bool = setting(False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation", group="base")
+    compute_dtype: str = setting(
+        "fp32", "products of 4-bit weights: fp32, or bf16 (all else stays in fp32)", choices=COMPUTE_DTYPES, group="base"
+    )
     matmul_precision: str = setting(
         "auto",
         "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high where its error is measured to be small",
         choices=MATMUL_PRECISIONS,
+        group="base",
     )
     attn_implementation: str = setting(
-        "sdpa", "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or flex_attention (needs a compiler)"
+        "sdpa",
+        "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or flex_attention (needs a compiler)",
+        group="base",
     )
     teacher_precision: str | None = setting(
-        None, "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory", choices=TEACHER_PRECISIONS
+        None,
+        "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory",
+        choices=TEACHER_PRECISIONS,
+        group="base",
     )
-    device_map: str | None = setting(None, "spread the base over all GPUs of this one process, layer by layer", choices=DEVICE_MAPS)
-    shard_base: bool = setting(False, "share the base among all processes, layer by layer (FSDP2); each keeps it on the host until then")
-    share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case")
+    device_map: str | None = setting(
+        None, "spread the base over all GPUs of this one process, layer by layer", choices=DEVICE_MAPS, group="base"
+    )
+    shard_base: bool = setting(
+        False, "share the base among all processes, layer by layer (FSDP2); each keeps it on the host until then", group="base"
+    )
+    share_embeddings: bool = setting(False, "accepted for old commands: teacher and student share the whole base in any case", group="base")
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -291,19 +337,25 @@ class BaseConfig:
 class DataConfig:
     """Which text, and how it is cut into samples."""
 
-    dataset_name: str = setting("builtin", "'builtin', a file, folder or glob (.txt .jsonl .json .csv .parquet), or a hub dataset's name")
-    dataset_config: str | None = setting(None, "configuration of a hub dataset")
-    dataset_split: str = setting("train", "split to train on")
-    text_column: str = setting("text", "field that holds the text")
-    prompt_column: str | None = setting(None, "field that holds the prompt, a text or a list of messages")
-    completion_column: str | None = setting(None, "field that holds the completion; of a list of messages it is the last one")
-    streaming: bool = setting(False, "read as it comes, keeping nothing")
-    num_samples: int | None = setting(None, "use at most this many samples of max_length tokens, counted before packing")
-    max_length: int = setting(256, "tokens of a sample")
-    packing: bool = setting(False, "put short documents side by side into rows of max_length, attention kept inside each")
-    padding_side: str = setting("right", "where rows are filled up", choices=PADDING_SIDES)
-    replay_dataset: str | None = setting(None, "second data set, mixed in against forgetting")
-    replay_ratio: float | None = setting(None, f"share of samples from the replay data set ({REPLAY_RATIO} where one is given)")
+    dataset_name: str = setting(
+        "builtin", "'builtin', a file, folder or glob (.txt .jsonl .json .csv .parquet), or a hub dataset's name", group="data", often=True
+    )
+    dataset_config: str | None = setting(None, "configuration of a hub dataset", group="data")
+    dataset_split: str = setting("train", "split to train on", group="data")
+    text_column: str = setting("text", "field that holds the text", group="data", often=True)
+    prompt_column: str | None = setting(None, "field that holds the prompt, a text or a list of messages", group="data", often=True)
+    completion_column: str | None = setting(
+        None, "field that holds the completion; of a list of messages it is the last one", group="data", often=True
+    )
+    streaming: bool = setting(False, "read as it comes, keeping nothing", group="data", often=True)
+    num_samples: int | None = setting(None, "use at most this many samples of max_length tokens, counted before packing", group="rows")
+    max_length: int = setting(256, "tokens of a sample", group="rows", often=True)
+    packing: bool = setting(False, "put short documents side by side into rows of max_length, attention kept inside each", group="rows")
+    padding_side: str = setting("right", "where rows are filled up", choices=PADDING_SIDES, group="rows")
+    replay_dataset: str | None = setting(None, "second data set, mixed in against forgetting", group="data")
+    replay_ratio: float | None = setting(
+        None, f"share of samples from the replay data set ({REPLAY_RATIO} where one is given)", group="data"
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -325,63 +377,89 @@ class DataConfig:
 class TrainConfig:
     """How the adapters are trained, and what the run writes."""
 
-    strategy: str = setting("local", "how the student is driven", choices=STRATEGIES)
-    stages: str | None = setting(None, "strategies one after the other with their shares of the steps: local:0.7,end_to_end:0.3")
-    loss: str = setting("nmse", "hidden-state loss per valid token", choices=LOSSES)
-    smooth_l1_beta: float = setting(1.0, "of the loss smooth_l1: errors up to this count squared, larger ones linearly")
-    cosine_weight: float = setting(0.5, "of the loss cosine: share of 1 - cos, the rest being NMSE")
-    layer_weights: str = setting("uniform", "weight of each converted layer's loss: uniform, linear (grows with depth), or a list 1,2,4")
+    strategy: str = setting("local", "how the student is driven", choices=STRATEGIES, group="objective", often=True)
+    stages: str | None = setting(
+        None, "strategies one after the other with their shares of the steps: local:0.7,end_to_end:0.3", group="objective"
+    )
+    loss: str = setting("nmse", "hidden-state loss per valid token", choices=LOSSES, group="objective")
+    smooth_l1_beta: float = setting(1.0, "of the loss smooth_l1: errors up to this count squared, larger ones linearly", group="objective")
+    cosine_weight: float = setting(0.5, "of the loss cosine: share of 1 - cos, the rest being NMSE", group="objective")
+    layer_weights: str = setting(
+        "uniform", "weight of each converted layer's loss: uniform, linear (grows with depth), or a list 1,2,4", group="objective"
+    )
     token_weighting: str = setting(
-        "none", "disagreement: tokens on which the student is further off weigh more, 1 on average, 1/2 at least", choices=TOKEN_WEIGHTINGS
+        "none",
+        "disagreement: tokens on which the student is further off weigh more, 1 on average, 1/2 at least",
+        choices=TOKEN_WEIGHTINGS,
+        group="objective",
     )
-    logit_kl_weight: float = setting(0.0, "end_to_end only: weight of the loss on the logits, by default KL(teacher, student) in nats")
-    logit_loss: str = setting("kl", "loss on the logits, where logit_kl_weight is above 0", choices=LOGIT_LOSSES)
-    logit_temperature: float = setting(1.0, "temperature T of kl, reverse_kl and jsd, which are multiplied by T^2")
-    jsd_weight: float = setting(0.5, "of the logit loss jsd: the teacher's share of the mixture")
+    logit_kl_weight: float = setting(
+        0.0, "end_to_end only: weight of the loss on the logits, by default KL(teacher, student) in nats", group="objective", often=True
+    )
+    logit_loss: str = setting("kl", "loss on the logits, where logit_kl_weight is above 0", choices=LOGIT_LOSSES, group="objective")
+    logit_temperature: float = setting(1.0, "temperature T of kl, reverse_kl and jsd, which are multiplied by T^2", group="objective")
+    jsd_weight: float = setting(0.5, "of the logit loss jsd: the teacher's share of the mixture", group="objective")
     gradient_checkpointing: bool = setting(
-        False, "end_to_end only: keep each layer's input alone and compute the layer again in backward; less memory, the same bits"
+        False,
+        "end_to_end only: keep each layer's input alone and compute the layer again in backward; less memory, the same bits",
+        group="memory",
     )
-    batch_size: int = setting(4, "samples of a micro-batch")
-    gradient_accumulation_steps: int = setting(1, "micro-batches K of a window, that is of one optimizer step")
+    batch_size: int = setting(4, "samples of a micro-batch", group="optimiser", often=True)
+    gradient_accumulation_steps: int = setting(
+        1, "micro-batches K of a window, that is of one optimizer step", group="optimiser", often=True
+    )
     max_memory: str | None = setting(
-        None, "peak of tensor memory to stay below, as 10GiB: so many samples are computed at once as are predicted to fit"
+        None, "peak of tensor memory to stay below, as 10GiB: so many samples are computed at once as are predicted to fit", group="memory"
     )
-    calibration_tokens: int = setting(65536, "of init calibrated: tokens of the training data that the adapters are solved on")
+    calibration_tokens: int = setting(
+        65536, "of init calibrated: tokens of the training data that the adapters are solved on", group="start"
+    )
     calibration_inputs: str = setting(
-        "teacher", "of init calibrated: layer inputs, the teacher's or the calibrated student's own", choices=CALIBRATION_INPUTS
+        "teacher",
+        "of init calibrated: layer inputs, the teacher's or the calibrated student's own",
+        choices=CALIBRATION_INPUTS,
+        group="start",
     )
     calibration_rounds: int = setting(
-        3, "of init calibrated: Gauss-Newton rounds per layer behind the linear solution, up to twice as many while they gain much"
+        3,
+        "of init calibrated: Gauss-Newton rounds per layer behind the linear solution, up to twice as many while they gain much",
+        group="start",
     )
-    rank_budget: int | None = setting(None, "of init calibrated: ranks of all layers together, spent where they are worth most")
-    learning_rate: float = setting(1e-3, "peak learning rate")
-    weight_decay: float = setting(0.0, "AdamW's decoupled weight decay")
-    regularization_lambda: float = setting(0.0, "weight of the L2 of the modulation")
-    num_epochs: int = setting(1, "passes over the data, when max_steps does not end the run first")
-    max_steps: int | None = setting(None, "optimizer steps, at most")
-    warmup_steps: int = setting(0, "steps of linear warm-up")
-    scheduler_type: str = setting("cosine", "learning rate after warm-up", choices=SCHEDULES)
-    max_grad_norm: float = setting(0.5, "clip the global gradient norm to this")
-    max_consecutive_bad: int = setting(10, "stop after this many refusals in a row")
-    max_refused_share: float = setting(0.2, "stop when more than this share of the micro-batches was refused")
-    skip_spikes: bool = setting(False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones")
-    spike_sigmas: float = setting(10.0, "how far: median + this many robust standard deviations")
-    seed: int = setting(0, "seed of initialisation and data order")
-    output_dir: str | None = setting(None, "run folder; default a new one below outputs/")
-    log_steps: int = setting(10, "steps between metrics lines")
-    eval_steps: int | None = setting(None, "steps between evaluations on held-out text")
-    eval_samples: int = setting(64, "held-out samples of an evaluation")
-    save_steps: int | None = setting(None, "steps between adapter checkpoints")
-    save_total_limit: int | None = setting(None, "keep at most this many checkpoints")
-    resume: str | None = setting(None, "auto (the newest good checkpoint below output_dir), a run folder, or one checkpoint")
-    use_wandb: bool = setting(False, "log to Weights & Biases")
-    use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder")
-    run_name: str | None = setting(None, "name of the run in the trackers")
-    smoke_test: bool = setting(True, "one batch forward and backward under anomaly detection before the loop")
-    trace_steps: str | None = setting(None, "steps whose tensors are recorded: a list 1,2,3, a range 1-5, or a mix 1-5,8")
-    compile: bool = setting(False, "compile the elementwise work of each converted layer; needs a compiler, takes a while at the start")
-    rank_timeout: float = setting(600.0, "seconds that one of several processes waits for the others before it gives up")
-    trace_every: int | None = setting(None, "record the tensors of every so many steps")
+    rank_budget: int | None = setting(
+        None, "of init calibrated: ranks of all layers together, spent where they are worth most", group="start"
+    )
+    learning_rate: float = setting(1e-3, "peak learning rate", group="optimiser", often=True)
+    weight_decay: float = setting(0.0, "AdamW's decoupled weight decay", group="optimiser")
+    regularization_lambda: float = setting(0.0, "weight of the L2 of the modulation", group="objective")
+    num_epochs: int = setting(1, "passes over the data, when max_steps does not end the run first", group="optimiser", often=True)
+    max_steps: int | None = setting(None, "optimizer steps, at most", group="optimiser", often=True)
+    warmup_steps: int = setting(0, "steps of linear warm-up", group="optimiser")
+    scheduler_type: str = setting("cosine", "learning rate after warm-up", choices=SCHEDULES, group="optimiser")
+    max_grad_norm: float = setting(0.5, "clip the global gradient norm to this", group="optimiser")
+    max_consecutive_bad: int = setting(10, "stop after this many refusals in a row", group="guards")
+    max_refused_share: float = setting(0.2, "stop when more than this share of the micro-batches was refused", group="guards")
+    skip_spikes: bool = setting(False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones", group="guards")
+    spike_sigmas: float = setting(10.0, "how far: median + this many robust standard deviations", group="guards")
+    seed: int = setting(0, "seed of initialisation and data order", group="optimiser")
+    output_dir: str | None = setting(None, "run folder; default a new one below outputs/", group="output", often=True)
+    log_steps: int = setting(10, "steps between metrics lines", group="output", often=True)
+    eval_steps: int | None = setting(None, "steps between evaluations on held-out text", group="output", often=True)
+    eval_samples: int = setting(64, "held-out samples of an evaluation", group="output")
+    save_steps: int | None = setting(None, "steps between adapter checkpoints", group="output", often=True)
+    save_total_limit: int | None = setting(None, "keep at most this many checkpoints", group="output")
+    resume: str | None = setting(
+        None, "auto (the newest good checkpoint below output_dir), a run folder, or one checkpoint", group="output", often=True
+    )
+    use_wandb: bool = setting(False, "log to Weights & Biases", group="output", often=True)
+    use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder", group="output")
+    run_name: str | None = setting(None, "name of the run in the trackers", group="output")
+    smoke_test: bool = setting(True, "one batch forward and backward under anomaly detection before the loop", group="guards")
+    trace_steps: str | None = setting(None, "steps whose tensors are recorded: a list 1,2,3, a range 1-5, or a mix 1-5,8", group="guards")
+    compile: bool = setting(
+        False, "compile the elementwise work of each converted layer; needs a compiler, takes a while at the start", group="memory"
+    )
+    rank_timeout: float = setting(600.0, "seconds that one of several processes waits for the others before it gives up", group="memory")
+    trace_every: int | None = setting(None, "record the tensors of every so many steps", group="guards")
 
     def __post_init__(self) -> None:
         if isinstance(self.trace_steps, int) and not isinstance(self.trace_steps, bool):

@@ -3,25 +3,107 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from npt.config import flag_of
+from npt.aliases import TRACKERS, canonical, hint
+from npt.config import GROUPS, flag_of
 from npt.errors import ConfigError, kind_of
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and status 2."""
+    """An argument parser whose errors are one line, and status 2; that knows other names of its flags (npt/aliases.py), and whose
+    `--help` leaves out what few runs need, which `--help_all` shows."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self._show_all = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        until = given.index("--") if "--" in given else len(given)
+        found, left = super().parse_known_args([*map(self._spelled, given[:until]), *given[until:]], namespace)
+        if left and self._subparsers is None:
+            self.error(self._unknown(left[0]))
+        return found, left
+
+    def _flags(self) -> list[str]:
+        return [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+
+    def _spelled(self, argument: str) -> str:
+        """An argument, a flag by its own name."""
+        if not argument.startswith("--") or argument == "--":
+            return argument
+        name, equals, value = argument[2:].partition("=")
+        return f"--{canonical(name, self._flags())}{equals}{value}"
+
+    def _unknown(self, argument: str) -> str:
+        if not argument.startswith("-"):
+            return f"{argument!r} belongs to no flag"
+        name = argument.lstrip("-").partition("=")[0]
+        return f"there is no flag {argument.partition('=')[0]}{hint(name, self._flags())}"
+
+    def format_help(self) -> str:
+        rare = [action for action in self._actions if getattr(action, _RARE, False) and action.help != argparse.SUPPRESS]
+        if not rare or self._show_all:
+            return super().format_help()
+        helps, epilog = [action.help for action in rare], self.epilog
+        try:
+            for action in rare:
+                action.help = argparse.SUPPRESS
+            self.epilog = f"{len(rare)} more flags: {self.prog} --help_all. {epilog or ''}".strip()
+            return super().format_help().rstrip() + "\n"
+        finally:
+            self.epilog = epilog
+            for action, text in zip(rare, helps, strict=True):
+                action.help = text
+
+    def show_all(self) -> NoReturn:
+        """Print help on every flag, and end."""
+        self._show_all = True
+        self.print_help()
+        self.exit()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+_RARE = "npt_rare"
+"""What marks a flag that few runs need."""
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser.show_all()
+
+
+class _ReportTo(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
+        try:
+            for name, value in trackers_of(values).items():
+                setattr(namespace, name, value)
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+def trackers_of(names: str | Sequence[str]) -> dict[str, bool]:
+    """The settings that `report_to` stands for, from names of trackers: `wandb,tensorboard`, a list of them, `all` or `none`.
+
+    Raises:
+        ConfigError: another name.
+    """
+    asked = [part.strip() for name in ([names] if isinstance(names, str) else names) for part in str(name).split(",")]
+    other = next((name for name in asked if name not in (*TRACKERS, "all", "none")), None)
+    if other is not None:
+        raise ConfigError(f"--report_to is {other!r}; choose from {', '.join(TRACKERS)}, all or none")
+    return {setting: True for name, setting in TRACKERS.items() if name in asked or "all" in asked}
 
 
 def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()) -> None:
@@ -29,13 +111,20 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Ite
 
     A boolean setting takes an optional value (`--smoke_test false`) and has a negation (`--no_smoke_test`).
     """
+    groups: dict[str, Any] = {}
+    if "--help_all" not in parser._option_string_actions:
+        parser.add_argument("--help_all", nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help="show every flag and exit")
     for cls in classes:
-        group = parser.add_argument_group((cls.__doc__ or cls.__name__).split(":")[0].split("(")[0].split(".")[0].strip())
         hints = typing.get_type_hints(cls)
         for f in fields(cls):
             name = flag_of(f)
             if name in leave_out:
                 continue
+            title = GROUPS[f.metadata["group"]]
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            group = groups[title]
+            before = len(parser._actions)
             kind = _plain_type(hints[f.name])
             help = f"{f.metadata.get('help', '')} (default: {_shown(f)})"
             if kind is bool:
@@ -53,6 +142,11 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Ite
                     metavar=None if choices else kind.__name__.upper(),
                     help=help,
                 )
+            for action in parser._actions[before:]:
+                setattr(action, _RARE, not f.metadata["often"])
+            if name == "use_wandb":
+                hidden = {"nargs": "+", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+                group.add_argument("--report_to", action=_ReportTo, **hidden)
 
 
 def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None) -> dict[str, Any]:
@@ -114,11 +208,15 @@ def checked_settings(
         hints = typing.get_type_hints(cls)
         kinds |= {flag_of(f): _plain_type(hints[f.name]) for f in fields(cls)}
     settings: dict[str, Any] = {}
-    for name, value in content.items():
+    for written, value in content.items():
+        if written == "report_to" and "use_wandb" in kinds:
+            settings |= trackers_of(value if isinstance(value, list) else str(value))
+            continue
+        name = canonical(str(written), kinds)
         if name not in kinds:
-            near = difflib.get_close_matches(str(name), kinds, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{where}: there is no setting {name!r}{hint}")
+            raise ConfigError(f"{where}: there is no setting {written!r}{hint(str(written), kinds, mark='')}")
+        if name in settings:
+            raise ConfigError(f"{where}: {name} stands there twice, once as {written}; drop one of the two")
         settings[name] = _typed(where, name, value, kinds[name])
     return settings
 
