@@ -10,7 +10,7 @@ STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 # The main job on the embedded model: a 4-bit Llama becomes an NPT student, measured on held-out text.
 pretrain: $(VENV)/.core
-	$(BIN)/python pretrain_npt_safe.py --config configs/tiny.yaml --output_dir outputs/pretrain-$(STAMP)
+	$(BIN)/python pretrain_npt_safe.py --config tiny --output_dir outputs/pretrain-$(STAMP)
 
 # Which settings train the embedded model, and where that ends: some 320 short runs, shared by two workers. Started again after a kill it
 # goes on where it was; with outputs/stability removed it begins anew.

@@ -16,6 +16,7 @@ import yaml
 from npt.aliases import TRACKERS, canonical, hint
 from npt.config import GROUPS, flag_of
 from npt.errors import ConfigError, kind_of
+from npt.presets import presets, settings_file
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -153,7 +154,7 @@ def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | No
     """Settings from a YAML mapping of flag names, without dashes, to values.
 
     Args:
-        path: the file.
+        path: the file, or the name of a preset (npt/presets).
         classes: whose flags are allowed.
         extra: further flags and their types.
 
@@ -161,7 +162,10 @@ def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | No
         ConfigError: unreadable, not YAML, not a mapping, an unknown name, or a value of another type.
     """
     where = f"--config {path}"
-    content = yaml_content(path, where)
+    file = settings_file(path)
+    if not file.exists():
+        raise ConfigError(f"{where} is neither a file nor one of the presets {', '.join(presets())}")
+    content = yaml_content(str(file), where)
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -152,5 +152,5 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, named: 
 
 
 def test_a_missing_yaml_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="is neither a file nor one of the presets"):
         read_yaml(str(tmp_path / "none.yaml"), CLASSES)

@@ -13,7 +13,8 @@ ROOT = Path(npt.__file__).parent
 
 # Low to high. A unit is a module or package directly below npt; several on one line may not import one another.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "config", "version", "console", "stored", "extras", "random_state", "aliases"),
+    ("errors", "files", "config", "version", "console", "stored", "extras", "aliases", "presets"),
+    ("flags", "random_state"),
     ("data",),
     ("quant",),
     ("adapters",),

@@ -12,6 +12,7 @@ from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError
 from npt.flags import add_settings, build, read_yaml, with_safe_mode
+from npt.presets import presets
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
@@ -184,7 +185,12 @@ def _pretrain(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help="settings by flag name; flags given beside it win")
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        default=argparse.SUPPRESS,
+        help=f"settings by flag name, a file or a preset ({', '.join(presets())}); flags given beside it win",
+    )
     parser.add_argument(
         "--safe_mode", action="store_true", default=argparse.SUPPRESS, help="additive modulation only: short for --modulation additive"
     )
