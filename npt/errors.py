@@ -45,6 +45,10 @@ class DataError(NPTError, ValueError):
     """Data that cannot be read, or from which nothing can be trained."""
 
 
+class TooLittleTextError(DataError):
+    """Less text than a start can be solved on."""
+
+
 class PrecisionError(NPTError, RuntimeError):
     """A module would compute in a dtype other than the one the policy asks for."""
 

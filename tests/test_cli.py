@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "pretrain_npt_safe.py"
 
 # A run that is over in seconds: a few steps of short samples on the embedded model.
-SHORT = ["--use_quantization", "--max_length", "32", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1"]
+SHORT = ["--use_quantization", "--init", "random", "--max_length", "32", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1"]
 
 
 def run(folder: Path, *arguments: str) -> int:
@@ -82,7 +82,7 @@ def test_fp16_with_quantisation_is_fp32_and_one_warning(tmp_path: Path, capsys: 
 
 def test_an_unquantised_fp16_base_trains(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    arguments = ["--use_fp16", "--max_length", "32", "--batch_size", "2", "--eval_samples", "4", "--max_steps", "2"]
+    arguments = ["--use_fp16", "--init", "random", "--max_length", "32", "--batch_size", "2", "--eval_samples", "4", "--max_steps", "2"]
     assert main(["pretrain", *arguments, "--output_dir", str(folder)]) == 0
     record = json.loads((folder / "run.json").read_text())["precision"]
     assert set(record["compute_dtype"]) == {"float16"} and set(record["adapter_dtype"]) == {"float32"}

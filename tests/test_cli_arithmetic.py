@@ -10,7 +10,19 @@ import torch
 from npt.cli.main import main
 from npt.distill import loop
 
-SHORT = ["pretrain", "--use_quantization", "--max_steps", "1", "--eval_samples", "1", "--no_smoke_test", "--log_steps", "1"]
+SHORT = [
+    "pretrain",
+    "--use_quantization",
+    "--init",
+    "random",
+    "--max_steps",
+    "1",
+    "--eval_samples",
+    "1",
+    "--no_smoke_test",
+    "--log_steps",
+    "1",
+]
 
 
 def test_the_matmul_precision_holds_during_the_run_is_recorded_and_given_back(tmp_path, monkeypatch):

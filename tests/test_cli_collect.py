@@ -94,7 +94,7 @@ def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path: Path, capsys:
     assert "⟦<s>def function_" in capsys.readouterr().out
     folder = tmp_path / "run"
     arguments = ["--dataset_name", str(whole), "--max_length", "40", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1"]
-    assert main(["pretrain", "--use_quantization", *arguments, "--max_steps", "3", "--output_dir", str(folder)]) == 0
+    assert main(["pretrain", "--use_quantization", "--init", "random", *arguments, "--max_steps", "3", "--output_dir", str(folder)]) == 0
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert all(line["loss"] is not None and line["refused_total"] == 0 for line in metrics)

@@ -112,7 +112,19 @@ def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(call, tmp_p
 @pytest.mark.slow
 def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(tmp_path, capsys):
     """Both streams of a briefly trained student: log-probability up for statements, held-out KL under 0.01."""
-    run = ["--model_name", "tiny", "--use_quantization", "--adapter_rank", "32", "--additive_scale", "1.0", "--learning_rate", "0.01"]
+    run = [
+        "--model_name",
+        "tiny",
+        "--use_quantization",
+        "--init",
+        "random",
+        "--adapter_rank",
+        "32",
+        "--additive_scale",
+        "1.0",
+        "--learning_rate",
+        "0.01",
+    ]
     steps = ["--max_steps", "80", "--warmup_steps", "5", "--batch_size", "4", "--max_length", "128", "--eval_samples", "2"]
     assert main(["pretrain", *run, *steps, "--output_dir", str(tmp_path / "run")]) == 0
     (adapter,) = (tmp_path / "run" / "checkpoints").glob("*80/adapter")

@@ -35,7 +35,8 @@ for verb in VERBS:
 
 folder = Path(sys.argv[1])
 (folder / "lines.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog. "}\\n' * 40)
-run = ["--layers", "3", "--adapter_rank", "2", "--max_length", "32", "--max_steps", "2", "--batch_size", "2", "--trace_steps", "1"]
+run = ["--init", "random"]
+run += ["--layers", "3", "--adapter_rank", "2", "--max_length", "32", "--max_steps", "2", "--batch_size", "2", "--trace_steps", "1"]
 lines = ["--dataset_name", str(folder / "lines.jsonl")]
 assert main(["pretrain", "--model_name", "tiny", *run, *lines, "--eval_samples", "2", "--output_dir", str(folder / "run")]) == 0
 (folder / "run" / "report.html").unlink(missing_ok=True)

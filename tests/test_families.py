@@ -291,7 +291,22 @@ def test_an_unknown_kind_of_layer_is_refused(folder):
 def test_pretrain_runs_on_a_folder_of_every_family(name, tmp_path):
     folder = save_base(name, tmp_path / "base")
     command = [
-        *("pretrain", "--model_name", str(folder), "--use_quantization", "--adapter_rank", "4", "--max_steps", "2", "--batch_size", "2"),
+        *(
+            "pretrain",
+            "--model_name",
+            str(folder),
+            "--dataset_name",
+            "builtin",
+            "--init",
+            "random",
+            "--use_quantization",
+            "--adapter_rank",
+            "4",
+            "--max_steps",
+            "2",
+            "--batch_size",
+            "2",
+        ),
         *("--max_length", "24", "--num_samples", "8", "--eval_samples", "2", "--warmup_steps", "0", "--output_dir", str(tmp_path / "run")),
         "--packing",
     ]

@@ -140,7 +140,7 @@ def _arguments(folder: Path, accumulation: int, more: tuple[str, ...], steps: in
         "output_dir": folder,
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    return [str(ROOT / "pretrain_npt_safe.py"), "--use_quantization", *flags, *more]
+    return [str(ROOT / "pretrain_npt_safe.py"), "--use_quantization", "--init", "random", *flags, *more]
 
 
 def _pretrain(bench: Bench, name: str, accumulation: int, processes: int = 1, more: tuple[str, ...] = ()) -> Path:

@@ -42,7 +42,7 @@ from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.sample import Sample
 from npt.data.samples import cut, within
 from npt.data.source import Record
-from npt.errors import ConfigError, DataError, NotSupportedError, NumericalError
+from npt.errors import ConfigError, NotSupportedError, NumericalError, TooLittleTextError
 from npt.random_state import kept_random_state
 
 HELDOUT_ONE_IN = 8
@@ -94,7 +94,7 @@ def calibrate(
 
     Raises:
         ConfigError: a setting that cannot work, or no room on disk.
-        DataError: no text, or too little of it for the rank.
+        TooLittleTextError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
         NotSupportedError: the adapters keep the attention residual, or the base is sharded or spread over devices.
         NumericalError: a non-finite activation, by layer and name.
@@ -109,7 +109,7 @@ def calibrate(
     ranks = config.ranks_of(len(layers)) if rank_budget is None else (-(-rank_budget // len(layers)),) * len(layers)
     fitted = parts.tokens - parts.heldout
     if fitted < TOKENS_PER_RANK * max(ranks):
-        raise DataError(
+        raise TooLittleTextError(
             f"calibration has {fitted} tokens to fit, and rank {max(ranks)} needs {TOKENS_PER_RANK * max(ranks)}; give it more data or "
             "tokens (--calibration_tokens), or lower --adapter_rank"
         )
@@ -436,7 +436,9 @@ def _samples(data: Iterable[Record] | Iterable[Sample], tokenizer: Any, max_leng
         if left < 2:
             break
     if len(found) < 2:
-        raise DataError(f"calibration needs two samples of text, one to fit and one to check, and the data gave {len(found)}; give it more")
+        raise TooLittleTextError(
+            f"calibration needs two samples of text, one to fit and one to check, and the data gave {len(found)}; give it more"
+        )
     return found
 
 
@@ -455,7 +457,9 @@ def _shortened(sample: Sample, length: int) -> Sample:
 def _split(found: list[Batch]) -> _Parts:
     """Every eighth batch is held out and stands last."""
     if len(found) == 1:
-        raise DataError("calibration fills one batch only, and needs one to fit and one to check; give it more data, or lower --batch_size")
+        raise TooLittleTextError(
+            "calibration fills one batch only, and needs one to fit and one to check; give it more data, or lower --batch_size"
+        )
     heldout = found[HELDOUT_ONE_IN - 1 :: HELDOUT_ONE_IN] or found[-1:]
     chosen = {id(batch) for batch in heldout}
     fitted = [batch for batch in found if id(batch) not in chosen]

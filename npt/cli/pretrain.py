@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import base_config, load, load_adapter
+from npt.cli.defaults import offer_auto, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
-from npt.errors import ConfigError
+from npt.errors import ConfigError, TooLittleTextError
 from npt.flags import add_settings, build, read_yaml, with_safe_mode
 from npt.presets import presets
 
@@ -26,8 +29,11 @@ def pretrain(given: dict[str, Any]) -> int:
         given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}), **given}
     given = with_safe_mode(given)
     any_base, start = given.pop("any_base", False), given.get("adapter")
-    base, adapter = base_config(given), build(NPTConfig, given) if start is None else _form_of(start, given)
-    data, training = build(DataConfig, given), build(TrainConfig, given)
+    base = base_config(given)
+    found = with_data(given, base.model_name)
+    given, said = found.given, found.said
+    chosen = with_defaults(given, _taken_up(given))
+    adapter, data, training = _settings(chosen.given)
     if start is not None and (idle is not None or training.rank_budget is not None):
         raise ConfigError(f"--{idle or 'rank_budget'} is about a start that is solved, but --adapter {start} is one; drop one of the two")
     if idle is not None and adapter.init != "calibrated":
@@ -40,9 +46,34 @@ def pretrain(given: dict[str, Any]) -> int:
     try:
         with ranks.member():
             _check_placing(base, [name for name, _ in training.stage_shares], ranks.size, adapter.init)
-            return _pretrain(ranks, base, adapter, data, training, any_base, start)
+            try:
+                return _pretrain(ranks, base, adapter, data, training, any_base, start, (*said, *chosen.said))
+            except TooLittleTextError:
+                if ranks.size > 1 or not chosen.fallback:
+                    raise
+                chosen = with_defaults(given, solvable=False)  # nothing is written yet
+                return _pretrain(ranks, base, *_settings(chosen.given), any_base, start, chosen.said)
     finally:
         ranks.close()
+
+
+def _taken_up(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings, by flag, of the run that `--resume` names, as far as they can be read here; whether it can be taken up is seen later."""
+    resume, output = given.get("resume"), given.get("output_dir")
+    places = [] if resume is None else [Path(output)] if resume == "auto" and output else [Path(resume), Path(resume).parent.parent]
+    for place in places:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            settings = json.loads((place / "run.json").read_text(encoding="utf-8")).get("settings", {})
+            flags = {f.name: flag_of(f) for cls in _TRAINING for f in fields(cls)}
+            return {flags[name]: value for name, value in settings.items() if name in flags}
+    return {}
+
+
+def _settings(given: dict[str, Any]) -> tuple[NPTConfig, DataConfig, TrainConfig]:
+    """What is trained, on what, and how."""
+    start = given.get("adapter")
+    adapter = build(NPTConfig, given) if start is None else _form_of(start, given)
+    return adapter, build(DataConfig, given), build(TrainConfig, given)
 
 
 def _form_of(start: str, given: dict[str, Any]) -> NPTConfig:
@@ -86,7 +117,14 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
 
 
 def _pretrain(
-    ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, any_base: bool, start: str | None
+    ranks: Any,
+    base: BaseConfig,
+    adapter: NPTConfig,
+    data: DataConfig,
+    training: TrainConfig,
+    any_base: bool,
+    start: str | None,
+    said: tuple[str, ...],
 ) -> int:
     """One process of a run, whose ranks it is one of."""
     import npt
@@ -118,6 +156,8 @@ def _pretrain(
         return False, None
 
     console = make_console() if ranks.main else silent_console()
+    for line in said:
+        console.print(line, soft_wrap=True, highlight=False)
     goes_on, spent = ranks.first(check_folder)  # before the minutes that loading a large base takes
     if goes_on:
         adapter = replace(adapter, ranks=spent)
@@ -208,3 +248,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "new run with moments and schedule of its own; --resume takes those up",
     )
     add_settings(parser, *_TRAINING)
+    offer_auto(parser)

@@ -152,6 +152,6 @@ def _hub(config: DataConfig) -> Iterable[Record]:
     except Exception as error:  # the hub client raises dozens of classes, down to the HTTP library's own
         raise DataError(
             f"cannot load the data set {config.dataset_name!r} (split {config.dataset_split!r}): {first_line(error)[:300]}; check the "
-            f"name and the network, or pass a local file ({', '.join(SUFFIXES)})"
+            f"name and the network, or give --dataset_name a local file ({', '.join(SUFFIXES)})"
         ) from error
     return _HubStream(records, config.dataset_name) if config.streaming else records

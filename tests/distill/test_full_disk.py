@@ -359,7 +359,19 @@ def test_the_program_says_it_in_one_line(tmp_path, monkeypatch, capsys) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoint_module, "save_file", full)
-    arguments = ["--use_quantization", "--max_length", "32", "--batch_size", "2", "--eval_samples", "1", "--max_steps", "1"]
+    arguments = [
+        "--use_quantization",
+        "--max_length",
+        "32",
+        "--batch_size",
+        "2",
+        "--eval_samples",
+        "1",
+        "--max_steps",
+        "1",
+        "--init",
+        "random",
+    ]
     assert main(["pretrain", *arguments, "--no_smoke_test", "--output_dir", str(tmp_path / "run")]) == 5
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and "no checkpoint could be written at step 1: [Errno 28] No space left on device" in error[0]

@@ -400,7 +400,7 @@ def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_
     data.write_text("".join(json.dumps({"id": f"row-{i}", "input_ids": row}) + "\n" for i, row in enumerate(rows)))
     run = tmp_path / "run"
     settings = ["--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_consecutive_bad", "1", "--no_smoke_test"]
-    small = ["--max_length", "16", "--eval_samples", "2", "--use_quantization"]
+    small = ["--max_length", "16", "--eval_samples", "2", "--use_quantization", "--init", "random"]
     source_of_run = ["--model_name", str(base), "--dataset_name", str(data), "--output_dir", str(run)]
     ended = user(str(ROOT / "pretrain_npt_safe.py"), *source_of_run, *settings, *small)
     assert ended.returncode == 3, ended.stderr
