@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter,
         checkpoint or bundle unusable, 6 another process of the run was lost (of one that failed its status), 128+n after signal n.
     """
+    # Read when torch is loaded: OpenMP's threads sleep where they wait. Spinning they keep a core from whoever has work for it, and a run
+    # of two threads beside another process is many times slower (benchmarks/neighbour.py).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser(prog)
     args = parser.parse_args(argv)
     given = vars(args)

@@ -1,0 +1,52 @@
+#!/usr/bin/env python
+"""What a busy neighbour costs a run on the CPU, with waiting threads that spin and with threads that sleep.
+
+    python benchmarks/neighbour.py --rounds 2
+
+A few steps of the embedded model, each time in a process of its own: alone, and beside a process that keeps one core busy; with OpenMP's
+usual waiting (OMP_WAIT_POLICY=ACTIVE) and with the one that `npt` sets where nobody has (PASSIVE). Tokens a second, the best of the
+rounds, and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = ("--use_quantization", "--init", "random", "--max_steps", "16", "--eval_samples", "2", "--log_steps", "4", "--no_smoke_test")
+
+
+def speed(policy: str, busy: bool) -> float:
+    """Tokens a second at the end of one run."""
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(ROOT / "pretrain_npt_safe.py"), *RUN, "--output_dir", f"{folder}/run"]
+            environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+            done = subprocess.run(command, env={**environment, "OMP_WAIT_POLICY": policy}, capture_output=True, text=True, check=True)
+    finally:
+        if neighbour is not None:
+            neighbour.kill()
+            neighbour.wait()
+    return float(re.findall(r"([\d,]+) tokens/s", done.stdout)[-1].replace(",", ""))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2, metavar="INT", help="runs of each kind (default: 2)")
+    rounds = parser.parse_args().rounds
+    for busy in (False, True):
+        found = {policy: max(speed(policy, busy) for _ in range(rounds)) for policy in ("ACTIVE", "PASSIVE")}
+        ratio = found["PASSIVE"] / found["ACTIVE"]
+        where = "beside a busy process" if busy else "alone"
+        print(f"{where}: {found['ACTIVE']:,.0f} tokens/s spinning, {found['PASSIVE']:,.0f} sleeping, {ratio:.2f} times", flush=True)
+
+
+if __name__ == "__main__":
+    main()
