@@ -47,18 +47,24 @@ def is_replaced(module: Any) -> bool:
     """Whether another forward stands in place of that of the module's class.
 
     Not where it is accelerate's wrapper that `device_map` puts around every layer, in a form that brings inputs to the weight's device
-    and does nothing else. One that also brings in weights, or that wraps something else, does more.
+    and does nothing else. One that also brings in weights, or that wraps something else, does more. Once it is taken off again, the
+    class's own forward stays behind on the module.
     """
     if "forward" not in vars(module):
         return False
     forward, hook, wrapped = vars(module)["forward"], getattr(module, "_hf_hook", None), getattr(module, "_old_forward", None)
     function = getattr(forward, "func", None)
-    return not (
+    return not _is_own(module, forward) and not (
         (getattr(function, "__module__", None), getattr(function, "__name__", None)) == ("accelerate.hooks", "new_forward")
         and (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
         and not getattr(hook, "offload", True)
-        and getattr(wrapped, "__func__", None) is type(module).forward
+        and _is_own(module, wrapped)
     )
+
+
+def _is_own(module: Any, forward: Any) -> bool:
+    """Whether it is that of the module's class, bound to the module."""
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 def call_around(module: nn.Module, name: str, compute: Callable[..., Tensor], x: Tensor, **context: Any) -> Tensor:

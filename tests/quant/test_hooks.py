@@ -66,6 +66,14 @@ def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something
     assert is_hooked(module)
 
 
+def test_the_own_forward_of_its_class_that_accelerate_leaves_behind_replaces_nothing(module):
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    remove_hook_from_module(module)
+    assert "forward" in vars(module) and not is_hooked(module) and not may_change(module)
+    module.forward = nn.Linear(3, 3).forward  # another module's
+    assert may_change(module)
+
+
 class TestCallAround:
     def test_hooks_see_and_change_what_goes_in_and_comes_out(self, module):
         module.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] + 1,), {"factor": kwargs["factor"] * 2}), with_kwargs=True)
