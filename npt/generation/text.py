@@ -23,7 +23,7 @@ from npt.quant.precision import cast_once
 Show = Callable[[str], None]
 
 _CONTEXT = 8
-"""Tokens of a prompt that its continuation is decoded behind: more than one, since special ones at its end are no text."""
+"""Tokens that what follows them is decoded behind, at least: more than one, since special ones at their end are no text."""
 
 
 @dataclass(frozen=True)
@@ -105,21 +105,26 @@ class NoNaN(LogitsProcessor):
 class Streamer(TextStreamer):
     """Hands text on as soon as it is words; a token may be a part of a character only.
 
-    Tokens are decoded behind the last one that was handed on: by themselves they would lose the space that they begin with.
+    Tokens are decoded behind the last ones that were handed on: by themselves they would lose the space that they begin with.
     """
 
     def __init__(self, tokenizer: Any, show: Show, prompt: Sequence[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._show = show
-        self._go_on_behind(list(prompt[-_CONTEXT:]))
+        self._go_on_behind(list(prompt))
 
     def put(self, value: Tensor) -> None:
+        shown = [*self.token_cache, *value.flatten().tolist()]
         super().put(value)
         if not self.token_cache:  # a line has ended
-            self._go_on_behind(value.flatten().tolist()[-1:])
+            self._go_on_behind(shown)
 
     def _go_on_behind(self, ids: list[int]) -> None:
-        self.token_cache, self.print_len = ids, len(self.tokenizer.decode(ids, **self.decode_kwargs))
+        """Behind as few of these as end in whole characters: one that was cut in two may spoil all that follow it."""
+        size = _CONTEXT
+        while "\ufffd" in (text := self.tokenizer.decode(ids[-size:], **self.decode_kwargs)) and size < len(ids):
+            size *= 2
+        self.token_cache, self.print_len = ids[-size:], len(text)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._show(text)

@@ -41,13 +41,31 @@ def test_text_behind_a_prompt_keeps_the_space_that_it_begins_with_and_every_line
     assert ids[: len(before)] == before
     new = ids[len(before) :]
     assert text_behind(tokenizer, before, new) == text
+    parts = streamed(tokenizer, before, new)
+    assert "".join(parts) == text and len(parts) > 8
+
+
+def streamed(tokenizer, before, new) -> list[str]:
     parts: list[str] = []
     streamer = Streamer(tokenizer, parts.append, before)
     streamer.put(torch.tensor([before]))
     for token in new:
         streamer.put(torch.tensor([token]))
     streamer.end()
-    assert "".join(parts) == text and len(parts) > 8
+    return parts
+
+
+@pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [("the " + 9 * "日", "日日 the\n日日 is"), ("the", " 日\n日日 is"), ("the", " is\n<|user|> the"), ("the", " is\n</s>\n  the")],
+    ids=["a prompt that ends in bytes", "bytes on either side of a line's end", "a special token that begins a line", "one between two"],
+)
+def test_streamed_text_is_that_behind_the_prompt_where_tokens_are_bytes_or_special(kind, prompt, text) -> None:
+    tokenizer = tokenizer_of(kind)
+    before, whole = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text))
+    new = whole[len(before) :]
+    assert "".join(streamed(tokenizer, before, new)) == text_behind(tokenizer, before, new)
 
 
 @pytest.mark.parametrize("kind", ["llama 2", "byte level"])
