@@ -21,7 +21,11 @@ _LOOKERS = ("transformers.utils.output_capturing", "torch.distributed.fsdp.")
 
 
 def only_looks(hook: H) -> H:
-    """Mark a hook of a module that changes nothing it is shown, neither by what it returns nor in place."""
+    """Mark a hook of a module that changes nothing it is shown, neither by what it returns nor in place.
+
+    In training it is called where the fused path calls it: on gate_proj, up_proj and down_proj, on attention and norms. One on a converted
+    layer or on its MLP is not, since there is no such call; one on the activation makes the layer take the plain path.
+    """
     setattr(hook, _LOOKS, True)
     return hook
 
