@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter,
         checkpoint or bundle unusable, 6 another process of the run was lost (of one that failed its status), 128+n after signal n.
     """
-    # Read when torch is loaded: OpenMP's threads sleep where they wait. Spinning they keep a core from whoever has work for it, and a run
-    # of two threads beside another process is many times slower (benchmarks/neighbour.py).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _share_cores()
     parser = _parser(prog)
     args = parser.parse_args(argv)
     given = vars(args)
@@ -72,6 +70,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         reason = next(iter(str(error).split(". ")[0].splitlines()), "") or type(error).__name__
         print(f"{_speaker(prog)}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)
         return 2
+
+
+CROWDED = 0.4
+"""Load of a core, over the last minute, from which on somebody else is taken to be computing."""
+
+
+def _share_cores() -> None:
+    """Let OpenMP's threads sleep where they wait, if others are computing here: it is read when torch is loaded, unless somebody has said
+    how. Spinning, they take a core from whoever has work for it, themselves included; alone they wake sooner (benchmarks/neighbour.py)."""
+    if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
