@@ -23,7 +23,11 @@ from npt.flags import OneLineParser
 
 def main() -> int:
     parser = OneLineParser(
-        prog="debug_nan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="debug_nan.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        takes_others=True,
     )
     parser.add_argument("--demo", action="store_true", help="plant faults and find them")
     parser.add_argument("--case", metavar="ID", help="of the demonstration one fault only, with all that is said about it")

@@ -23,15 +23,16 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and status 2; that knows other names of its flags (npt/aliases.py), and whose
     `--help` leaves out what few runs need, which `--help_all` shows."""
 
-    def __init__(self, *arguments: Any, **named: Any):
+    def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
         super().__init__(*arguments, **named)
+        self._takes_others = takes_others  # whether flags that it does not know are somebody else's, and handed out
         self._show_all = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = list(sys.argv[1:] if args is None else args)
         until = given.index("--") if "--" in given else len(given)
         found, left = super().parse_known_args([*map(self._spelled, given[:until]), *given[until:]], namespace)
-        if left and self._subparsers is None:
+        if left and self._subparsers is None and not self._takes_others:
             self.error(self._unknown(left[0]))
         return found, left
 

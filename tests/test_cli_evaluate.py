@@ -70,7 +70,7 @@ def test_the_original_may_run_in_sixteen_bits(adapter: Path, precision: str, cap
 
 
 BAD = {
-    "attribution of an unquantised base": (["--attribution"], ["--attribution", "--use_quantization"]),
+    "attribution of an unquantised base": (["--attribution", "--no_use_quantization"], ["--attribution", "--use_quantization"]),
     "a precision that is none": (["--attribution", "int8"], ["int8", "fp32"]),
     "a folder of tasks without tasks": (["--lm_eval_tasks_path", "x"], ["--lm_eval_tasks_path", "--lm_eval"]),
     "a folder of tasks that is none": (["--lm_eval", "a", "--lm_eval_tasks_path", "/no/such"], ["/no/such"]),

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from npt.adapters.layer import NPTLayer
 from npt.config import TARGETS
 from npt.errors import ModelError
+from npt.quant.families import LAYER_PARTS, missing_parts
 from npt.quant.hooks import may_change
 from npt.quant.linear import check_readable, dense_weight
 
@@ -57,6 +58,11 @@ def check_layer_readable(index: int, layer: NPTLayer) -> None:
     Raises:
         ModelError: a part of its MLP is not a plain linear layer, or somebody's hook may change a value.
     """
+    missing = missing_parts(layer, LAYER_PARTS)
+    if missing:
+        raise ModelError(
+            f"layer {index} has no {', '.join(missing)} any more, and a calibrated start needs its weights; start with --init random"
+        )
     for name in (f"{target}_proj" for target in TARGETS):
         check_readable(f"layer {index}'s mlp.{name}", getattr(layer.mlp, name), "a calibrated start")
     for place, module in (("", layer), (".mlp", layer.mlp), (".mlp.act_fn", layer.mlp.act_fn)):

@@ -249,11 +249,8 @@ def print_page(page: Page, console: Any) -> None:
         soft_wrap=True,
     )
     if w.adapter.init == "random":
-        console.print(
-            "from a random start; a run whose flags are silent starts solved: --init calibrated --strategy end_to_end "
-            "--logit_kl_weight 1.0 plans that",
-            soft_wrap=True,
-        )
+        console.print("from a random start; where flags are silent a run starts solved, as with")
+        console.print("--init calibrated --strategy end_to_end --logit_kl_weight 1.0")
     if w.approximate:
         console.print(f"--rank_budget {c.rank_budget} is planned as if it were spent evenly; the calibration spends it", soft_wrap=True)
     if page.memory.samples_at_once < c.batch_size:

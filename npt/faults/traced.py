@@ -514,7 +514,7 @@ def _forward() -> Iterator[Case]:
         "modulation-huge",
         "residual and modulation multiplied beyond fp32",
         "explosion",
-        Truth("forward", 2, "model.layers.2", "mul", (0, 7), "exploding product", (0, 0)),
+        Truth("forward", 2, "model.layers.2.mlp", "mul", (0, 7), "exploding product", (0, 0)),
         plant=together(
             changed("model.layers.2.mlp.act_fn", lambda x: _put(x, (0, 7), 1e30)),
             changed("model.layers.2.mlp.up_proj", lambda x: _put(x, (0, 7), 1e30)),

@@ -153,7 +153,7 @@ def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(load_model
             assert_same([seen.stages[name].detach()], [stage.detach()])  # type: ignore[union-attr]
     for name in plain.gradients.keys() & seen.gradients.keys():
         assert_same([seen.gradients[name]], [plain.gradients[name]])
-    assert seen.called.keys() == plain.called.keys()
+    assert seen.called.keys() == plain.called.keys() - {"mlp"}  # which the plain form calls whole, for the teacher
 
 
 @every_case

@@ -204,7 +204,7 @@ class Poisoned(nn.Module):
     ("place", "named"),
     [
         (("model.layers.2", "self_attn"), "the attention output of layer 2 is not finite"),
-        (("model.layers.3", "mlp"), "not finite"),
+        (("model.layers.3", "post_attention_layernorm"), "not finite"),
         (("model", "norm"), "the teacher's logits are not finite"),
     ],
 )

@@ -96,9 +96,9 @@ class TestCut:
         with pytest.raises(DataError, match=r"has no 'body' \(it has: text\)"):
             list(cut([{"text": "x"}], tokenizer, config(text_column="body")))
 
-    @pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), (3, "int"), (["a"], "list"), (b"a", "bytes")])
+    @pytest.mark.parametrize(("value", "kind"), [(None, "a NoneType"), (3, "an int"), (["a"], "a list"), (b"a", "a bytes")])
     def test_a_text_that_is_none_is_refused_by_its_type(self, tokenizer, value, kind):
-        with pytest.raises(DataError, match=rf"record mine has a {kind} as 'text'"):
+        with pytest.raises(DataError, match=rf"record mine has {kind} as 'text'"):
             list(cut([{"id": "mine", "text": value}], tokenizer, config()))
 
     def test_an_empty_record_says_so(self, tokenizer):

@@ -262,6 +262,7 @@ def test_a_calibrated_start_refuses_what_it_would_leave_out(load_model, tokenize
         (lambda mlp: setattr(mlp, part, Around(getattr(mlp, part))), rf"layer 2's mlp.{part} is a .*Around.*merge"),
         (lambda mlp: getattr(mlp, part).register_forward_hook(lambda _, __, output: output), rf"layer 2's mlp.{part} has hooks"),
         (lambda mlp: mlp.register_forward_hook(lambda _, __, output: output), r"model.layers.2.mlp has hooks"),
+        (lambda mlp: delattr(mlp, part), rf"layer 2 has no mlp.{part} any more"),
     ):
         model = student(load_model("nf4"))
         before = {name: p.clone() for name, p in adapter_parameters(model).items()}

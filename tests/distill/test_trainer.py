@@ -158,6 +158,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         "modulation.json",
         "report.html",
         "checkpoints",
+        "adapter",
     }
     metrics = lines(folder, "metrics")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
