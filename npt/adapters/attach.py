@@ -61,7 +61,7 @@ class _State:
 
 @dataclass(eq=False)
 class Override:
-    """A mode that is asked for until it is released. before: that of each layer in front of it."""
+    """A mode that holds until it is released. before: the mode that each layer had until then."""
 
     mode: Mode
     before: list[tuple[NPTLayer, Mode]]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from npt.config import INITS
+from npt.config import INITS, BaseConfig, DataConfig
 
 AUTO = "auto"
 
-EMBEDDED, BUILTIN = "tiny", "builtin"
+EMBEDDED, BUILTIN = BaseConfig.model_name, DataConfig.dataset_name
 WEB_TEXT = "cerebras/SlimPajama-627B"
 DATASETS: dict[str, dict[str, Any]] = {
     "slimpajama": {"dataset_name": WEB_TEXT, "streaming": True},
@@ -72,10 +72,9 @@ def with_defaults(given: Mapping[str, Any], before: Mapping[str, Any] | None = N
     chosen |= _missing(_SAVING, flags)
     if before:
         return Chosen({**flags, **chosen, **{name: before[name] for name in chosen if name in before}}, ())
-    chose = (
-        asked == AUTO and chosen.get("init") == "calibrated" and not any(name.startswith(("rank_budget", "calibration_")) for name in flags)
-    )
-    return Chosen({**flags, **chosen}, tuple(said), chose)
+    wants_solving = any(name.startswith(("rank_budget", "calibration_")) for name in flags)
+    fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
+    return Chosen({**flags, **chosen}, tuple(said), fallback)
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import MistralConfig, PreTrainedTokenizerFast
+from transformers import MistralConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from npt.adapters.attach import adapters_disabled, decoder_layers
+from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import open_stream
 from npt.config import STRATEGIES, DataConfig, TrainConfig
@@ -52,7 +52,7 @@ def as_called(late: bool, setting: Setting) -> Verdict:
     config = replace(student.config, logit_kl_weight=0.0)
     loss = float(drive(student.model, batch, config).loss)
     gradients = {name: p.grad for name, p in student.parameters.items()}
-    expected = _by_calls(student, batch, config)
+    expected = by_calls(student.model, batch, config)
     called = float(expected.detach())
     complaints = []
     if not abs(loss / called - 1) < 1e-4:  # fp32 sums in another order
@@ -65,9 +65,8 @@ def as_called(late: bool, setting: Setting) -> Verdict:
     return verdict_of("unharmed", complaints)
 
 
-def _by_calls(student: Student, batch: Batch, config: TrainConfig) -> Tensor:
-    """The loss on hidden states of a strategy, with its graph."""
-    model = student.model
+def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tensor:
+    """The loss on hidden states of a strategy, scalar with its graph, from calls of whole decoder layers alone."""
     stream = open_stream(model, batch)
     taught = hidden = stream.hidden
     losses = []
@@ -75,10 +74,12 @@ def _by_calls(student: Student, batch: Batch, config: TrainConfig) -> Tensor:
         context = stream.context_of(layer)
         with torch.no_grad(), adapters_disabled(model):
             behind = stream.clean(layer(taught, **context))
-        own = stream.clean(layer(hidden, **context))
+        with adapter_mode(model, "student"):
+            own = stream.clean(layer(hidden, **context))
         if isinstance(layer, NPTLayer):
             losses.append(hidden_loss(config, stream.rows(own), stream.rows(behind), stream.rows(taught))[0])
-        taught, hidden = behind, behind if config.strategy == "local" else own
+        taught = behind
+        hidden = {"local": behind, "propagated": own.detach(), "end_to_end": own}[config.strategy]
     return torch.stack(losses).sum() / len(losses)
 
 

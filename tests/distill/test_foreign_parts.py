@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters, adapters_disabled, decoder_layers
-from npt.adapters.layer import NPTLayer
-from npt.adapters.stream import open_stream
+from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
-from npt.distill.losses import hidden_loss
 from npt.distill.strategies import drive
 from npt.errors import ModelError
+from npt.faults.bench import Around
+from npt.faults.sight import by_calls
 from npt.quant.hooks import only_looks
 
 NAMES = ("local", "propagated", "end_to_end")
@@ -59,21 +58,7 @@ def trained(model: Any, batch: Batch, strategy: str) -> tuple[Tensor, dict[str, 
 
 def by_modules(model: Any, batch: Batch, strategy: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The same from calls of whole decoder layers alone and automatic differentiation."""
-    config = TrainConfig(strategy=strategy, regularization_lambda=0.0)
-    stream = open_stream(model, batch)
-    taught = hidden = stream.hidden
-    losses = []
-    for layer in decoder_layers(model):
-        context = stream.context_of(layer)
-        with torch.no_grad(), adapters_disabled(model):
-            behind = stream.clean(layer(taught, **context))
-        with adapter_mode(model, "student"):
-            own = stream.clean(layer(hidden, **context))
-        if isinstance(layer, NPTLayer):
-            losses.append(hidden_loss(config, stream.rows(own), stream.rows(behind), stream.rows(taught))[0])
-        taught = behind
-        hidden = {"local": behind, "propagated": own.detach(), "end_to_end": own}[strategy]
-    loss = torch.stack(losses).sum() / len(losses)
+    loss = by_calls(model, batch, TrainConfig(strategy=strategy, regularization_lambda=0.0))
     parameters = adapter_parameters(model)
     return loss.detach(), dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
@@ -152,27 +137,6 @@ def test_hooks_that_are_said_to_look_only_see_everything_and_change_no_bit(load_
     assert torch.equal(found[0], unseen[0]) and all(torch.equal(found[1][name], unseen[1][name]) for name in found[1])
 
 
-class Around(nn.Module):
-    """A linear layer with something beside it, the way PEFT's are made: the `weight` that it shows is the base's alone."""
-
-    def __init__(self, base: Any):
-        super().__init__()
-        self.base_layer = base
-        self.beside = nn.Parameter(0.3 * normal(1, base.out_features, base.in_features), requires_grad=False)
-        self.in_features, self.out_features = base.in_features, base.out_features
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base_layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + nn.functional.linear(x, self.beside)
-
-
 class Negated(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return -weight
@@ -185,7 +149,7 @@ def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(load_
     model = student(load_model("nf4"), form)
     before = trained(model, padded, strategy)
     mlp = decoder_layers(model)[WHERE].mlp
-    setattr(mlp, part, Around(getattr(mlp, part)))
+    setattr(mlp, part, Around(getattr(mlp, part), seed=1))
     found = trained(model, padded, strategy)
     assert_same(found, by_modules(model, padded, strategy))
     assert any(not torch.allclose(found[1][name], before[1][name], rtol=1e-3) for name in found[1])
@@ -259,7 +223,7 @@ def test_a_model_that_accelerate_has_dispatched_and_let_go_trains_to_the_same_bi
 @pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
 def test_a_calibrated_start_refuses_what_it_would_leave_out(load_model, tokenizer, part):
     for change, message in (
-        (lambda mlp: setattr(mlp, part, Around(getattr(mlp, part))), rf"layer 2's mlp.{part} is a .*Around.*merge"),
+        (lambda mlp: setattr(mlp, part, Around(getattr(mlp, part), seed=1)), rf"layer 2's mlp.{part} is a .*Around.*merge"),
         (lambda mlp: getattr(mlp, part).register_forward_hook(lambda _, __, output: output), rf"layer 2's mlp.{part} has hooks"),
         (lambda mlp: mlp.register_forward_hook(lambda _, __, output: output), r"model.layers.2.mlp has hooks"),
         (lambda mlp: delattr(mlp, part), rf"layer 2 has no mlp.{part} any more"),
