@@ -42,6 +42,7 @@ from npt.cost.named import SHAPES, llama_config
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.losses import nmse
 from npt.distill.strategies import STRATEGIES
+from npt.extras import install_command
 from npt.quant.random_base import random_base
 
 OURS = ("local", "end_to_end", "end_to_end_kl")
@@ -229,7 +230,7 @@ def make_runs(setting: Setting, names: tuple[str, ...] = RUNS) -> tuple[list[Run
             lora = LoRA(setting, student.converted)
             runs |= {name: lora.run(name) for name in names if name in PEFT}
         except ImportError:
-            missing = {name: "PEFT is not installed: pip install 'npt[peft]'" for name in names if name in PEFT}
+            missing = {name: f"PEFT is not installed: {install_command('peft')}" for name in names if name in PEFT}
     return [runs[name] for name in names if name in runs], missing
 
 

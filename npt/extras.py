@@ -20,15 +20,23 @@ EXTRAS = {
 }
 """By importable package."""
 
+DISTRIBUTION = "npt-distill"
+"""What package indexes call this: `npt` is somebody else's there."""
+
 
 def installed(package: str) -> bool:
     """Return whether a package can be imported, without importing it."""
     return find_spec(package) is not None
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs one of this distribution's extras."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
 def lacking(package: str) -> str:
     """Return the end of a message about a feature whose package is missing: what it needs and the command that installs it."""
-    return f"needs {package}, which is not installed; pip install 'npt[{EXTRAS[package]}]'"
+    return f"needs {package}, which is not installed; {install_command(EXTRAS[package])}"
 
 
 def require(package: str, feature: str) -> None:

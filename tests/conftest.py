@@ -30,6 +30,7 @@ VOCAB = 128
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--slow", action="store_true", help="run everything, the tests marked slow too")
+    parser.addoption("--no-skips", action="store_true", help="a test that would be skipped fails: what it lacks has to be installed")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds for a test; obeyed where pytest-timeout is installed")
 
@@ -50,6 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=unwanted)
     kept = set(items) - set(unwanted)
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--no-skips"):
+        report.outcome, report.longrepr = "failed", f"skipped, where nothing may be: {report.longrepr[-1]}"
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

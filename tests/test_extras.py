@@ -66,11 +66,11 @@ def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
     assert not (tmp_path / "run" / "trace" / "health.png").exists()
     said = ran.stderr.splitlines()
     assert [line for line in said if "plots" in line] == [
-        "warning: health.png is left out: it needs matplotlib, which is not installed; pip install 'npt[plots]'"
+        "warning: health.png is left out: it needs matplotlib, which is not installed; pip install 'npt-distill[plots]'"
     ]
     assert [line for line in said if "error" in line] == [
-        "npt: error: --use_wandb needs wandb, which is not installed; pip install 'npt[wandb]'",
-        "npt: error: --use_tensorboard needs tensorboard, which is not installed; pip install 'npt[tensorboard]'",
+        "npt: error: --use_wandb needs wandb, which is not installed; pip install 'npt-distill[wandb]'",
+        "npt: error: --use_tensorboard needs tensorboard, which is not installed; pip install 'npt-distill[tensorboard]'",
     ]
 
 
@@ -78,7 +78,9 @@ def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
 def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch, tmp_path) -> None:
     """Accelerate drops it with a line in the log, and the run would be tracked nowhere."""
     absent(monkeypatch, tracker)
-    with pytest.raises(ConfigError, match=rf"^--use_{tracker} needs {tracker}, which is not installed; pip install 'npt\[{tracker}\]'$"):
+    with pytest.raises(
+        ConfigError, match=rf"^--use_{tracker} needs {tracker}, which is not installed; pip install 'npt-distill\[{tracker}\]'$"
+    ):
         Trackers(TrainConfig(**{f"use_{tracker}": True}), tmp_path, {})
     Trackers(TrainConfig(), tmp_path, {}).log({"loss": 1.0}, 1)
 
@@ -87,7 +89,7 @@ def test_hub_data_sets_and_parquet_need_datasets(monkeypatch, tmp_path) -> None:
     absent(monkeypatch, "datasets")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     for name, what in (("somebody/some-text", "the data set 'somebody/some-text' of the hub"), (str(tmp_path), f"{tmp_path}/rows.parquet")):
-        with pytest.raises(ConfigError, match=rf"^{re.escape(what)} needs datasets, .*; pip install 'npt\[hub\]'$"):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(what)} needs datasets, .*; pip install 'npt-distill\[hub\]'$"):
             check_source(DataConfig(dataset_name=name))
 
 
@@ -106,7 +108,7 @@ def test_a_study_needs_optuna(monkeypatch, tmp_path) -> None:
     from npt.sweep.storage import Storage
 
     absent(monkeypatch, "optuna")
-    with pytest.raises(ConfigError, match=r"^a study needs optuna, which is not installed; pip install 'npt\[sweep\]'$"):
+    with pytest.raises(ConfigError, match=r"^a study needs optuna, which is not installed; pip install 'npt-distill\[sweep\]'$"):
         Storage(f"sqlite:///{tmp_path}/study.db", "study")
 
 
@@ -114,7 +116,7 @@ def test_lm_eval_tasks_need_the_harness(monkeypatch) -> None:
     from npt.fidelity.harness import find_tasks
 
     absent(monkeypatch, "lm_eval")
-    with pytest.raises(ConfigError, match=r"--lm_eval needs .*pip install 'npt\[eval\]'$"):
+    with pytest.raises(ConfigError, match=r"--lm_eval needs .*pip install 'npt-distill\[eval\]'$"):
         find_tasks(["task"])
 
 
@@ -122,7 +124,7 @@ def test_peft_is_asked_for_by_its_extra(monkeypatch) -> None:
     from npt.adapters.peft_shim import register_peft
 
     absent(monkeypatch, "peft")
-    with pytest.raises(ModelError, match=r"pip install 'npt\[peft\]'$"):
+    with pytest.raises(ModelError, match=r"pip install 'npt-distill\[peft\]'$"):
         register_peft()
 
 
@@ -137,7 +139,7 @@ def test_every_extra_that_a_message_names_is_declared() -> None:
     for package, extra in EXTRAS.items():
         assert package in names(extras[extra]), f"{extra} does not install {package}"
         assert package not in names(project["dependencies"]), f"{package} is installed in any case"
-    everything = re.search(r"npt\[([\w,-]+)\]", " ".join(extras["all"]))
+    everything = re.search(r"npt-distill\[([\w,-]+)\]", " ".join(extras["all"]))
     assert everything is not None and set(EXTRAS.values()) <= set(everything[1].split(","))
 
 
@@ -145,5 +147,5 @@ def test_a_package_is_asked_for_by_name(monkeypatch) -> None:
     absent(monkeypatch, "wandb")
     assert installed("torch") and not installed("no_such_package_at_all")
     require("torch", "this")
-    with pytest.raises(ConfigError, match=r"^this needs wandb, which is not installed; pip install 'npt\[wandb\]'$"):
+    with pytest.raises(ConfigError, match=r"^this needs wandb, which is not installed; pip install 'npt-distill\[wandb\]'$"):
         require("wandb", "this")

@@ -142,7 +142,7 @@ def test_without_peft_its_rows_are_missing_with_a_reason(parts, monkeypatch, cap
     assert parts[0].main([*ARGUMENTS, "--runs", "local,peft_lora_ce", "--json"]) == 0
     shown = capsys.readouterr()
     figures = json.loads(shown.out)
-    assert [row["name"] for row in figures["runs"]] == ["local"] and "npt[peft]" in figures["missing"]["peft_lora_ce"]
+    assert [row["name"] for row in figures["runs"]] == ["local"] and "npt-distill[peft]" in figures["missing"]["peft_lora_ce"]
     assert "peft_lora_ce is left out" in shown.err
 
 

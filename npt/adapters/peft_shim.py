@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from npt.adapters.attach import Override, adapter_parameters, attach, detach, npt_layers, override_mode, release_mode
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError, ModelError
+from npt.extras import install_command
 from npt.quant.identity import base_identity
 
 PEFT_TYPE = "NPT"
@@ -36,9 +37,9 @@ def register_peft() -> None:
         from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
         from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     except ImportError as error:
-        raise ModelError(f"PEFT cannot be imported ({error}); install it with pip install 'npt[peft]'") from error
+        raise ModelError(f"PEFT cannot be imported ({error}); install it with {install_command('peft')}") from error
     if not hasattr(BaseTuner, "_remap_adapter_state_dict_for_load"):  # an older one would load no tensor, and not say so
-        raise ModelError(f"PEFT {peft.__version__} has no way for a tuner to load its own tensors; pip install --upgrade 'npt[peft]'")
+        raise ModelError(f"PEFT {peft.__version__} has no way for a tuner to load its own tensors; {install_command('peft')} --upgrade")
     # Keyed by a plain string: PEFT's keys are strings as well, members of its enumeration.
     configs: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING
     tuners: Any = peft.PEFT_TYPE_TO_TUNER_MAPPING

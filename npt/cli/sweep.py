@@ -10,6 +10,7 @@ from typing import Any
 
 from npt.cli.arguments import positive
 from npt.console import make_console, silent_console
+from npt.presets import studies, study_file
 
 
 def sweep(given: dict[str, Any]) -> int:
@@ -24,7 +25,7 @@ def sweep(given: dict[str, Any]) -> int:
 
     if given["parent"] is not None:
         return _work(given)
-    spec = Path(given["spec"])
+    spec = study_file(given["spec"])
     design = read_design(str(spec))
     check_design(design)
     console = silent_console() if given["json"] else make_console()
@@ -75,7 +76,9 @@ def _work(given: dict[str, Any]) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", metavar="SPEC.yaml", help="the study: settings, and the parts that vary them")
+    parser.add_argument(
+        "spec", metavar="SPEC", help=f"the study, a YAML file or one of {', '.join(studies())}: settings, and the parts that vary them"
+    )
     parser.add_argument("--study", metavar="FOLDER", help="the study's folder, gone on with if it is there (default: outputs/NAME)")
     parser.add_argument("--storage", metavar="URL", help="database that workers share, sqlite:/// or a server's (default: in the folder)")
     parser.add_argument("--workers", type=positive, default=1, metavar="INT", help="processes that share the study (default: 1)")

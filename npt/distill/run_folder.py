@@ -22,6 +22,7 @@ from npt.distill.checkpoint import checkpoints, verify_checkpoint
 from npt.errors import CheckpointError, ConfigError
 from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
 from npt.quant.identity import BaseIdentity
+from npt.version import __version__
 
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best", "adapter"
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
@@ -39,8 +40,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EN
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this package and of those whose numerics a run depends on."""
-    found = {"python": platform.python_version()}
-    for package in ("npt", *_PACKAGES):
+    found = {"python": platform.python_version(), "npt": __version__}
+    for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """lm-evaluation-harness on teacher, floor and student, through its Python API.
 
-The harness takes any transformers model, so each of the three is a view of the one attached model. The package (`pip install
-'npt[eval]'`) is needed only when this is called.
+The harness takes any transformers model, so each of the three is a view of the one attached model. The package (extra
+`eval`) is needed only when this is called.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
 from npt.errors import ConfigError, DataError
+from npt.extras import install_command
 from npt.generation.view import mode_view
 
 MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
@@ -47,7 +48,7 @@ def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> An
     try:
         manager = import_module("lm_eval.tasks").TaskManager
     except ImportError as error:
-        raise ConfigError(f"--lm_eval needs lm-evaluation-harness ({error}); install it with: pip install 'npt[eval]'") from error
+        raise ConfigError(f"--lm_eval needs lm-evaluation-harness ({error}); install it with: {install_command('eval')}") from error
     with _quiet():
         found = manager(include_path=None if tasks_path is None else str(tasks_path), include_defaults=tasks_path is None)
     unknown = [task for task in tasks if task not in found.all_tasks]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from npt.errors import ConfigError
+from npt.extras import install_command
 from npt.files import finite_or_null
 from npt.sweep.spec import Trial
 
@@ -112,7 +113,7 @@ class Storage:
             import optuna
             import sqlalchemy
         except ImportError as error:
-            raise ConfigError(f"a study needs {error.name}, which is not installed; pip install 'npt[sweep]'") from error
+            raise ConfigError(f"a study needs {error.name}, which is not installed; {install_command('sweep')}") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
         self._state = optuna.trial.TrialState

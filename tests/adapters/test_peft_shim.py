@@ -128,7 +128,7 @@ def test_registering_twice_is_registering_once_and_another_method_of_the_name_st
 
 def test_without_peft_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModelError, match=r"PEFT cannot be imported .*pip install 'npt\[peft\]'"):
+    with pytest.raises(ModelError, match=r"PEFT cannot be imported .*pip install 'npt-distill\[peft\]'"):
         npt.register_peft()
 
 
@@ -136,5 +136,5 @@ def test_a_peft_that_would_load_no_tensor_is_refused(monkeypatch):
     from peft.tuners.tuners_utils import BaseTuner
 
     monkeypatch.delattr(BaseTuner, "_remap_adapter_state_dict_for_load")
-    with pytest.raises(ModelError, match=r"has no way for a tuner to load its own tensors; pip install --upgrade 'npt\[peft\]'"):
+    with pytest.raises(ModelError, match=r"has no way for a tuner to load its own tensors; pip install 'npt-distill\[peft\]' --upgrade"):
         npt.register_peft()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -33,8 +32,6 @@ QUESTIONS = [
 
 
 def needs_the_harness() -> None:
-    if "eval" in os.environ.get("NPT_EXTRAS", "").split(","):
-        import lm_eval  # noqa: F401
     pytest.importorskip("lm_eval", reason="NOT TESTED: lm-evaluation-harness needs the extra `eval` (pip install -e '.[eval]')")
 
 
@@ -148,7 +145,7 @@ def test_the_verb_prints_the_scores(student, tmp_path, capsys) -> None:
 
 def test_without_the_package_the_extra_is_named(student, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(ConfigError, match=r"npt\[eval\]"):
+    with pytest.raises(ConfigError, match=r"npt-distill\[eval\]"):
         lm_eval(*student, ["own_text"], tasks_path=tmp_path)
 
 

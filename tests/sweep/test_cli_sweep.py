@@ -134,7 +134,7 @@ def test_a_study_without_its_packages_is_refused_before_the_folder_is_made(spec,
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     for more in ([], ["--storage", "postgresql://host/x"]):
         assert main(["sweep", str(spec), "--study", str(tmp_path / "study"), *more]) == 2
-        assert "pip install 'npt[sweep]'" in capsys.readouterr().err and not (tmp_path / "study").exists()
+        assert "pip install 'npt-distill[sweep]'" in capsys.readouterr().err and not (tmp_path / "study").exists()
 
 
 def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_by_now(spec, tmp_path, small) -> None:

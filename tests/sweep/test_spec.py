@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npt.errors import ConfigError
+from npt.presets import study_file
 from npt.sweep.settings import LEFT_OUT, Settings, fingerprint
 from npt.sweep.spec import design_of, read_design
 
@@ -167,7 +168,7 @@ def test_a_key_is_of_every_setting_so_that_a_changed_default_makes_another_trial
 
 
 def test_the_study_of_make_stability_has_its_hundred_runs() -> None:
-    found = read_design(str(ROOT / "configs" / "stability.yaml"))
+    found = read_design(str(study_file("stability")))
     assert len(found.trials) >= 100
     forms = {trial.settings.adapter.mult_form for trial in found.trials}
     assert forms == {"sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"}

