@@ -1,0 +1,165 @@
+"""What README and the documentation print is what works: every command is read by its program, and those of `npt` and in Python run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npt.cli.main import _parser, main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("npt", "python", "make", "torchrun")
+SHORT = {
+    "pretrain": "--max_steps 2 --eval_samples 2",
+    "evaluate": "--eval_samples 2",
+    "generate": "--max_new_tokens 4",
+    "collect": "--num_prompts 2 --max_new_tokens 4",
+    "doctor": "",
+    "trace": "",
+    "replay": "",
+    "consolidate": "--eval_samples 2",
+    "transplant": "",
+}
+"""Behind a printed command, so that it ends soon; of two values of a flag the last one counts."""
+FOR_MODELS = re.compile(r"--model_name (?!tiny)|--shape|--repo_id|--measure")
+"""Commands for what cannot be had here: a hub, or minutes of a machine to itself."""
+
+
+def commands(page: Path) -> list[str]:
+    """Commands in blocks of four spaces, a line that ends in a backslash with the next, and those in backticks that are whole."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    lines = [line.strip() for line in prose.splitlines() if line.startswith("    ")]
+    lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^    .*$", "", prose, flags=re.M))]
+    found = [line for line in lines if line.split(" ")[0] in PROGRAMS and len(line.split()) > 1]
+    return list(dict.fromkeys(found))
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def words(command: str) -> list[str]:
+    """The arguments as a shell would give them, without a comment and the dots that stand for more of them."""
+    return [word for word in shlex.split(command, comments=True) if word != "..."]
+
+
+def cases(keep: Any = lambda command: True) -> list[Any]:
+    return [
+        pytest.param(command, id=f"{page.name}: {' '.join(words(command))[:70]}")
+        for page in PAGES
+        for command in commands(page)
+        if keep(command)
+    ]
+
+
+class ReadError(Exception):
+    """Ends a program behind its arguments."""
+
+
+@pytest.mark.parametrize("command", cases())
+def test_every_printed_command_is_one_that_its_program_reads(command, monkeypatch, capsys) -> None:
+    program, *given = words(command)
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+        assert [word for word in given if "=" not in word and word not in targets] == []
+        return
+    if program == "npt":
+        if len(given) == 1:  # its name alone, in a sentence
+            given.append("--help")
+        if given[-1] == "--help":
+            with pytest.raises(SystemExit, match=r"^0$"):
+                _parser("npt").parse_args(given)
+        else:
+            _parser("npt").parse_args(given)
+        return
+    if program == "torchrun":
+        given = given[next(i for i, word in enumerate(given) if word.endswith(".py")) :]
+
+    read = argparse.ArgumentParser.parse_known_args
+
+    def end(self: argparse.ArgumentParser, *arguments: Any, **named: Any) -> None:
+        read(self, *arguments, **named)
+        raise ReadError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", end)
+    monkeypatch.syspath_prepend(str(ROOT))
+    module = given.pop(0) == "-m" if given[0] == "-m" else False
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(ReadError):
+        if module:
+            runpy.run_module(given[0], run_name="__main__", alter_sys=True)
+        else:
+            assert (ROOT / given[0]).is_file(), f"{given[0]} is no file"
+            monkeypatch.syspath_prepend(str((ROOT / given[0]).parent))
+            runpy.run_path(str(ROOT / given[0]), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what the commands name: RUN and its post-mortem, the adapter A, failures.jsonl and data.jsonl."""
+    folder = tmp_path_factory.mktemp("printed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        quick = "--use_quantization --init random --max_steps 2 --eval_samples 2 --max_length 64"
+        assert main(["pretrain", *quick.split(), "--output_dir", "RUN"]) == 0
+        broken = [*quick.split(), "--init", "random", "--learning_rate", "1e30", "--no-smoke_test", "--max_consecutive_bad", "1"]
+        assert main(["pretrain", *broken, "--max_grad_norm", "1e30", "--output_dir", "broken"]) == 3
+        (bundle,) = (folder / "broken" / "postmortem").iterdir()
+        shutil.copytree(bundle, folder / "RUN" / "postmortem" / "step-00000123")
+        shutil.copytree(folder / "RUN" / "adapter", folder / "A")
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        rows = [json.dumps({"text": part}) for part in text.split("\n\n") if len(part) > 200]
+        (folder / "data.jsonl").write_text("\n".join(rows[:30]) + "\n", encoding="utf-8")
+        asked = "collect --adapter RUN --output failures.jsonl --num_prompts 40 --max_new_tokens 4 --max_length 32"
+        assert main(asked.split()) == 0
+        yield folder
+
+
+def ours(command: str) -> bool:
+    return words(command)[0] == "npt" and words(command)[1] in SHORT and not FOR_MODELS.search(command) and len(words(command)) > 3
+
+
+@pytest.mark.parametrize("command", cases(ours))
+def test_the_printed_commands_of_npt_run(command, place, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.chdir(place)
+    _, verb, *given = words(command)
+    if verb in ("pretrain", "collect"):
+        given += ["--output_dir" if verb == "pretrain" else "--output", str(tmp_path / ("out" if verb == "pretrain" else "out.jsonl"))]
+    if verb == "pretrain" and "--adapter" not in given and "--teacher_precision" not in given:  # those that solve their start
+        given += ["--calibration_tokens", "4096", "--calibration_rounds", "1"]
+    assert main([verb, *given, *SHORT[verb].split()]) == 0, capsys.readouterr().err
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_printed_python_runs(place, monkeypatch, capsys) -> None:
+    """Each block behind the ones before it, as a reader would type them; what a block takes for granted is given to it."""
+    from transformers import TrainingArguments
+
+    monkeypatch.chdir(place)
+    (place / "page.md").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    names: dict[str, Any] = {}
+    first, *others = [block for page in PAGES for block in blocks(page)]
+    exec(first, names)
+    names["npt"].attach(names["model"], names["npt"].NPTConfig(rank=2, layers="7"))
+    ids = names["tokenizer"]("def area(width, height):\n    return", return_tensors="pt")["input_ids"]
+    names["batch"] = {"input_ids": ids, "labels": ids}
+    names["data"] = [{"input_ids": row, "labels": row} for row in ids.repeat(4, 1)]
+    names["args"] = TrainingArguments("trained", max_steps=2, report_to="none", use_cpu=True, save_strategy="no")
+    for block in others:
+        if "import Trainer" in block:  # which trains no 4-bit model that PEFT has not converted
+            names["model"] = names["npt"].load_base("tiny")[0].requires_grad_(True)
+        exec(block, names)
+    assert names["student"].shape == names["teacher"].shape and names["verdict"] is None
+    assert (place / "my-adapter" / "adapter_model.safetensors").is_file() and list((place / "trace").glob("*.json"))
