@@ -22,9 +22,6 @@ ALIASES = {
 }
 """A flag by each of its other names."""
 
-TRACKERS = {"wandb": "use_wandb", "tensorboard": "use_tensorboard"}
-"""What each name behind `--report_to` switches on."""
-
 RETIRED = {
     "mixed_precision": "a 4-bit base computes in fp32, or its products in bf16 (--compute_dtype bf16); --use_fp16 is for unquantised ones",
     "optimizer_type": "the optimizer is AdamW, whose moments stay in fp32",

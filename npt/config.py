@@ -42,6 +42,8 @@ REPLAY_RATIO = 0.2
 OF_END_TO_END = ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight", "gradient_checkpointing")
 """Settings that the other strategies have no use for."""
 SCHEDULES = ("cosine", "linear", "constant")
+TRACKERS = ("wandb", "tensorboard", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
+"""Trackers that accelerate opens, each by the name of its package."""
 TEMPERATURES = (1e-3, 1e3)  # beyond them fp32 has overflowing logits, or divergences that are all rounding
 
 
@@ -56,6 +58,7 @@ GROUPS = {
     "memory": "Memory and speed",
     "guards": "Guards",
     "output": "What is written",
+    "trackers": "Trackers",
 }
 """Groups of flags, by the name that a setting has for its group."""
 
@@ -164,6 +167,14 @@ def check_attention(name: str) -> None:
             f"documents apart; choose from {', '.join(ATTENTIONS)} (under --use_fp16 sdpa reaches torch's own flash kernel)"
         )
     raise ConfigError(f"--attn_implementation is {name!r}; choose from {', '.join(ATTENTIONS)}")
+
+
+def _words(given: Any) -> Any:
+    """The words of `a,b`, or of a list of such; anything else as it is."""
+    parts = [given] if isinstance(given, str) else given
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return given
+    return tuple(dict.fromkeys(word.strip() for part in parts for word in part.split(",") if word.strip())) or None
 
 
 def _whole_numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -450,9 +461,22 @@ class TrainConfig:
     resume: str | None = setting(
         None, "auto (the newest good checkpoint below output_dir), a run folder, or one checkpoint", group="output", often=True
     )
-    use_wandb: bool = setting(False, "log to Weights & Biases", group="output", often=True)
-    use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder", group="output")
-    run_name: str | None = setting(None, "name of the run in the trackers", group="output")
+    use_wandb: bool = setting(False, "log to Weights & Biases", group="trackers", often=True)
+    use_tensorboard: bool = setting(False, "log to TensorBoard, below the run folder", group="trackers")
+    report_to: tuple[str, ...] | None = setting(
+        None,
+        f"trackers to log to, one or several of {', '.join(TRACKERS)}; all: those that are installed; none: none, whatever else says so",
+        choices=(*TRACKERS, "all", "none"),
+        group="trackers",
+    )
+    run_name: str | None = setting(None, "name of the run in the trackers (WANDB_NAME, else its folder's)", group="trackers")
+    project: str | None = setting(None, "project of the run in the trackers (WANDB_PROJECT and the like, else npt)", group="trackers")
+    wandb_entity: str | None = setting(None, "user or team of the run in Weights & Biases (WANDB_ENTITY)", group="trackers")
+    wandb_group: str | None = setting(None, "group of the run in Weights & Biases (WANDB_RUN_GROUP)", group="trackers")
+    wandb_tags: tuple[str, ...] | None = setting(None, "tags of the run in Weights & Biases (WANDB_TAGS)", group="trackers")
+    sample_steps: int | None = setting(
+        None, "steps between texts of student and teacher and histograms of the multipliers in the trackers", group="trackers"
+    )
     smoke_test: bool = setting(True, "one batch forward and backward under anomaly detection before the loop", group="guards")
     trace_steps: str | None = setting(None, "steps whose tensors are recorded: a list 1,2,3, a range 1-5, or a mix 1-5,8", group="guards")
     compile: bool = setting(
@@ -466,6 +490,8 @@ class TrainConfig:
             object.__setattr__(self, "trace_steps", str(self.trace_steps))
         elif isinstance(self.trace_steps, list | tuple):
             object.__setattr__(self, "trace_steps", ",".join(str(step) for step in self.trace_steps))
+        for name in ("report_to", "wandb_tags"):
+            object.__setattr__(self, name, _words(getattr(self, name)))
         if isinstance(self.layer_weights, list | tuple):
             object.__setattr__(self, "layer_weights", ",".join(str(weight) for weight in self.layer_weights))
         if isinstance(self.max_memory, int) and not isinstance(self.max_memory, bool):
@@ -493,8 +519,10 @@ class TrainConfig:
                 "save_steps": 1,
                 "save_total_limit": 1,
                 "trace_every": 1,
+                "sample_steps": 1,
             },
         )
+        self._check_trackers()
         if not 0 <= self.max_refused_share <= 1:
             raise ConfigError(f"--max_refused_share is {self.max_refused_share}; it is a share, from 0 to 1")
         for name in ("learning_rate", "max_grad_norm", "spike_sigmas", "smooth_l1_beta", "rank_timeout"):
@@ -522,6 +550,25 @@ class TrainConfig:
         _ = self.max_memory_bytes  # refuses what is no size
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
+
+    def _check_trackers(self) -> None:
+        """Settings of a tracker that is not asked for; beside `--report_to none` they wait for the next run."""
+        asked = self.report_to or ()
+        if "none" in asked:
+            if len(asked) > 1:
+                raise ConfigError(f"--report_to is {','.join(asked)}; write none, or the trackers")
+            return
+        of_wandb = self.use_wandb or "wandb" in asked or "all" in asked
+        for name, used, needed in (
+            ("wandb_entity", of_wandb, "--report_to wandb"),
+            ("wandb_group", of_wandb, "--report_to wandb"),
+            ("wandb_tags", of_wandb, "--report_to wandb"),
+            ("sample_steps", bool(asked) or self.use_wandb or self.use_tensorboard, "a tracker (--report_to)"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not used:
+                shown = ",".join(value) if isinstance(value, tuple) else value
+                raise ConfigError(f"--{name} {shown} means nothing without {needed}; add it or drop the other")
 
     def _check_losses(self) -> None:
         if not 0 <= self.cosine_weight <= 1:

@@ -15,6 +15,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "optuna": "sweep",
     "peft": "peft",
+    "shtab": "completion",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }

@@ -6,14 +6,14 @@ import argparse
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from npt.aliases import TRACKERS, canonical, hint
+from npt.aliases import canonical, hint
 from npt.config import GROUPS, flag_of
 from npt.errors import ConfigError, kind_of
 from npt.presets import presets, settings_file
@@ -86,26 +86,11 @@ class _HelpAll(argparse.Action):
         parser.show_all()
 
 
-class _ReportTo(argparse.Action):
+class _Words(argparse.Action):
+    """Words behind a flag, with spaces or commas between them, as one list."""
+
     def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
-        try:
-            for name, value in trackers_of(values).items():
-                setattr(namespace, name, value)
-        except ConfigError as error:
-            parser.error(str(error))
-
-
-def trackers_of(names: str | Sequence[str]) -> dict[str, bool]:
-    """The settings that `report_to` stands for, from names of trackers: `wandb,tensorboard`, a list of them, `all` or `none`.
-
-    Raises:
-        ConfigError: another name.
-    """
-    asked = [part.strip() for name in ([names] if isinstance(names, str) else names) for part in str(name).split(",")]
-    other = next((name for name in asked if name not in (*TRACKERS, "all", "none")), None)
-    if other is not None:
-        raise ConfigError(f"--report_to is {other!r}; choose from {', '.join(TRACKERS)}, all or none")
-    return {setting: True for name, setting in TRACKERS.items() if name in asked or "all" in asked}
+        setattr(namespace, self.dest, ",".join(values))
 
 
 def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()) -> None:
@@ -132,6 +117,8 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Ite
             if kind is bool:
                 group.add_argument(f"--{name}", nargs="?", const=True, type=_boolean, default=argparse.SUPPRESS, metavar="BOOL", help=help)
                 group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            elif kind is tuple and f.metadata["group"] == "trackers":  # transformers' scripts take `--report_to wandb tensorboard`
+                group.add_argument(f"--{name}", nargs="+", action=_Words, default=argparse.SUPPRESS, metavar="LIST", help=help)
             elif kind is tuple:
                 group.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="LIST", help=help)
             else:
@@ -146,9 +133,6 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Ite
                 )
             for action in parser._actions[before:]:
                 setattr(action, _RARE, not f.metadata["often"])
-            if name == "use_wandb":
-                hidden = {"nargs": "+", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-                group.add_argument("--report_to", action=_ReportTo, **hidden)
 
 
 def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None) -> dict[str, Any]:
@@ -214,9 +198,6 @@ def checked_settings(
         kinds |= {flag_of(f): _plain_type(hints[f.name]) for f in fields(cls)}
     settings: dict[str, Any] = {}
     for written, value in content.items():
-        if written == "report_to" and "use_wandb" in kinds:
-            settings |= trackers_of(value if isinstance(value, list) else str(value))
-            continue
         name = canonical(str(written), kinds)
         if name not in kinds:
             raise ConfigError(f"{where}: there is no setting {written!r}{hint(str(written), kinds, mark='')}")

@@ -313,15 +313,16 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
     assert (folder / "fidelity.json").is_file()
 
 
-def test_a_tracker_that_cannot_start_is_one_line_and_leaves_no_folder(
+def test_a_tracker_that_cannot_start_is_one_line_before_anything_is_loaded_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from accelerate import Accelerator
+    from accelerate.tracking import WandBTracker
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(_: object) -> None:
         raise RuntimeError("api_key not configured")
 
-    monkeypatch.setattr(Accelerator, "init_trackers", refuse)
+    monkeypatch.setattr(WandBTracker, "start", refuse)
+    monkeypatch.setattr("npt.cli.pretrain.load", lambda *_: pytest.fail("the base was loaded"))
     assert run(tmp_path / "run", "--use_wandb", "--max_steps", "1") == 2
     error = capsys.readouterr().err
     assert "wandb cannot be started: api_key not configured" in error and "WANDB_MODE=offline" in error

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import npt
-from npt.cli.main import _parser, main
+from npt.cli.main import main, make_parser
 
 VERBS = {
     "evaluate": ("evaluate", "--max_length", "32", "--eval_samples", "4"),
@@ -48,7 +48,7 @@ def call(adapter: Path, verb: str, tmp_path: Path, *flags: str) -> int:
 
 
 def test_every_verb_that_loads_an_adapter_has_the_flag() -> None:
-    verbs = _parser("npt")._subparsers._group_actions[0].choices  # type: ignore[union-attr,index]
+    verbs = make_parser("npt")._subparsers._group_actions[0].choices  # type: ignore[union-attr,index]
     having = {name for name, verb in verbs.items() if "--any_base" in verb.format_help()}  # type: ignore[attr-defined]
     assert having == {*VERBS, "pretrain"}
 

@@ -81,8 +81,8 @@ def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch, tmp_pa
     with pytest.raises(
         ConfigError, match=rf"^--use_{tracker} needs {tracker}, which is not installed; pip install 'npt-distill\[{tracker}\]'$"
     ):
-        Trackers(TrainConfig(**{f"use_{tracker}": True}), tmp_path, {})
-    Trackers(TrainConfig(), tmp_path, {}).log({"loss": 1.0}, 1)
+        Trackers(TrainConfig(**{f"use_{tracker}": True}), tmp_path)
+    Trackers(TrainConfig(), tmp_path).log({"loss": 1.0}, 1)
 
 
 def test_hub_data_sets_and_parquet_need_datasets(monkeypatch, tmp_path) -> None:

@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from npt.cli import collect, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, sweep, trace, transplant
+from npt.cli import collect, completion, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, sweep, trace, transplant
 from npt.errors import NPTError, StoppedError, is_out_of_memory
 from npt.flags import OneLineParser
 from npt.version import __version__
 
-VERBS = (pretrain, evaluate, generate, trace, replay, report, sweep, doctor, collect, consolidate, transplant, push)
+VERBS = (pretrain, evaluate, generate, trace, replay, report, sweep, doctor, collect, consolidate, transplant, push, completion)
 
 
 def _keeps_matmul_precision(run: Callable[..., int]) -> Callable[..., int]:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         checkpoint or bundle unusable, 6 another process of the run was lost (of one that failed its status), 128+n after signal n.
     """
     _share_cores()
-    parser = _parser(prog)
+    parser = make_parser(prog)
     args = parser.parse_args(argv)
     given = vars(args)
     debug, verb = given.pop("debug"), given.pop("verb")
@@ -83,7 +83,12 @@ def _share_cores() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Make the parser of all verbs.
+
+    Args:
+        prog: name shown in messages.
+    """
     parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)

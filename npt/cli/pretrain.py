@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,20 @@ def pretrain(given: dict[str, Any]) -> int:
     try:
         with ranks.member():
             _check_placing(base, [name for name, _ in training.stage_shares], ranks.size, adapter.init)
-            try:
-                return _pretrain(ranks, base, adapter, data, training, any_base, start, (*said, *chosen.said))
-            except TooLittleTextError:
-                if ranks.size > 1 or not chosen.fallback:
-                    raise
-                chosen = with_defaults(given, solvable=False)  # nothing is written yet
-                return _pretrain(ranks, base, *_settings(chosen.given), any_base, start, chosen.said)
+            console = make_console() if ranks.main else silent_console()
+            _say(console, *said, *chosen.said)
+            checked = _check(ranks, base, adapter, data, training, start)
+            with _start_trackers(ranks, training, checked) as trackers:
+                rest = (any_base, start, console, trackers)
+                try:
+                    return _train(ranks, base, checked, data, training, *rest)
+                except TooLittleTextError:
+                    if ranks.size > 1 or not chosen.fallback:
+                        raise
+                    chosen = with_defaults(given, solvable=False)  # but for the trackers nothing has begun yet
+                    _say(console, *chosen.said)
+                    adapter, data, training = _settings(chosen.given)
+                    return _train(ranks, base, _check(ranks, base, adapter, data, training, start), data, training, *rest)
     finally:
         ranks.close()
 
@@ -116,49 +123,56 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
         )
 
 
-def _pretrain(
-    ranks: Any,
-    base: BaseConfig,
-    adapter: NPTConfig,
-    data: DataConfig,
-    training: TrainConfig,
-    any_base: bool,
-    start: str | None,
-    said: tuple[str, ...],
-) -> int:
-    """One process of a run, whose ranks it is one of."""
-    import npt
-    from npt.adapters.attach import AttachReport, check_fit
+def _say(console: Any, *lines: str) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What is known of a run before its base is loaded.
+
+    adapter: with the ranks of the run that is gone on with. goes_on: from a checkpoint. folder: the run's; resume_at: the step that the
+    run in it goes on from. config: of the base.
+    """
+
+    adapter: NPTConfig
+    goes_on: bool
+    folder: Path
+    resume_at: int | None
+    config: Any
+
+
+def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, start: str | None) -> _Checked:
+    """Refuse what can be refused before the minutes that loading a large base takes."""
+    from npt.adapters.attach import check_fit
     from npt.calibration.calibrate import check_calibration
     from npt.data.source import check_source
     from npt.distill.plan import Planner
     from npt.distill.resume import changed_settings, find_resumed
-    from npt.distill.run_folder import check_free
-    from npt.distill.signals import StopOnSignal
+    from npt.distill.run_folder import check_free, default_folder
     from npt.distill.trackers import check_trackers
-    from npt.distill.trainer import check_replay, check_trainable
+    from npt.distill.trainer import check_looks, check_replay, check_trainable
     from npt.distill.workload import Workload
-    from npt.fidelity.table import print_fidelity
     from npt.quant.load import check_teacher, read_config
 
-    def check_folder() -> tuple[bool, Any]:
-        """Whether a checkpoint is gone on from, and the ranks that a budget was spent on in its run."""
+    def check_folder() -> tuple[bool, Any, str, int | None]:
+        """Whether a checkpoint is gone on from, the ranks that a budget was spent on in its run, the run's folder and the step it is at."""
         if training.resume is not None:
             resumed = find_resumed(training.resume, training.output_dir)
+            place = str(resumed.folder), resumed.step if resumed.goes_on else None
             if resumed.checkpoint is not None:
                 before = resumed.checkpoint.record["settings"]
                 spent = before.get("ranks") if training.rank_budget is not None else adapter.ranks
                 now = {name: value for part in (base, adapter, data, training) for name, value in asdict(part).items()}
                 changed_settings(before, {**now, "ranks": spent})
-                return True, spent
-        elif training.output_dir is not None:
-            check_free(Path(training.output_dir))
-        return False, None
+                return True, spent, *place
+            return False, None, *place
+        folder = default_folder() if training.output_dir is None else Path(training.output_dir)
+        check_free(folder)
+        return False, None, str(folder), None
 
-    console = make_console() if ranks.main else silent_console()
-    for line in said:
-        console.print(line, soft_wrap=True, highlight=False)
-    goes_on, spent = ranks.first(check_folder)  # before the minutes that loading a large base takes
+    goes_on, spent, folder, resume_at = ranks.first(check_folder)
     if goes_on:
         adapter = replace(adapter, ranks=spent)
     config = read_config(base.model_name)
@@ -171,9 +185,41 @@ def _pretrain(
     check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
+    if base.shard_base:
+        check_looks(training)
     if training.max_memory_bytes is not None:
         workload = Workload.of(base, config, adapter, training, data.max_length, ranks.device, processes=ranks.size)
         Planner(workload).fitting(training.max_memory_bytes)  # as the loaded base is going to be asked
+    return _Checked(adapter, goes_on, Path(folder), resume_at, config)
+
+
+def _start_trackers(ranks: Any, training: TrainConfig, checked: _Checked) -> Any:
+    """Trackers may have to wait for a network, and a signal does not wait for them."""
+    from npt.distill.signals import StopOnSignal
+    from npt.distill.trackers import start_trackers
+
+    with StopOnSignal(at_once=True):
+        return start_trackers(ranks, training, checked.folder, resume_at=checked.resume_at)
+
+
+def _train(
+    ranks: Any,
+    base: BaseConfig,
+    checked: _Checked,
+    data: DataConfig,
+    training: TrainConfig,
+    any_base: bool,
+    start: str | None,
+    console: Any,
+    trackers: Any,
+) -> int:
+    """One process of a run, whose ranks it is one of."""
+    import npt
+    from npt.adapters.attach import AttachReport
+    from npt.distill.signals import StopOnSignal
+    from npt.fidelity.table import print_fidelity
+
+    adapter, goes_on = checked.adapter, checked.goes_on
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         device, pack_on = ("cpu", ranks.device) if base.shard_base else (ranks.device, None)
         model, tokenizer = load(base, console, device, pack_on)
@@ -203,6 +249,7 @@ def _pretrain(
             ranks=ranks,
             teacher=teacher,
             any_base=any_base,
+            trackers=trackers,
         )
         stop.check()  # what is raised inside a destructor goes no further
         result = trainer.train()

@@ -88,6 +88,7 @@ class Loop:
         ranks: the processes that train together, each in a loop like this one; default this one alone.
         passes: how many samples of a micro-batch are computed at once; default all of them. Where memory does not do for so many, they
             become fewer.
+        look: shows the trackers the student as it is at a step, every `sample_steps`; it changes nothing.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Loop:
         record: Mapping[str, Any],
         ranks: Ranks | None = None,
         passes: Passes | None = None,
+        look: Callable[[int], None] | None = None,
     ):
+        self._look = look
         self.ranks = ranks if ranks is not None else Ranks()
         self.passes = passes if passes is not None else Passes(config.batch_size)
         self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
@@ -277,7 +280,7 @@ class Loop:
         c = self.config
         if step == c.max_steps or any(step == stage.start for stage in self.stages):
             return True
-        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
+        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps, self._look and c.sample_steps))
 
     def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
         self._known.extend(results)
@@ -408,9 +411,11 @@ class Loop:
             self._begin_stage()
         working_until = time.perf_counter()
         self._safely(self._evaluate_if_due)
+        if self._look is not None and c.sample_steps and self.steps % c.sample_steps == 0:
+            self._safely(partial(self._look, self.steps))
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-        self._logged_at += time.perf_counter() - working_until  # saving and evaluating is not training
+        self._logged_at += time.perf_counter() - working_until  # saving, evaluating and looking is not training
 
     def _begin_stage(self) -> None:
         """The next step is driven in another way: its losses are not to be measured by those before."""

@@ -27,7 +27,10 @@ from npt.version import __version__
 CHECKPOINTS, BEST, FINAL = "checkpoints", "best", "adapter"
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION = "report.html", "modulation.json"
-_STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT})
+TRACKED = frozenset({"wandb", "npt", ".aim", "dvclive", "swanlog"})
+"""Where trackers write, which start before anything else of a run is there."""
+
+_STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED
 """What may stand in the folder of a run that was killed before it had a `run.json`."""
 
 BROKEN, SUPERSEDED = "broken", "superseded"
@@ -307,7 +310,7 @@ def check_free(path: Path) -> None:
     try:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--output_dir {path} is a file; name a folder")
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
             what = "another run" if (path / "run.json").exists() else "other files"
             raise ConfigError(f"--output_dir {path} holds {what}; choose another folder or remove it")
         above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())

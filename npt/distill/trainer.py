@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
-import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -47,6 +45,7 @@ from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_h
 from npt.distill.calibrated_start import calibrated_start, is_solved, leaves_enough, solved_on, where_training_begins
 from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
+from npt.distill.looks import Looks
 from npt.distill.loop import Loop, Window, check_unfrozen
 from npt.distill.passes import Passes, tried
 from npt.distill.plan import Planner
@@ -74,9 +73,10 @@ from npt.distill.signals import StopOnSignal
 from npt.distill.smoke import smoke_test
 from npt.distill.stages import stages_of
 from npt.distill.strategies import Strategy, drive
-from npt.distill.trackers import Trackers
+from npt.distill.trackers import Trackers, check_trackers, start_trackers, undisturbed
 from npt.distill.transaction import EXACT
 from npt.distill.unwritten import UnwrittenFolder
+from npt.distill.wandb_run import best_of, known_run
 from npt.distill.weights import layer_weights
 from npt.distill.workload import Workload
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError, RankError, StoppedError, TooManyRefusalsError, kind_of
@@ -89,6 +89,7 @@ from npt.quant.errors import product_errors
 from npt.quant.identity import base_hash, base_identity
 from npt.quant.load import COMPUTE, TEACHERS
 from npt.quant.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
+from npt.quant.recipe import Recipe
 from npt.random_state import random_state, set_random_state
 from npt.stored import read_json
 
@@ -165,6 +166,16 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
         raise ConfigError(f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set")
 
 
+def check_looks(config: TrainConfig) -> None:
+    """Refuse looks at a student whose base is shared among processes: rank 0 alone would take them.
+
+    Raises:
+        ConfigError: there are to be some.
+    """
+    if config.sample_steps is not None:
+        raise ConfigError(f"--sample_steps is {config.sample_steps}, but a sharded base writes no text; drop it, or --shard_base")
+
+
 def _teacher_settings(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
     """What is put on record of a teacher of its own, or that there is none.
 
@@ -211,6 +222,7 @@ class Trainer:
         ranks: the processes that train together; default those that a launcher started with this one, or this one alone.
         teacher: from `npt.load_teacher`, an unquantised model to learn from; default the student's own base.
         any_base: go on from a checkpoint of another base too, if its shapes fit; a warning and `run.json` say in what the two differ.
+        trackers: from `start_trackers`, of this run; default the configuration's, which then start before the smoke test.
 
     Of several processes each makes a Trainer of the same arguments; they share every window, and rank 0 writes and speaks.
 
@@ -234,8 +246,10 @@ class Trainer:
         ranks: Ranks | None = None,
         teacher: PreTrainedModel | None = None,
         any_base: bool = False,
+        trackers: Trackers | None = None,
     ):
         self.model, self.tokenizer, self.teacher, self.any_base = model, tokenizer, teacher, any_base
+        self._started_trackers = trackers
         self.config = config = config if config is not None else TrainConfig()
         self.data_config = data_config if data_config is not None else DataConfig()
         self.settings = settings or {}
@@ -257,6 +271,9 @@ class Trainer:
         others = [name for name, _ in config.stage_shares if name != "local"]
         if is_sharded(self.model) and others:
             raise ConfigError(f"the base is sharded, which --strategy {others[0]} cannot do with; use --strategy local")
+        if is_sharded(self.model):
+            check_looks(config)
+        check_trackers(config)
         self._teacher_settings = _teacher_settings(self.model, self.teacher)
         check_replay(data_config, replay_data is not None)
         check_length(data_config.max_length, self.model.config)
@@ -354,6 +371,8 @@ class Trainer:
         """The run's folder: a new one, or the one that a run goes on in."""
         if self.resumed is not None:
             return self.resumed.folder
+        if self._started_trackers is not None and self._started_trackers.active:
+            return self._started_trackers.folder
         folder = Path(self.config.output_dir) if self.config.output_dir else default_folder()
         check_free(folder)
         return folder
@@ -478,7 +497,6 @@ class Trainer:
             return result
 
     def _train(self) -> TrainResult:
-        say = self._say
         torch.manual_seed(self.config.seed)  # training does not draw from it, and what else does draws the same in every process
         check_unfrozen(adapter_parameters(self.model))
         require(tensor_fault(adapter_parameters(self.model)))
@@ -490,6 +508,15 @@ class Trainer:
         # A run that goes on has passed the smoke test, and what comes next may be a batch that it is going to refuse.
         self._state = None if self._checkpoint is None else self._checkpoint.state(self.model, self.base, check_base=not self.any_base)
         self._agree()  # all have read the checkpoint then, before rank 0 changes anything in its folder
+        if self._started_trackers is not None:
+            return self._tracked(self._started_trackers)
+        resume_at = self.resumed.step if self.resumed is not None and self.resumed.goes_on else None
+        with start_trackers(self.ranks, self.config, self.folder_path, resume_at=resume_at) as trackers:
+            return self._tracked(trackers)
+
+    def _tracked(self, trackers: Trackers) -> TrainResult:
+        """Train with trackers that have started, and close them once there is a run that they know of."""
+        say = self._say
         if self.config.smoke_test and self._checkpoint is None:
             for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
                 say(self._smoke_test(config))
@@ -506,16 +533,19 @@ class Trainer:
         self.stop.at_once = False  # from here on there is a folder, and it is soon left in order
         folder = self._open_folder()
         try:
-            self._begin(folder)
-            trackers = self._start_trackers(folder)
+            self._begin(folder, trackers)
+            status = 1
             try:
                 result = self._run(folder, trackers)
-            except Exception:
+                status = result.exit_status
+                self._write_report(folder)
+            except Exception as error:
+                status = getattr(error, "exit_status", status)
+                trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
                 self._write_report(folder)
                 raise
             finally:
-                trackers.close()
-            self._write_report(folder)
+                self._end_trackers(folder, trackers, status)
             return result
         finally:
             self._report_lost_lines(folder)
@@ -616,7 +646,7 @@ class Trainer:
             return UnwrittenFolder(self.folder_path)
         return RunFolder(self.folder_path, resume_at=self.resumed.step if self.resumed is not None and self.resumed.goes_on else None)
 
-    def _begin(self, folder: RunFolder) -> None:
+    def _begin(self, folder: RunFolder, trackers: Trackers) -> None:
         """What stands in the folder before anything else is done.
 
         Raises:
@@ -625,7 +655,8 @@ class Trainer:
         if self.resumed is not None:
             self._set_aside(folder, self.resumed)
         before = self._record_before(folder)
-        self.record["wandb_run"] = self._wandb_run(before)
+        goes_on = self.resumed is not None and self.resumed.goes_on
+        self.record["wandb_run"] = trackers.run_id or (known_run(folder.path) if goes_on else None)
         if self._checkpoint is not None and self.resumed is not None and self.resumed.goes_on:
             self.record["calibration"] = before.get("calibration")  # of the start that this run had
             self.record["other_base"] = self._other_base or before.get("other_base")
@@ -634,6 +665,34 @@ class Trainer:
         except OSError as error:
             folder.discard()
             raise ConfigError(f"--output_dir {folder.path} cannot be written: {error.strerror}; choose another folder") from error
+        trackers.warn = partial(self._warn, folder)
+        trackers.describe({**plain_settings(self._all_settings()), **self._description()})
+        measured = {"floor": self.initial.floor, "teacher": self.initial.teacher, "initial": self.initial.aim}
+        trackers.summarize(measured, 0 if self.resumed is None else self.resumed.step)
+
+    def _description(self) -> dict[str, Any]:
+        """What trackers know the run by, beside its settings: what they were measured to mean, and what computes."""
+        names = ("base_hash", "precision", "versions", "device", "processes", "trainable_parameters")
+        recipe = Recipe.of(self.model)
+        return {
+            **{name: self.record[name] for name in names},
+            "base_loading": None if recipe is None else recipe.as_record(),
+            "converted_layers": self.record["layers"],
+            "folder": str(self.folder_path),
+        }
+
+    def _end_trackers(self, folder: RunFolder, trackers: Trackers, status: int) -> None:
+        """What is left behind, and the end of the trackers: they may have to wait for a network, and a signal does not wait for them."""
+        if not trackers.active:
+            return
+        self.stop.at_once = True
+        try:
+            trackers.files({"settings": plain_settings(self._all_settings()), **self._description()})
+            trackers.close(status)
+        except StoppedError as signal:
+            self._warn(folder, f"signal {signal.exit_status - 128} ended the wait for trackers, which may lack the end of this run")
+        finally:
+            self.stop.at_once = False
 
     def _set_aside(self, folder: RunFolder, resumed: Resumed) -> None:
         """Checkpoints that are not to be picked again: those that do not verify, and those behind the one that is gone on from.
@@ -655,38 +714,12 @@ class Trainer:
                 aside = folder.set_aside(path, SUPERSEDED)
                 self._warn(folder, f"the run goes on from step {resumed.step}; {path.name} is set aside as {aside.name}")
 
-    def _start_trackers(self, folder: RunFolder) -> Trackers:
-        """Trackers may have to wait for a network, and a signal does not wait for them."""
-        resumed = self.resumed if self.resumed is not None and self.resumed.goes_on else None
-        self.stop.at_once = True
-        try:
-            self.stop.check()
-            return Trackers(
-                self.config if self.ranks.main else replace(self.config, use_wandb=False, use_tensorboard=False),
-                folder.path,
-                self.record["settings"],
-                wandb_run=self.record["wandb_run"],
-                resume_at=None if resumed is None else resumed.step,
-            )
-        except (ConfigError, StoppedError):
-            folder.discard()
-            raise
-        finally:
-            self.stop.at_once = False
-
     def _record_before(self, folder: RunFolder) -> dict[str, Any]:
         """`run.json` as it stands in the folder, empty where there is none."""
         try:
             return read_json(folder.path / RUN, CheckpointError)
         except CheckpointError:
             return {}
-
-    def _wandb_run(self, before: Mapping[str, Any]) -> str | None:
-        """The name under which Weights & Biases knows the run: the one it had, where a run goes on in its folder."""
-        if not self.config.use_wandb:
-            return None
-        known = before.get("wandb_run")
-        return known if isinstance(known, str) and re.fullmatch(r"[0-9a-z]{8}", known) else secrets.token_hex(4)
 
     def _run(self, folder: RunFolder, trackers: Trackers) -> TrainResult:
         folder.event("start", device=str(self.device), total_steps=self.total_steps, processes=self.ranks.size)
@@ -760,6 +793,7 @@ class Trainer:
             self.record,
             self.ranks,
             self.passes,
+            self._make_look(folder, trackers) if self.config.sample_steps else None,
         )
         if self._checkpoint is not None and self._state is not None and self.resumed is not None:
             self._state.restore(loop.transaction)
@@ -808,6 +842,30 @@ class Trainer:
             signal=number,
         )
         return result if result.signal is not None else self._finish(folder, trackers, loop, result)
+
+    def _make_look(self, folder: RunFolder, trackers: Trackers) -> Callable[[int], None]:
+        """Show rank 0's trackers the student at a step. What goes wrong is said: an observer must not end the run that it looks at."""
+        looks = Looks(
+            self.model,
+            self.tokenizer,
+            self.eval_samples,
+            teacher=self.teacher,
+            batch_size=self.passes.samples,
+            pad_id=self.pad_id,
+            between=self.stop.check,
+        )
+
+        def look(step: int) -> None:
+            if not trackers.active:
+                return
+            try:
+                with undisturbed(), contextlib.suppress(StoppedError):  # the loop looks at the signal itself
+                    trackers.modulation(looks.modulation(MODULATION_SAMPLES), step)
+                    trackers.texts(looks.texts(), step)
+            except Exception as error:
+                self._warn(folder, f"no texts and histograms for the trackers at step {step}: {type(error).__name__}: {error}"[:500])
+
+        return look
 
     def _recall_passes(self, checkpoint: Checkpoint) -> None:
         """Where memory once did not do for more samples at once it is not tried again, unless another limit is asked for."""
@@ -864,6 +922,8 @@ class Trainer:
             loop.keep_if_best(fidelity)
         student = fidelity.student.as_dict()
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
+        step, best = best_of(folder.path) or (result.steps, fidelity.aim)
+        trackers.summarize({"final": fidelity.aim, "best": best}, result.steps, best_step=step)
         self._report_data(folder)
         self._measure_modulation(folder, result.steps)
         folder.event(

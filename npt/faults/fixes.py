@@ -75,7 +75,7 @@ def verify(base: Base, checks: Sequence[Callable[[Base], Check]] = CHECKS, watch
     config = base.config
     # What checks plant must not end a run, and nothing of it is anybody else's to see.
     quiet = replace(config, eval_steps=None, save_steps=None, skip_spikes=False, max_consecutive_bad=100, max_refused_share=1.0)
-    chosen = replace(base, config=replace(quiet, use_wandb=False, use_tensorboard=False))
+    chosen = replace(base, config=replace(quiet, report_to=("none",)))
     found = []
     device = next(base.model.parameters()).device
     in_training = [module for module in base.model.modules() if module.training]

@@ -127,7 +127,7 @@ def looped(student: Student, windows: Sequence[list[Batch]], strategy: Strategy 
             rate_table(student.setting.learning_rate, "constant", 0, None),
             len(windows),
             folder,
-            Trackers(config, folder.path, {}),
+            Trackers(config, folder.path),
             ProgressDisplay(len(windows), Console(file=io.StringIO())),
             StopOnSignal(),
             evaluate=_never,
@@ -336,7 +336,8 @@ def tracker(late: bool) -> Verdict:
 
     values = {"good": 1.5, "nan": math.nan, "inf": math.inf, "none": None}
     with tempfile.TemporaryDirectory() as folder:
-        trackers = Trackers(TrainConfig(use_tensorboard=True), Path(folder), {})
+        trackers = Trackers(TrainConfig(use_tensorboard=True), Path(folder))
+        trackers.describe({})
         trackers.log(values, 1)
         trackers.close()
         drawn: dict[str, list[float]] = {}

@@ -54,12 +54,25 @@ LEFT_OUT = {
     **dict.fromkeys(("replay_dataset", "replay_ratio", "streaming"), "a study's runs read the beginning of one data set"),
     **dict.fromkeys(("num_epochs", "resume", "save_steps", "save_total_limit"), "a study's runs are as long as max_steps and save nothing"),
     **dict.fromkeys(
-        ("output_dir", "log_steps", "eval_steps", "trace_steps", "trace_every", "smoke_test", "use_tensorboard", "run_name"),
+        (
+            "output_dir",
+            "log_steps",
+            "eval_steps",
+            "trace_steps",
+            "trace_every",
+            "smoke_test",
+            "use_tensorboard",
+            "run_name",
+            "sample_steps",
+        ),
         "a study's runs write no folder of their own",
     ),
     "max_memory": "a study's runs compute a batch at once",
     "max_refused_share": "a study's runs are too short for a share; max_consecutive_bad ends them",
-    "use_wandb": "write wandb: true beside the study's name",
+    **dict.fromkeys(("use_wandb", "report_to"), "write wandb: true beside the study's name"),
+    **dict.fromkeys(
+        ("project", "wandb_entity", "wandb_group", "wandb_tags"), "WANDB_PROJECT and the like say it, and the group is the study"
+    ),
     "share_embeddings": "it does nothing",
     "rank_timeout": "a study's run is one process",
     "ranks": "a study's runs have one rank for all layers",

@@ -99,7 +99,9 @@ class Worker:
         where = self.folder / "wandb"
         if self.design.wandb:
             where.mkdir(parents=True, exist_ok=True)
-        return Trackers(config, where, trial.settings.values(), wandb_group=self.design.name)
+        trackers = Trackers(config, where, group=self.design.name)
+        trackers.describe(trial.settings.values())
+        return trackers
 
     def _check(self) -> None:
         """

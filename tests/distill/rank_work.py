@@ -125,7 +125,7 @@ def looped(ranks: Ranks, base: str, out: str, windows: Windows | dict[int, Windo
             rate_table(1e-2, "linear", 0, 20),
             len(windows),
             folder,
-            Trackers(config, folder.path, {}),
+            Trackers(config, folder.path),
             ProgressDisplay(len(windows), Console(file=io.StringIO())),
             stop,
             evaluate=lambda: None,  # type: ignore[arg-type, return-value]

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -480,58 +481,60 @@ def test_a_run_that_another_process_went_on_with_meanwhile_is_not_resumed(stoppe
 
 
 def test_a_tracker_that_cannot_start_costs_a_resumed_run_nothing(stopped, monkeypatch) -> None:
-    from accelerate import Accelerator
+    from accelerate.tracking import WandBTracker
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(_: object) -> None:
         raise RuntimeError("api_key not configured")
 
-    monkeypatch.setattr(Accelerator, "init_trackers", refuse)
+    monkeypatch.setattr(WandBTracker, "start", refuse)
     refused(lambda: stopped.run("run", resume="auto", use_wandb=True), ConfigError, "wandb cannot be started")
     assert checkpoint_names(stopped.place / "run") == ["step-00000001", "step-00000002", "step-00000003"]
     monkeypatch.undo()
     assert stopped.run("run", resume="auto").steps == 5
 
 
-def test_trackers_are_told_which_run_they_go_on_with_and_from_where(runs, monkeypatch) -> None:
-    told: list[dict[str, Any]] = []
+@pytest.fixture
+def told(monkeypatch) -> list[dict[str, Any]]:
+    """What trackers are told at their start. None is started, and W&B's id is the one it is given, else a new one."""
+    found: list[dict[str, Any]] = []
     original = Trackers.__init__
 
-    def note(self: Trackers, config: TrainConfig, folder: Path, resolved: dict[str, Any], **more: Any) -> None:
-        told.append(more)
-        original(self, TrainConfig(), folder, resolved)  # none is started
+    def note(self: Trackers, config: TrainConfig, folder: Path, **more: Any) -> None:
+        found.append(more)
+        original(self, TrainConfig(), folder)
+        name = more["run"] or f"{len(found):08d}"
+        self._trackers = {"wandb": SimpleNamespace(tracker=SimpleNamespace(id=name))} if config.use_wandb else {}
+        monkeypatch.setattr(self, "_each", lambda act: None)
 
     monkeypatch.setattr(Trackers, "__init__", note)
+    return found
+
+
+def test_trackers_are_told_which_run_they_go_on_with_and_from_where(runs, told) -> None:
     here = runs(settings={"batch_size": 2, "use_wandb": True})
     here.run("run", at(2))
     here.run("run", at(0), resume="auto")
     here.run("new", resume=str(here.place / "run"))
-    first, again, new = told
-    assert first["resume_at"] is None and len(first["wandb_run"]) == 8
-    assert (
-        again == {"wandb_run": first["wandb_run"], "resume_at": 3}
-        and strict(here.place / "run" / "run.json")["wandb_run"] == first["wandb_run"]
-    )
-    assert new["resume_at"] is None and new["wandb_run"] != first["wandb_run"]
-    here.run("plain", use_wandb=False, max_steps=1)
-    assert told[-1] == {"wandb_run": None, "resume_at": None}
+    assert told == [{"run": None, "resume_at": None}, {"run": "00000001", "resume_at": 3}, {"run": None, "resume_at": None}]
+    assert [strict(here.place / name / "run.json")["wandb_run"] for name in ("run", "new")] == ["00000001", "00000003"]
 
 
-@pytest.mark.parametrize("known", [3, "../../x", "", "A" * 8, None, {}])
-def test_a_name_in_run_json_that_cannot_be_one_is_not_used(runs, monkeypatch, known) -> None:
-    told: list[Any] = []
-    original = Trackers.__init__
+def test_a_run_that_goes_on_without_wandb_in_between_keeps_its_id(runs, told) -> None:
+    here = runs(settings={"batch_size": 2})
+    here.run("run", at(1), use_wandb=True)
+    here.run("run", at(1), resume="auto")
+    here.run("run", at(0), resume="auto", use_wandb=True)
+    assert told[-1]["run"] == "00000001" == strict(here.place / "run" / "run.json")["wandb_run"]
 
-    def note(self: Trackers, config: TrainConfig, folder: Path, resolved: dict[str, Any], **more: Any) -> None:
-        told.append(more["wandb_run"])
-        original(self, TrainConfig(), folder, resolved)
 
-    monkeypatch.setattr(Trackers, "__init__", note)
+@pytest.mark.parametrize("known", [3, "../../x", "", "a" * 65, None, {}])
+def test_a_name_in_run_json_that_cannot_be_one_is_not_used(runs, told, known) -> None:
     here = runs(settings={"batch_size": 2, "use_wandb": True, "max_steps": 1})
     here.run("run")
     record = strict(here.place / "run" / "run.json")
     (here.place / "run" / "run.json").write_text(json.dumps(record | {"wandb_run": known}))
     here.run("run", resume="auto")
-    assert told[1] != known and len(told[1]) == 8
+    assert told[1]["run"] is None
 
 
 # --- what may change, and what may not ---------------------------------------------------------------------------------

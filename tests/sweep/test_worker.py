@@ -201,8 +201,11 @@ def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp
     logged: list[int] = []
 
     class Trackers:
-        def __init__(self, config, folder, settings, *, wandb_group):
-            made.append((config.use_wandb, config.run_name, folder, settings["learning_rate"], wandb_group))
+        def __init__(self, config, folder, *, group):
+            self.made = (config.use_wandb, config.run_name, folder, group)
+
+        def describe(self, settings):
+            made.append((*self.made, settings["learning_rate"]))
 
         def log(self, values, step):
             logged.append(step)
@@ -215,7 +218,7 @@ def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp
     storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", "seen")
     storage.enqueue(watched.trials)
     worker(watched, storage, tmp_path, lab)[0].work()
-    assert made == [(True, f"seen-{watched.trials[0].key}", tmp_path / "wandb", 1e-3, "seen")]
+    assert made == [(True, f"seen-{watched.trials[0].key}", tmp_path / "wandb", "seen", 1e-3)]
     assert logged == [1, 2, 3, 4, 5, 6, 7, -1]
 
 
