@@ -19,7 +19,7 @@ from npt.flags import OneLineParser, add_settings, build
 from npt.health.headroom import VARIANTS, compare_precision
 from npt.health.headroom_table import print_precision
 
-DATA = ("num_samples", "packing", "prompt_column", "completion_column", "replay_dataset", "replay_ratio")
+DATA = ("num_samples", "packing", "prompt_column", "completion_column", "replay_dataset", "replay_ratio", "dataset_mix")
 
 
 def main() -> int:

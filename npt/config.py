@@ -39,6 +39,7 @@ SEED_MAX = 2**31 - 1
 MULT_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
 PADDING_SIDES = ("right", "left")
 REPLAY_RATIO = 0.2
+LEAST_SHARE = 1e-6  # of a source in a mixture: a rarer one would be waited for for ever
 OF_END_TO_END = ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight", "gradient_checkpointing")
 """Settings that the other strategies have no use for."""
 SCHEDULES = ("cosine", "linear", "constant")
@@ -351,6 +352,9 @@ class DataConfig:
     dataset_name: str = setting(
         "builtin", "'builtin', a file, folder or glob (.txt .jsonl .json .csv .parquet), or a hub dataset's name", group="data", often=True
     )
+    dataset_mix: str | None = setting(
+        None, "data sets with their weights in place of one: a.jsonl:0.7,slimpajama:0.3; the first one's end is an epoch's", group="data"
+    )
     dataset_config: str | None = setting(None, "configuration of a hub dataset", group="data")
     dataset_split: str = setting("train", "split to train on", group="data")
     text_column: str = setting("text", "field that holds the text", group="data", often=True)
@@ -377,6 +381,49 @@ class DataConfig:
             raise ConfigError(f"--prompt_column and --completion_column are both {self.prompt_column!r}; they are two fields")
         if self.replay_ratio is not None and not 0 < self.replay_ratio < 1:
             raise ConfigError(f"--replay_ratio is {self.replay_ratio}; it is a share, between 0 and 1")
+        if self.dataset_mix is not None:
+            self._check_mix()
+
+    def _check_mix(self) -> None:
+        other = {
+            "dataset_name": (self.dataset_name, DataConfig.dataset_name, "name the source in the mixture"),
+            "dataset_config": (self.dataset_config, None, "write it behind the source's name, as owner/name:config:0.5"),
+            "replay_dataset": (self.replay_dataset, None, "name it in the mixture with its weight"),
+        }
+        for name, (value, default, remedy) in other.items():
+            if value != default:
+                raise ConfigError(f"--dataset_mix does not go with --{name} {value}; {remedy}, or drop one of the two")
+        _ = self.mix  # refuses what is no mixture
+
+    @property
+    def mix(self) -> tuple[tuple[str, float], ...]:
+        """The sources of `dataset_mix` with their shares, which sum to 1; empty where there is no mixture. A name may hold colons."""
+        if self.dataset_mix is None:
+            return ()
+        form = "write sources with weights, like a.jsonl:0.7,b.jsonl:0.3"
+        weights: dict[str, float] = {}
+        for part in (part.strip() for part in self.dataset_mix.split(",")):
+            name, _, written = part.rpartition(":")
+            if not name:
+                raise ConfigError(f"--dataset_mix names {part!r} without a weight; {form}")
+            try:
+                weight = float(written)
+            except ValueError:
+                raise ConfigError(f"--dataset_mix gives {name!r} the weight {written!r}, which is no number; {form}") from None
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ConfigError(f"--dataset_mix gives {name!r} the weight {written}; weights are finite numbers above 0")
+            if name in weights:
+                raise ConfigError(f"--dataset_mix names {name!r} twice; add its weights up")
+            weights[name] = weight
+        if len(weights) == 1:
+            raise ConfigError(f"--dataset_mix names one source, {next(iter(weights))!r}; use --dataset_name, or add another")
+        scale = 1.0 if math.isfinite(sum(weights.values())) else max(weights.values())
+        total = math.fsum(weight / scale for weight in weights.values())
+        shares = {name: weight / scale / total for name, weight in weights.items()}
+        rare = next((name for name, share in shares.items() if share < LEAST_SHARE), None)
+        if rare is not None:
+            raise ConfigError(f"--dataset_mix gives {rare!r} a share of {shares[rare]:.3g}; {LEAST_SHARE:g} is the least, leave it out")
+        return tuple(shares.items())
 
     @property
     def replay_share(self) -> float:
@@ -403,6 +450,9 @@ class TrainConfig:
         "disagreement: tokens on which the student is further off weigh more, 1 on average, 1/2 at least",
         choices=TOKEN_WEIGHTINGS,
         group="objective",
+    )
+    hidden_weight: float = setting(
+        1.0, "weight of the loss on hidden states; 0, with a logit_kl_weight, trains on the logits alone", group="objective"
     )
     logit_kl_weight: float = setting(
         0.0, "end_to_end only: weight of the loss on the logits, by default KL(teacher, student) in nats", group="objective", often=True
@@ -500,6 +550,7 @@ class TrainConfig:
         _check_at_least(
             self,
             {
+                "hidden_weight": 0.0,
                 "logit_kl_weight": 0.0,
                 "calibration_tokens": 1,
                 "calibration_rounds": 0,
@@ -546,6 +597,7 @@ class TrainConfig:
                 f"--gradient_checkpointing with --strategy {','.join(driven)}, which keeps one layer's graph at a time, saves nothing; "
                 "use --strategy end_to_end or drop it"
             )
+        self._check_hidden_weight(driven)
         self._check_losses()
         _ = self.max_memory_bytes  # refuses what is no size
         if self.trace_steps is not None:
@@ -570,6 +622,19 @@ class TrainConfig:
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(f"--{name} {shown} means nothing without {needed}; add it or drop the other")
 
+    def _check_hidden_weight(self, driven: Sequence[str]) -> None:
+        """Without a loss on hidden states the one on the logits has to be there, in every stage."""
+        if self.hidden_weight:
+            return
+        other = next((name for name in driven if name != "end_to_end"), None)
+        if other is not None:
+            raise ConfigError(
+                f"--hidden_weight is 0, but --strategy {other} trains on hidden states alone; raise it, or use --strategy end_to_end with "
+                "a --logit_kl_weight"
+            )
+        if not self.logit_kl_weight:
+            raise ConfigError("--hidden_weight and --logit_kl_weight are both 0, which leaves nothing to train on; raise one of the two")
+
     def _check_losses(self) -> None:
         if not 0 <= self.cosine_weight <= 1:
             raise ConfigError(f"--cosine_weight is {self.cosine_weight}; it is a share, from 0 to 1")
@@ -580,6 +645,8 @@ class TrainConfig:
             raise ConfigError(f"--logit_temperature is {self.logit_temperature}; it must lie between {low} and {high}")
         divergence = self.logit_kl_weight > 0 and self.logit_loss != "cross_entropy"
         for name, default, used, needed in (
+            ("loss", "nmse", self.hidden_weight > 0, "a --hidden_weight above 0"),
+            ("layer_weights", "uniform", self.hidden_weight > 0, "a --hidden_weight above 0"),
             ("smooth_l1_beta", 1.0, self.loss == "smooth_l1", "--loss smooth_l1"),
             ("cosine_weight", 0.5, self.loss == "cosine", "--loss cosine"),
             ("logit_loss", "kl", self.logit_kl_weight > 0, "a --logit_kl_weight above 0"),

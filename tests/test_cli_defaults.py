@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from npt.cli.defaults import DATASETS, WEB_TEXT, with_data, with_defaults
+from npt.cli.defaults import over, with_data, with_defaults
 from npt.cli.main import main
 from npt.config import NPTConfig
+from npt.data.mix import DATASETS
+from npt.errors import ConfigError
 
+WEB_TEXT = DATASETS["slimpajama"]["dataset_name"]
 SHORT = ["--use_quantization", "--max_steps", "1", "--max_length", "32", "--eval_samples", "2", "--batch_size", "2", "--layers", "6-7"]
 
 
@@ -80,6 +83,19 @@ class TestData:
         Path("wikitext").mkdir()
         assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
 
+    def test_a_mixture_is_a_data_set_and_stands_beside_no_other(self):
+        mixed = {"dataset_mix": "builtin:1,wikitext:1"}
+        assert with_data(mixed, "some/llama").given == mixed and with_data(mixed, "some/llama").said == ()
+        for name in ("builtin", "other.txt"):
+            with pytest.raises(ConfigError, match=f"--dataset_name is {name} and --dataset_mix builtin:1,wikitext:1; name that"):
+                with_data({"dataset_name": name, **mixed}, "tiny")
+        assert "max_steps" not in with_defaults(mixed).given  # those of a run on the embedded text alone
+
+    def test_a_mixture_wins_over_a_files_data_set_and_a_data_set_over_its_mixture(self):
+        assert over({"dataset_name": "builtin", "seed": 1}, {"dataset_mix": "a:1,b:1"}) == {"dataset_mix": "a:1,b:1", "seed": 1}
+        assert over({"dataset_mix": "a:1,b:1"}, {"dataset_name": "builtin"}) == {"dataset_name": "builtin"}
+        assert over({"dataset_name": "c", "seed": 1}, {"seed": 2}) == {"dataset_name": "c", "seed": 2}
+
     def test_another_base_without_data_and_without_a_hub_is_one_line_that_names_the_flag(self, tmp_path, capsys, monkeypatch):
         import datasets
 
@@ -90,6 +106,9 @@ class TestData:
         from npt.quant.load import EMBEDDED_FOLDER
 
         run = ["pretrain", "--model_name", str(EMBEDDED_FOLDER), "--output_dir", str(tmp_path / "run"), *SHORT]
+        assert main([*run, "--dataset_name", "alpaca"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "tatsu-lab/alpaca" in line and "give --dataset_name a local file" in line
         assert main(run) == 2
         said = capsys.readouterr()
         (line,) = said.err.splitlines()

@@ -16,7 +16,7 @@ DOCUMENTED = set(
     model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
     use_quantization quant_type use_fp16 compute_dtype matmul_precision share_embeddings strategy loss
     dataset_name dataset_config dataset_split text_column prompt_column completion_column streaming
-    num_samples max_length packing padding_side replay_dataset replay_ratio
+    num_samples max_length packing padding_side replay_dataset replay_ratio dataset_mix hidden_weight
     batch_size gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs max_steps
     warmup_steps scheduler_type max_grad_norm max_consecutive_bad seed
     output_dir log_steps eval_steps save_steps save_total_limit resume use_wandb use_tensorboard run_name
@@ -82,6 +82,21 @@ BAD_VALUES = [
     (DataConfig, {"completion_column": "a"}, "--completion_column is 'a' without --prompt_column; name both"),
     (DataConfig, {"prompt_column": "a", "completion_column": "a"}, "--prompt_column and --completion_column are both 'a'; they are two"),
     *[
+        (DataConfig, {"dataset_mix": f"a:1,b:{v}"}, f"--dataset_mix gives 'b' the weight {v}; weights are finite numbers above 0")
+        for v in (0, -0.5, NAN, INF)
+    ],
+    (DataConfig, {"dataset_mix": "a,b:1"}, "--dataset_mix names 'a' without a weight; write sources with weights, like a.jsonl:0.7"),
+    (DataConfig, {"dataset_mix": ""}, "--dataset_mix names '' without a weight"),
+    (DataConfig, {"dataset_mix": "a:1,b:2,"}, "--dataset_mix names '' without a weight"),
+    (DataConfig, {"dataset_mix": r"C:\data\x.txt,b:1"}, r"--dataset_mix gives 'C' the weight '\\data\\x.txt', which is no number"),
+    (DataConfig, {"dataset_mix": "a:1,b:"}, "--dataset_mix gives 'b' the weight '', which is no number"),
+    (DataConfig, {"dataset_mix": "a:1,a:2"}, "--dataset_mix names 'a' twice; add its weights up"),
+    (DataConfig, {"dataset_mix": "a:1"}, "--dataset_mix names one source, 'a'; use --dataset_name, or add another"),
+    (DataConfig, {"dataset_mix": "a:1,b:1e9"}, "--dataset_mix gives 'a' a share of 1e-09; 1e-06 is the least, leave it out"),
+    (DataConfig, {"dataset_mix": "a:1,b:1", "dataset_name": "c"}, "--dataset_mix does not go with --dataset_name c; name the source"),
+    (DataConfig, {"dataset_mix": "a:1,b:1", "dataset_config": "c"}, "--dataset_mix does not go with --dataset_config c; write it behind"),
+    (DataConfig, {"dataset_mix": "a:1,b:1", "replay_dataset": "c"}, "--dataset_mix does not go with --replay_dataset c; name it in"),
+    *[
         (DataConfig, {"replay_dataset": "x", "replay_ratio": v}, f"--replay_ratio is {v}; it is a share, between 0 and 1")
         for v in (0.0, 1.0, -0.2, 1.5, NAN, INF)
     ],
@@ -141,6 +156,17 @@ BAD_VALUES = [
         (TrainConfig, {"trace_steps": v}, f"--trace_steps is {v!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix 1-5,8")
         for v in ("", "0", "0-3", "3-1", "1,,2", "1-", "-2", "1.5", "all", "1;2")
     ],
+    (TrainConfig, {"hidden_weight": 0.0}, "--hidden_weight is 0, but --strategy local trains on hidden states alone; raise it, or use"),
+    (TrainConfig, {"hidden_weight": 0, "strategy": "propagated"}, "--hidden_weight is 0, but --strategy propagated trains on hidden"),
+    (TrainConfig, {"hidden_weight": 0, "strategy": "end_to_end"}, "--hidden_weight and --logit_kl_weight are both 0, which leaves nothing"),
+    (
+        TrainConfig,
+        {"hidden_weight": 0, "stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
+        "--hidden_weight is 0, but --strategy local",
+    ),
+    (TrainConfig, {"hidden_weight": 0, "loss": "mse", **LOGITS}, "--loss mse means nothing without a --hidden_weight above 0"),
+    (TrainConfig, {"hidden_weight": 0, "layer_weights": "linear", **LOGITS}, "--layer_weights linear means nothing without a --hidden"),
+    *[(TrainConfig, {"hidden_weight": v}, f"--hidden_weight is {v}; it must be a finite number") for v in (-1.0, NAN, INF)],
     (TrainConfig, {"logit_kl_weight": 0.5}, "--logit_kl_weight is 0.5 with --strategy local, which computes no logits"),
     (
         TrainConfig,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
+from npt.cli.main import main
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.cost.hollow import _PACKED_PRODUCT
+from npt.cost.memory import shown
+from npt.cost.named import SHAPES
 from npt.errors import ConfigError
 from npt.flags import build, read_yaml, with_safe_mode
 from npt.presets import about, presets, settings_file
@@ -36,3 +43,57 @@ def test_a_file_of_that_name_goes_first(tmp_path, monkeypatch):
 def test_what_is_neither_is_refused_with_the_names_of_all():
     with pytest.raises(ConfigError, match=r"--config tinny is neither a file nor one of the presets .*tiny"):
         read_yaml("tinny", CLASSES)
+
+
+LARGE = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "mistral-7b", "smollm2-135m")
+"""Presets of models that are not at hand: planned, and never run."""
+
+PLANNED = re.compile(
+    r"Memory ([\d.]+) GiB, start ([\d.]+) GiB: planned, not measured, by npt (doctor .*) A run on a GPU keeps .* on top, (.*)\.$"
+)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_preset_of_a_large_model_names_its_base_and_its_shape_and_says_that_nothing_was_trained(name):
+    given = read_yaml(name, CLASSES)
+    training, shape = build(TrainConfig, given), SHAPES[name]
+    assert given["model_name"].rpartition("/")[2].lower().startswith(name)
+    assert training.learning_rate <= 3e-4 * 192 / shape.hidden * 1.001 and given["init"] == "calibrated"
+    assert training.save_steps <= training.max_steps and given["dataset_name"] == "slimpajama"
+    head = about(presets()[name])
+    assert f"rank {given['adapter_rank']} (D/{shape.hidden // given['adapter_rank']})" in head
+    assert "Nothing of this was trained or measured" in head
+    found = PLANNED.search(head)
+    assert found is not None
+    assert found[3] == f"doctor --plan --no_trial --device cpu --config {name} --shape {name}"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_memory_in_its_comment_is_what_the_command_beside_it_says(name, capsys):
+    found = PLANNED.search(about(presets()[name]))
+    assert found is not None
+    status = main([*found[3].split(), "--max_memory", "40GiB", "--json"])  # room enough, whatever is free here
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert status == 0 and plan["fits"] and plan["name"] == name
+    gib = 2**30
+    # Two decimals; a bitsandbytes that unpacks a weight before its product has that weight alive as well.
+    tolerance = 0.0051 if _PACKED_PRODUCT is not None else 1.0
+    assert plan["memory"]["peak_bytes"] / gib == pytest.approx(float(found[1]), abs=tolerance)
+    assert plan["calibration"]["host_bytes"] / gib == pytest.approx(float(found[2]), abs=tolerance)
+    adapters = next(term["bytes"] for term in plan["memory"]["terms"] if term["name"] == "adapters")
+    assert shown(9 * adapters) == found[4]  # parameters and two moments, of three steps
+
+
+def test_a_presets_base_gives_way_to_a_shape_and_flags_win_over_a_preset(capsys):
+    assert (
+        main(
+            ["doctor", "--plan", "--no_trial", "--device", "cpu", "--config", "tiny", "--shape", "embedded", "--batch_size", "2", "--json"]
+        )
+        == 0
+    )
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["name"], plan["tokens_per_step"], plan["ranks"]) == ("embedded", 2 * 256, [48] * 4)
+    assert main(["doctor", "--data", "--config", "tiny", "--max_records", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data"]["batch_size"] == 4
+    assert main(["doctor", "--plan", "--config", "none.yaml"]) == 2
+    assert "--config none.yaml is neither a file nor one of the presets" in capsys.readouterr().err

@@ -71,5 +71,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=positive, default=8, metavar="INT", help="prompts at a time (default: 8)")
     parser.add_argument("--seed", type=natural, default=0, metavar="INT", help="of the order of prompts (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    of_training = ("num_samples", "packing", "padding_side", "replay_dataset", "replay_ratio", "completion_column")
+    of_training = ("num_samples", "packing", "padding_side", "dataset_mix", "replay_dataset", "replay_ratio", "completion_column")
     add_settings(parser, BaseConfig, DataConfig, leave_out=(*of_training, "teacher_precision", "shard_base"))

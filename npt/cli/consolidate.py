@@ -140,5 +140,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser,
         BaseConfig,
         DataConfig,
-        leave_out=("num_samples", "padding_side", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"),
+        leave_out=("num_samples", "padding_side", "dataset_mix", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"),
     )

@@ -9,22 +9,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from npt.config import INITS, BaseConfig, DataConfig
+from npt.data.mix import DATASETS, named
+from npt.errors import ConfigError
 
 AUTO = "auto"
 
 EMBEDDED, BUILTIN = BaseConfig.model_name, DataConfig.dataset_name
-WEB_TEXT = "cerebras/SlimPajama-627B"
-DATASETS: dict[str, dict[str, Any]] = {
-    "slimpajama": {"dataset_name": WEB_TEXT, "streaming": True},
-    "fineweb-edu": {"dataset_name": "HuggingFaceFW/fineweb-edu", "dataset_config": "sample-10BT", "streaming": True},
-    "wikitext": {"dataset_name": "Salesforce/wikitext", "dataset_config": "wikitext-103-raw-v1"},
-}
-"""Data sets of the hub by short names: the flags that each stands for."""
-
 _NEAR: dict[str, Any] = {"additive_scale": 1.0, "learning_rate": 3e-4, "warmup_steps": 10}
 _WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 _SAVING: dict[str, Any] = {"save_steps": 500}
@@ -104,7 +97,15 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
 
 
 def _on_embedded_text(flags: Mapping[str, Any]) -> bool:
-    return flags.get("model_name", EMBEDDED) == EMBEDDED and flags.get("dataset_name", BUILTIN) == BUILTIN
+    mixed = flags.get("dataset_mix") is not None
+    return not mixed and flags.get("model_name", EMBEDDED) == EMBEDDED and flags.get("dataset_name", BUILTIN) == BUILTIN
+
+
+def over(written: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file with flags beside them, which win: also a mixture over the file's one data set, and the other way round."""
+    instead = {"dataset_mix": "dataset_name", "dataset_name": "dataset_mix"}
+    lost = {other for flag, other in instead.items() if flag in given}
+    return {**{name: value for name, value in written.items() if name not in lost}, **given}
 
 
 def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
@@ -113,13 +114,20 @@ def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
     Args:
         given: by flag name.
         model_name: of the base.
+
+    Raises:
+        ConfigError: a data set and a mixture.
     """
-    name = given.get("dataset_name")
-    if name is not None and name in DATASETS and not Path(name).exists():
-        return Chosen({**DATASETS[name], **{flag: value for flag, value in given.items() if flag != "dataset_name"}}, ())
-    if name is not None or model_name == EMBEDDED:
+    name, mixed = given.get("dataset_name"), given.get("dataset_mix")
+    if name is not None and mixed is not None:
+        raise ConfigError(f"--dataset_name is {name} and --dataset_mix {mixed}; name that data set in the mixture, or drop one of the two")
+    short = None if name is None else named(name)
+    if short is not None:
+        return Chosen({**short, **{flag: value for flag, value in given.items() if flag != "dataset_name"}}, ())
+    if name is not None or mixed is not None or model_name == EMBEDDED:
         return Chosen(dict(given), ())
-    said = f"no --dataset_name: text is streamed from {WEB_TEXT}; name a file, a folder or another data set to use that"
+    web_text = DATASETS["slimpajama"]["dataset_name"]
+    said = f"no --dataset_name: text is streamed from {web_text}; name a file, a folder or another data set to use that"
     return Chosen({**DATASETS["slimpajama"], **given}, (said,))
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from npt.cli.arguments import natural, positive
+from npt.cli.defaults import EMBEDDED, over, with_data
 from npt.cli.planning import make_plan, print_page
 from npt.cli.products import measure_products, print_products
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError
-from npt.flags import add_settings, build, with_safe_mode
+from npt.flags import add_settings, build, read_yaml, with_safe_mode
 
 _OF_DATA = {"model_name", "batch_size", "seed"}
 """Settings of training, beside those of the data, that a look at the data heeds."""
@@ -32,6 +33,7 @@ def doctor(given: dict[str, Any]) -> int:
             "the time that a run will take) or --products (error and speed of its products on this device)"
         )
     _check_flags(given)
+    given = {"batch_size": 4, "seed": 0, **_with_config(given)}
     from npt.data.table import print_report
     from npt.files import to_json
 
@@ -56,9 +58,21 @@ def doctor(given: dict[str, Any]) -> int:
     return 0 if sound else 2
 
 
+def _with_config(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags over those of a file; a shape that is named beside it stands in the place of its base."""
+    if "config" not in given:
+        return given
+    written = read_yaml(
+        given["config"], (BaseConfig, NPTConfig, DataConfig, TrainConfig), {"safe_mode": bool, "any_base": bool, "adapter": str}
+    )
+    if given["shape"] is not None:
+        written.pop("model_name", None)
+    return over(written, given)
+
+
 def _check_flags(given: dict[str, Any]) -> None:
     """Refuse flags that would be ignored, and seeds out of range."""
-    if given["seed"] > SEED_MAX:
+    if given.get("seed", 0) > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     if given["plan"]:
         return
@@ -75,19 +89,27 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
         if given.get("dataset_name", given["data"]) != given["data"]:
             raise ConfigError(f"--data is {given['data']}, --dataset_name {given['dataset_name']}; they mean the same, give one of them")
         given = {**given, "dataset_name": given["data"]}
+    given = with_data(given, EMBEDDED).given
     base, data = build(BaseConfig, given), build(DataConfig, given)
     from npt.adapters.attach import check_length
+    from npt.data.mix import FIRST, REPLAY, check_sources, fitting, parts_of
     from npt.data.report import examine
-    from npt.data.source import check_source, replay_source
     from npt.quant.load import load_tokenizer, read_config
 
-    check_source(data)
+    check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
-    parts = {"data": data} | ({"replay": replay_source(data)} if data.replay_dataset is not None else {})
+    parts = parts_of(data)
     how = {"batch_size": given["batch_size"], "seed": given["seed"], "max_records": given["max_records"]}
     with console.status("reading the data"):
-        return {part: examine(config, tokenizer, model_config.vocab_size, **how) for part, config in parts.items()}
+        found = {}
+        for part in parts:
+            config = part.config if part.label == FIRST else fitting(part)
+            report = examine(config, tokenizer, model_config.vocab_size, **how)
+            if data.dataset_mix is not None:
+                report = replace(report, name=f"{part.label} ({part.share:.1%} of the samples)")
+            found["replay" if part.label == REPLAY else part.label] = report
+        return found
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +128,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="that is planned for or measured on (default: the GPU, if there is one)")
     parser.add_argument("--measure", action="store_true", help="run a few steps for real as well, and compare")
     parser.add_argument("--no_trial", action="store_true", help="leave the time out, for which one layer is run")
-    parser.add_argument("--batch_size", type=positive, default=4, metavar="INT", help="samples of a micro-batch (default: 4)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="INT", help="which samples are shown (default: 0)")
+    quiet = argparse.SUPPRESS
+    parser.add_argument("--config", metavar="FILE.yaml", default=quiet, help="settings as npt pretrain takes them, a file or a preset")
+    parser.add_argument("--batch_size", type=positive, default=quiet, metavar="INT", help="samples of a micro-batch (default: 4)")
+    parser.add_argument("--seed", type=natural, default=quiet, metavar="INT", help="which samples are shown (default: 0)")
     parser.add_argument("--safe_mode", action="store_true", default=argparse.SUPPRESS, help="short for --modulation additive")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_settings(parser, BaseConfig, NPTConfig, DataConfig, TrainConfig, leave_out=("num_samples", "batch_size", "seed"))

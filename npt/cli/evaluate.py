@@ -139,5 +139,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser,
         BaseConfig,
         DataConfig,
-        leave_out=("num_samples", "padding_side", "replay_dataset", "replay_ratio", "shard_base", "teacher_precision"),
+        leave_out=("num_samples", "padding_side", "dataset_mix", "replay_dataset", "replay_ratio", "shard_base", "teacher_precision"),
     )

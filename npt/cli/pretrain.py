@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import base_config, load, load_adapter
-from npt.cli.defaults import offer_auto, with_data, with_defaults
+from npt.cli.defaults import offer_auto, over, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError, TooLittleTextError
@@ -26,7 +26,7 @@ def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
     idle = next((name for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds") if name in given), None)
     if "config" in given:
-        given = {**read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}), **given}
+        given = over(read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}), given)
     given = with_safe_mode(given)
     any_base, start = given.pop("any_base", False), given.get("adapter")
     base = base_config(given)
@@ -147,7 +147,7 @@ def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, t
     """Refuse what can be refused before the minutes that loading a large base takes."""
     from npt.adapters.attach import check_fit
     from npt.calibration.calibrate import check_calibration
-    from npt.data.source import check_source
+    from npt.data.mix import check_sources
     from npt.distill.plan import Planner
     from npt.distill.resume import changed_settings, find_resumed
     from npt.distill.run_folder import check_free, default_folder
@@ -181,7 +181,7 @@ def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, t
     layers = check_fit(adapter, config, data.max_length)
     if not goes_on and start is None:
         check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
-    check_source(data)
+    check_sources(data)
     check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)

@@ -68,5 +68,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=limit, default=math.inf, metavar="FLOAT", help="numbers beyond this size are faults (default: inf)")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     add_settings(
-        parser, BaseConfig, DataConfig, leave_out=("num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base")
+        parser,
+        BaseConfig,
+        DataConfig,
+        leave_out=("num_samples", "dataset_mix", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"),
     )

@@ -12,6 +12,9 @@ SHAPES = {
     "cpu-0.2b": Shape(layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=32000),
     "llama-3.2-1b": LLAMA_3_2_1B,
     "llama-3.1-8b": LLAMA_3_1_8B,
+    "qwen3-8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936),
+    "mistral-7b": Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=32768),
+    "smollm2-135m": Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True),
 }
 """`cpu-0.2b` is a TinyLlama of half the width and half the depth: 0.2 B parameters, a step within seconds on two cores."""
 

@@ -11,11 +11,24 @@ from __future__ import annotations
 import numbers
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from npt.config import DataConfig
 from npt.data.following import begins_with_a_space, tokens_behind, tokens_behind_a_mark, tokens_of
+from npt.data.forms import (
+    INPUT,
+    INSTRUCTION,
+    NO_ANSWER,
+    OUTPUT,
+    SYSTEM,
+    alpaca_message,
+    alpaca_prompt,
+    conversation_column,
+    is_alpaca,
+    is_turn,
+    messages_of,
+)
 from npt.data.local import PIECE, first_line
 from npt.data.source import Record
 from npt.errors import DataError, kind_of
@@ -26,7 +39,14 @@ _PROBE = "a"  # a text that no tokenizer drops
 PROMPT, COMPLETION = "prompt", "completion"
 """Columns that are taken as prompt and completion where nothing else is asked for and there is no text."""
 
-_NO_ANSWER = ("system", "developer", "user", "tool")  # a conversation that ends with one of them has none
+_NAMED = 32  # columns that are counted by their names
+
+EARLIER, BEHIND, UNWRITTEN = (
+    "earlier answers taken as context",
+    "messages behind the last answer left out",
+    "messages that the chat template does not write as they are",
+)
+"""What is noted of conversations."""
 
 
 @dataclass
@@ -34,7 +54,8 @@ class Counts:
     """What became of the records that were read, every pass over them counted anew.
 
     skipped: records, or windows of given token ids, that gave no sample, by reason. cut_prompts, cut_completions: samples that
-    lost tokens of either to `max_length`.
+    lost tokens of either to `max_length`. noted: of conversations, how many messages became what. unused: records in which there is
+    something in a column that nothing is made of, by column.
     """
 
     records: int = 0
@@ -43,15 +64,31 @@ class Counts:
     cut_prompts: int = 0
     cut_completions: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "skipped": dict(self.skipped)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    def see(self, part: _Content, record: Record) -> None:
+        """Count a record, and what of it is not used."""
+        self.records += 1
+        self.noted.update(part.noted)
+        columns = [str(name) for name, value in record.items() if name not in (*part.used, "id", PIECE) and value not in (None, "", [], {})]
+        for name in (*columns, *part.unused):
+            self.unused[name if name in self.unused or len(self.unused) < _NAMED else "others"] += 1
 
     def lost(self) -> str:
         """What was cut or left out, in words; empty where nothing was."""
         cut = {"prompts": self.cut_prompts, "completions": self.cut_completions}
         parts = [f"{number:,} {what} cut to --max_length" for what, number in cut.items() if number]
+        parts += [f"{self.noted[what]:,} {what}" for what in (BEHIND, UNWRITTEN) if self.noted[what]]
         return ", ".join(parts + [f"{number:,} skipped ({reason})" for reason, number in sorted(self.skipped.items())])
+
+
+def listed_columns(unused: Mapping[str, int]) -> str:
+    """Columns that nothing is made of, each with the records that have something in it."""
+    return ", ".join(f"{name!r} of {count:,} records" for name, count in sorted(unused.items()))
 
 
 @dataclass(frozen=True)
@@ -74,10 +111,13 @@ def encode(chunk: Sequence[tuple[int, Record]], tokenizer: Any, config: DataConf
     tokens = _tokens(parts, tokenizer)
     opening = _opening(tokenizer) if any(part.texts for part in parts) else []
     end = tokenizer.eos_token_id
-    for part, own in zip(parts, tokens, strict=True):
-        counts.records += 1
+    for part, own, (_, record) in zip(parts, tokens, chunk, strict=True):
+        counts.see(part, record)
         if part.ids is not None:
             yield Encoded(part.name, part.ids, labels=part.labels)
+            continue
+        if part.skipped is not None:
+            counts.skipped[part.skipped] += 1
             continue
         *prompt, target = own
         if not target or (prompt and not part.texts[-1].strip()):  # a text of spaces is one, a completion of them is none
@@ -119,7 +159,8 @@ def _opening(tokenizer: Any) -> list[int]:
 class _Content:
     """What a record holds: texts (one, or a prompt and its completion), or ids with labels or without.
 
-    opened, closed: whether a start and an end token are to be put around the texts.
+    opened, closed: whether a start and an end token are to be put around the texts. used: columns that it is made of. unused: keys inside
+    them that it is not made of. noted: how many messages became what. skipped: why it is left out.
     """
 
     name: str
@@ -128,6 +169,10 @@ class _Content:
     labels: list[int] | None = None
     opened: bool = True
     closed: bool = True
+    used: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    noted: Mapping[str, int] = field(default_factory=dict)
+    skipped: str | None = None
 
 
 def _content(number: int, record: Any, tokenizer: Any, config: DataConfig) -> _Content:
@@ -139,10 +184,16 @@ def _content(number: int, record: Any, tokenizer: Any, config: DataConfig) -> _C
         return _given_ids(name, record)
     if config.prompt_column is not None:
         return _prompted(name, record, tokenizer, config.prompt_column, config.completion_column)
+    if is_alpaca(record, config):
+        return _instruction(name, record, tokenizer)
     if config.text_column not in record and PROMPT in record and COMPLETION in record:
         return _prompted(name, record, tokenizer, PROMPT, COMPLETION)
+    conversation = conversation_column(record, config)
+    if conversation is not None:
+        return _prompted(name, record, tokenizer, conversation, None)
     first, last = record.get(PIECE, (True, True))
-    return _Content(name, (_string(name, record, config.text_column, "--text_column"),), opened=first, closed=last)
+    text = _string(name, record, config.text_column, "--text_column")
+    return _Content(name, (text,), opened=first, closed=last, used=(config.text_column,))
 
 
 def _given_ids(name: str, record: Record) -> _Content:
@@ -155,23 +206,57 @@ def _given_ids(name: str, record: Record) -> _Content:
     if mask is not None:  # padding that came with the data stays out
         keep = [i for i, real in enumerate(mask) if real]
         ids, labels = [ids[i] for i in keep], None if labels is None else [labels[i] for i in keep]
-    return _Content(name, ids=ids, labels=labels)
+    return _Content(name, ids=ids, labels=labels, used=("input_ids", "labels", "attention_mask"))
+
+
+def _instruction(name: str, record: Record, tokenizer: Any) -> _Content:
+    """A record of Alpaca: a conversation where the tokenizer has a chat template, else Alpaca's own prompt."""
+    instruction, answer = (_string(name, record, column, "--prompt_column") for column in (INSTRUCTION, OUTPUT))
+    further = "" if record.get(INPUT) is None else _string(name, record, INPUT, "--prompt_column")
+    used = (INSTRUCTION, INPUT, OUTPUT)
+    if getattr(tokenizer, "chat_template", None) is None:
+        return _Content(name, (alpaca_prompt(instruction, further), answer), used=used)
+    message = {"role": "assistant", "content": answer}
+    return replace(_conversation(name, tokenizer, [alpaca_message(instruction, further)], [message]), used=used)
 
 
 def _prompted(name: str, record: Record, tokenizer: Any, prompt_column: str, completion_column: str | None) -> _Content:
     if isinstance(record.get(prompt_column), list):
-        return _conversation(name, tokenizer, *_messages(name, record, prompt_column, completion_column))
+        return _told(name, record, tokenizer, prompt_column, completion_column)
     prompt = _string(name, record, prompt_column, "--prompt_column")
     if completion_column is None:
         raise DataError(f"record {name}: {prompt_column!r} is no list of messages; name the answer's field with --completion_column")
-    return _Content(name, (prompt, _string(name, record, completion_column, "--completion_column")))
+    answer = _string(name, record, completion_column, "--completion_column")
+    return _Content(name, (prompt, answer), used=(prompt_column, completion_column))
 
 
-def _messages(name: str, record: Record, prompt_column: str, completion_column: str | None) -> tuple[list[Any], list[Any]]:
-    """The messages of a conversation's prompt, and those of its answer: of one list the last."""
-    prompt = record[prompt_column]
-    answer = prompt[-1:] if completion_column is None else record.get(completion_column)
-    prompt = prompt[:-1] if completion_column is None else prompt
+def _told(name: str, record: Record, tokenizer: Any, prompt_column: str, completion_column: str | None) -> _Content:
+    """A conversation, with what is noted of it."""
+    prompt, answer, behind = _messages(name, record, prompt_column, completion_column)
+    noted = {EARLIER: sum(message["role"] not in NO_ANSWER for message in prompt), BEHIND: behind}
+    columns = [prompt_column, *([] if completion_column is None else [completion_column])]
+    turns = [(column, turn) for column in columns if isinstance(record.get(column), list) for turn in record[column] if is_turn(turn)]
+    inside = {
+        f"{column}.{key}" for column, turn in turns for key, value in turn.items() if key not in ("from", "value") and value is not None
+    }
+    content = _conversation(name, tokenizer, prompt, answer)
+    used = (*columns, SYSTEM) if turns and prompt and prompt[0]["content"] == record.get(SYSTEM) else tuple(columns)
+    noted = {what: count for what, count in {**content.noted, **noted}.items() if count}
+    return replace(content, used=used, unused=tuple(sorted(inside)), noted=noted)
+
+
+def _messages(name: str, record: Record, prompt_column: str, completion_column: str | None) -> tuple[list[Any], list[Any], int]:
+    """The messages of a conversation's prompt, those of its answer, of one list the last answer, and how many stand behind that."""
+    prompt, behind = messages_of(name, record, prompt_column), 0
+    answer: Any
+    if completion_column is None:
+        answers = [i for i, m in enumerate(prompt) if isinstance(m, Mapping) and m.get("role", "user") not in NO_ANSWER]
+        last = answers[-1] if answers else len(prompt) - 1
+        prompt, answer, behind = prompt[:last], prompt[last : last + 1], len(prompt) - last - 1
+    elif isinstance(record.get(completion_column), list):
+        answer = messages_of(name, {completion_column: record[completion_column]}, completion_column)
+    else:
+        answer = record.get(completion_column)
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     for column, messages in ((prompt_column, prompt), (completion_column or prompt_column, answer)):
@@ -179,15 +264,17 @@ def _messages(name: str, record: Record, prompt_column: str, completion_column: 
         if not whole:
             raise DataError(f'record {name}: {column!r} is no list of messages like {{"role": "user", "content": ...}}')
     assert isinstance(answer, list)
-    return prompt, answer
+    return prompt, answer, max(0, behind)
 
 
 def _conversation(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -> _Content:
     """A conversation as the tokenizer's chat template writes it, start and end tokens included."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError(f"record {name} is a conversation, but the tokenizer has no chat template; use prompt and completion texts")
-    if not answer or answer[-1]["role"] in _NO_ANSWER or not str(answer[-1]["content"] or "").strip():
-        return _Content(name, ("", ""))
+    if not answer or answer[-1]["role"] in NO_ANSWER or not str(answer[-1]["content"] or "").strip():
+        return _Content(name, skipped="empty completion")
+    if not prompt:  # which no template writes
+        return _Content(name, skipped="answer to nothing")
     try:
         start = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         whole = tokenizer.apply_chat_template([*prompt, *answer], add_generation_prompt=False, tokenize=False)
@@ -198,7 +285,11 @@ def _conversation(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any
             f"record {name}: the chat template writes the prompt differently with an answer behind it, so the answer's tokens cannot be "
             "told; use prompt and completion texts"
         )
-    return _Content(name, (_whole(name, "prompt", start), _whole(name, "answer", whole[len(start) :])), opened=False, closed=False)
+    texts = (message["content"].strip() for message in (*prompt, *answer) if isinstance(message["content"], str))
+    noted = {UNWRITTEN: sum(text not in whole for text in texts)}
+    return _Content(
+        name, (_whole(name, "prompt", start), _whole(name, "answer", whole[len(start) :])), opened=False, closed=False, noted=noted
+    )
 
 
 def _string(name: str, record: Record, column: str, flag: str) -> str:

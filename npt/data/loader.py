@@ -1,4 +1,4 @@
-"""The batches of a run: epochs of samples, mixed with replayed ones, prepared ahead of training, from any position on.
+"""The batches of a run: epochs of samples, mixed with those of other sources, prepared ahead of training, from any position on.
 
 Which sample stands where depends on seed, data and position alone. A position is a handful of numbers, and every batch comes with
 the one behind it; so what a thread has prepared ahead is never part of what a checkpoint has to know.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from npt.data.batch import Batch, collate
 from npt.data.order import uniform
@@ -29,8 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands in its data: the epoch and place of either source, and how many samples were drawn. begun: samples of the
-    first epoch that the run has begun behind."""
+    """Where a run stands in its data: the epoch and place of every source, and how many samples were drawn.
+
+    epoch, place: of the source whose end is an epoch's. replay_epoch, replay_place: of the first one that is mixed in. begun: samples of
+    the first epoch that the run has begun behind. further: epoch and place of each source that is mixed in behind that one.
+    """
 
     epoch: int = 0
     place: Place = field(default_factory=Place)
@@ -38,16 +42,33 @@ class Position:
     replay_place: Place = field(default_factory=Place)
     drawn: int = 0
     begun: int = 0
+    further: tuple[tuple[int, Place], ...] = ()
+
+    def turn(self, number: int) -> tuple[int, Place]:
+        """Epoch and place of a source that is mixed in, counted from 0."""
+        turns = ((self.replay_epoch, self.replay_place), *self.further)
+        return turns[number] if number < len(turns) else (0, Place())
+
+    def behind(self, number: int, epoch: int, place: Place) -> Position:
+        """The position behind a sample of that source."""
+        if number == 0:
+            return replace(self, replay_epoch=epoch, replay_place=place, drawn=self.drawn + 1)
+        turns = [self.turn(i) for i in range(1, max(number, len(self.further)) + 1)]
+        turns[number - 1] = (epoch, place)
+        return replace(self, further=tuple(turns), drawn=self.drawn + 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. `begun` is in it where it is not 0, as in all positions of earlier versions."""
-        values = {**asdict(self), "place": list(self.place), "replay_place": list(self.replay_place)}
-        return values if self.begun else {name: value for name, value in values.items() if name != "begun"}
+        """For JSON. `begun` and `further` are in it where there is something in them, as in all positions of earlier versions."""
+        values = {**vars(self), "place": list(self.place), "replay_place": list(self.replay_place)}
+        values["further"] = [[epoch, list(place)] for epoch, place in self.further]
+        return {name: value for name, value in values.items() if value or name not in ("begun", "further")}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
         """The position that `as_dict` gave."""
-        return cls(**{**values, "place": Place(*values["place"]), "replay_place": Place(*values["replay_place"])})
+        further = tuple((epoch, Place(*place)) for epoch, place in values.get("further", ()))
+        places = {name: Place(*values[name]) for name in ("place", "replay_place")}
+        return cls(**{**values, **places, "further": further})
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,14 @@ class Loaded:
     position: Position
 
 
+class Other(NamedTuple):
+    """A source that is mixed in, over and over: `share` of all samples are its. label: what messages call it."""
+
+    samples: Samples
+    share: float
+    label: str = "replay data"
+
+
 class Loader:
     """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
 
@@ -66,8 +95,7 @@ class Loader:
         samples: what is trained on; its end is the epoch's.
         batch_size, pad_id, side: of the batches.
         epochs: how many.
-        replay: a second source, over and over, its samples mixed in.
-        replay_share: probability of a slot to be a replayed sample; drawn per slot from the seed and its number.
+        others: sources that are mixed in. Whose sample a slot is, is drawn from the seed and the slot's number, by the shares.
         seed: of those draws.
         pin: put the batches into pinned memory, for a GPU to copy from; whoever works ahead does it, and not the training.
     """
@@ -80,14 +108,14 @@ class Loader:
         *,
         side: str = "right",
         epochs: int = 1,
-        replay: Samples | None = None,
-        replay_share: float = 0.0,
+        others: Sequence[Other] = (),
         seed: int = 0,
         pin: bool = False,
     ):
-        self.samples, self.replay = samples, replay
+        self.samples, self.others = samples, tuple(others)
         self._batch_size, self._pad_id, self._side, self._epochs = batch_size, pad_id, side, epochs
-        self._share, self._seed, self._pin = replay_share if replay is not None else 0.0, seed, pin
+        self._bounds = tuple(accumulate(other.share for other in self.others))
+        self._seed, self._pin = seed, pin
 
     def count(self, limit: int | None = None, begun: int = 0) -> int | None:
         """Batches of all epochs, counted no further than `limit`; None where only reading on would tell.
@@ -102,27 +130,29 @@ class Loader:
         total = drawn = 0
         for epoch in range(self._epochs):
             first, left = drawn, size if epoch else size - begun
-            if not self._share:
+            if not self.others:
                 drawn += left
-            for _ in range(left if self._share else 0):
-                drawn += self._replays_from(drawn) + 1
+            for _ in range(left if self.others else 0):
+                while self._other_at(drawn) is not None:
+                    drawn += 1
+                drawn += 1
             total += math.ceil((drawn - first) / self._batch_size)
             if limit is not None and total >= limit:
                 return limit
         return total
 
-    def _replays_from(self, slot: int) -> int:
-        """How many slots from this one on are replayed samples, up to the next that is not."""
-        count = 0
-        while uniform(self._seed, slot + count) < self._share:
-            count += 1
-        return count
+    def _other_at(self, slot: int) -> int | None:
+        """Which of the sources that are mixed in a slot belongs to; None where to none of them."""
+        if not self._bounds:
+            return None
+        drawn = uniform(self._seed, slot)
+        return next((number for number, bound in enumerate(self._bounds) if drawn < bound), None)
 
     def batches(self, start: Position = Position()) -> Iterator[Loaded]:
         """The batches from `start` on, made as they are asked for."""
         group: list[Sample] = []
         last = start
-        for sample, position in self._drawn(start):
+        for sample, position in self.drawn(start):
             if position.epoch != last.epoch and group:
                 yield self._loaded(group, last)
                 group = []
@@ -138,30 +168,28 @@ class Loader:
         batch = replace(collate(group, self._pad_id, side=self._side), offset=position.drawn - len(group))
         return Loaded(position.epoch, batch.pinned() if self._pin else batch, position)
 
-    def _drawn(self, position: Position) -> Iterator[tuple[Sample, Position]]:
-        """Samples of both sources in their drawn order, each with the position behind it."""
-        replayed = self._replayed(position)
+    def drawn(self, position: Position = Position()) -> Iterator[tuple[Sample, Position]]:
+        """Samples of all sources in their drawn order, each with the position behind it."""
+        turns = [self._over_and_over(other, *position.turn(number)) for number, other in enumerate(self.others)]
         for epoch in range(position.epoch, self._epochs):
             if epoch != position.epoch:
                 position = replace(position, epoch=epoch, place=Place())
             for sample, place in self.samples.walk(epoch, position.place):
-                for _ in range(self._replays_from(position.drawn)):
-                    other, replay_epoch, replay_place = next(replayed)
-                    position = replace(position, replay_epoch=replay_epoch, replay_place=replay_place, drawn=position.drawn + 1)
+                while (number := self._other_at(position.drawn)) is not None:
+                    other, again, there = next(turns[number])
+                    position = position.behind(number, again, there)
                     yield other, position
                 position = replace(position, place=place, drawn=position.drawn + 1)
                 yield sample, position
 
-    def _replayed(self, position: Position) -> Iterator[tuple[Sample, int, Place]]:
-        assert self.replay is not None or not self._share
-        epoch, place = position.replay_epoch, position.replay_place
-        while self.replay is not None:
+    def _over_and_over(self, other: Other, epoch: int, place: Place) -> Iterator[tuple[Sample, int, Place]]:
+        while True:
             start, empty = place, True
-            for sample, behind in self.replay.walk(epoch, start):
+            for sample, behind in other.samples.walk(epoch, start):
                 empty = False
                 yield sample, epoch, behind
             if empty and start == Place():
-                raise DataError("no sample came out of the replay data; check --replay_dataset")
+                raise DataError(f"{other.label}: no sample came out of it; check its name and its columns")
             epoch, place = epoch + 1, Place()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.encoding import COMPLETION, PROMPT, Counts, encode
+from npt.data.forms import INSTRUCTION, OUTPUT, conversation_column, is_alpaca, messages_of
 from npt.data.sample import IGNORE_INDEX, Sample
 from npt.data.samples import Samples
 from npt.data.source import Record
@@ -46,7 +47,11 @@ def read_prompts(records: Iterable[Record], tokenizer: Any, config: DataConfig, 
 def prompt_record(number: int, record: Any, tokenizer: Any, config: DataConfig, length: int) -> dict[str, Any]:
     """A record's prompt as a record of its own: {"id", "input_ids"}."""
     whole = isinstance(record, Mapping) and "input_ids" not in record
-    if whole and (config.prompt_column is not None or (config.text_column not in record and PROMPT in record)):
+    if whole and config.prompt_column is None and _is_instruction(record, config):
+        record = {**record, OUTPUT: _ANY_ANSWER}
+    elif whole and config.prompt_column is None and (column := conversation_column(record, config)) is not None:
+        record, config = _with_any_answer(number, record, column), _AS_PROMPT
+    elif whole and (config.prompt_column is not None or (config.text_column not in record and PROMPT in record)):
         record = _with_any_answer(number, record, config.prompt_column or PROMPT)
         config = _AS_PROMPT
     for encoded in encode([(number, record)], tokenizer, config, Counts()):
@@ -61,12 +66,17 @@ def prompt_record(number: int, record: Any, tokenizer: Any, config: DataConfig, 
     return {"id": str(number), "input_ids": []}
 
 
+def _is_instruction(record: Mapping[str, Any], config: DataConfig) -> bool:
+    """Alpaca's, which here needs no output where there is no text either."""
+    return is_alpaca(record, config) or (INSTRUCTION in record and PROMPT not in record and config.text_column not in record)
+
+
 def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
     given = record.get("id")
     name = str(number if given is None else given)
     if column not in record:
         raise DataError(f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set --prompt_column")
-    prompt = record[column]
+    prompt = messages_of(name, record, column) if isinstance(record[column], list) else record[column]
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":
         prompt = prompt[:-1]
     return {"id": name, PROMPT: prompt, COMPLETION: _ANY_ANSWER}

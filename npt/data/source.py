@@ -11,7 +11,7 @@ from typing import Any
 from npt.config import DataConfig
 from npt.data.builtin import SPLITS, builtin_files
 from npt.data.local import SUFFIXES, first_line, local_files, read_sequence, read_stream
-from npt.errors import DataError
+from npt.errors import ConfigError, DataError
 from npt.extras import require
 
 BUILTIN = "builtin"
@@ -42,35 +42,25 @@ def open_source(config: DataConfig) -> Iterable[Record]:
     return _hub(config)
 
 
-def replay_source(config: DataConfig) -> DataConfig:
-    """The settings of `--replay_dataset`, read as the first data set is."""
-    assert config.replay_dataset is not None
-    local = config.replay_dataset == BUILTIN or is_local(config.replay_dataset)
-    return replace(
-        config,
-        dataset_name=config.replay_dataset,
-        dataset_config=None,
-        dataset_split="train" if local else config.dataset_split,
-        num_samples=None,
-        replay_dataset=None,
-        replay_ratio=None,
-    )
-
-
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
-    """The settings for a second source, which may be of another form: without prompt and completion columns where its first record
-    has none of that name.
+    """The settings for one of several sources, which may be of another form: without prompt and completion columns where its first
+    record has none of that name, and with the usual text column where it has that one alone.
 
     Args:
-        config: the settings of the first source.
-        records: of the second; iterable more than once.
+        config: the settings for all sources.
+        records: of this one; iterable more than once.
     """
-    if config.prompt_column is None:
+    usual = DataConfig.text_column
+    if config.prompt_column is None and config.text_column == usual:
         return config
     first = next(iter(records), None)
-    if not isinstance(first, Mapping) or config.prompt_column in first:
+    if not isinstance(first, Mapping):
         return config
-    return replace(config, prompt_column=None, completion_column=None)
+    if config.prompt_column is not None and config.prompt_column not in first:
+        config = replace(config, prompt_column=None, completion_column=None)
+    if config.text_column not in first and usual in first:
+        config = replace(config, text_column=usual)
+    return config
 
 
 def own_heldout(config: DataConfig) -> Iterable[Record] | None:
@@ -84,8 +74,10 @@ def check_source(config: DataConfig) -> None:
 
     Raises:
         DataError: as `open_source`.
-        ConfigError: a source that only `datasets` can read, which is not installed.
+        ConfigError: a source that only `datasets` can read, which is not installed; a mixture, which only training takes.
     """
+    if config.dataset_mix is not None:
+        raise ConfigError(f"--dataset_mix {config.dataset_mix} is for training; name one data set with --dataset_name")
     local = is_local(config.dataset_name)
     if local:
         parquet = next((file for file in local_files(config.dataset_name) if file.suffix == ".parquet"), None)
@@ -99,8 +91,6 @@ def check_source(config: DataConfig) -> None:
         raise DataError(f"the built-in text has no split {config.dataset_split!r}; choose from {', '.join(SPLITS)}")
     if local and config.dataset_split != "train":
         raise DataError(f"--dataset_split {config.dataset_split} is for hub data sets; a local file is one split")
-    if config.replay_dataset is not None:
-        check_source(replay_source(config))
 
 
 def is_local(name: str) -> bool:

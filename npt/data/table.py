@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from npt.data.encoding import listed_columns
 from npt.data.report import DataReport, Shown, listed
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -64,6 +65,10 @@ def _counts(report: DataReport) -> Table:
     row(f"padding, batches of {report.batch_size}", padding)
     row("cut", f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions")
     row("skipped", listed(counts.skipped) or "0")
+    if counts.noted:
+        row("of conversations", listed(counts.noted))
+    if counts.unused:
+        row("columns not used", listed_columns(counts.unused))
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     row("ids", f"{ids} of a vocabulary of {report.vocab_size:,}, {report.outside:,} outside")
     row("copies", f"{report.copies:.1%} of the samples" + ("" if report.copies_exact else " (estimated)"))

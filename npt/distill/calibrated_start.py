@@ -7,6 +7,7 @@ were fitted, half of what later ones are. Where too little would be left, traini
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from npt.adapters.attach import at_random_start, attached_config
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
-from npt.data.loader import Position
+from npt.data.loader import Loader, Position
 from npt.data.sample import Sample
 from npt.data.samples import Samples, within
 
@@ -29,20 +30,22 @@ def is_solved(model: LlamaForCausalLM) -> bool:
     return attached_config(model).init == "calibrated" and at_random_start(model)
 
 
-def solved_on(samples: Samples, tokens: int, vocab_size: int) -> tuple[list[Sample], Position]:
+def solved_on(loader: Loader, tokens: int, vocab_size: int) -> tuple[list[Sample], Position]:
     """The samples that a start is solved on, the first ones in the order of the first epoch, and the position behind them.
 
     Held-out samples are never among them, and equal settings and seeds give equal ones.
 
     Args:
-        samples: of the run, but not its own: what is read here is not what the run has read.
+        loader: of the run's samples, but not its own: what is read here is not what the run has read.
         tokens: to use, of samples within the vocabulary.
         vocab_size: V.
     """
     found: list[Sample] = []
     position, left = Position(), tokens
-    for sample, place in samples.walk(0):
-        position = Position(place=place, begun=position.begun + 1)
+    for sample, behind in loader.drawn():
+        if behind.epoch:
+            break
+        position = replace(behind, drawn=0, begun=position.begun + (behind.place != position.place))
         for usable in within([sample], vocab_size):
             found.append(usable)
             left -= len(usable.input_ids)
@@ -55,7 +58,7 @@ def leaves_enough(samples: Samples, behind: Position, steps: int | None, config:
     """Whether a run can begin behind the samples that its start was solved on.
 
     Args:
-        samples: as for `solved_on`.
+        samples: those whose end is an epoch's.
         behind: the position behind them.
         steps: that the run would then have, None where unknown.
         config: of the run; `max_steps` can be kept, or a tenth of the samples is left out at most.

@@ -312,6 +312,7 @@ def _check_position(values: Mapping[str, Any]) -> None:
     if position.as_dict() != values:
         raise ValueError(f"position {values}")
     numbers = [*values["place"], *values["replay_place"], position.epoch, position.replay_epoch, position.drawn, position.begun]
+    numbers += [number for epoch, place in position.further for number in (epoch, *place)]
     if not all(map(_is_count, numbers)):
         raise ValueError(f"position {numbers}")
 

@@ -456,7 +456,8 @@ class Loop:
             logged |= {f"eval/unquantized_{key}": value for key, value in against["unquantized"].items()}
         self.trackers.log(logged, self.steps)
         aim = fidelity.aim
-        self.display.say(f"step {self.steps}: held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}")
+        each = "".join(f"; {name} {figures.perplexity_ratio:.4f}" for name, figures in fidelity.sources.items())
+        self.display.say(f"step {self.steps}: held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}{each}")
         self.keep_if_best(fidelity)
 
     def keep_if_best(self, fidelity: Fidelity) -> None:
@@ -518,7 +519,7 @@ class Loop:
         metrics = {
             "step": self.steps,
             "loss": of_all["loss"] / result.tokens,
-            "loss_nmse": of_all["nmse"] / result.tokens,
+            **({"loss_nmse": of_all["nmse"] / result.tokens} if config.hidden_weight else {}),
             "loss_reg": of_all["reg"] / result.tokens,
             "grad_norm": result.grad_norm,
             "lr": result.rate,
@@ -533,6 +534,8 @@ class Loop:
             metrics[f"loss_{config.logit_loss}"] = of_all["logit"] / scored if scored else math.nan
         if len(self.stages) > 1:
             metrics["stage"] = self.stages.index(stage_at(self.stages, self.steps - 1))
+        if not config.hidden_weight:  # nothing was compared there
+            return metrics
         return metrics | {f"layers.{index}.nmse": value for index, value in zip(layers, per_layer, strict=True)}
 
     def _close_epoch(self) -> None:

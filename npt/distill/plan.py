@@ -119,7 +119,14 @@ class Planner:
             depth = replace(depth, behind=0)  # nothing runs there
         layer, kept = self._by_depth(partial(_drive, config), ("train", config), samples, depth)
         if config.logit_kl_weight and parted:
-            other = replace(config, logit_kl_weight=0.0, logit_loss="kl", logit_temperature=1.0, jsd_weight=0.5)
+            other = replace(
+                config,
+                hidden_weight=config.hidden_weight or 1.0,
+                logit_kl_weight=0.0,
+                logit_loss="kl",
+                logit_temperature=1.0,
+                jsd_weight=0.5,
+            )
             without = sum(self._by_depth(partial(_drive, other), ("train", other), samples, replace(depth, behind=0)))
             logits = max(0, layer - max(0, without - kept))
             layer -= logits
@@ -280,7 +287,7 @@ def _less_memory(workload: Workload, limit: int) -> list[tuple[str, Workload]]:
         tried.append(("no --teacher_precision", replace(w, teacher=None)))
     if "end_to_end" in w.stages and not training.gradient_checkpointing:
         tried.append(("--gradient_checkpointing", replace(w, training=replace(training, gradient_checkpointing=True))))
-    if any(name != "local" for name in w.stages):
+    if any(name != "local" for name in w.stages) and training.hidden_weight:
         local = replace(training, strategy="local", stages=None, **unset_of_end_to_end())
         tried.append(("--strategy local", replace(w, training=local)))
     for share in (2, 4, 8):

@@ -293,7 +293,9 @@ def replay_batch(
             batch.sample_ids,
             batch.tokens,
             loss=float(sums.loss) / sums.tokens,
-            layer_nmse=dict(zip(layers, (sums.layer_nmse / sums.tokens).tolist(), strict=True)),
+            layer_nmse=dict(zip(layers, (sums.layer_nmse / sums.tokens).tolist(), strict=True))
+            if bundle.train_config.hidden_weight
+            else {},
             gradient_norms=norms,
             verdict=_verdict(state, micro_batch, exploded),
             note=bundle.note,

@@ -38,9 +38,9 @@ from npt.quant.hooks import call_around, may_change
 class MicroBatch:
     """Sums over the valid tokens of one micro-batch; device tensors without graph, which are read as `report` alone, behind its window.
 
-    loss: scalar, what was differentiated. nmse: scalar, mean over converted layers, whatever the loss is. reg: scalar, unweighted,
-    likewise. logit: scalar, the loss on the logits over the `scored` positions S, unweighted; zero where there is none.
-    layer_nmse: [number of converted layers]. tokens: their count N.
+    loss: scalar, what was differentiated. nmse: scalar, mean over converted layers, whatever the loss is; 0 where hidden states have no
+    weight and are not compared. reg: scalar, unweighted, likewise a mean. logit: scalar, the loss on the logits over the `scored` positions
+    S, unweighted; zero where there is none. layer_nmse: [number of converted layers]. tokens: their count N.
     """
 
     loss: Tensor
@@ -137,7 +137,8 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
     """The student runs on its own stream, gradients flow through all of it; a loss per converted layer, optionally on the logits.
 
     Up to the first converted layer teacher and student are the same and run once, unless the `teacher` is a model of its own.
-    Without a loss on the logits nothing is computed after the last converted layer. That loss is summed over the S scored positions
+    Without a loss on the logits nothing is computed after the last converted layer; without one on hidden states none of the teacher's is
+    kept, and where the text is the only target the teacher is not run. The loss on the logits is summed over the S scored positions
     and divided, as the rest is, by the valid tokens. With `config.gradient_checkpointing` the graph keeps of each layer its input and the
     teacher's output, and the rest is computed again in backward: to the same bits.
 
@@ -147,7 +148,7 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
     layers = decoder_layers(model)
     sums, work = _Sums(model, config, batch), _work(config)
     depth = len(layers) if config.logit_kl_weight else sums.last + 1
-    taught_depth = depth if _teacher_has_logits(config) else sums.last + 1
+    taught_depth = depth if _teacher_has_logits(config) else sums.last + 1 if config.hidden_weight else 0
     with torch.no_grad(), adapters_disabled(model):
         (stream, hidden), (guide, taught), first = _begin(model, teacher, batch, layers, sums.first)
         taught_layers = layers if teacher is None else decoder_layers(teacher)
@@ -156,7 +157,7 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
             if isinstance(layers[index], NPTLayer) and config.loss == "nmse_update":
                 inputs[index] = taught
             taught = _run(guide, taught_layers, taught, index, index + 1)
-            if isinstance(layers[index], NPTLayer):
+            if isinstance(layers[index], NPTLayer) and config.hidden_weight:
                 targets[index] = taught
     parts: list[Tensor] = []
     compute = recomputed if config.gradient_checkpointing else _computed
@@ -167,8 +168,9 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
                 hidden = compute(partial(_run, stream, layers, start=index, stop=index + 1), hidden)
                 continue
             before = inputs.pop(index).to(hidden.device) if inputs else None
+            target = targets.pop(index).to(hidden.device) if targets else None
             student_layer = partial(_student_layer, layer, here, work, sums, len(parts))
-            hidden, found = compute(student_layer, hidden, targets.pop(index).to(hidden.device), before)
+            hidden, found = compute(student_layer, hidden, target, before)
             parts.append(sums.take(found))
         loss = torch.stack([part.to(hidden.device) for part in parts]).sum()
         if config.logit_kl_weight:
@@ -179,17 +181,18 @@ def end_to_end(model: PreTrainedModel, batch: Batch, config: TrainConfig, teache
 
 
 def _student_layer(
-    layer: NPTLayer, here: Stream, work: Work, sums: _Sums, number: int, hidden: Tensor, target: Tensor, before: Tensor | None
+    layer: NPTLayer, here: Stream, work: Work, sums: _Sums, number: int, hidden: Tensor, target: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, LayerSums]:
     """The student's states after a converted layer and what they come to, from those in front of it. It changes nothing.
 
     Args:
         number: of the layer, among the converted ones.
-        hidden, target, before: [B, T, D], the student's h, the teacher's output, and for the loss that needs it the teacher's h.
+        hidden, target, before: [B, T, D], the student's h, the teacher's output, and for the loss that needs it the teacher's h; without
+            a loss on hidden states there is no target.
     """
     student, energy = _student_rows(layer, here, hidden, work)
-    h = None if before is None else here.rows(before)
-    return here.scatter(student), sums.of_layer(number, here.batch, student, here.rows(target), h, energy)
+    guide, h = (None if states is None else here.rows(states) for states in (target, before))
+    return here.scatter(student), sums.of_layer(number, here.batch, student, guide, h, energy)
 
 
 def _student_rows(layer: NPTLayer, here: Stream, hidden: Tensor, work: Work, *, graph: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -230,7 +233,7 @@ class _Sums:
         self.first, self.last = converted[0][0], converted[-1][0]
         self.logit: Tensor | None = None
         self._config, self._batch, self._count = config, batch, len(converted)
-        self._weights = layer_weights(config, len(converted))
+        self._weights = [config.hidden_weight * weight for weight in layer_weights(config, len(converted))]
         self._losses: list[Tensor] = []
         self._nmses: list[Tensor] = []
         self._regs: list[Tensor] = []
@@ -240,18 +243,21 @@ class _Sums:
         return self.take(self.of_layer(len(self._losses), batch, student, target, hidden, energy))
 
     def of_layer(
-        self, number: int, batch: Batch, student: Tensor, target: Tensor, hidden: Tensor | None, energy: Tensor | None
+        self, number: int, batch: Batch, student: Tensor, target: Tensor | None, hidden: Tensor | None, energy: Tensor | None
     ) -> LayerSums:
         """What one layer comes to. It is counted only once it is taken.
 
         Args:
             number: of the layer, among the converted ones.
             batch: on the layer's device.
-            student, target: [N, D].
+            student, target: [N, D]; no target where hidden states have no weight.
             hidden: [N, D], the teacher's h, for the loss that needs it.
             energy: [N], of the modulation; None where nothing is modulated.
         """
-        distance, nmse = _layer_loss(self._config, batch, student, target, hidden)
+        if target is None:
+            distance = nmse = student.new_zeros((), dtype=torch.promote_types(student.dtype, torch.float32))
+        else:
+            distance, nmse = _layer_loss(self._config, batch, student, target, hidden)
         reg = torch.zeros_like(distance) if energy is None else energy.sum()
         loss = (self._weights[number] * distance + self._config.regularization_lambda * reg) / self._count
         return loss, nmse, reg.detach()

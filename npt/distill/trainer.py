@@ -38,10 +38,12 @@ from npt.console import make_console, silent_console
 from npt.cost.measure import storage_bytes, tensors_of
 from npt.cost.memory import MemoryPlan, shown
 from npt.data.batch import Batch, batches, pad_id_of
-from npt.data.loader import Ahead, Loaded, Loader, Position
+from npt.data.encoding import listed_columns
+from npt.data.loader import Ahead, Loaded, Loader, Other, Position
+from npt.data.mix import REPLAY, Source, as_read, evaluated_on, mixture_line, open_sources, per_source
 from npt.data.sample import Sample
-from npt.data.samples import Samples, evaluation_samples, no_sample
-from npt.data.source import BUILTIN, Record, fitting_columns, open_source, own_heldout, replay_source
+from npt.data.samples import no_sample
+from npt.data.source import BUILTIN, Record
 from npt.distill.calibrated_start import calibrated_start, is_solved, leaves_enough, solved_on, where_training_begins
 from npt.distill.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from npt.distill.identity import check_same_data, data_identity
@@ -98,7 +100,7 @@ MODULATION_SAMPLES = 8
 
 T = TypeVar("T")
 
-_PLACES = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset")
+_PLACES = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset", "dataset_mix")
 """Settings in which the ranks of a run may differ: where a machine keeps what has to be the same is shown by its content."""
 
 
@@ -287,11 +289,9 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self.strategy: Strategy = drive if self.teacher is None else partial(drive, teacher=self.teacher)
         self.pad_id = pad_id_of(self.tokenizer)
-        if data is None:
-            data = open_source(data_config)
-            eval_data = eval_data if eval_data is not None else own_heldout(data_config)
-        self._prepare_data(data, eval_data)
-        self.loader = self._make_loader(replay_data)
+        if isinstance(data, Mapping):
+            raise DataError(f"the data are {kind_of(data)} with {', '.join(map(str, data))}; pass one of its entries")
+        self._prepare_data(open_sources(data_config, data, replay_data), eval_data)
         self.data_identity = self._identify_data()
         self._counted_from = self._last_change()
         self._solved_on: list[Sample] = []
@@ -389,56 +389,49 @@ class Trainer:
         """Whether every step of the run gives the same bits again: where gradients cross attention, its backward has to."""
         return "end_to_end" not in dict(self.config.stage_shares) or repeats_exactly(self.model)
 
-    def _prepare_data(self, data: Iterable[Record], eval_data: Iterable[Record] | None) -> None:
-        config, data_config = self.config, self.data_config
-        if isinstance(data, Mapping):
-            raise DataError(f"the data are {kind_of(data)} with {', '.join(map(str, data))}; pass one of its entries")
-        one_pass = iter(data) is data
-        if one_pass and data_config.streaming and config.num_epochs > 1:
-            raise ConfigError(f"--num_epochs is {config.num_epochs}, but a streamed generator can be read once only; pass a list")
-        if one_pass and not data_config.streaming:
-            data, one_pass = list(data), False
-        if one_pass and eval_data is None:
-            raise ConfigError("a streamed generator can be read once only; pass eval_data=... to have something to evaluate on")
-        if one_pass and self.adapter_config.init == "calibrated":
-            raise ConfigError(
-                "--init calibrated reads training data before the run does, and a streamed generator can be read once only; pass a list"
-            )
-        self.eval_samples, self.heldout = evaluation_samples(
-            data, self.tokenizer, data_config, config.eval_samples, self.model.config.vocab_size, eval_data
-        )
-        self.samples = Samples(data, self.tokenizer, data_config, seed=config.seed, hold_out=eval_data is None and self.heldout)
-        self._data = data
+    def _prepare_data(self, sources: list[Source], eval_data: Iterable[Record] | None) -> None:
+        config, first = self.config, sources[0]
+        if iter(first.records) is first.records:
+            if config.num_epochs > 1:
+                raise ConfigError(f"--num_epochs is {config.num_epochs}, but a streamed generator can be read once only; pass a list")
+            if eval_data is None:
+                raise ConfigError("a streamed generator can be read once only; pass eval_data=... to have something to evaluate on")
+            if self.adapter_config.init == "calibrated":
+                raise ConfigError(
+                    "--init calibrated reads training data before the run does, and a streamed generator can be read once only; pass a list"
+                )
+        given = eval_data is not None
+        looked_at = [replace(first, own=eval_data, evaluated=True)] if given else sources
+        self.eval_samples, labels, held = evaluated_on(looked_at, self.tokenizer, config.eval_samples, self.model.config.vocab_size)
+        self.heldout = all(held)
+        self._eval_labels = labels if len(set(labels)) > 1 else None
+        self._not_held_out = [source.label for source, heldout in zip(looked_at, held, strict=True) if not heldout]
+        self.sources = sources
+        self._leave_out = [not source.evaluated for source in sources]  # of what is replayed one sample in twenty stays out in any case
+        if not given:
+            self._leave_out = [heldout and source.own is None for source, heldout in zip(sources, held, strict=True)]
+        self.loader = self._make_loader(sources)
+        self.samples = self.loader.samples
 
-    def _make_loader(self, replay_data: Iterable[Record] | None) -> Loader:
-        config, data_config = self.config, self.data_config
-        if replay_data is None and data_config.replay_dataset is not None:
-            replay_data = open_source(replay_source(data_config))
-        replay = None
-        self._replay_data = replay_data
-        if replay_data is not None:
-            if iter(replay_data) is replay_data:  # a generator, which could not be gone round
-                replay_data = list(replay_data)
-            replay_config = fitting_columns(replace(data_config, num_samples=None), replay_data)
-            try:
-                replay = Samples(replay_data, self.tokenizer, replay_config, seed=config.seed + 1)
-            except DataError as error:
-                raise DataError(f"replay data: {error}") from error
+    def _make_loader(self, sources: list[Source]) -> Loader:
+        """Over samples of the first sources, that nothing was read of yet."""
+        config = self.config
+        samples, *others = as_read(sources, self.tokenizer, config.seed, self._leave_out[: len(sources)])
         return Loader(
-            self.samples,
+            samples,
             config.batch_size,
             self.pad_id,
-            side=data_config.padding_side,
+            side=self.data_config.padding_side,
             epochs=config.num_epochs,
-            replay=replay,
-            replay_share=data_config.replay_share,
+            others=[Other(other, source.share, source.label) for other, source in zip(others, sources[1:], strict=True)],
             seed=config.seed,
             pin=self.device.type == "cuda",
         )
 
     def _identify_data(self) -> dict[str, Any]:
         """Which data these are, and that a run which goes on has the same."""
-        identity = {"data": data_identity(self._data), "replay data": data_identity(self._replay_data)}
+        identity = {REPLAY: data_identity(None)} if self.data_config.dataset_mix is None else {}
+        identity |= {source.label: data_identity(source.records) for source in self.sources}
         if self._checkpoint is not None:
             check_same_data(self._checkpoint.record["data"], identity)
         return identity
@@ -448,10 +441,11 @@ class Trainer:
         if self._checkpoint is not None:
             return self._checkpoint.position, self._total_steps(self._checkpoint.position.begun)
         if is_solved(self.model):
-            samples = Samples(self._data, self.tokenizer, self.data_config, seed=self.config.seed, hold_out=self.samples.hold_out)
-            self._solved_on, behind = solved_on(samples, self.config.calibration_tokens, self.model.config.vocab_size)
+            # What is replayed is there against forgetting, and not what the start is to be near on.
+            loader = self._make_loader(self.sources if self.data_config.dataset_mix is not None else self.sources[:1])
+            self._solved_on, behind = solved_on(loader, self.config.calibration_tokens, self.model.config.vocab_size)
             steps = self._total_steps(behind.begun)
-            if leaves_enough(samples, behind, steps, self.config, self.window_size):
+            if leaves_enough(loader.samples, behind, steps, self.config, self.window_size):
                 return behind, steps
         return Position(), self._total_steps()
 
@@ -526,6 +520,8 @@ class Trainer:
             peak = f"predicted peak {shown(self.memory.peak)} in the {self.memory.phase}"
             even = ", with --rank_budget spent evenly" if self._planned_evenly else ""
             say(f"--max_memory {self.config.max_memory}: {at_once}, {peak}{even}")
+        if self.data_config.dataset_mix is not None:
+            say(mixture_line(self.data_config))
         say(self._evaluation_note())
         self.initial = self._evaluate() if self._checkpoint is None else self._checkpoint.initial
         self.record = self._record()
@@ -632,6 +628,7 @@ class Trainer:
                 "a base of hash": self.base.strict,
                 "adapters of hash": adapters,
                 **self.data_identity,
+                "shares of a mixture": [share for _, share in self.data_config.mix],
                 "a checkpoint of step": None if self._checkpoint is None else self._checkpoint.step,
                 "steps": self.total_steps,
                 "evaluation samples": len(self.eval_samples),
@@ -814,7 +811,7 @@ class Trainer:
             seconds = time.perf_counter() - started
             number = self._signal()
             if number is not None:
-                self._report_data(folder)
+                self._report_data(folder, loop)
                 folder.event("signal", number=number, step=loop.steps)
             elif loop.steps == 0:
                 folder.event("stopped", step=0, reason="no step was applied")
@@ -924,7 +921,7 @@ class Trainer:
         trackers.log({f"eval/{key}": value for key, value in student.items()}, result.steps)
         step, best = best_of(folder.path) or (result.steps, fidelity.aim)
         trackers.summarize({"final": fidelity.aim, "best": best}, result.steps, best_step=step)
-        self._report_data(folder)
+        self._report_data(folder, loop)
         self._measure_modulation(folder, result.steps)
         folder.event(
             "done",
@@ -961,14 +958,21 @@ class Trainer:
         if folder.lines_lost:
             self._warn(folder, f"{folder.lines_lost} lines of {METRICS} and {EVENTS} could not be written below {folder.path}")
 
-    def _report_data(self, folder: RunFolder) -> None:
+    def _report_data(self, folder: RunFolder, loop: Loop) -> None:
         """What became of the records; what was cut or left out is said."""
-        sources = {"data": self.samples} | ({"replay data": self.loader.replay} if self.loader.replay is not None else {})
-        for name, samples in sources.items():
-            folder.event("data", source=name, **samples.counts.as_dict())
+        position = loop.position
+        rounds = [position.epoch, *(position.turn(number)[0] for number in range(len(self.loader.others)))]
+        read = [self.samples, *(other.samples for other in self.loader.others)]
+        for source, samples, begun_again in zip(self.sources, read, rounds, strict=True):
+            share = {"share": source.share} if len(self.sources) > 1 else {}
+            folder.event("data", source=source.label, **share, begun_again=begun_again, **samples.counts.as_dict())
             lost = samples.counts.lost()
             if lost:
-                self._warn(folder, f"{name}: of {samples.counts.records:,} records read, {lost}")
+                self._warn(folder, f"{source.label}: of {samples.counts.records:,} records read, {lost}")
+            if samples.counts.unused:
+                self._say(f"{source.label}: columns not used: {listed_columns(samples.counts.unused)}")
+            if begun_again and self.data_config.dataset_mix is not None:
+                self._say(f"{source.label}: came to its end and was begun again {begun_again} times")
 
     def _save(self, folder: RunFolder, loop: Loop, last: bool = False) -> bool:
         """A checkpoint of what all ranks have, written by rank 0; False where it cannot be written, an older one stands, and the run
@@ -1060,6 +1064,7 @@ class Trainer:
             "processes": self.ranks.size,
             "versions": versions(),
             "heldout": self.heldout,
+            "sources": [{"name": source.label, "share": source.share} for source in self.sources],
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
             "memory": None if self.memory is None else self.memory.as_dict(),
         }
@@ -1098,13 +1103,17 @@ class Trainer:
             batch_size=at_once,
             unquantized=self._reference,
             between=self.stop.check,
+            sources=self._eval_labels,
         )
 
     def _evaluation_note(self) -> str:
         kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"
+        of = "" if self._eval_labels is None else f" ({per_source(self._eval_labels)})"
+        if of and not self.heldout:
+            kind = f"partly TRAINING (too little of {', '.join(self._not_held_out)} to hold any out)"
         steps = "an unknown number of" if self.total_steps is None else str(self.total_steps)
         layers = format_layers(tuple(index for index, _ in npt_layers(self.model)))
-        return f"training layers {layers} for {steps} steps; fidelity on {len(self.eval_samples)} {kind} samples"
+        return f"training layers {layers} for {steps} steps; fidelity on {len(self.eval_samples)} {kind} samples{of}"
 
     def _schedule_kind(self) -> str:
         return kind_of_run(self.config.scheduler_type, self.total_steps)

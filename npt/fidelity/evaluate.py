@@ -37,7 +37,8 @@ class Fidelity:
 
     layers: of converted layer i the NMSE, over all `layer_tokens`, fed the teacher's h, as `nmse_<model>`, and of the model's own stream
     behind it, as `free_running_<model>`; each with its `_se`. unconverted_layers: the latter for the layers behind the first converted
-    one that were left as they are. divergence, attribution: where they were asked for.
+    one that were left as they are. divergence, attribution: where they were asked for. sources: the student's figures on the samples
+    of each source, where they are of several.
     """
 
     teacher: Figures
@@ -49,6 +50,7 @@ class Fidelity:
     layer_tokens: int | None = None
     divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
+    sources: dict[str, Figures] = field(default_factory=dict)
 
     @property
     def aim(self) -> Figures:
@@ -68,6 +70,8 @@ class Fidelity:
             found["divergence"] = self.divergence.as_dict()
         if self.attribution:
             found["attribution"] = {name: f.as_dict() for name, f in self.attribution.items()}
+        if self.sources:
+            found["sources"] = {name: f.as_dict() for name, f in self.sources.items()}
         return found
 
     @classmethod
@@ -93,6 +97,7 @@ class Fidelity:
             values.get("layer_tokens"),
             Divergence.from_dict(parted) if parted else None,
             {name: Figures.from_dict(found) for name, found in values.get("attribution", {}).items()},
+            {name: Figures.from_dict(found) for name, found in values.get("sources", {}).items()},
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
@@ -120,6 +125,7 @@ class Fidelity:
             self.layer_tokens,
             self.divergence,
             self.attribution,
+            self.sources,
         )
 
 
@@ -139,6 +145,7 @@ def evaluate(
     max_new_tokens: int = 64,
     unquantized: PreTrainedModel | Reference | None = None,
     between: Callable[[], None] | None = None,
+    sources: Sequence[str] | None = None,
 ) -> Fidelity:
     """Compare the student with its teacher and with its floor (the same layers, attention dropped) on the same tokens.
 
@@ -159,6 +166,7 @@ def evaluate(
         unquantized: the base before quantisation, for the attribution of what is lost; or what `attribution.refer` kept of it, for
             which it need not be in memory any more.
         between: called in front of every batch; what it raises ends the evaluation.
+        sources: of each sample what its source is called, to have the student's figures on each source as well.
 
     Raises:
         DataError: no tokens to evaluate on, token ids outside the vocabulary, or a reference for other samples.
@@ -185,6 +193,7 @@ def evaluate(
     layer_errors = LayerErrors()
     parted = None
     done = 0
+    scored: list[int] = []
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -202,7 +211,7 @@ def evaluate(
                     rows = unquantized.states[done : done + len(batch.input_ids)]
                     hidden[UNQUANTIZED] = torch.cat(rows).to(device)
                     heads[UNQUANTIZED] = unquantized.head
-                _compare(model, batch, hidden, heads, sums)
+                scored += [done + row for row in _compare(model, batch, hidden, heads, sums)]
                 done += len(batch.input_ids)
             if prompts:
                 parted = measure_divergence(
@@ -225,7 +234,14 @@ def evaluate(
         layer_errors.tokens,
         parted,
         {name: found[pair] for name, pair in COMPARISONS.items()} if unquantized is not None else {},
+        {} if sources is None else _by_source(torch.cat(sums["student", "teacher"]), [sources[number] for number in scored]),
     )
+
+
+def _by_source(sums: Tensor, sources: Sequence[str]) -> dict[str, Figures]:
+    """Figures of the samples of each source, from the sums [C, ...] of each sample and what its source is called."""
+    rows = {name: [number for number, other in enumerate(sources) if other == name] for name in sources}
+    return {name: figures(sums[own]) for name, own in rows.items()}
 
 
 def _layers(values: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, float]]:
@@ -264,10 +280,11 @@ def _compare(
     hidden: Mapping[str, Tensor],
     heads: Mapping[str, torch.nn.Module],
     sums: dict[Pair, list[Tensor]],
-) -> None:
-    """Add the per-sample sums of one batch."""
+) -> list[int]:
+    """Add the per-sample sums of one batch; the rows that have any, because something is predicted of them."""
     predicted = predicting(batch)
     rows = predicted.nonzero()[:, 0]
     per_pair = compare_pairs(hidden, heads, batch.labels[:, 1:][predicted], model.config.vocab_size, list(sums))
     for pair, per_token in per_pair.items():
         sums[pair].append(per_sample_sums(per_token, rows, len(predicted)))
+    return sorted(set(rows.tolist()))

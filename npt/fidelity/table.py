@@ -53,6 +53,8 @@ def fidelity_tables(fidelity: Fidelity, text: str = "held-out", width: int = WID
         _figures_table(f"Fidelity to the teacher on {of_text} (± standard error)", _models(fidelity, width >= WIDE), width),
         _layers_table(fidelity, width),
     ]
+    if fidelity.sources:
+        found.append(_sources_table(fidelity, width))
     if fidelity.attribution:
         columns = [(heading, fidelity.attribution[name]) for name, heading in _COMPARISONS.items() if name in fidelity.attribution]
         found.append(_figures_table("What quantisation costs, and what the conversion", columns, width))
@@ -124,6 +126,17 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
         values = [(scale * getattr(f, name), scale * getattr(f, f"{name}_se")) for _, f in columns]
         if not all(math.isnan(value) for value, _ in values):  # figures that an earlier version did not take
             table.add_row(label, *(_plus_minus(*pair, digits, unit) for pair in values))
+    return table
+
+
+def _sources_table(fidelity: Fidelity, width: int) -> Table:
+    """A source is a row: there may be many, with long names."""
+    table = _table("The student by source", width)
+    for heading in ("source", "tokens", "ratio", "KL, nats", "top-1"):
+        table.add_column(heading, justify="left" if heading == "source" else "right")
+    for name, f in fidelity.sources.items():
+        ratio, kl = _plus_minus(f.perplexity_ratio, f.perplexity_ratio_se, 4), _plus_minus(f.kl, f.kl_se, 4)
+        table.add_row(Text(name), f"{f.tokens:,}", ratio, kl, _plus_minus(100 * f.top1, 100 * f.top1_se, 1, "%"))
     return table
 
 

@@ -51,7 +51,7 @@ CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig, ProbeConfig)
 
 LEFT_OUT = {
     **dict.fromkeys(("device_map", "shard_base"), "a study's base lies on one device of one process"),
-    **dict.fromkeys(("replay_dataset", "replay_ratio", "streaming"), "a study's runs read the beginning of one data set"),
+    **dict.fromkeys(("dataset_mix", "replay_dataset", "replay_ratio", "streaming"), "a study's runs read the beginning of one data set"),
     **dict.fromkeys(("num_epochs", "resume", "save_steps", "save_total_limit"), "a study's runs are as long as max_steps and save nothing"),
     **dict.fromkeys(
         (

@@ -357,7 +357,6 @@ class TestConversations:
             [],
             chat(("user", "a")),
             chat(("system", "a")),
-            chat(("user", "a"), ("assistant", "look"), ("tool", "found")),
             *(chat(("user", "a"), ("assistant", content)) for content in ("", " \n", None)),
         ],
     )
@@ -366,7 +365,7 @@ class TestConversations:
         assert list(cut([{"m": messages}], tokenizer, config(prompt_column="m"), counts)) == []
         assert counts.skipped == {"empty completion": 1}
 
-    @pytest.mark.parametrize("messages", ["text", [1], [{"role": "user"}], [{"content": "a"}], [{"from": "human", "value": "a"}]])
+    @pytest.mark.parametrize("messages", ["text", [1], [{"role": "user"}], [{"content": "a"}], [{"from": "human", "said": "a"}]])
     def test_what_is_no_list_of_messages_is_refused(self, tokenizer, messages):
         with pytest.raises(DataError, match=r"record 0: 'm' is no list of messages"):
             list(cut([{"m": messages}], tokenizer, config(prompt_column="m")))

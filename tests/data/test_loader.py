@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import npt
 from npt.data import loader as loader_module
 from npt.data import samples as samples_module
-from npt.data.loader import Ahead, Loaded, Loader, Position
+from npt.data.loader import Ahead, Loaded, Loader, Other, Position
 from npt.data.samples import Place, Samples
 from npt.errors import DataError
 
@@ -59,11 +59,17 @@ def records(count: int, name: str = "r") -> list[dict[str, Any]]:
 
 def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -> Loader:
     """A loader anew, as a process that goes on with a run makes it."""
+    share = options.pop("replay_share", 0.0)
     data_options = {name: options.pop(name) for name in ("packing", "num_samples") if name in options}
     config = npt.DataConfig(max_length=10, **data_options)
     samples = Samples(data, tokenizer, config, seed=3)
-    other = None if replay is None else Samples(replay, tokenizer, npt.DataConfig(max_length=10), seed=4)
-    return Loader(samples, options.pop("batch_size", 2), PAD, replay=other, seed=3, **options)
+    replay = replay if isinstance(replay, tuple) else () if replay is None or not share else (replay,)
+    shares = share if isinstance(share, tuple) else (share,) * len(replay)
+    others = [
+        Other(Samples(other, tokenizer, npt.DataConfig(max_length=10), seed=4 + number), part)
+        for number, (other, part) in enumerate(zip(replay, shares, strict=True))
+    ]
+    return Loader(samples, options.pop("batch_size", 2), PAD, others=others, seed=3, **options)
 
 
 def content(loaded: Loaded) -> tuple[Any, ...]:
@@ -222,14 +228,14 @@ class TestReplay:
     def test_it_goes_round_in_another_order_each_time(self, tokenizer):
         loader = make_loader(tokenizer, records(60), records(12, "p"), epochs=2, replay_share=0.6)
         names = [name for loaded in loader.batches() for name in loaded.batch.sample_ids if name.startswith("p")]
-        once = sorted(s.id for s in loader.replay.epoch(0))
+        once = sorted(s.id for s in loader.others[0].samples.epoch(0))
         rounds = [names[i : i + len(once)] for i in range(0, len(names) - len(once) + 1, len(once))]
         assert len(rounds) > 3
         assert all(sorted(round) == once for round in rounds)
         assert len(set(map(tuple, rounds))) > 1
 
     def test_nothing_to_replay_is_an_error_and_no_endless_search(self, tokenizer):
-        with pytest.raises(DataError, match="no sample came out of the replay data"):
+        with pytest.raises(DataError, match="replay data: no sample came out of it"):
             list(make_loader(tokenizer, records(20), Stream([{"text": ""}]), replay_share=0.5).batches())
 
     def test_a_share_of_nothing_changes_nothing(self, tokenizer):

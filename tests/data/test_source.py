@@ -8,7 +8,8 @@ import pytest
 import npt
 from npt.data import source as source_module
 from npt.data.builtin import is_heldout
-from npt.data.source import check_source, fitting_columns, open_source, replay_source
+from npt.data.mix import check_sources, parts_of
+from npt.data.source import fitting_columns, open_source
 from npt.errors import DataError
 
 
@@ -88,15 +89,17 @@ class TestReplay:
         config = npt.DataConfig(
             dataset_name="team/data", dataset_config="de", dataset_split="test", num_samples=9, replay_dataset="team/other"
         )
-        second = replay_source(config)
+        first, replayed = parts_of(config)
+        second = replayed.config
+        assert (first.label, first.share, replayed.label, replayed.share) == ("data", 0.8, "replay data", 0.2)
         assert (second.dataset_name, second.dataset_config, second.dataset_split, second.num_samples) == ("team/other", None, "test", None)
         assert second.replay_dataset is None
-        assert replay_source(replace(config, replay_dataset="builtin")).dataset_split == "train"
-        assert replay_source(replace(config, replay_dataset=str(tmp_path))).dataset_split == "train"
+        for local in ("builtin", str(tmp_path)):
+            assert parts_of(replace(config, replay_dataset=local))[1].config.dataset_split == "train"
 
     def test_it_is_checked_with_the_first(self, tmp_path):
         with pytest.raises(DataError, match=r"there is no file .*missing\.txt"):
-            check_source(npt.DataConfig(replay_dataset=str(tmp_path / "missing.txt")))
+            check_sources(npt.DataConfig(replay_dataset=str(tmp_path / "missing.txt")))
 
     def test_prompt_columns_are_dropped_where_the_second_source_has_none(self):
         config = npt.DataConfig(prompt_column="q", completion_column="a")
@@ -104,6 +107,12 @@ class TestReplay:
         assert fitting_columns(config, []) == config
         fitting = fitting_columns(config, [{"text": "x"}])
         assert (fitting.prompt_column, fitting.completion_column) == (None, None)
+
+    def test_the_usual_text_column_is_taken_where_the_second_source_has_that_one_alone(self):
+        config = npt.DataConfig(text_column="body")
+        assert fitting_columns(config, [{"text": "x"}]).text_column == "text"
+        for record in ({"body": "x", "text": "y"}, {"content": "x"}, "x"):
+            assert fitting_columns(config, [record]) == config
 
 
 class TestBuiltin:

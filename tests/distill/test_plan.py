@@ -48,6 +48,7 @@ def workload(layers: str = "upper_half", count: int = 6, vocab: int = 200, **tra
         ("1,2", {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "jsd"}, 200),
         ("all", {"strategy": "end_to_end", "gradient_checkpointing": True}, 200),
         ("0,3", {"strategy": "end_to_end", "logit_kl_weight": 0.5, "gradient_checkpointing": True}, 5000),
+        ("0,3", {"strategy": "end_to_end", "logit_kl_weight": 0.5, "hidden_weight": 0.0}, 5000),
         ("2-5", {"stages": "local:0.5,end_to_end:0.5"}, 200),
     ],
     ids=str,
@@ -185,6 +186,12 @@ def test_checkpointing_is_offered_where_graphs_are_kept_and_would_then_fit() -> 
     assert found == offered["--gradient_checkpointing"]
     again = dict(remedies(checkpointed, found - 1))
     assert "--gradient_checkpointing" not in again and "--strategy local" in again
+
+
+def test_local_training_is_not_offered_to_a_run_on_the_logits_alone() -> None:
+    planned = workload("0,3", vocab=5000, batch_size=1, strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0)
+    offered = {flag for flag, _ in remedies(planned, Planner(planned).plan(1).peak - 1)}
+    assert offered and "--strategy local" not in offered
 
 
 def test_no_setting_is_offered_that_would_be_refused() -> None:

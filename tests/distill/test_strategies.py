@@ -579,3 +579,52 @@ def test_a_bad_number_at_a_position_that_predicts_nothing_is_still_seen(student,
             assert not torch.isfinite(run(student, batch, config_for(name, 0.5))[0].loss)
     finally:
         weight.data[last] = before
+
+
+def alone(**own: Any) -> TrainConfig:
+    """The logit loss by itself, at weight 1 and without a regulariser."""
+    return TrainConfig(strategy="end_to_end", hidden_weight=0.0, **{"logit_kl_weight": 1.0, **own})
+
+
+@pytest.mark.parametrize("own", LOGIT_LOSSES.values(), ids=list(LOGIT_LOSSES))
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_without_a_weight_on_hidden_states_the_loss_is_that_of_the_logits_bit_for_bit(student, batch, own, checkpointing) -> None:
+    sums, gradients = run(student, batch, alone(gradient_checkpointing=checkpointing, **own))
+    assert torch.equal(sums.loss, sums.logit) and float(sums.logit) > 0
+    assert not sums.nmse and not sums.layer_nmse.any() and sums.layer_nmse.shape == (2,)
+    beside = run(student, batch, TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, **own))[0]
+    assert torch.equal(sums.logit, beside.logit)
+    # Both losses send their gradients through one sum, so the difference is right to rounding at the scale of the two.
+    hidden = run(student, batch, TrainConfig(strategy="end_to_end", token_weighting=own.get("token_weighting", "none")))[1]
+    both = run(student, batch, TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, **own))[1]
+    for name, gradient in gradients.items():
+        assert_near(gradient + hidden[name], both[name], name)
+        assert gradient.any(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_and_its_gradient_are_linear_in_the_weight_of_hidden_states(student, batch, name) -> None:
+    kl = 0.5 if name == "end_to_end" else 0.0
+    one, two, three = (run(student, batch, config_for(name, kl, hidden_weight=weight)) for weight in (1.0, 2.0, 3.0))
+    assert_identical(one, run(student, batch, config_for(name, kl)))  # 1 is what there was without the setting
+    assert_near(three[0].loss, 2 * two[0].loss - one[0].loss, "loss")
+    for tensor, gradient in three[1].items():
+        assert_near(gradient, 2 * two[1][tensor] - one[1][tensor], tensor)
+    assert torch.equal(three[0].nmse, one[0].nmse)  # a figure, which no weight is part of
+    if kl:
+        none = run(student, batch, config_for(name, kl, hidden_weight=0.0))
+        assert_near(none[0].loss, 2 * one[0].loss - two[0].loss, "loss")
+        for tensor, gradient in none[1].items():
+            assert_near(gradient, 2 * one[1][tensor] - two[1][tensor], tensor)
+        assert torch.equal(none[0].reg, one[0].reg)
+
+
+@pytest.mark.parametrize(("own", "rounds"), [({}, 2), ({"logit_loss": "cross_entropy"}, 1)], ids=["kl", "cross_entropy"])
+def test_without_a_weight_on_hidden_states_the_teacher_runs_for_the_logits_alone(student, batch, monkeypatch, own, rounds) -> None:
+    """A loss against the text needs no teacher at all; none compares hidden states."""
+    monkeypatch.setattr("npt.distill.strategies._layer_loss", lambda *_: pytest.fail("hidden states are compared"))
+    calls: list[int] = []
+    for index in range(1, 4):
+        student.model.layers[index].self_attn.q_proj.register_forward_hook(lambda *_, index=index: calls.append(index))
+    run(student, batch, alone(**own))
+    assert calls == [1, 2, 3] * rounds

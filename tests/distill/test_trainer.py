@@ -689,6 +689,16 @@ def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build) -> None
             trainer.train()
 
 
+def test_a_run_on_the_logits_alone_reports_no_hidden_states_and_its_page_does_without(build) -> None:
+    trainer = build(strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2)
+    result = trainer.train()
+    assert "smoke test passed" in said(trainer) and result.steps == 2
+    for line in lines(result.folder, "metrics"):
+        assert "loss_nmse" not in line and not any(key.endswith(".nmse") for key in line)
+        assert 0 < line["loss"] < line["loss_kl"]  # per valid token, and per predicted one
+    assert "metrics.jsonl</code> has no NMSE by layer" in (result.folder / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
     results = {}
     for packing in (False, True):
