@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach
     from npt.adapters.consolidate import consolidate, consolidated, consolidation_disabled, unconsolidate, update_from
     from npt.adapters.consolidated_files import load_consolidated, save_consolidated
+    from npt.adapters.export import export
     from npt.adapters.io import load_adapter, save_adapter
     from npt.adapters.peft_shim import register_peft
     from npt.adapters.pretrained import from_pretrained
@@ -63,6 +64,7 @@ _HOME = {
     "consolidation_disabled": "npt.adapters.consolidate",
     "detach": "npt.adapters.attach",
     "evaluate": "npt.fidelity.evaluate",
+    "export": "npt.adapters.export",
     "from_pretrained": "npt.adapters.pretrained",
     "load_adapter": "npt.adapters.io",
     "load_base": "npt.quant.load",
@@ -107,6 +109,7 @@ __all__ = [
     "consolidation_disabled",
     "detach",
     "evaluate",
+    "export",
     "from_pretrained",
     "load_adapter",
     "load_base",

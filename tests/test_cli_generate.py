@@ -107,6 +107,19 @@ def test_two_texts_stand_beside_or_below_one_another(width, beside, monkeypatch)
     assert [line for line in lines if "prompt same left" in line] and [line for line in lines if "prompt same right" in line]
 
 
+@pytest.mark.parametrize("width", [120, 80])
+def test_empty_lines_in_a_row_are_counted_and_not_printed(width, monkeypatch) -> None:
+    """A student that was hardly trained may write an end of line until the limit, and the table would be as long."""
+    out = io.StringIO()
+    texts = {"teacher": ("one\n\ntwo\n", "three"), "student": ("one\n\ntwo\n", " \n\t\n" * 30 + "four" + "\n" * 61)}
+    verb._print_texts(Console(file=out, width=width, markup=False), "prompt ", texts)
+    shown = out.getvalue()
+    assert len(shown.splitlines()) < 30
+    assert "three" in shown and "four" in shown and shown.count("two") == 2
+    assert shown.count("[60 empty lines]") == shown.count("[61 empty lines]") == 1
+    assert shown.count("empty lines") == 2  # the one between one and two is a paragraph's
+
+
 def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
     tokenizer = student[1]
     ids = tuple(tokenizer("naïve é", add_special_tokens=False)["input_ids"])

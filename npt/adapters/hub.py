@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from npt.adapters.run_layout import adapter_places
 from npt.errors import HubError
 
 T = TypeVar("T")
 
-_STEP = re.compile(r"step-\d+")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -47,9 +47,7 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
 
 def _inside(path: Path, mark: str) -> Path:
     """The adapter's folder in or below a folder; the folder itself where there is none."""
-    checkpoints = sorted(path.glob("checkpoints/step-*"), key=lambda folder: folder.name)
-    places = [path, path / "best" / "adapter", path / "adapter", *(c / "adapter" for c in reversed(checkpoints) if _STEP.fullmatch(c.name))]
-    return next((place for place in places if (place / mark).is_file()), path)
+    return next((place for place in adapter_places(path) if (place / mark).is_file()), path)
 
 
 def on_hub(where: str, call: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,50 @@ def save_adapter(
     return folder
 
 
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter that was found: `name` is what it was asked for by, `folder` where it is, `record` what its `adapter_config.json` holds,
+    `config` the form in it. Whoever has one need not look again, where a run that goes on may have another by then."""
+
+    name: str
+    folder: Path
+    config: NPTConfig
+    record: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Named = str | Path | StoredAdapter
+"""An adapter as functions take it: a folder, USER/NAME on the hub, or one that was found already."""
+
+
+def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
+    """The adapter that a name means, fetched from the model hub where it is USER/NAME there; its configuration is read, no tensor is.
+
+    Args:
+        name: as for `npt.from_pretrained`.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        AdapterFileError: there is none, or its configuration cannot be read or used.
+        HubError: the hub cannot be reached, or has no such repository.
+    """
+    if isinstance(name, StoredAdapter):
+        return name
+    folder = adapter_folder(name, FILES, revision)
+    return StoredAdapter(str(name), folder, *_read_config(folder))
+
+
 def load_adapter(
-    model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None, check_base: bool = True, revision: str | None = None
+    model: PreTrainedModel, folder: Named, *, base: BaseIdentity | None = None, check_base: bool = True, revision: str | None = None
 ) -> NPTConfig:
     """Attach the adapters saved in `folder`, and consolidate the updates that stand beside them. A refused folder leaves the model as it
     was.
 
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are overwritten.
-        folder: as written by `save_adapter`; or USER/NAME on the model hub, where no such folder is there.
+        folder: as written by `save_adapter`; or USER/NAME on the model hub, where no such folder is there; or what `find_adapter` found.
         base: `npt.base_identity(model)` where known already; computed otherwise. Its configuration, 4-bit codes and unpacked
             tensors must be the recorded ones; of a folder of an earlier version, which does not know them, its `base_hash`.
         check_base: False loads the adapter onto any base that its shapes fit.
@@ -113,13 +148,12 @@ def load_adapter(
             the base differs.
         ModelError: the folder holds updates, and the model has some already or has them switched off.
     """
-    folder = adapter_folder(folder, FILES, revision)
-    read_adapter_config(folder)  # before the whole base is read
+    stored = find_adapter(folder, revision)  # before the whole base is read
     if base is None and check_base:
         base = base_identity(model)
-    config, tensors = read_adapter(model, folder, base=base, check_base=check_base)
-    with_updates = (folder / HISTORY_NAME).exists()
-    updates = read_consolidated(model, folder, base=base, check_base=check_base) if with_updates else ()
+    config, tensors = read_adapter(model, stored, base=base, check_base=check_base)
+    with_updates = (stored.folder / HISTORY_NAME).exists()
+    updates = read_consolidated(model, stored.folder, base=base, check_base=check_base) if with_updates else ()
     if updates:
         check_enabled(model)  # before anything is attached
     if not is_attached(model):
@@ -131,7 +165,7 @@ def load_adapter(
 
 
 def read_adapter(
-    model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None, check_base: bool = True
+    model: PreTrainedModel, folder: Named, *, base: BaseIdentity | None = None, check_base: bool = True
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
     """The configuration and tensors saved in `folder`, once all is found to fit the model, which is not changed.
 
@@ -146,8 +180,8 @@ def read_adapter(
     Raises:
         AdapterFileError: as `load_adapter`.
     """
-    folder = adapter_folder(folder, FILES)
-    config, record = read_adapter_config(folder)
+    stored = find_adapter(folder)
+    folder, config, record = stored.folder, stored.config, stored.record
     found = (base if base is not None else base_identity(model)).mismatch(record) if check_base else None
     if found is not None:
         name = f" ({shown(record['base_model_name_or_path'])})" if record.get("base_model_name_or_path") else ""
@@ -161,17 +195,16 @@ def read_adapter(
     return config, _read_tensors(folder / WEIGHTS_NAME, shapes)
 
 
-def base_mismatch(folder: str | Path, base: BaseIdentity) -> str | None:
+def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
     """Return in what a saved adapter, or the updates saved with it, belongs to another base than this one; None if it does not.
 
     Raises:
-        AdapterFileError, HubError: as `read_adapter_config`.
+        AdapterFileError, HubError: as `find_adapter`.
     """
-    folder = adapter_folder(folder, FILES)
-    _, record = read_adapter_config(folder)
-    found = base.mismatch(record)
-    if found is None and (folder / HISTORY_NAME).exists():
-        found = base.mismatch(read_json(folder / HISTORY_NAME, AdapterFileError))
+    stored = find_adapter(folder)
+    found = base.mismatch(stored.record)
+    if found is None and (stored.folder / HISTORY_NAME).exists():
+        found = base.mismatch(read_json(stored.folder / HISTORY_NAME, AdapterFileError))
     return found
 
 
@@ -200,21 +233,19 @@ def _check_replaceable(folder: Path) -> None:
         return
     other = sorted(p.name for p in folder.iterdir() if p.name not in FILES) if folder.is_dir() else []
     try:
-        read_adapter_config(folder)
+        _read_config(folder)
     except AdapterFileError:
         other = other or [folder.name]
     if other:
         raise AdapterFileError(f"{folder} holds something other than an NPT adapter ({other[0]}); choose another folder")
 
 
-def read_adapter_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
-    """A saved adapter's configuration, and the record it stands in; fetched from the model hub where it is USER/NAME there.
+def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
+    """A saved adapter's configuration, and the record it stands in.
 
     Raises:
         AdapterFileError: there is none, or it cannot be read or used.
-        HubError: the hub cannot be reached, or has no such repository.
     """
-    folder = adapter_folder(folder, FILES)
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise AdapterFileError(f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote")

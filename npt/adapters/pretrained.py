@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from npt.adapters.hub import adapter_folder
-from npt.adapters.io import FILES, load_adapter, read_adapter_config
+from npt.adapters.io import Named, find_adapter, load_adapter
 from npt.errors import AdapterFileError
 from npt.quant.load import load_base
 from npt.quant.recipe import Recipe
 
 
 def from_pretrained(
-    adapter: str | Path,
+    adapter: Named,
     *,
     base_name: str | None = None,
     device: str | torch.device | None = None,
@@ -42,14 +40,13 @@ def from_pretrained(
         ModelError: as `npt.load_base`.
         HubError: the hub cannot be reached, or has no such repository.
     """
-    folder = adapter_folder(adapter, FILES, revision)
-    _, record = read_adapter_config(folder)
-    recipe, name = Recipe.of_record(record), base_name or record.get("base_model_name_or_path")
+    stored = find_adapter(adapter, revision)
+    recipe, name = Recipe.of_record(stored.record), base_name or stored.record.get("base_model_name_or_path")
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
-            f"{folder} does not say how its base was loaded, as folders of earlier versions do not; load it with npt.load_base and give "
-            "it to npt.load_adapter"
+            f"{stored.folder} does not say how its base was loaded, as folders of earlier versions do not; load it with npt.load_base and "
+            "give it to npt.load_adapter (npt.save_adapter then writes down how)"
         )
     model, tokenizer = load_base(name, device=device, device_map=device_map, attn_implementation=attn_implementation, **recipe.arguments)
-    load_adapter(model, folder, check_base=check_base)
+    load_adapter(model, stored, check_base=check_base)
     return model, tokenizer

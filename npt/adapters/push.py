@@ -16,7 +16,7 @@ from torch import nn
 
 from npt.adapters.consolidated_files import HISTORY_NAME
 from npt.adapters.hub import is_hub_id, on_hub
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, WEIGHTS_NAME, card, for_hub, read_adapter_config, save_adapter
+from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, WEIGHTS_NAME, card, find_adapter, for_hub, save_adapter
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import write_json, write_text
 from npt.stored import read_headers, read_json, read_tensors
@@ -35,7 +35,8 @@ def push_to_hub(
     """Put an adapter into a repository of the hub, which is made where it does not exist.
 
     Args:
-        adapter: a folder of `npt.save_adapter`, or a model with adapters attached.
+        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a checkpoint, or a model with adapters
+            attached.
         repo_id: USER/NAME.
         private: whether a repository that is made is private; one that exists stays what it is.
         revision: branch, which has to exist; default the main one.
@@ -58,7 +59,7 @@ def push_to_hub(
         if isinstance(adapter, nn.Module):
             save_adapter(adapter, folder, fidelity=fidelity)
         else:
-            _copy(Path(adapter), folder)
+            _copy(find_adapter(adapter).folder, folder)
         _tell(folder, fidelity, repo_id)
         from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -72,7 +73,6 @@ def push_to_hub(
 
 def _copy(source: Path, folder: Path) -> None:
     """An adapter's files, found to be usable."""
-    read_adapter_config(source)
     weights = source / WEIGHTS_NAME
     if not weights.is_file():
         raise AdapterFileError(f"{source} holds no {WEIGHTS_NAME}; the adapter is incomplete")
@@ -88,7 +88,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 def _tell(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
     """The card, with the fidelity where that is given; and where a base lies on this machine's disk stays here, but for its name."""
-    _, record = read_adapter_config(folder)
+    record = dict(find_adapter(folder).record)
     name = str(record["base_model_name_or_path"])
     local = Path(name).is_absolute() or name.startswith((".", "~"))
     if local:

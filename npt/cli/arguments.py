@@ -55,18 +55,26 @@ def add_adapter(parser: argparse.ArgumentParser, *, required: bool = True, help:
     )
 
 
-def base_config(given: Mapping[str, Any]) -> BaseConfig:
-    """The base of the flags, and where these are silent that of the adapter which they name.
+def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with the adapter that they name, if any, found: once for a command. It prints as the name that it was given.
 
     Raises:
-        AdapterFileError, HubError: the adapter's configuration cannot be read.
+        AdapterFileError, HubError: there is none, or its configuration cannot be read.
     """
     if given.get("adapter") is None:
+        return dict(given)
+    from npt.adapters.io import find_adapter
+
+    return {**given, "adapter": find_adapter(given["adapter"])}
+
+
+def base_config(given: Mapping[str, Any]) -> BaseConfig:
+    """The base of the flags, and where these are silent that of their adapter, which was found."""
+    if given.get("adapter") is None:
         return build(BaseConfig, given)
-    from npt.adapters.io import read_adapter_config
     from npt.quant.recipe import Recipe
 
-    _, record = read_adapter_config(Path(given["adapter"]))
+    record = given["adapter"].record
     recipe, name = Recipe.of_record(record), record.get("base_model_name_or_path")
     known: dict[str, Any] = {"model_name": name} if isinstance(name, str) and name != "unknown" else {}
     if recipe is not None and given.get("use_quantization", recipe.flags["use_quantization"]) == recipe.flags["use_quantization"]:
@@ -120,7 +128,7 @@ def add_any_base(parser: argparse.ArgumentParser) -> None:
 
 
 def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[Any, dict[str, str]]:
-    """Attach the adapter that the flags name to a loaded base.
+    """Attach the adapter of the flags, which was found, to a loaded base.
 
     Args:
         model: the base.
@@ -131,17 +139,14 @@ def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[An
         The base's identity, and what is put on record of such a base: `other_base`, or nothing.
     """
     import npt
-    from npt.adapters.hub import adapter_folder
-    from npt.adapters.io import FILES, base_mismatch
+    from npt.adapters.io import base_mismatch
 
-    base, folder = npt.base_identity(model), adapter_folder(given["adapter"], FILES)
-    if folder != Path(given["adapter"]):
-        console.print(f"adapter {folder}", markup=False, highlight=False, soft_wrap=True)
-    other = base_mismatch(folder, base) if given["any_base"] else None
-    npt.load_adapter(model, folder, base=base, check_base=not given["any_base"])
+    base, stored = npt.base_identity(model), given["adapter"]
+    if stored.folder != Path(stored.name):
+        console.print(f"adapter {stored.folder}", markup=False, highlight=False, soft_wrap=True)
+    other = base_mismatch(stored, base) if given["any_base"] else None
+    npt.load_adapter(model, stored, base=base, check_base=not given["any_base"])
     if other is None:
         return base, {}
-    console.print(
-        f"warning: --any_base: {given['adapter']} was trained on another base: {other}", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"warning: --any_base: {stored} was trained on another base: {other}", markup=False, highlight=False, soft_wrap=True)
     return base, {"other_base": other}

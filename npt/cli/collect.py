@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_adapter, add_any_base, base_config, jsonl, load, load_adapter, natural, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, jsonl, load, load_adapter, natural, positive, with_adapter
 from npt.config import SEED_MAX, BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -15,6 +15,7 @@ from npt.flags import add_settings, build
 
 def collect(given: dict[str, Any]) -> int:
     """Write the prompts at which a student's greedy token leaves its teacher's, as data to train on."""
+    given = with_adapter(given)
     base, data = base_config(given), build(DataConfig, given)
     if given["seed"] > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")

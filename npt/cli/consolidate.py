@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_adapter, add_any_base, base_config, limit, load, load_adapter, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, limit, load, load_adapter, positive, with_adapter
 from npt.config import TARGETS, BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -27,6 +26,7 @@ OF_AN_UPDATE: dict[str, Any] = {
 
 def consolidate(given: dict[str, Any]) -> int:
     """Make what a text does to one token part of the model, and report what is recalled and what forgotten."""
+    given = with_adapter(given)
     base, data = base_config(given), build(DataConfig, given)
     if given["undo"]:
         beside = [f"--{name}" for name in OF_AN_UPDATE if given[name] is not None and given[name] is not False]
@@ -40,7 +40,7 @@ def consolidate(given: dict[str, Any]) -> int:
     import npt
     from npt.adapters.attach import resolve_layers
     from npt.adapters.consolidate import update_from
-    from npt.adapters.io import adapter_hash, read_adapter_config
+    from npt.adapters.io import adapter_hash
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
     from npt.data.samples import evaluation_samples
     from npt.data.source import check_source, open_source, own_heldout
@@ -49,7 +49,6 @@ def consolidate(given: dict[str, Any]) -> int:
     from npt.files import to_json
 
     console = make_console(stderr=given["json"])
-    config, _ = read_adapter_config(Path(given["adapter"]))  # before the base is loaded
     check_source(data)
     model, tokenizer = load(base, console)
     identity, other = load_adapter(model, given, console)
@@ -66,6 +65,7 @@ def consolidate(given: dict[str, Any]) -> int:
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
     token = token_index(as_row(model, list(ids)), given["token"])
+    config = given["adapter"].config
     have = resolve_layers(config.layers, model.config.num_hidden_layers)
     layers = have if given["layers"] is None else resolve_layers(given["layers"], model.config.num_hidden_layers)
     # At the same cost the additions to the residual stream alone recall most; a search begins from everything there is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, natural, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, natural, positive, with_adapter
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -19,6 +19,7 @@ NEW_TOKENS = 64
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
+    given = with_adapter(given)
     base, data = base_config(given), build(DataConfig, given)
     import npt
     from npt.data.batch import pad_id_of

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from dataclasses import replace
 from typing import Any
 
-from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, natural, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, natural, positive, with_adapter
 from npt.config import BaseConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -15,6 +16,9 @@ from npt.flags import add_settings
 
 SIDE_BY_SIDE = 100
 """Columns of a terminal from which on two texts stand beside one another."""
+
+EMPTY_LINES = 2
+"""So many in a row are shown; more are counted."""
 
 
 def generate(given: dict[str, Any]) -> int:
@@ -29,7 +33,8 @@ def generate(given: dict[str, Any]) -> int:
     if given["draft_tokens"] is not None and not given["assisted"]:
         raise ConfigError("--draft_tokens means nothing without --assisted; add it, or drop it")
     decoding = Decoding(given["max_new_tokens"], given["temperature"], given["top_p"], given["seed"])
-    text, base = _prompt(given["prompt"]), base_config(given)  # this and what stands above before the base is loaded
+    text, given = _prompt(given["prompt"]), with_adapter(given)
+    base = base_config(given)  # this and what stands above before the base is loaded
     notes = make_console(stderr=True)  # so that what is on standard output is text, or JSON, alone
     model, tokenizer = load(base, notes)
     _, other = load_adapter(model, given, notes)
@@ -142,7 +147,7 @@ def _print_texts(console: Any, prompt: str, texts: dict[str, tuple[str, str]]) -
     from rich.table import Table
     from rich.text import Text
 
-    panels = {mode: Text.assemble((prompt, "dim"), common, (rest, "bold")) for mode, (common, rest) in texts.items()}
+    panels = {mode: _shortened(Text.assemble((prompt, "dim"), common, (rest, "bold"))) for mode, (common, rest) in texts.items()}
     if console.width >= SIDE_BY_SIDE:
         table = Table(expand=True)
         for mode in panels:
@@ -152,6 +157,17 @@ def _print_texts(console: Any, prompt: str, texts: dict[str, tuple[str, str]]) -
     else:
         for mode, shown in panels.items():
             console.print(Panel(shown, title=mode, title_align="left"))
+
+
+def _shortened(text: Any) -> Any:
+    """The same with empty lines in a row counted: a student that was hardly trained may write an end of line until the limit."""
+    from rich.text import Text
+
+    lines: list[Any] = []
+    for empty, run in itertools.groupby(text.split("\n", allow_blank=True), key=lambda line: not line.plain.strip()):
+        found = list(run)
+        lines += [Text(f"[{len(found)} empty lines]", "dim")] if empty and len(found) > EMPTY_LINES else found
+    return Text("\n").join(lines)
 
 
 def _parting_line(parting: dict[str, Any], limit: int) -> str:

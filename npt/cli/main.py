@@ -10,12 +10,27 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from npt.cli import collect, completion, consolidate, doctor, evaluate, generate, pretrain, push, replay, report, sweep, trace, transplant
+from npt.cli import (
+    collect,
+    completion,
+    consolidate,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    pretrain,
+    push,
+    replay,
+    report,
+    sweep,
+    trace,
+    transplant,
+)
 from npt.errors import NPTError, StoppedError, is_out_of_memory
 from npt.flags import OneLineParser
 from npt.version import __version__
 
-VERBS = (pretrain, evaluate, generate, trace, replay, report, sweep, doctor, collect, consolidate, transplant, push, completion)
+VERBS = (pretrain, evaluate, generate, trace, replay, report, sweep, doctor, collect, consolidate, transplant, push, export, completion)
 
 
 def _keeps_matmul_precision(run: Callable[..., int]) -> Callable[..., int]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import base_config, load, load_adapter
+from npt.cli.arguments import base_config, load, load_adapter, with_adapter
 from npt.cli.defaults import offer_auto, over, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
@@ -27,7 +27,7 @@ def pretrain(given: dict[str, Any]) -> int:
     idle = next((name for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds") if name in given), None)
     if "config" in given:
         given = over(read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}), given)
-    given = with_safe_mode(given)
+    given = with_adapter(with_safe_mode(given))
     any_base, start = given.pop("any_base", False), given.get("adapter")
     base = base_config(given)
     found = with_data(given, base.model_name)
@@ -83,16 +83,13 @@ def _settings(given: dict[str, Any]) -> tuple[NPTConfig, DataConfig, TrainConfig
     return adapter, build(DataConfig, given), build(TrainConfig, given)
 
 
-def _form_of(start: str, given: dict[str, Any]) -> NPTConfig:
+def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
     """The form of a saved adapter, beside which the flags may say nothing else.
 
     Raises:
-        AdapterFileError, HubError: its configuration cannot be read.
         ConfigError: a flag says something else.
     """
-    from npt.adapters.io import read_adapter_config
-
-    form, _ = read_adapter_config(Path(start))
+    form = start.config
     asked = build(NPTConfig, {**{flag_of(f): getattr(form, f.name) for f in fields(NPTConfig)}, **given})
     other = next((f for f in fields(NPTConfig) if getattr(asked, f.name) != getattr(form, f.name)), None)
     if other is not None:
@@ -143,7 +140,7 @@ class _Checked:
     config: Any
 
 
-def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, start: str | None) -> _Checked:
+def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, start: Any) -> _Checked:
     """Refuse what can be refused before the minutes that loading a large base takes."""
     from npt.adapters.attach import check_fit
     from npt.calibration.calibrate import check_calibration
@@ -209,7 +206,7 @@ def _train(
     data: DataConfig,
     training: TrainConfig,
     any_base: bool,
-    start: str | None,
+    start: Any,
     console: Any,
     trackers: Any,
 ) -> int:
@@ -244,7 +241,7 @@ def _train(
             None,
             training,
             data_config=data,
-            settings={**asdict(base), "adapter": start},
+            settings={**asdict(base), "adapter": None if start is None else str(start)},
             console=console,
             ranks=ranks,
             teacher=teacher,

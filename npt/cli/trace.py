@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from npt.cli.arguments import add_adapter, add_any_base, base_config, limit, load, load_adapter, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, limit, load, load_adapter, positive, with_adapter
 from npt.config import STRATEGIES, BaseConfig, DataConfig, TrainConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -19,6 +19,7 @@ def trace(given: dict[str, Any]) -> int:
         raise ConfigError(f"--strategy {given['strategy']} is of an adapter's training step; give its --adapter, or drop --strategy")
     if given["any_base"] and given["adapter"] is None:
         raise ConfigError("--any_base means nothing without --adapter; add it, or drop --any_base")
+    given = with_adapter(given)
     base, data = base_config(given), build(DataConfig, given)
     training = TrainConfig(strategy=given["strategy"] or TrainConfig.strategy)
     import itertools

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, positive
+from npt.cli.arguments import add_adapter, add_any_base, base_config, load, load_adapter, positive, with_adapter
 from npt.config import BaseConfig
 from npt.console import make_console
 from npt.flags import add_settings
@@ -13,6 +13,7 @@ from npt.flags import add_settings
 
 def transplant(given: dict[str, Any]) -> int:
     """Put the modulation of one text's token in the place of another's, and show what comes next."""
+    given = with_adapter(given)
     base = base_config(given)
     import npt
     from npt.files import to_json

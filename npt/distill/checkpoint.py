@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, attached_config
 from npt.adapters.io import base_mismatch, read_adapter, save_adapter
+from npt.adapters.run_layout import ADAPTER, checkpoints
 from npt.data.loader import Position
 from npt.distill.spikes import HISTORY
 from npt.distill.transaction import Kept, Transaction
@@ -42,10 +42,9 @@ from npt.random_state import read_random_state
 from npt.stored import Header, check_entries, check_names, described, read_headers, read_json, read_tensors, shown
 
 FORMAT = 1
-ADAPTER, TENSORS, RECORD, MANIFEST = "adapter", "state.safetensors", "state.json", "manifest.json"
+TENSORS, RECORD, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 
-_NAME = re.compile(r"step-([0-9]{8,18})")
 _SPIKES = ("spikes.losses", "spikes.norms")
 _NUMBER = (int, float)
 _COUNTERS = ("step", "tokens", "micro_batches", "in_a_row", "epoch", "diagnoses")
@@ -276,14 +275,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         what = shown(str(error))
         raise CheckpointError(f"{path} holds a position, figures or counts that are none: {what}; use another checkpoint") from error
     return Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders below `folder`, oldest first; half-written ones, those set aside and links are none."""
-    if not folder.is_dir():
-        return []
-    named = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named) if path.is_dir() and not path.is_symlink()]
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:

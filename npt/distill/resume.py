@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from npt.adapters.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
-from npt.distill.checkpoint import MANIFEST, Checkpoint, checkpoints, newest_good, read_checkpoint
-from npt.distill.run_folder import CHECKPOINTS, check_free, is_run, tidy
+from npt.distill.checkpoint import MANIFEST, Checkpoint, newest_good, read_checkpoint
+from npt.distill.run_folder import check_free, is_run, tidy
 from npt.errors import CheckpointError, ConfigError
 from npt.stored import shown
 

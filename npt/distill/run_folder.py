@@ -18,13 +18,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from npt.adapters.io import save_adapter
-from npt.distill.checkpoint import checkpoints, verify_checkpoint
+from npt.adapters.run_layout import ADAPTER, BEST, CHECKPOINTS, checkpoints, step_name
+from npt.distill.checkpoint import verify_checkpoint
 from npt.errors import CheckpointError, ConfigError
 from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
 from npt.quant.identity import BaseIdentity
 from npt.version import __version__
 
-CHECKPOINTS, BEST, FINAL = "checkpoints", "best", "adapter"
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION = "report.html", "modulation.json"
 TRACKED = frozenset({"wandb", "npt", ".aim", "dvclive", "swanlog"})
@@ -80,8 +80,8 @@ class RunFolder:
             self._lock = _locked(self.path)
             try:
                 if resume_at is not None:
-                    if (self.path / FINAL).is_dir():  # of an end that is none any more
-                        remove_folder(self.path / FINAL)
+                    if (self.path / ADAPTER).is_dir():  # of an end that is none any more
+                        remove_folder(self.path / ADAPTER)
                     _cut_log(self.path / METRICS, resume_at)
                     _cut_log(self.path / EVENTS, None)
                 self._logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
@@ -146,7 +146,7 @@ class RunFolder:
             CheckpointError: what was written does not read back as it was; it is set aside.
         """
         self._make_anew_if_gone()
-        folder = self.path / CHECKPOINTS / f"step-{step:08d}"
+        folder = self.path / CHECKPOINTS / step_name(step)
         write(folder)
         try:
             verify_checkpoint(folder)
@@ -165,14 +165,14 @@ class RunFolder:
         self._make_anew_if_gone()
         folder = self.path / BEST
         with new_folder(folder) as temporary:
-            save_adapter(model, temporary / "adapter", base=base)
+            save_adapter(model, temporary / ADAPTER, base=base)
             write_json(temporary / "fidelity.json", figures)
         return folder
 
     def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]) -> Path:
         """`adapter`: the student that the run ends with, and its fidelity in the card; `npt.from_pretrained` takes the run's folder."""
         self._make_anew_if_gone()
-        return save_adapter(model, self.path / FINAL, base=base, fidelity=fidelity)
+        return save_adapter(model, self.path / ADAPTER, base=base, fidelity=fidelity)
 
     @property
     def has_best(self) -> bool:

@@ -30,6 +30,7 @@ from npt.adapters.attach import (
     set_adapters,
 )
 from npt.adapters.consolidate import consolidated
+from npt.adapters.run_layout import CHECKPOINTS
 from npt.adapters.sharding import is_sharded
 from npt.calibration.calibrate import check_calibration
 from npt.calibration.report import Calibration
@@ -56,7 +57,6 @@ from npt.distill.ranks import Ranks, join_ranks
 from npt.distill.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.distill.run_folder import (
     BROKEN,
-    CHECKPOINTS,
     EVENTS,
     METRICS,
     MODULATION,

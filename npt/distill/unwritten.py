@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from npt.distill.run_folder import BEST, FINAL, RunFolder
+from npt.adapters.run_layout import ADAPTER, BEST
+from npt.distill.run_folder import RunFolder
 from npt.quant.identity import BaseIdentity
 
 
@@ -42,7 +43,7 @@ class UnwrittenFolder(RunFolder):
         return self.path / BEST
 
     def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]) -> Path:
-        return self.path / FINAL
+        return self.path / ADAPTER
 
     def discard(self) -> None: ...
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy
 
+from npt.adapters.run_layout import ADAPTER, BEST
 from npt.config import TrainConfig
-from npt.distill.run_folder import BEST, FINAL, REPORT, RUN
+from npt.distill.run_folder import REPORT, RUN
 from npt.errors import CheckpointError
 from npt.fidelity.evaluate import Fidelity
 from npt.fidelity.metrics import Figures
@@ -125,11 +126,11 @@ def best_of(folder: Path) -> tuple[int, Figures] | None:
 def _adapters(folder: Path) -> list[tuple[Path, dict[str, Any], list[str]]]:
     """Folders of adapters with their figures and aliases; one where the last is also the best, or nothing says which is."""
     best, last = _read(folder / BEST / "fidelity.json"), _read(folder / "fidelity.json")
-    has_best, has_last = (folder / BEST / "adapter").is_dir(), (folder / FINAL).is_dir()
+    has_best, has_last = (folder / BEST / ADAPTER).is_dir(), (folder / ADAPTER).is_dir()
     if has_last and (not has_best or best.get("student") == last.get("student")):
-        return [(folder / FINAL, last, ["best", "last"])]
-    found = [(folder / BEST / "adapter", best, ["best"])] if has_best else []
-    return found + ([(folder / FINAL, last, ["last"])] if has_last else [])
+        return [(folder / ADAPTER, last, ["best", "last"])]
+    found = [(folder / BEST / ADAPTER, best, ["best"])] if has_best else []
+    return found + ([(folder / ADAPTER, last, ["last"])] if has_last else [])
 
 
 def _read(path: Path) -> dict[str, Any]:

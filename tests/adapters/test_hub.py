@@ -59,6 +59,13 @@ def test_what_is_pushed_loads_again_by_its_name(hub: Hub, folder, load_model):
     assert torch.equal(logits(model), logits(student(load_model)))
 
 
+def test_of_a_runs_folder_its_adapter_is_pushed(hub: Hub, folder, tmp_path):
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    folder.rename(tmp_path / "run" / "best" / "adapter")
+    npt.push_to_hub(tmp_path / "run", "me/adapter")
+    assert set(hub.files["me/adapter"]) == THREE
+
+
 def test_a_model_is_pushed_as_its_folder_would_be_with_its_updates(hub: Hub, load_model):
     model = student(load_model)
     npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS), 0.5))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import npt
+from npt.adapters import hub
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.hub import adapter_folder
 from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, for_hub
@@ -85,6 +86,16 @@ def test_the_base_may_lie_elsewhere_and_another_one_is_refused(tmp_path):
     npt.from_pretrained(tmp_path / "adapter", base_name=str(moved), device="cpu", check_base=False)
 
 
+@pytest.mark.parametrize("call", [npt.from_pretrained, lambda folder, **given: npt.load_adapter(npt.load_base("tiny", **given)[0], folder)])
+def test_an_adapter_is_looked_for_once(tmp_path, monkeypatch, call):
+    saved(tmp_path / "run" / "adapter", RECIPES["fp32"])
+    looked: list[Path] = []
+    inside = hub._inside
+    monkeypatch.setattr(hub, "_inside", lambda path, mark: looked.append(path) or inside(path, mark))
+    call(tmp_path / "run", device="cpu")
+    assert looked == [tmp_path / "run"]
+
+
 class TestFolders:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Path:
@@ -100,7 +111,12 @@ class TestFolders:
         assert adapter_folder(run, FILES) == run / "adapter"
         shutil.rmtree(run / "adapter")
         assert adapter_folder(run, FILES) == run / "checkpoints" / "step-00000010" / "adapter"
-        shutil.rmtree(run / "checkpoints" / "step-00000010")
+        for name in ("step-99999999", "step-100000000"):
+            (run / "checkpoints" / name / "adapter").mkdir(parents=True)
+            (run / "checkpoints" / name / "adapter" / CONFIG_NAME).write_text("{}")
+        assert adapter_folder(run, FILES) == run / "checkpoints" / "step-100000000" / "adapter"  # by number, not by name
+        for name in ("step-99999999", "step-100000000", "step-00000010"):
+            shutil.rmtree(run / "checkpoints" / name)
         assert adapter_folder(run, FILES) == run / "checkpoints" / "step-00000002" / "adapter"
 
     def test_of_a_checkpoint_it_is_its_own_and_of_an_adapters_folder_itself(self, run):

@@ -1,0 +1,242 @@
+"""Language models in which attention acts by modulating the MLP of its token. Needs torch and transformers, nothing else.
+
+A decoder layer computes, from a token's state h and its attention output a = Attention(RMSNorm1(h)):
+
+    x = RMSNorm2(h)                  h + a in its place where the residual is kept
+    z = A a                          a low-rank code of the attention output
+    m = 1 + beta (2 sigmoid(M z) - 1),   s = alpha (B z)        for each of gate, up, down
+    gate' = m_gate * gate_proj(x) + s_gate        and likewise up' and down'
+    o = h + down'(act(gate') * up')
+
+Everything else, attention, caches and masks among it, is transformers' own model of the base's family.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralForCausalLM,
+    MistralModel,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    SmolLM3ForCausalLM,
+    SmolLM3Model,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
+
+from .configuration_npt import NPTLlamaConfig, NPTMistralConfig, NPTQwen2Config, NPTQwen3Config, NPTSmolLM3Config
+
+FORMS = {
+    "half_sigmoid": lambda u: 0.5 * torch.sigmoid(u) + 0.5,
+    "one_plus_tanh": lambda u: 1.0 + torch.tanh(u),
+    "unbounded": lambda u: 1.0 + u,
+}
+
+
+class NPTAdapter(nn.Module):
+    """The modulation of one layer, in fp32 whatever the model around it computes in.
+
+    Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which stand in front of the modulation. O is F
+    for gate and up, D for down.
+    """
+
+    def __init__(self, config, index: int):
+        super().__init__()
+        self.form = form = config.npt
+        rank, rows = form["ranks"].get(str(index)), form["rows"].get(str(index), ())
+        width = {"gate": config.intermediate_size, "up": config.intermediate_size, "down": config.hidden_size}
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
+
+        self.A = None if rank is None else empty(rank, config.hidden_size)
+        targets = form["targets"] if rank is not None else ()
+        self.B = nn.ParameterDict({t: empty(width[t], rank) for t in targets if form["additive"]})
+        self.M = nn.ParameterDict({t: empty(width[t], rank) for t in targets if form["multiplicative"]})
+        self.row_scale = nn.ParameterDict({t: empty(width[t]) for t in rows})
+        self.row_bias = nn.ParameterDict({t: empty(width[t]) for t in rows})
+        self.keep_residual = form["keep_residual"] or rank is None
+
+    def _apply(self, fn, recurse: bool = True):
+        """Move with the model and keep every number: `model.to(torch.bfloat16)` is meant for the base."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, recurse)
+
+    def code(self, attention: Tensor) -> Tensor | None:
+        """z = A a: [..., D] -> [..., R]; None where the layer has rows alone."""
+        if self.A is None:
+            return None
+        with torch.autocast(attention.device.type, enabled=False):
+            return F.linear(attention.to(self.A.dtype), self.A)
+
+    def modulate(self, target: str, y: Tensor, z: Tensor | None) -> Tensor:
+        """y' of one product, [..., O], in the dtype of y."""
+        with torch.autocast(y.device.type, enabled=False):
+            if target in self.row_scale:
+                y = (self.row_scale[target] * y.to(torch.float32) + self.row_bias[target]).to(y.dtype)
+            if z is None or target not in self.form["targets"]:
+                return y
+            out = y.to(z.dtype)
+            if target in self.M:
+                out = self.multiplier(F.linear(z, self.M[target])) * out
+            if target in self.B:
+                out = out + self.form["additive_scale"] * F.linear(z, self.B[target])
+            return out.to(y.dtype)
+
+    def multiplier(self, u: Tensor) -> Tensor:
+        """m of u = M z; 2 sigmoid(u) - 1 as tanh(u / 2), which is exact near 0."""
+        other = FORMS.get(self.form["mult_form"])
+        return 1.0 + self.form["mult_bound"] * torch.tanh(0.5 * u) if other is None else other(u)
+
+
+class NPTLayer(nn.Module):
+    """The forward of a decoder layer in NPT form; stands in front of the family's own class, whose modules these are."""
+
+    npt: NPTAdapter
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=None,
+        **kwargs,
+    ):
+        attention, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        npt, mlp = self.npt, self.mlp
+        stream = hidden_states + attention if npt.keep_residual else hidden_states
+        x, z = self.post_attention_layernorm(stream), npt.code(attention)
+        gate = npt.modulate("gate", mlp.gate_proj(x), z)
+        up = npt.modulate("up", mlp.up_proj(x), z)
+        return stream + npt.modulate("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
+
+
+class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
+    pass
+
+
+class NPTMistralDecoderLayer(NPTLayer, MistralDecoderLayer):
+    pass
+
+
+class NPTQwen2DecoderLayer(NPTLayer, Qwen2DecoderLayer):
+    pass
+
+
+class NPTQwen3DecoderLayer(NPTLayer, Qwen3DecoderLayer):
+    pass
+
+
+class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
+    pass
+
+
+LAYERS = {
+    LlamaDecoderLayer: NPTLlamaDecoderLayer,
+    MistralDecoderLayer: NPTMistralDecoderLayer,
+    Qwen2DecoderLayer: NPTQwen2DecoderLayer,
+    Qwen3DecoderLayer: NPTQwen3DecoderLayer,
+    SmolLM3DecoderLayer: NPTSmolLM3DecoderLayer,
+}
+
+
+class NPTModel(PreTrainedModel):
+    """What an NPT model has over its family's; stands in front of the family's own class."""
+
+    _keep_in_fp32_modules_strict = ["npt"]  # noqa: RUF012 - as transformers has it
+    _no_split_modules = [cls.__name__ for pair in LAYERS.items() for cls in pair]  # noqa: RUF012
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        layers = self.base_model.layers
+        for index in sorted({int(i) for i in (*config.npt["ranks"], *config.npt["rows"])}):
+            layers[index].__class__ = LAYERS[type(layers[index])]
+            layers[index].npt = NPTAdapter(config, index)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        found = super().from_pretrained(*args, **kwargs)
+        model = found[0] if isinstance(found, tuple) else found
+        for name, parameter in model.named_parameters():
+            # Beside 4-bit weights transformers leaves the others as they are stored, whatever dtype was asked for.
+            if not hasattr(parameter, "quant_state") and ".npt." not in name and parameter.device.type != "meta":
+                parameter.data = parameter.data.to(model.config.dtype)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # On such CPUs a 4-bit layer would compute in bf16 from its first forward on, whatever it was told.
+                module.support_avx512bf16_for_cpu = False
+        return found
+
+    def save_pretrained(self, *args, **kwargs):
+        kwargs.setdefault("save_original_format", False)  # the names are the original ones; of 4-bit weights transformers can do no other
+        return super().save_pretrained(*args, **kwargs)
+
+
+class NPTLlamaModel(NPTModel, LlamaModel):
+    config_class = NPTLlamaConfig
+
+
+class NPTLlamaForCausalLM(NPTModel, LlamaForCausalLM):
+    config_class = NPTLlamaConfig
+
+
+class NPTMistralModel(NPTModel, MistralModel):
+    config_class = NPTMistralConfig
+
+
+class NPTMistralForCausalLM(NPTModel, MistralForCausalLM):
+    config_class = NPTMistralConfig
+
+
+class NPTQwen2Model(NPTModel, Qwen2Model):
+    config_class = NPTQwen2Config
+
+
+class NPTQwen2ForCausalLM(NPTModel, Qwen2ForCausalLM):
+    config_class = NPTQwen2Config
+
+
+class NPTQwen3Model(NPTModel, Qwen3Model):
+    config_class = NPTQwen3Config
+
+
+class NPTQwen3ForCausalLM(NPTModel, Qwen3ForCausalLM):
+    config_class = NPTQwen3Config
+
+
+class NPTSmolLM3Model(NPTModel, SmolLM3Model):
+    config_class = NPTSmolLM3Config
+
+
+class NPTSmolLM3ForCausalLM(NPTModel, SmolLM3ForCausalLM):
+    config_class = NPTSmolLM3Config

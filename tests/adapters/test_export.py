@@ -1,0 +1,413 @@
+"""A student as a folder of its own: the same logits from transformers alone, for every form that an adapter can have."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import MAKE, save_base
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from transformers.utils import logging as transformers_logging
+
+import npt
+from npt.adapters import export as exporting
+from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.consolidate import Update
+from npt.adapters.export import CODE, CODE_FILES, write_export
+from npt.adapters.io import CONFIG_NAME
+from npt.cli.main import main
+from npt.errors import ModelError
+from npt.generation.text import Decoding, write
+from npt.quant.linear import quantized_linears
+from npt.quant.recipe import ENTRY
+
+IDS = torch.tensor([[1, 5, 9, 33, 7, 801, 12, 90], [1, 6, 2, 400, 8, 3, 77, 5]])
+LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
+
+WITHOUT_NPT = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Without(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "npt":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Without())
+try:
+    import npt
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("npt can be imported")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Code of exported folders is copied below this folder, not into the user's cache, and forgotten afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(sys, "path", list(sys.path))
+        before = set(sys.modules)
+        transformers_logging.disable_progress_bar()
+        yield
+        transformers_logging.enable_progress_bar()
+        for name in set(sys.modules) - before:
+            if name.startswith("transformers_modules"):
+                del sys.modules[name]
+
+
+def student(base: str | Path = "tiny", quantization: str | None = "nf4", loaded: dict[str, Any] | None = None, **form: Any) -> Any:
+    """A base with an adapter that matters, and the base's tokenizer."""
+    model, tokenizer = npt.load_base(str(base), quantization=quantization, device="cpu", **(loaded or {}))
+    npt.attach(model, npt.NPTConfig(**{"rank": 3, **form}), seed=4)
+    with torch.no_grad():
+        for seed, parameter in enumerate(adapter_parameters(model).values()):
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return model, tokenizer
+
+
+def exported(model: Any, tokenizer: Any, folder: Path, precision: str | None = None, **arguments: Any) -> Any:
+    """The student by way of a folder; every key of which has to fit."""
+    folder.mkdir(parents=True)
+    write_export(model, tokenizer, folder, precision)
+    return loaded(folder, **arguments)
+
+
+def loaded(folder: Path, **arguments: Any) -> Any:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True, **arguments)
+    assert not any(report.values()), report
+    assert not model.training
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor = IDS, mask: torch.Tensor | None = None) -> torch.Tensor:
+    return model(ids, attention_mask=mask).logits
+
+
+def continued(model: Any, **arguments: Any) -> torch.Tensor:
+    decoding: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    return model.generate(IDS, attention_mask=LEFT, **decoding, **arguments)
+
+
+def assert_same(found: Any, model: Any) -> None:
+    """Bit for bit: the same operations on the same numbers, on one device."""
+    assert torch.equal(logits(found), logits(model))
+    valid = LEFT.bool()
+    assert torch.equal(logits(found, mask=LEFT)[valid], logits(model, mask=LEFT)[valid])
+    assert torch.equal(continued(found), continued(model))
+
+
+@pytest.mark.parametrize("quantization", ["nf4", None])
+def test_an_exported_student_gives_the_students_logits_bit_for_bit(tmp_path, quantization):
+    model, tokenizer = student(quantization=quantization)
+    found = exported(model, tokenizer, tmp_path / "out")
+    assert type(found).__name__ == "NPTLlamaForCausalLM" and len(quantized_linears(found)) == len(quantized_linears(model))
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert {p.dtype for p in found.parameters() if p.dtype != torch.uint8} == {torch.float32}
+    assert_same(found, model)
+
+
+@pytest.mark.parametrize("family", MAKE)
+def test_every_family_is_exported_with_its_windows_and_its_heads_untied(tmp_path, family):
+    model, tokenizer = student(save_base(family, tmp_path / "base"), quantization="nf4" if "window" in family else None, layers="1,3")
+    found = exported(model, tokenizer, tmp_path / "out")
+    assert found.lm_head.weight is not found.model.embed_tokens.weight
+    assert_same(found, model)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "additive": {"modulation": "additive"},
+    "multiplicative": {"modulation": "multiplicative"},
+    "gate alone": {"targets": ("gate",)},
+    "down alone": {"targets": ("down",), "layers": "all"},
+    "kept residual": {"residual": "keep"},
+    "ranks by layer": {"layers": "1,2,6", "ranks": (1, 4, 2)},
+    "other scales": {"additive_scale": 1.3, "mult_bound": 0.9},
+    "half sigmoid": {"mult_form": "half_sigmoid"},
+    "one plus tanh": {"mult_form": "one_plus_tanh"},
+    "unbounded": {"mult_form": "unbounded"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_an_adapter_is_exported(tmp_path, form):
+    model, tokenizer = student(**FORMS[form])
+    found = exported(model, tokenizer, tmp_path / "out")
+    assert [name for name, _ in found.named_parameters() if ".npt." in name] == list(adapter_parameters(model))
+    assert_same(found, model)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"quantization": "fp4"},
+        {"quantization": "nf4", "loaded": {"compute_dtype": "bf16"}},
+        {"quantization": None, "loaded": {"use_fp16": True}},
+    ],
+    ids=["fp4", "bf16 products", "fp16"],
+)
+def test_what_the_base_computes_in_is_exported_with_it(tmp_path, given):
+    model, tokenizer = student(**given)
+    assert_same(exported(model, tokenizer, tmp_path / "out"), model)
+
+
+def test_consolidated_rows_are_exported_also_those_of_layers_without_an_adapter(tmp_path):
+    model, tokenizer = student(layers="6,7")
+    generator = torch.Generator().manual_seed(1)
+
+    def rows(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return 1 + 0.3 * torch.rand(width, generator=generator), 0.3 * torch.randn(width, generator=generator)
+
+    wide, narrow = model.config.intermediate_size, model.config.hidden_size
+    npt.consolidate(model, Update({(6, "down"): rows(narrow), (6, "gate"): rows(wide), (1, "up"): rows(wide)}, {}))
+    npt.consolidate(model, Update({(6, "down"): rows(narrow)}, {}))
+    assert_same(exported(model, tokenizer, tmp_path / "out"), model)
+
+
+def test_a_checkpoint_in_4_bit_without_double_quantisation_is_exported_as_it_is(tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    plain = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)
+    save_base("llama", tmp_path / "dense")
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=plain, device_map="cpu")
+    packed.save_pretrained(tmp_path / "base")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "base" / file).write_bytes((tmp_path / "dense" / file).read_bytes())
+    model, tokenizer = student(tmp_path / "base")
+    found = exported(model, tokenizer, tmp_path / "out")
+    assert not any(module.weight.quant_state.nested for _, module in quantized_linears(found))
+    assert_same(found, model)
+
+
+def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_rounding_lets_it(tmp_path):
+    model, tokenizer = student()
+    found = exported(model, tokenizer, tmp_path / "out", "16bit")
+    assert not quantized_linears(found) and "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as stored:
+        kept = {name for name in stored.keys() if stored.get_slice(name).get_dtype() == "F32"}  # noqa: SIM118 - no mapping
+    assert kept == set(adapter_parameters(model))
+    expected = logits(model)
+    # bf16 keeps 8 bits: 0.4% of a weight at most, and the errors of a product's terms are independent.
+    assert 0 < float((logits(found) - expected).abs().max()) < 0.01 * float(expected.abs().max())
+
+
+def test_weights_that_16_bit_cannot_hold_are_stored_in_32_unless_16_is_asked_for(tmp_path):
+    base = save_base("llama", tmp_path / "base")
+    model, tokenizer = student(base, quantization=None)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1e-5)
+    assert_same(exported(model, tokenizer, tmp_path / "as it is"), model)
+    sizes = {}
+    for name, precision in (("32", None), ("16", "16bit")):
+        (tmp_path / name).mkdir()
+        _, sizes[name], _, rounded = write_export(model, tokenizer, tmp_path / name, precision)
+        assert rounded is (name == "16")
+    assert sizes["32"] - sizes["16"] == 2 * model.config.hidden_size
+
+
+def test_the_adapter_stays_in_fp32_when_the_model_is_loaded_or_cast_in_16_bit(tmp_path):
+    model, tokenizer = student()
+    found = exported(model, tokenizer, tmp_path / "out", dtype=torch.bfloat16)
+    own = {name: p for name, p in found.named_parameters() if ".npt." in name}
+    for name, parameter in adapter_parameters(model).items():
+        assert torch.equal(own[name], parameter)
+    assert found.model.embed_tokens.weight.dtype == found.model.norm.weight.dtype == torch.bfloat16
+    assert logits(found).dtype == torch.bfloat16
+    plain = exported(*student(quantization=None), tmp_path / "plain").to(torch.bfloat16)
+    assert {p.dtype for name, p in plain.named_parameters() if ".npt." in name} == {torch.float32}
+    assert torch.isfinite(logits(plain)).all()
+
+
+@pytest.mark.parametrize("quantization", ["nf4", None])
+def test_what_was_loaded_is_saved_by_transformers_and_loads_again(tmp_path, quantization):
+    model, tokenizer = student(quantization=quantization)
+    found = exported(model, tokenizer, tmp_path / "out")
+    found.save_pretrained(tmp_path / "again")
+    for file in CODE_FILES:
+        assert (tmp_path / "again" / file).read_text() == (CODE / file).read_text()
+    again = loaded(tmp_path / "again")
+    assert_same(again, model)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
+
+
+def test_it_writes_what_npt_generate_writes(tmp_path):
+    model, tokenizer = student(rank=8, residual="keep")
+    found = exported(model, tokenizer, tmp_path / "out")
+    prompt = tokenizer("class Stack:")["input_ids"]
+    written = write(model, tokenizer, prompt, Decoding(max_new_tokens=24))
+    new = found.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
+    assert tuple(new.tolist()) == written.ids
+    without = found.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, use_cache=False)[0, len(prompt) :]
+    assert torch.equal(new, without)
+
+
+def test_hidden_states_gradients_and_checkpointing_work_as_for_any_model(tmp_path):
+    found = exported(*student(quantization=None), tmp_path / "out")
+    assert len(found(IDS, output_hidden_states=True).hidden_states) == found.config.num_hidden_layers + 1
+    assert sum(p.numel() for p in found.parameters() if p.requires_grad) == found.num_parameters()
+    found.train()
+    found.gradient_checkpointing_enable()
+    found(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in found.parameters())
+
+
+def test_weights_come_in_several_files_and_no_two_are_held_at_once(tmp_path, monkeypatch):
+    model, tokenizer = student()
+    limit = 200_000
+    monkeypatch.setattr(exporting, "SHARD_BYTES", limit)
+    sizes, save = [], exporting.save_file
+
+    def counted(tensors: dict[str, torch.Tensor], *arguments: Any, **named: Any) -> None:
+        sizes.append((len(tensors), sum(t.nbytes for t in tensors.values())))
+        save(tensors, *arguments, **named)
+
+    monkeypatch.setattr(exporting, "save_file", counted)
+    found = exported(model, tokenizer, tmp_path / "out")
+    assert len(sizes) > 5 and all(size <= limit or count == 1 for count, size in sizes)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == len(sizes)
+    assert not list((tmp_path / "out").glob("part-*"))
+    assert_same(found, model)
+
+
+def test_the_exported_code_imports_torch_and_transformers_and_itself_alone():
+    for file in CODE_FILES:
+        for node in ast.walk(ast.parse((CODE / file).read_text())):
+            if isinstance(node, ast.Import):
+                assert [alias.name.partition(".")[0] for alias in node.names] == ["torch"]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module and (node.level or node.module.partition(".")[0] in ("typing", "torch", "transformers"))
+                assert not node.level or f"{node.module}.py" in CODE_FILES
+
+
+def test_whoever_does_not_know_the_model_refuses_it_rather_than_load_its_base(tmp_path):
+    exported(*student(), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"npt_llama|trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return npt.save_adapter(student()[0], tmp_path_factory.mktemp("adapters") / "some")
+
+
+class TestCommand:
+    def run(self, *arguments: object) -> int:
+        return main(["export", *map(str, arguments)])
+
+    def test_a_folder_is_checked_by_a_process_without_npt_and_its_card_runs_as_printed(self, adapter, tmp_path, capsys):
+        out = tmp_path / "out"
+        assert self.run("--adapter", adapter, "--output", out) == 0
+        said = capsys.readouterr().out
+        assert "base in 4 bit" in said and "largest difference of a logit 0 over 64 tokens" in said
+        assert {p.stat().st_mode & 0o077 for p in out.iterdir()} == {0o666 & 0o077 & ~self.umask()}
+        (snippet,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), flags=re.DOTALL)
+        code = WITHOUT_NPT + snippet
+        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+        done = subprocess.run([sys.executable, "-P", "-c", code], cwd=out, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        model, tokenizer = npt.from_pretrained(adapter, device="cpu")
+        ids = tokenizer("Once upon a time", return_tensors="pt")
+        assert done.stdout == tokenizer.decode(model.generate(**ids, max_new_tokens=20, do_sample=False)[0]) + "\n"
+        assert "NPTLlama" in (out / "config.json").read_text() and AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+
+    def umask(self) -> int:
+        mask = os.umask(0)
+        os.umask(mask)
+        return mask
+
+    def refused(self, capsys: Any, out: Path, *arguments: object, status: int = 2) -> str:
+        """One line, and nothing where it was to be written."""
+        before = sorted(out.parent.rglob("*"))
+        assert self.run("--output", out, *arguments) == status
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "Traceback" not in said
+        assert sorted(out.parent.rglob("*")) == before
+        return said
+
+    def test_there_is_no_such_adapter(self, tmp_path, capsys):
+        assert "holds no adapter_config.json" in self.refused(capsys, tmp_path / "out", "--adapter", tmp_path / "none", status=5)
+
+    def test_the_folder_is_not_empty_or_a_file(self, adapter, tmp_path, capsys):
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "file").write_text("")
+        for name in ("full", "full/file"):
+            assert "is there and not empty; choose another" in self.refused(capsys, tmp_path / name, "--adapter", adapter)
+
+    def test_the_adapter_does_not_say_how_its_base_was_loaded(self, adapter, tmp_path, capsys):
+        old = tmp_path / "old"
+        old.mkdir()
+        for file in adapter.iterdir():
+            (old / file.name).write_bytes(file.read_bytes())
+        record = json.loads((old / CONFIG_NAME).read_text())
+        (old / CONFIG_NAME).write_text(json.dumps({k: v for k, v in record.items() if k != ENTRY}))
+        assert "does not say how its base was loaded" in self.refused(capsys, tmp_path / "out", "--adapter", old, status=5)
+
+    def test_4_bit_of_a_base_that_was_not_packed(self, tmp_path, capsys):
+        plain = npt.save_adapter(student(quantization=None)[0], tmp_path / "plain")
+        said = self.refused(capsys, tmp_path / "out", "--adapter", plain, "--base_precision", "4bit")
+        assert "it would be another student" in said
+
+    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("No space left on device")])
+    @pytest.mark.parametrize("where", ["save_file", "write_json"])
+    def test_the_disk_is_full(self, adapter, tmp_path, capsys, monkeypatch, error, where):
+        def full(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(exporting, where, full)
+        said = self.refused(capsys, tmp_path / "out", "--adapter", adapter)
+        assert "No space left on device; nothing is left of it" in said
+
+    def test_what_is_written_is_not_the_student(self, adapter, tmp_path, capsys, monkeypatch):
+        write_json = exporting.write_json
+
+        def other(path: Path, value: Any) -> None:
+            if path.name == "config.json":
+                value["npt"]["mult_bound"] = 0.1
+            write_json(path, value)
+
+        monkeypatch.setattr(exporting, "write_json", other)
+        assert "gives other logits than the student" in self.refused(capsys, tmp_path / "out", "--adapter", adapter)
+
+    def test_what_is_written_does_not_load(self, adapter, tmp_path, monkeypatch):
+        code = tmp_path / "code"
+        code.mkdir()
+        for file in CODE_FILES:
+            (code / file).write_text((CODE / file).read_text().replace("import torch\n", "import torch\nimport npt\n"))
+        monkeypatch.setattr(exporting, "CODE", code)
+        with pytest.raises(ModelError, match=r"does not load without npt: .*npt"):
+            npt.export(adapter, tmp_path / "out", device="cpu")
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_student_is_gone_before_the_folder_is_read_back(adapter, tmp_path, monkeypatch):
+    """A big base is in memory once."""
+    seen: list[Any] = []
+    make = exporting.from_pretrained
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        model, tokenizer = make(*arguments, **named)
+        seen.extend(weakref.ref(layer) for _, layer in npt_layers(model))
+        return model, tokenizer
+
+    def check(*_: Any) -> float:
+        assert seen and not any(ref() for ref in seen)
+        return 0.0
+
+    monkeypatch.setattr(exporting, "from_pretrained", watched)
+    monkeypatch.setattr(exporting, "_check", check)
+    npt.export(adapter, tmp_path / "out", device="cpu")
