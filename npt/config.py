@@ -492,7 +492,7 @@ class TrainConfig:
     )
     learning_rate: float = setting(1e-3, "peak learning rate", group="optimiser", often=True)
     weight_decay: float = setting(0.0, "AdamW's decoupled weight decay", group="optimiser")
-    regularization_lambda: float = setting(0.0, "weight of the L2 of the modulation", group="objective")
+    regularization_lambda: float = setting(0.0, "weight of the L2 of the modulation", group="optimiser")
     num_epochs: int = setting(1, "passes over the data, when max_steps does not end the run first", group="optimiser", often=True)
     max_steps: int | None = setting(None, "optimizer steps, at most", group="optimiser", often=True)
     warmup_steps: int = setting(0, "steps of linear warm-up", group="optimiser")

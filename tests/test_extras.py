@@ -48,6 +48,9 @@ assert not (folder / "tracked").exists()
 
 
 def absent(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Hide a package, and of it what another test has imported."""
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
 
 

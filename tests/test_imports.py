@@ -54,7 +54,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "distill/step_recording.py",
     ),
     "demo": ("demo/", "cli/"),
-    "report": ("report/", "cli/report.py", "distill/run_report.py", "sweep/page.py"),
+    "report": ("report/", "cli/report.py", "distill/run_report.py", "sweep/page.py", "sweep/figures.py"),
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

@@ -17,22 +17,12 @@ from npt.fidelity.evaluate import Fidelity
 from npt.fidelity.harness import Results
 from npt.fidelity.metrics import Figures
 from npt.fidelity.partings import Divergence
+from npt.fidelity.shown import FIGURES, NO_ERROR
 
 WIDE = 116
 """Columns from which on the long headings fit."""
 
-NO_ERROR = 1e-6
-"""An error below this is rounding, as that of the teacher against itself."""
-
-_ROWS = (
-    ("perplexity", "perplexity", 3, ""),
-    ("ratio", "perplexity_ratio", 4, ""),
-    ("KL, nats", "kl", 4, ""),
-    ("reverse KL", "reverse_kl", 4, ""),
-    ("top-1", "top1", 1, "%"),
-    ("top-5", "top5", 1, "%"),
-    ("acceptance", "acceptance", 1, "%"),
-)
+_ROWS = ("perplexity", "perplexity_ratio", "kl", "reverse_kl", "top1", "top5", "acceptance")
 _COMPARISONS = {
     "unquantized_to_4bit": "unquantised to 4-bit",
     "4bit_to_npt": "4-bit to NPT",
@@ -121,23 +111,28 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
     table.add_column("", no_wrap=True)
     for heading, _ in columns:
         table.add_column(heading, justify="right")
-    for label, name, digits, unit in _ROWS:
-        scale = 100 if unit else 1
-        values = [(scale * getattr(f, name), scale * getattr(f, f"{name}_se")) for _, f in columns]
-        if not all(math.isnan(value) for value, _ in values):  # figures that an earlier version did not take
-            table.add_row(label, *(_plus_minus(*pair, digits, unit) for pair in values))
+    for name in _ROWS:
+        if not all(math.isnan(getattr(f, name)) for _, f in columns):
+            table.add_row(FIGURES[name].short, *(_figure(f, name) for _, f in columns))
     return table
 
 
 def _sources_table(fidelity: Fidelity, width: int) -> Table:
     """A source is a row: there may be many, with long names."""
     table = _table("The student by source", width)
-    for heading in ("source", "tokens", "ratio", "KL, nats", "top-1"):
+    shown = ("perplexity_ratio", "kl", "top1")
+    for heading in ("source", "tokens", *(FIGURES[name].short for name in shown)):
         table.add_column(heading, justify="left" if heading == "source" else "right")
-    for name, f in fidelity.sources.items():
-        ratio, kl = _plus_minus(f.perplexity_ratio, f.perplexity_ratio_se, 4), _plus_minus(f.kl, f.kl_se, 4)
-        table.add_row(Text(name), f"{f.tokens:,}", ratio, kl, _plus_minus(100 * f.top1, 100 * f.top1_se, 1, "%"))
+    for source, f in fidelity.sources.items():
+        table.add_row(Text(source), f"{f.tokens:,}", *(_figure(f, name) for name in shown))
     return table
+
+
+def _figure(figures: Figures, name: str) -> str:
+    value = getattr(figures, name)
+    if math.isnan(value) and math.isfinite(figures.kl):
+        return "–"  # an earlier version did not take it; numbers that are not finite leave no KL either
+    return FIGURES[name].write(value, getattr(figures, f"{name}_se"))
 
 
 def _layers_table(fidelity: Fidelity, width: int) -> Table:
@@ -163,6 +158,6 @@ def _cell(values: Mapping[str, float], key: str) -> str:
     return f"{values[key]:.5f}" if key in values else ""
 
 
-def _plus_minus(value: float, error: float, digits: int, unit: str = "") -> str:
+def _plus_minus(value: float, error: float, digits: int) -> str:
     tail = "" if math.isnan(error) or error < NO_ERROR else f" ± {error:.{digits}f}"
-    return f"{value:.{digits}f}{tail}{unit}"
+    return f"{value:.{digits}f}{tail}"

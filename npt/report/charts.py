@@ -91,7 +91,7 @@ def _round_numbers(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], label: str, log: bool | None = None) -> str:
+def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], label: str, log: bool | None = None, unit: str = "") -> str:
     """Lines over the steps. Of columns that hold several values a line shows the mean, a band around it all of them.
 
     Args:
@@ -99,11 +99,13 @@ def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], l
         series: a class for the style sheet, and the columns; several share the scale.
         label: what a reader who does not see it is told.
         log: whether the scale is logarithmic; default where that shows more.
+        unit: of the values, which stands over their scale.
     """
     finite = [x for _, found in series for bucket in found.values() if bucket.count for x in (bucket.low, bucket.high)]
     scale = Scale.of(finite, log)
     parts = [_grid(scale), _steps(axis)]
     if scale is not None:
+        parts.append(f'<text class="tick" x="0" y="-6">{text(", ".join(filter(None, (unit, "logarithmic" * scale.log))))}</text>')
         for kind, found in series:
             parts.append(_inner(_paths(axis, found, scale, kind)))
             if len(found) <= DOTS:
@@ -188,16 +190,19 @@ def _mark(x: float, y: str, shape: str, told: str, hollow: bool = False) -> str:
     return f'<svg class="at" x="{_percent(x)}" y="{y}"><path class="{kind}" d="{outline}"><title>{told}</title></path></svg>'
 
 
-def heat_map(axis: Axis, layers: Sequence[int], cells: Mapping[int, Mapping[int, Bucket]], label: str) -> tuple[str, Scale | None]:
+def heat_map(
+    axis: Axis, layers: Sequence[int], cells: Mapping[int, Mapping[int, Bucket]], label: str, last: int | None = None
+) -> tuple[str, Scale | None]:
     """A line for each layer, a column for some steps, the largest value of each by its colour; and the scale of the colours.
 
-    Where a run logs every so many steps, a value stands until the next one.
+    Where a run logs every so many steps, a value stands until the next one; the last one stands for no step behind `last`.
     """
+    end = axis.columns if last is None else axis.column(last) + 1
     largest = [b.high for found in cells.values() for b in found.values() if b.count and b.high > 0]
     scale = Scale.of(largest, log=True)
     paths: dict[str, list[str]] = {}
     for row, layer in enumerate(layers):
-        for start, width, kind in _runs(axis, cells.get(layer, {}), scale):
+        for start, width, kind in _runs(end, cells.get(layer, {}), scale):
             paths.setdefault(kind, []).append(f"M{start} {row}h{width}v1h-{width}z")
     body = "".join(f'<path class="{kind}" d="{"".join(found)}"/>' for kind, found in sorted(paths.items()))
     height = max(48, min(640, max(7, min(24, 320 // max(1, len(layers)))) * len(layers)))
@@ -214,11 +219,11 @@ def heat_map(axis: Axis, layers: Sequence[int], cells: Mapping[int, Mapping[int,
     return _svg("plot heat", height, label, inner + names + _steps(axis, lines=False)), scale
 
 
-def _runs(axis: Axis, found: Mapping[int, Bucket], scale: Scale | None) -> list[tuple[int, int, str]]:
+def _runs(columns: int, found: Mapping[int, Bucket], scale: Scale | None) -> list[tuple[int, int, str]]:
     """Stretches of one colour along a line: (first column, columns, class)."""
     runs: list[tuple[int, int, str]] = []
     kind = ""
-    for column in range(axis.columns):
+    for column in range(columns):
         bucket = found.get(column)
         if bucket is not None:
             kind = colour(bucket, scale)
@@ -254,7 +259,7 @@ class Stop:
 def track(stops: Sequence[Stop], label: str) -> str:
     """The way from floor (0) to teacher (1), and where models stand on it; it reaches as far as they do."""
     ends = [x for stop in stops for x in (stop.low, stop.high)]
-    low, high = min(0.0, *ends), max(1.0, *ends)
+    low, high = min([0.0, *ends]), max([1.0, *ends])
     room = 0.02 * (high - low)
 
     def at(x: float) -> str:
@@ -282,12 +287,23 @@ _STOPS = {
 }
 
 
-def bars(rows: Sequence[tuple[str, Mapping[str, float]]], scale: Scale, label: str) -> str:
-    """A bar for the student of each row on a common scale, with marks for the others.
+@dataclass(frozen=True)
+class Point:
+    """A figure and its standard error, which is 0 where there is none."""
+
+    value: float
+    error: float = 0.0
+
+
+def dots(rows: Sequence[tuple[str, Mapping[str, Point]]], scale: Scale, name: str, label: str) -> str:
+    """A line for each row with a mark for each figure, and its standard error as a whisker.
+
+    Marks, not bars: a scale that is logarithmic or does not begin at 0 has no length that would say anything.
 
     Args:
-        rows: a name, and by `student`, `initial`, `floor` what is there.
-        scale: of the values.
+        rows: a name, and by `student`, `initial`, `floor` the finite figures that there are.
+        scale: of the figures.
+        name: of the scale, with its unit.
         label: what a reader who does not see it is told.
     """
     height = _ROW * len(rows)
@@ -295,21 +311,26 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], scale: Scale, label: s
     for tick in scale.ticks():
         x = _percent(scale.place(tick))
         parts.append(
-            f'<line class="grid" x1="{x}" x2="{x}" y2="{height}"/><text class="tick mid" x="{x}" y="{height}" dy="14">{_brief(tick)}</text>'
+            f'<line class="grid" x1="{x}" x2="{x}" y2="{height}"/><text class="tick mid" x="{x}" y="{height}" dy="14">{brief(tick)}</text>'
         )
-    for i, (name, values) in enumerate(rows):
-        top, y = _ROW * i, _ROW * i + _ROW // 2
-        parts.append(f'<text class="tick end" dx="-8" y="{y}" dy="4">{text(name, 12)}</text>')
-        told = f"<title>{text(name)}: {', '.join(f'{kind} {number(value)}' for kind, value in values.items())}</title>"
-        if "student" in values:
-            width = _percent(scale.place(values["student"]))
-            parts.append(f'<rect class="bar" y="{top + 4}" width="{width}" height="{_ROW - 8}">{told}</rect>')
-        for kind in ("floor", "initial"):
-            if kind in values:
-                x = _percent(scale.place(values[kind]))
-                shape = "M-1.5-9h3V9h-3z" if kind == "floor" else "M0-4 4 0 0 4-4 0z"
-                parts.append(f'<svg class="at" x="{x}" y="{y}"><path class="stop {kind}" d="{shape}">{told}</path></svg>')
-    return _svg("plot bars", height, label, "".join(parts))
+    parts.append(f'<text class="tick mid" x="50%" y="{height}" dy="30">{text(name)}</text>')
+    for i, (row, points) in enumerate(rows):
+        y = _ROW * i + _ROW // 2
+        parts.append(
+            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8" y="{y}" dy="4">{text(row, 12)}</text>'
+        )
+        for kind in (kind for kind in ("floor", "initial", "student") if kind in points):
+            point = points[kind]
+            told = f"{kind} {number(point.value)}" + (f" ± {number(point.error, 2)}" if point.error > 0 else "")
+            if point.error > 0:
+                ends = (_percent(scale.place(end)) for end in (point.value - point.error, point.value + point.error))
+                parts.append(f'<line class="whisker {kind}" x1="{next(ends)}" x2="{next(ends)}" y1="{y}" y2="{y}"/>')
+            x = _percent(scale.place(point.value))
+            parts.append(
+                f'<svg class="at" x="{x}" y="{y}"><path class="stop {kind}" d="{_STOPS[kind]}"><title>{text(f"{row}: {told}")}</title>'
+                "</path></svg>"
+            )
+    return _svg("plot dots", height, label, "".join(parts))
 
 
 def histogram(counts: Sequence[int], label: str) -> str:
@@ -353,7 +374,7 @@ def _grid(scale: Scale | None) -> str:
     parts = []
     for tick in scale.ticks():
         y = _percent(1 - scale.place(tick))
-        parts.append(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8" y="{y}" dy="4">{_brief(tick)}</text>')
+        parts.append(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8" y="{y}" dy="4">{brief(tick)}</text>')
     return "".join(parts)
 
 
@@ -361,7 +382,7 @@ def _steps(axis: Axis, lines: bool = True) -> str:
     """The steps below a picture."""
     span = axis.last - axis.first
     wanted = [axis.first] if span == 0 else [int(x) for x in _round_numbers(axis.first, axis.last, 5) if x == int(x)]
-    parts = []
+    parts = ['<text class="tick mid" x="50%" y="100%" dy="29">step</text>']
     for step in wanted:
         x = _percent(axis.middle(axis.column(step)))
         line = f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>' if lines else ""
@@ -369,7 +390,7 @@ def _steps(axis: Axis, lines: bool = True) -> str:
     return "".join(parts)
 
 
-def _brief(value: float) -> str:
+def brief(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.0e}".replace("e-0", "e−").replace("e+0", "e").replace("e-", "e−").replace("e+", "e")
     return f"{value:,.10g}".replace("-", "−")

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from npt.report.events import Event
-from npt.report.lines import number as as_number
-from npt.report.markup import SHOWN, both_ends, clean, cut, flat, lacking, link, plus_minus, table, text
-from npt.report.run import Postmortem, RunRecord, Saved
+from npt.report.markup import SHOWN, both_ends, clean, cut, figure, flat, lacking, link, table, text
+from npt.report.run import MADE, Postmortem, RunRecord, Saved
 
 POSTMORTEMS = 20
 """Bundles that are shown, the last ones."""
@@ -47,7 +46,7 @@ def _others(record: RunRecord, place: Path) -> Iterator[str]:
         against = record.best.get("attribution")
         student = (against if isinstance(against, dict) else {}).get("unquantized_to_npt", record.best.get("student"))
         figures = student if isinstance(student, dict) else {}
-        kl = plus_minus(as_number(figures.get("kl")), as_number(figures.get("kl_se")))
+        kl = figure(figures, "kl")
         step = clean(record.best.get("step", "unknown"), 20)
         yield f"<p>The best student so far: {link(best, place, 'best')}, of step {text(step)}, KL {kl} nats.</p>"
     pages = sorted((record.folder / "trace").glob("*.html"))[:POSTMORTEMS]
@@ -94,7 +93,7 @@ def events_section(record: RunRecord) -> str:
         kind = text(event.kind, 30)
         kind = f'<span class="alarm">{kind}</span>' if event.kind in _LOUD else kind
         undone = ' <span class="soft">(undone: the run was taken up further back)</span>' if event.undone else ""
-        return _clock(event.time), f"{event.step:,}" if event.step is not None else "", kind, text(_told(event)) + undone
+        return _clock(event.time), _step(event), kind, text(_told(event)) + undone
 
     others = [event for event in events if event.kind not in _ROUTINE]
     shown = events if len(events) <= SHOWN else others
@@ -103,13 +102,17 @@ def events_section(record: RunRecord) -> str:
     return table(("time, UTC", "*step", "event", "~what"), rows, left + cut(shown, "events" if left else "Events"))
 
 
+def _step(event: Event) -> str:
+    """An event's step: the one that was tried, or the one after which it came."""
+    return "" if event.step is None else f"after {event.step:,}" if event.kind in MADE else f"{event.step:,}"
+
+
 def _told(event: Event) -> str:
     """An event's details in a line."""
     found = event.details
     if event.kind == "evaluation" and isinstance(found.get("student"), dict):
         student = found["unquantized"] if isinstance(found.get("unquantized"), dict) else found["student"]
-        kl = plus_minus(as_number(student.get("kl")), as_number(student.get("kl_se")))
-        return f"held-out KL {kl} nats, top-1 {plus_minus(as_number(student.get('top1')), as_number(student.get('top1_se')))}"
+        return f"held-out KL {figure(student, 'kl')} nats, top-1 {figure(student, 'top1')}"
     if isinstance(found.get("message"), str):
         kind = found.get("error")
         return f"{kind}: {found['message']}" if isinstance(kind, str) else found["message"]

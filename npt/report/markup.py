@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from npt.fidelity.shown import FIGURES
+from npt.report.lines import number as as_number
+
 TEXT = 300
 """Letters that are shown of a text."""
 
@@ -78,6 +81,16 @@ def plus_minus(value: float | None, error: float | None) -> str:
         return number(value)
     digits = max(0, min(9, 1 - math.floor(math.log10(error))))
     return f"{value:.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+
+
+def figure(values: Mapping[str, Any], key: str) -> str:
+    """One of a model's figures with its standard error; null in a file is a number that was not finite."""
+    if key in values and values[key] is None:
+        return number(math.inf)
+    value, error = as_number(values.get(key)), as_number(values.get(f"{key}_se"))
+    if value is None or key not in FIGURES:
+        return plus_minus(value, error)
+    return FIGURES[key].write(value, math.nan if error is None else error)
 
 
 def flat(value: Any, depth: int = 0) -> str:

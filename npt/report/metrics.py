@@ -41,6 +41,11 @@ class Metrics:
         """The last finite value; None where there is none."""
         return next((value for value in reversed(self.columns.get(key, ())) if math.isfinite(value)), None)
 
+    def last_step(self, key: str) -> int | None:
+        """The step of `last`: lines are logged every so many steps, so it may be before the last one made."""
+        places = zip(reversed(self.columns.get(key, ())), reversed(self.steps), strict=False)
+        return next((step for value, step in places if math.isfinite(value)), None)
+
     def add(self, line: Mapping[str, Any]) -> bool:
         """One line of the file; False where it bears no step.
 

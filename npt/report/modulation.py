@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from npt.fidelity.shown import percent
 from npt.report.charts import histogram
 from npt.report.lines import count
 from npt.report.lines import number as as_number
@@ -18,6 +20,8 @@ WORTH_SAYING = 0.05
 
 Layer = tuple[str, Mapping[str, Any]]
 """Its index as text, and what was measured."""
+
+_ALARM = '<span class="alarm">{}</span>'
 
 _TARGETS = ("gate", "up", "down")
 
@@ -38,11 +42,12 @@ def modulation_section(record: RunRecord) -> str:
         heads += [f"{target}: m", "*at bounds", "*s / product"] + ["*s / stream"] * (target == "down")
     rows = []
     for name, layer in found:
-        cells = [text(name, 12), number(as_number(layer.get("stream_rms")), 3)]
+        stream = layer.get("stream_rms", math.nan)
+        cells = [text(name, 12), _ALARM.format("not finite") if stream is None else number(as_number(stream), 3)]
         for target in targets:
             measured_ = _of(_of(layer, "targets"), target)
             cells += _cells(measured_, name, target)
-            cells += [number(_quotient(measured_.get("add_rms"), layer.get("stream_rms")), 3)] * (target == "down")
+            cells += [_size(measured_.get("add_rms"), layer, "stream_rms")] * (target == "down")
         rows.append(cells)
     bound = as_number(measured.get("mult_bound"))
     range_ = f"({number(1 - bound)}, {number(1 + bound)})" if bound is not None else "its range"
@@ -83,25 +88,42 @@ def _cells(target: Mapping[str, Any], layer: str, name: str) -> list[str]:
     mean, std = as_number(target.get("mean")), as_number(target.get("std"))
     label = text(f"layer {layer}, {name}: multipliers have mean {number(mean)} and standard deviation {number(std)}")
     picture = histogram(numbers, label) if any(numbers) else '<span class="soft">none</span>'
-    share = "–" if saturated is None else f"{100 * saturated:.2f}%"
-    share = f'<span class="alarm">{share}</span>' if saturated is not None and saturated >= WORTH_SAYING else share
-    share += f' <span class="alarm">{100 * bad:.2g}% not finite</span>' if bad else ""
-    return [picture, share, number(_ratio(target), 3)]
+    if bad is not None and bad >= 1:
+        return [_ALARM.format("none finite"), _ALARM.format("not finite"), _ALARM.format("not finite")]
+    share = "–" if saturated is None else text(percent(saturated, 2))
+    share = _ALARM.format(share) if saturated is not None and saturated >= WORTH_SAYING else share
+    share += " " + _ALARM.format(f"and {text(percent(bad))} not finite") if bad else ""
+    return [picture, share, _size(target.get("add_rms"), target, "product_rms")]
+
+
+def _size(added: Any, of: Mapping[str, Any], key: str) -> str:
+    """The size of an additive term over another. None stands in a file for a term that a form lacks, and for one that is not finite;
+    what it is divided by is always there."""
+    if key in of and of[key] is None:
+        return _ALARM.format("not finite")
+    return number(_quotient(added, of.get(key)), 3)
 
 
 def _summary(found: list[Layer], targets: list[str]) -> str:
     cells = [(name, target, _of(_of(layer, "targets"), target)) for name, layer in found for target in targets]
-    saturated = [(share, name, target) for name, target, cell in cells if (share := as_number(cell.get("saturated"))) is not None]
+    bad = [(share, name, target) for name, target, cell in cells if (share := as_number(cell.get("bad")))]
+    none = {(name, target) for share, name, target in bad if share >= 1}
+    measured = [(name, target, cell) for name, target, cell in cells if (name, target) not in none]
+    saturated = [(share, name, target) for name, target, cell in measured if (share := as_number(cell.get("saturated"))) is not None]
     ratios = [(ratio, name, target) for name, target, cell in cells if (ratio := _ratio(cell)) is not None]
     parts = []
+    if bad:
+        share, name, target = max(bad)
+        worst = f"the most {text(percent(share))} of them (layer {text(name)}, {target})"
+        parts.append(_ALARM.format(f"Multipliers are not finite in {len(bad)} of {len(cells)} places: {worst}."))
     if saturated:
         share, name, target = max(saturated)
         worth = share >= WORTH_SAYING
         parts.append(
-            f'At their bounds are at most <strong class="{"alarm" if worth else ""}">{100 * share:.2f}%</strong> of the multipliers '
+            f'At their bounds are at most <strong class="{"alarm" if worth else ""}">{text(percent(share, 2))}</strong> of the multipliers '
             f"(layer {text(name)}, {target})" + ("; these have next to no gradient left." if worth else ".")
         )
-    else:
+    elif not none:
         parts.append("There are no multipliers: the modulation is additive only.")
     if ratios:
         ratio, name, target = max(ratios)

@@ -15,6 +15,7 @@ from npt.report.history import events_section, saved_section
 from npt.report.layers import layers_section
 from npt.report.markup import number, text
 from npt.report.modulation import modulation_section
+from npt.report.recipe import recipe
 from npt.report.run import RunRecord
 from npt.report.settings import configuration_section, environment_section
 from npt.report.summary import status
@@ -48,13 +49,21 @@ def page(record: RunRecord, place: Path) -> str:
 def _head(record: RunRecord) -> str:
     """How the run stands, a few numbers, and what is missing."""
     kind, words = status(record)
-    facts = [("steps", f"{record.step:,}"), ("refusals", f"{sum(record.refused().values()):,}")]
+    total = record.total_steps
+    steps = f"{record.step:,}" + (f" of {total:,}" if total is not None and total != record.step else "")
+    facts = [("steps", steps), ("refusals", f"{sum(record.refused().values()):,}")]
     tokens, loss, warnings = record.metrics.last("tokens"), record.metrics.last("loss"), len(record.events.of("warning"))
-    facts += [("tokens", f"{tokens:,.0f}")] if tokens is not None else []
-    facts += [("last loss", number(loss))] if loss is not None else []
+    facts += [(f"tokens{_as_of(record, 'tokens')}", f"{tokens:,.0f}")] if tokens is not None else []
+    facts += [(f"last loss{_as_of(record, 'loss')}", number(loss))] if loss is not None else []
     facts += [("warnings", f"{warnings:,}")] if warnings else []
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     missing = sorted({**record.missing, **record.stale}.items())
     items = "".join(f"<li><code>{text(name)}</code>: {text(why)}</li>" for name, why in missing)
     said = f'<div class="missing"><p>Not all of the run is here:</p><ul>{items}</ul></div>' if items else ""
-    return f'<p class="status {kind}"><strong>{text(words)}</strong></p>\n<dl class="facts">{cells}</dl>\n{said}'
+    return f'<p class="status {kind}"><strong>{text(words)}</strong></p>\n<dl class="facts">{cells}</dl>\n{recipe(record)}\n{said}'
+
+
+def _as_of(record: RunRecord, key: str) -> str:
+    """What a logged figure is of, where the run has got further than its last logged step."""
+    step = record.metrics.last_step(key)
+    return f", logged at step {step:,}" if step is not None and step != record.step else ""

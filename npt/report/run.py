@@ -21,7 +21,7 @@ Verify = Callable[[Path], None]
 VERIFIED_BYTES = 16 << 30
 """Of checkpoints that are read through to verify them, newest first: a report is not to take an hour."""
 
-_MADE = frozenset({"save", "evaluation", "resume", "signal", "stopped", "error"})
+MADE = frozenset({"save", "evaluation", "resume", "signal", "stopped", "error"})
 """Events that bear the step that was made last; others bear the one that was tried."""
 
 _CHECKPOINT = re.compile(r"step-[0-9]{8,18}(\.[a-z]+(-[0-9]+)?)?")
@@ -88,9 +88,21 @@ class RunRecord:
     @property
     def step(self) -> int:
         """The last step on record."""
-        steps = [event.step for event in self.events.all if event.step is not None and not event.undone and event.kind in _MADE]
+        steps = [event.step for event in self.events.all if event.step is not None and not event.undone and event.kind in MADE]
         done = [found for event in self.events.of("done") if (found := count(event.details.get("steps"))) is not None]
         return max([*self.metrics.steps[-1:], *steps, *done], default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Of the last start: how many the run was to make."""
+        starts = self.events.of("start")
+        return count(starts[-1].details.get("total_steps")) if starts else None
+
+    @property
+    def refused_in(self) -> int | None:
+        """The step that was being tried when the last refusals came, if it has not been made since."""
+        steps = [event.step for event in self.events.of("refusal") if event.step is not None and event.step > self.step]
+        return max(steps, default=None)
 
     @property
     def state(self) -> State:

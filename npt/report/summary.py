@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from npt.fidelity.shown import FIGURES
 from npt.report.lines import number
 from npt.report.run import RunRecord
 
@@ -16,6 +17,8 @@ def status(record: RunRecord) -> tuple[str, str]:
     if state == "done":
         return "good", f"Finished{at}"
     if state == "stopped":
+        tried = record.refused_in
+        at = at if tried is None else f" in step {tried:,}, after {record.step:,} that were made"
         return "bad", f"Stopped{at}: {found.get('reason', 'no reason on record')}"
     if state == "signal":
         return "warn", f"Ended by signal {found.get('number', '?')}{at}; it can be taken up again"
@@ -29,7 +32,7 @@ def status(record: RunRecord) -> tuple[str, str]:
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
-    """The content of `npt report --json`."""
+    """The content of `npt report --json`: plain numbers, shares as fractions of 1."""
     metrics, student = record.metrics, record.fidelity.get("student")
     student = student if isinstance(student, dict) else {}
     return {
@@ -37,12 +40,13 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "state": "running" if record.state == "open" and record.writing else record.state,
         "status": status(record)[1],
         "step": record.step,
+        "total_steps": record.total_steps,
+        "refused_in_step": record.refused_in,
         "tokens": metrics.last("tokens"),
         "loss": metrics.last("loss"),
         "refused": sum(record.refused().values()),
         "refused_by_kind": record.refused(),
-        "kl": number(student.get("kl")),
-        "kl_se": number(student.get("kl_se")),
+        **{name: number(student.get(name)) for key in FIGURES for name in (key, f"{key}_se")},
         "checkpoints": [{"step": saved.step, "folder": saved.path.name, "verified": saved.verified} for saved in record.checkpoints],
         "postmortems": [bundle.path.name for bundle in record.postmortems],
         "missing": {**record.missing, **record.stale},

@@ -24,6 +24,8 @@ MARKED = 120_000
 READ_OFF = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_second": "tokens per second"}
 """What the script reads off at a step."""
 
+_UNITS = {"grad_norm": "norm", "lr": "rate", "tokens_per_second": "tokens/s"}
+
 _REFUSALS = ("data", "loss", "gradient", "norm", "spike", "update")
 _LANES = {"evaluation": ("evaluated", "diamond"), "stage": ("next stage", "bar"), "save": ("saved", "square"), "resume": ("resumed", "bar")}
 _UNDONE = " (undone: the run was taken up further back)"
@@ -88,14 +90,18 @@ class Training:
             found.pop("loss_nmse", None)
         series = [("first" if key == "loss" else "second", columns) for key, columns in found.items()]
         note = '<p class="key"><i class="first"></i> loss <i class="second"></i> its NMSE part (dashed)</p>' if len(series) > 1 else ""
-        picture = line_chart(self.axis, series, self._words("loss", "Loss")) if series else '<p class="missing">No loss is on record.</p>'
+        picture = (
+            line_chart(self.axis, series, self._words("loss", "Loss"), unit="loss per valid token")
+            if series
+            else '<p class="missing">No loss is on record.</p>'
+        )
         return _figure("Loss per valid token, and what was refused", picture + self._lanes(), note)
 
     def _chart(self, key: str, heading: str, log: bool | None = None) -> str:
         found = self.columns.get(key)
         if not found:
             return f'<h3>{heading}</h3>\n<p class="missing"><code>metrics.jsonl</code> has no {key}.</p>'
-        return _figure(heading, line_chart(self.axis, [("first", found)], self._words(key, heading), log))
+        return _figure(heading, line_chart(self.axis, [("first", found)], self._words(key, heading), log, _UNITS.get(key, "")))
 
     def _evaluations(self) -> str:
         """Held-out KL under way, where it was measured."""
@@ -110,7 +116,7 @@ class Training:
         steps = sorted(found)
         columns = buckets(self.axis, steps, [found[step] for step in steps])
         label = f"KL between teacher and student on held-out text, measured {len(found)} times under way"
-        return _figure("Held-out KL under way, nats", line_chart(self.axis, [("first", columns)], label))
+        return _figure("Held-out KL under way, nats", line_chart(self.axis, [("first", columns)], label, unit="nats per token"))
 
     def _words(self, key: str, name: str) -> str:
         """A chart for readers who do not see it."""
@@ -188,8 +194,8 @@ class Training:
         if last:
             worst = max(last, key=lambda i: last[i])
             label += f"; at the end layer {worst} is the worst with {number(last[worst])}"
-        picture, scale = heat_map(self.heat_axis, layers, cells, label)
-        note = "A line for each layer, the first on top; " + (
+        picture, scale = heat_map(self.heat_axis, layers, cells, label, metrics.steps[-1])
+        note = "A line for each layer, by its index, the first on top; NMSE by colour; " + (
             "a column shows the largest value of its steps." if self.heat_axis.shared else "a value stands until the next one."
         )
         steps = _sampled(metrics.steps, 10)

@@ -3,8 +3,9 @@
 Effects are those of an additive model, fitted by least squares to a part's trials: a mean, and a contribution of each level of each
 setting. A level's effect is the model's mean over an even mixture of all other levels, so an unbalanced design does not tilt it, or where
 the trials cannot tell that, over the mixture that they are; its interval is Student's. A level that they cannot tell from another
-setting's is left out. Of a response that is 0 or 1 an additive model would leave the range from 0 to 1, and so would its intervals: there
-an effect is the share that was observed at the level, with Wilson's interval (Wilson, JASA 22, 1927). A setting's share of the variance
+setting's is left out. A response that is 0 or 1 has the chance that a logistic model gives it in the
+place of a mean (`npt.sweep.logistic`): an additive one would leave the range from 0 to 1. It is averaged over the other settings of those
+trials for which it is told at every level, so that levels are compared at the same settings. A setting's share of the variance
 is what the model loses when it is left out. What is left over is split by the trials that differ in nothing but their seed: their mean
 square, for each degree of freedom that is left over, is noise, the rest is what settings do together.
 """
@@ -19,6 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from npt.sweep.logistic import Logistic
 
 Row = Mapping[str, Any]
 
@@ -52,7 +55,8 @@ class Effect:
 @dataclass(frozen=True)
 class Analysis:
     """Main effects on one response. shares: of the variance, by setting; `together` of what settings do together, and `seeds` of noise,
-    None where no two trials differ in their seed alone: `together` is both then."""
+    None where no two trials differ in their seed alone: `together` is both then. chance: the response is 0 or 1, and an effect the chance
+    of 1."""
 
     response: str
     trials: int
@@ -60,6 +64,7 @@ class Analysis:
     shares: Mapping[str, float]
     together: float
     seeds: float | None
+    chance: bool = False
 
     @property
     def rest(self) -> str:
@@ -81,11 +86,13 @@ class Cell:
 class Map:
     """A part's outcomes by learning rate and by its other settings.
 
-    heads: the rate of each column, or where there are many the ends of its class. edges: by line, the largest rate up to which every
-    trial was stable, and the smallest at which one was not; None where there is none. groups: each line's rows.
+    setting: what its lines differ in. heads: the rate of each column, or where there are many the ends of its class. edges: by line, the
+    largest rate up to which every trial was stable, and the smallest at which one was not; None where there is none. groups: each line's
+    rows.
     """
 
     part: str
+    setting: str
     heads: tuple[str, ...]
     lines: tuple[str, ...]
     cells: Mapping[tuple[int, int], Cell]
@@ -149,7 +156,8 @@ def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map
             cells[i, j] = _cell([row for row in line if column[row[RATE]] == j])
         bad = min((row[RATE] for row in line if failure(row)), default=None)
         edges.append((max((row[RATE] for row in line if bad is None or row[RATE] < bad), default=None), bad))
-    return Map(part, heads, tuple(groups), cells, tuple(edges), tuple(tuple(line) for line in groups.values()))
+    called = ", ".join("arm" if name == "arms" else name for name in others) or "all settings are alike"
+    return Map(part, called, heads, tuple(groups), cells, tuple(edges), tuple(tuple(line) for line in groups.values()))
 
 
 def sought(row: Row) -> bool:
@@ -246,6 +254,7 @@ def analyse(
     inverse = np.linalg.pinv(full.T @ full)
     told = inverse @ full.T @ full  # of a level's weights it leaves what the trials tell
     beta = inverse @ full.T @ y
+    chances = Logistic.fit(full, y) if share else None
     mixtures = np.eye(1, full.shape[1])[0], full.mean(axis=0)
     effects, at = [], 1
     for name, matrix in columns.items():
@@ -255,11 +264,16 @@ def analyse(
             weights = next((w for mixture in mixtures if _is_told(w := _with(mixture, block, code), told)), None)
             if weights is None:
                 continue
-            own = y[[found == level for found in levels[name]]]
-            mean = float(own.mean()) if share else float(weights @ beta)
+            count = levels[name].count(level)
+            if chances is not None:
+                others = _told_at_every_level(full, block, [_code(order[name], other) for other in order[name]], told)
+                others = others if others.any() else np.array([found == level for found in levels[name]])
+                effects.append(Effect(name, level[1], *chances.mean_chance(_all_with(full[others], block, code)), count))
+                continue
+            mean = float(weights @ beta)
             half = None if noise is None else student(free) * math.sqrt(max(0.0, noise * float(weights @ inverse @ weights)))
-            low, high = wilson(mean, len(own)) if share else (None, None) if half is None else (mean - half, mean + half)
-            effects.append(Effect(name, level[1], mean, low, high, len(own)))
+            low, high = (None, None) if half is None else (mean - half, mean + half)
+            effects.append(Effect(name, level[1], mean, low, high, count))
         at += width
     if not effects:
         return None
@@ -269,15 +283,7 @@ def analyse(
         shares[name] = max(0.0, (_left(without, y) - left) / total)
     pure, pure_free = _pure(rows, names, y)
     seeds = None if not pure_free else min(left, pure / pure_free * free) / total
-    return Analysis(called, len(y), tuple(effects), shares, left / total - (seeds or 0.0), seeds)
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95% interval of a share of `count` trials: it lies from 0 to 1 and has a width where none or all of them failed."""
-    z = 1.959964
-    centre, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    low, high = ((centre + side) / (1 + z**2 / count) for side in (-half, half))
-    return max(0.0, min(share, low)), min(1.0, max(share, high))  # at 0 and 1 it ends there but for rounding
+    return Analysis(called, len(y), tuple(effects), shares, left / total - (seeds or 0.0), seeds, share)
 
 
 def student(free: int) -> float:
@@ -330,6 +336,19 @@ def _with(mixture: np.ndarray, block: slice, code: np.ndarray) -> np.ndarray:
     weights = mixture.copy()
     weights[block] = code
     return weights
+
+
+def _all_with(rows: np.ndarray, block: slice, code: np.ndarray) -> np.ndarray:
+    """Rows of a design, but for one setting that is at a level in all of them."""
+    changed = rows.copy()
+    changed[:, block] = code
+    return changed
+
+
+def _told_at_every_level(design: np.ndarray, block: slice, codes: Sequence[np.ndarray], told: np.ndarray) -> np.ndarray:
+    """Of which trials the model tells what they would have come to at every level of a setting."""
+    changed = [_all_with(design, block, code) for code in codes]
+    return np.all([np.abs(rows @ told - rows).max(axis=1) <= ROUNDING for rows in changed], axis=0)
 
 
 def _is_told(weights: np.ndarray, told: np.ndarray) -> bool:

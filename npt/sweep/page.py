@@ -1,21 +1,21 @@
 """The page about a study: what trains and where that ends, what it gains, and which settings matter, in one file that needs nothing else.
 
-It loads nothing and runs no script; its pictures are in it, and lie beside it as PNG. Every picture's numbers stand in a table as well.
+It loads nothing and runs no script; its pictures are in it, and lie beside it as SVG. Every picture's numbers stand in a table as well.
 """
 
 from __future__ import annotations
 
-import base64
+import math
 import statistics
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from npt.extras import installed, lacking
+from npt.fidelity.shown import FIGURES
+from npt.report.charts import PALETTE
 from npt.report.frame import frame
-from npt.report.markup import details, number, table, text
+from npt.report.markup import details, figure, number, table, text
+from npt.report.recipe import recipe_list
 from npt.sweep import figures
 from npt.sweep.analysis import (
     RATE,
@@ -53,12 +53,14 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Study:
-    """A study as it is reported. notes: of each part. pictures: PNG by name, filled as the page is made."""
+    """A study as it is reported. notes: of each part. recipe: what every trial has in common, by what it is of, in words. pictures: SVG by
+    name, filled as the page is made."""
 
     name: str
     rows: Sequence[Row]
     notes: Mapping[str, str] = field(default_factory=dict)
-    pictures: dict[str, bytes] = field(default_factory=dict)
+    recipe: Mapping[str, str] = field(default_factory=dict)
+    pictures: dict[str, str] = field(default_factory=dict)
 
     @property
     def columns(self) -> list[str]:
@@ -79,7 +81,7 @@ class Study:
 
 
 def page(study: Study) -> str:
-    """Return the HTML page. Without matplotlib it has tables alone, and a warning says so."""
+    """Return the HTML page."""
     sections = [
         ("stability", "What trains", _stability(study)),
         ("limits", "The largest value that trains", _limits(study)),
@@ -93,16 +95,9 @@ def page(study: Study) -> str:
     shown = [(name, heading, content) for name, heading, content in sections if content]
     title = f"{text(study.name, 80)}: report of a study"
     head = _head(study)
-    if not installed("matplotlib"):
-        said = f"the study's pictures are left out: drawing them {lacking('matplotlib')}"
-        warnings.warn(said, stacklevel=2)
-        head += f"<p>{text(said[0].upper() + said[1:], 200)}. Their numbers stand in the tables.</p>"
-    return frame(title, head, shown, style=_STYLE)
+    palette = "".join(f".c{i} {{ fill: {colour} }}\n" for i, colour in enumerate(PALETTE))
+    return frame(title, head, shown, style=figures.STYLE + palette)
 
-
-_STYLE = """
-.drawn { background: #ffffff; border: 1px solid var(--rule); border-radius: 4px; max-width: 100%; height: auto }
-"""
 
 _READING = """<p>A trial is <strong>stable</strong> when it came to its end and neither the loss of its first window was larger there than
 at the beginning, nor the KL on held-out text by more than a per cent; <strong>worse</strong> when one of them was;
@@ -111,9 +106,10 @@ out gives numbers that are not finite. Refused micro-batches
 leave nothing behind in any trial, so what is seen here is what the form of the adapter does, not what a NaN would have done.</p>
 <p>Trials are short, and on one base: they say which settings train and which do not, and which of two is better early on. They do not
 say how good a setting becomes in a long run, and a limit found here moves with the base, the batch and the number of steps.</p>
-<p>Effects on the KL are those of an additive model; of the trials that fail it is the share that was seen at each level, whatever the other
-settings were. Where the share <em>together</em> is large, settings work on one another, and an effect
-alone says little: read the map.</p>"""
+<p>Effects on the KL are those of an additive model; the chance that a trial fails is that of a logistic regression, averaged over the
+other settings, with its 95% interval: it lies between 0 and 1, and where every trial of a level failed, or none, it is as if half a trial
+of each kind had been added. Where the share <em>together</em> is large, settings work on one another, and an effect alone says little:
+read the map.</p>"""
 
 
 def _head(study: Study) -> str:
@@ -130,16 +126,13 @@ def _head(study: Study) -> str:
     seconds = sum(row["seconds"] or 0 for row in done)
     facts.append(("computing", f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"))
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-    return f'<p class="status {kind}"><strong>{words}</strong></p>\n<dl class="facts">{cells}</dl>'
+    return f'<p class="status {kind}"><strong>{words}</strong></p>\n<dl class="facts">{cells}</dl>\n{recipe_list(study.recipe.items())}'
 
 
-def _picture(study: Study, name: str, draw: Callable[[], bytes], told: str) -> str:
-    if not installed("matplotlib"):
-        return ""
-    content = study.pictures[name] = draw()
-    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))  # of the PNG's header
-    data = base64.b64encode(content).decode("ascii")
-    return f'<figure><img class="drawn" width="{width}" height="{height}" alt="{text(told)}" src="data:image/png;base64,{data}"></figure>'
+def _picture(study: Study, name: str, drawn: str) -> str:
+    study.pictures[name] = drawn
+    wide = ' class="scroll" role="region" aria-label="A wide picture" tabindex="0"' if 'class="drawn wide"' in drawn else ""
+    return f"<figure><div{wide}>{drawn}</div></figure>" if wide else f"<figure>{drawn}</figure>"
 
 
 def _stability(study: Study) -> str:
@@ -153,7 +146,6 @@ def _stability(study: Study) -> str:
 
 def _map(study: Study, found: Map, place: int) -> str:
     worst = [line for line, (good, _) in zip(found.lines, found.edges, strict=True) if good is None]
-    told = f"Outcomes of part {found.part} by learning rate, {len(found.lines)} settings."
     rows = [
         (text(line), number(good), number(bad), *(_cell(found, i, j) for j in range(len(found.heads))))
         for i, (line, (good, bad)) in enumerate(zip(found.lines, found.edges, strict=True))
@@ -164,7 +156,7 @@ def _map(study: Study, found: Map, place: int) -> str:
     said += f'<p class="alarm">Trains at no rate of these: {text(", ".join(worst))}.</p>' if worst else ""
     said += f"<p>The first {LINES} of {len(found.lines)} settings are drawn.</p>" if len(found.lines) > LINES else ""
     listed = table(heads, rows, f"{found.part}: median KL, and failed trials of all, by learning rate")
-    picture = _picture(study, f"map-{place}-{_file(found.part)}", partial(figures.map_figure, found.top(LINES)), told)
+    picture = _picture(study, f"map-{place}-{_file(found.part)}", figures.map_figure(found.top(LINES)))
     return (
         f"<h3>{text(found.part)}</h3>{said}\n{picture}\n{details('As a table', listed)}\n{details('Measures by setting', _measures(found))}"
     )
@@ -182,7 +174,14 @@ def _measures(found: Map) -> str:
         broken = sum(row["kl"] is None or bool(row["refused"]) for row in own)
         start = next((row["sharpness_start"] for row in own if row["sharpness_start"] is not None), None)
         rows.append(
-            (text(line), *(number(value) for value in (*at_best, smallest, dead)), str(refused), f"{broken} of {len(own)}", number(start))
+            (
+                text(line),
+                _kl(at_best[0]),
+                *(number(value) for value in (*at_best[1:], smallest, dead)),
+                str(refused),
+                f"{broken} of {len(own)}",
+                number(start),
+            )
         )
     heads = ("~setting", "*best KL", "*at rate", "*saturated there", "*additive to residual there", "*residual ratio there")
     worst = (
@@ -209,16 +208,22 @@ def _limits(study: Study) -> str:
         return ""
     names = _named(study, rows)
     limits = [(name, row["limit_low"], row["limit_high"]) for name, row in zip(names, rows, strict=True)]
-    drawn = partial(figures.limits_figure, limits, "value")
+    drawn = figures.limits_figure(limits, _bisected(study))
     cells = [
-        (text(name), number(row["limit_low"]), number(row["limit_high"]), number(row["kl"]), str(row["runs"]))
+        (text(name), number(row["limit_low"]), number(row["limit_high"]), _kl(row["kl"]), str(row["runs"]))
         for name, row in zip(names, rows, strict=True)
     ]
     said = (
         "<p>Found by halving the bracket by its logarithm: the largest value at which a run ended stable, and one at which it did not.</p>"
     )
     listed = table(("~setting", "*trains up to", "*not at", "*KL there", "*runs"), cells, "Limits")
-    return f"{said}\n{_picture(study, 'limits', drawn, f'Limits of {len(rows)} settings.')}\n{details('As a table', listed)}"
+    return f"{said}\n{_picture(study, 'limits', drawn)}\n{details('As a table', listed)}"
+
+
+def _bisected(study: Study) -> str:
+    """The setting that was sought: its column holds the lower limit."""
+    rows = [row for row in finished(study.rows) if sought(row)]
+    return next((name for name in study.columns if name != "seed" and all(row[name] == row["limit_low"] for row in rows)), "value")
 
 
 def _faults(study: Study) -> str:
@@ -226,7 +231,7 @@ def _faults(study: Study) -> str:
     if not rows:
         return ""
     names = _named(study, rows)
-    picture = _picture(study, "faults", partial(figures.faults_figure, rows, names), f"Loss around the fault in {len(rows)} trials.")
+    picture = _picture(study, "faults", figures.faults_figure(rows, names))
     cells = [
         (
             text(name),
@@ -238,7 +243,7 @@ def _faults(study: Study) -> str:
             number(row["loss_after_fault"]),
             "never" if row["recovered_after"] is None else str(row["recovered_after"]),
             text(row["outcome"]),
-            number(row["kl"]),
+            _kl(row["kl"]),
             text(f"layer {row['bad_layer']}, {row['bad_stage']}" if row["bad_layer"] is not None else ""),
         )
         for name, row in zip(names, rows, strict=True)
@@ -255,17 +260,16 @@ def _faults(study: Study) -> str:
 
 def _fidelity(study: Study) -> str:
     rows = [row for row in finished(study.rows) if row["outcome"] == "stable" and row["kl"] and row["fault_refused"] is None]
-    rows = [row for row in rows if row["parameters"] and not sought(row)]
+    rows = [row for row in rows if row["parameters"] and math.isfinite(row["kl"]) and not sought(row)]
     if len(rows) < 2:
         return ""
     costs = ([float(row["parameters"]) for row in rows], [training_seconds(row) for row in rows])
     best = {i for cost in costs for i in frontier([(x, float(row["kl"])) for x, row in zip(cost, rows, strict=True)])}
     numbers = {i: place for place, i in enumerate(sorted(best, key=lambda i: (rows[i]["kl"], i)), 1)}
-    told = "KL against parameters and seconds of the stable trials."
-    picture = _picture(study, "pareto", partial(figures.pareto_figure, rows, numbers), told)
+    picture = _picture(study, "pareto", figures.pareto_figure(rows, numbers))
     cells = [
         (str(place), text(study.name_of(rows[i])), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(costs[1][i]),
-         number(rows[i]["kl"]), number(rows[i]["perplexity_ratio"]), f"{100 * rows[i]['top1']:.1f}%")
+         figure(rows[i], "kl"), figure(rows[i], "perplexity_ratio"), figure(rows[i], "top1"))
         for i, place in numbers.items()
     ]  # fmt: skip
     heads = ("*", "~trial", "~part", "*parameters", "*seconds", "*KL", "*perplexity ratio", "*top-1")
@@ -283,13 +287,12 @@ def _effects(study: Study) -> str:
         names = study.factors(rows)
         found = [
             analysis
-            for response, called, share in ((log_kl, "log10 KL, stable trials", False), (failure, "share of trials that fail", True))
+            for response, called, share in ((log_kl, "log10 KL, stable trials", False), (failure, "chance that a trial fails", True))
             if (analysis := analyse(rows, names, response, called, share=share)) is not None
         ]
         if not found:
             continue
-        told = f"Main effects in part {part}."
-        picture = _picture(study, f"effects-{place}-{_file(part)}", partial(figures.effects_figure, found), told)
+        picture = _picture(study, f"effects-{place}-{_file(part)}", figures.effects_figure(found))
         cells = [
             (text(a.response), text(e.setting), text(e.level), number(e.mean), number(e.low), number(e.high), str(e.count))
             for a in found
@@ -304,7 +307,7 @@ def _effects(study: Study) -> str:
 
 
 def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
-    picture = _picture(study, "variance", partial(figures.shares_figure, shares), "Shares of the variance by setting.")
+    picture = _picture(study, "variance", figures.shares_figure(shares))
     cells = [
         (text(name), text(what), f"{100 * share:.1f}%")
         for name, a in shares
@@ -322,7 +325,7 @@ def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
 def _seeds(study: Study) -> str:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in finished(study.rows):
-        if row["kl"] is not None and not sought(row):
+        if row["kl"] is not None and math.isfinite(row["kl"]) and not sought(row):
             groups.setdefault((row["parts"], row["arms"], *(repr(row[name]) for name in study.columns if name != "seed")), []).append(row)
     several = [rows for rows in groups.values() if len({row["seed"] for row in rows}) > 1]
     if not several:
@@ -347,7 +350,8 @@ def _seeds(study: Study) -> str:
 def _trials(study: Study) -> str:
     heads = ["~part", "~trial", "*seed", *(f"{'~' if name in ('outcome', 'reason', 'bad_stage') else '*'}{name}" for name in _SHOWN)]
     rows = [
-        (text(_parts(row)), text(study.name_of(row)), text(row["seed"]), *(_value(row.get(name)) for name in _SHOWN)) for row in study.rows
+        (text(_parts(row)), text(study.name_of(row)), text(row["seed"]), *(_value(name, row.get(name)) for name in _SHOWN))
+        for row in study.rows
     ]
     return details(f"All {len(rows)} trials; more columns are in trials.csv", table(heads, rows, "Trials"))
 
@@ -367,9 +371,15 @@ def _finite(value: float | None) -> str:
     return "not finite" if value is None else number(value)
 
 
-def _value(value: Any) -> str:
+def _kl(value: float | None) -> str:
+    return number(value) if value is None else FIGURES["kl"].write(value)
+
+
+def _value(name: str, value: Any) -> str:
     if value is None:
         return ""
+    if name in FIGURES:
+        return FIGURES[name].write(value)
     return number(value) if isinstance(value, float) else f"{value:,}" if type(value) is int else text(value)
 
 

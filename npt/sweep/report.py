@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from npt.errors import ConfigError
-from npt.files import new_folder, write_bytes, write_text
-from npt.sweep.analysis import RATE, parts_of, stability_map
+from npt.files import new_folder, write_text
+from npt.stored import read_json
+from npt.sweep.analysis import RATE, level_text, parts_of, stability_map
+from npt.sweep.figures import standalone
 from npt.sweep.page import Study, page
-from npt.sweep.study import SPEC, design_in, refresh
+from npt.sweep.spec import Trial
+from npt.sweep.study import SPEC, STUDY, design_in, refresh
 from npt.sweep.table import read_table
+
+_RECIPE = {
+    "base": ("model_name", "use_quantization", "quant_type", "compute_dtype"),
+    "adapters": ("layers", "adapter_rank", "targets", "modulation", "mult_form", "additive_scale"),
+    "training": ("init", "strategy", "loss", "learning_rate", "warmup_steps", "max_grad_norm", "batch_size", "max_steps", "seed"),
+    "data": ("dataset_name", "num_samples", "max_length", "eval_samples"),
+}
+"""What is said of the trials at the head of a page."""
 
 REPORT, FIGURES = "report.html", "figures"
 
 
 def write_study_report(folder: Path, output: Path | None = None) -> dict[str, Any]:
-    """Write the page about a study, and the pictures as PNG into its folder.
+    """Write the page about a study, and the pictures as SVG into its folder.
 
     Args:
         folder: of a study that has ended, was killed, or is under way.
@@ -38,16 +50,31 @@ def write_study_report(folder: Path, output: Path | None = None) -> dict[str, An
     if (folder / SPEC).is_file():
         design = design_in(folder)
         notes = {part.name: part.note for part in design.parts}
-    study = Study(folder.resolve().name if not (folder / SPEC).is_file() else design.name, rows, notes)
+    name = folder.resolve().name if not (folder / SPEC).is_file() else design.name
+    study = Study(name, rows, notes, _recipe(folder, design.trials if notes else ()))
     place = folder / REPORT if output is None else output
     content = page(study)
     with new_folder(folder / FIGURES) as temporary:
         for name, picture in study.pictures.items():
-            write_bytes(temporary / f"{name}.png", picture)
+            write_text(temporary / f"{name}.svg", standalone(picture))
     write_text(place, content)
     outcomes = Counter(row["outcome"] or "not run" for row in rows)
     found = {"report": str(place), "name": study.name, "trials": len(rows), "outcomes": dict(outcomes), "pictures": sorted(study.pictures)}
     return found | {"maps": _maps(study), "limits": _limits(study)}
+
+
+def _recipe(folder: Path, trials: Sequence[Trial]) -> dict[str, str]:
+    """What every trial has in common, and the versions that ran them."""
+    of_all = [trial.settings.values() for trial in trials]
+    found = {}
+    for what, names in _RECIPE.items():
+        same = [name for name in names if of_all and all(values.get(name) == of_all[0].get(name) for values in of_all)]
+        varied = [name for name in names if name not in same] if of_all else []
+        words = [f"{name} {level_text(of_all[0][name])}" for name in same if of_all[0].get(name) is not None]
+        found[what] = "; ".join(filter(None, (", ".join(words), f"varied: {', '.join(varied)}" if varied else "")))
+    versions = read_json(folder / STUDY, ConfigError).get("versions")
+    found["versions"] = ", ".join(f"{name} {value}" for name, value in versions.items()) if isinstance(versions, dict) else ""
+    return {what: said for what, said in found.items() if said}
 
 
 def _maps(study: Study) -> dict[str, list[dict[str, Any]]]:

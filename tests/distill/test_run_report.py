@@ -55,7 +55,7 @@ def test_a_run_that_gives_up_has_a_report_with_its_refusals_and_its_post_mortem(
     with pytest.raises(TooManyRefusalsError):
         here.run("run", data=poisoned, max_consecutive_bad=3)
     folder = here.place / "run"
-    assert "Stopped at step" in text(folder) and "3 refusals in a row" in text(folder)
+    assert "Stopped in step" in text(folder) and "3 refusals in a row" in text(folder)
     assert "token id 999 outside the vocabulary" in text(folder)
     assert 'href="./postmortem/step-' in text(folder)
     assert (folder / "modulation.json").is_file()  # a multiplier at its bound may be why

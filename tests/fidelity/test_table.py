@@ -99,7 +99,7 @@ def test_figures_that_an_earlier_version_did_not_take_have_no_row() -> None:
     labels = [cells(line)[0] for line in lines]
     assert "reverse KL" not in labels and "top-5" not in labels and "top-1" in labels
     lines = shown(Fidelity(some(0), some(3), old[2], None, LAYERS))  # a student from an old file beside a new floor
-    assert row(lines, "top-5")[2] == "nan%"
+    assert row(lines, "top-5")[2] == "–"
 
 
 def test_partings_are_said_with_what_the_limit_hides() -> None:

@@ -146,7 +146,7 @@ def test_a_killed_run_has_the_figures_of_its_checkpoint_and_its_last_evaluation(
     assert (
         "those that the checkpoint step-00000004 has; the student's are those of the evaluation at step 10" in reader.sections["fidelity"]
     )
-    assert "0.2000 ± 0.0010, from 1.2 at the floor" in reader.sections["fidelity"]
+    assert "0.2000 ± 0.0010, from 1.2000 at the floor" in reader.sections["fidelity"]
     assert "There is no student's yet" in reader.sections["layers"]
     assert "Held-out KL under way" in reader.sections["training"]
 
@@ -196,7 +196,7 @@ def test_numbers_that_are_not_finite_are_said_and_drawn_as_such(tmp_path) -> Non
     assert "The student's KL(teacher, model), nats is not finite." in reader.sections["fidelity"]
     assert "student not finite" in reader.sections["fidelity"] and "of the way from" not in reader.sections["fidelity"]
     assert "In 1 of 3 layers the student's is not finite" in reader.sections["layers"]
-    assert "50% not finite" in reader.sections["modulation"]
+    assert "and 50.0% not finite" in reader.sections["modulation"]
 
 
 def test_a_teacher_no_better_than_the_floor_leaves_no_way_to_draw(tmp_path) -> None:

@@ -25,7 +25,11 @@ def test_a_studys_page_stands_without_complaint(tmp_path, width, dark) -> None:
     place.write_text(page(Study("made", table())), encoding="utf-8")
     with Browser(program) as browser:
         browser.open(place, width=width, dark=dark)
-        assert [said for said in browser.complaints if not said.startswith("asked for data:")] == []  # pictures in the page
-        pictures = browser.evaluate("[...document.images].filter(image => image.complete && image.naturalWidth > 300).length")
-        assert pictures == browser.evaluate("document.images.length") >= 8
+        assert browser.complaints == []
+        widths = browser.evaluate("[...document.querySelectorAll('svg.drawn')].map(x => x.getBoundingClientRect().width)")
+        assert len(widths) >= 8 and min(widths) > 0.85 * min(width, 480)
+        heights = browser.evaluate("[...document.querySelectorAll('.drawn text')].map(x => x.getBoundingClientRect().height)")
+        assert min(heights) >= 10  # of a line of letters: what is smaller is not read on a phone
+        ink = browser.evaluate("getComputedStyle(document.querySelector('.drawn .head')).fill")
+        assert (sum(map(int, ink[4:-1].split(","))) > 384) == dark
         assert browser.evaluate("document.documentElement.scrollWidth") <= width

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_study import RATES, table
 
-from npt.sweep.analysis import RATE_CLASSES, analyse, failure, frontier, log_kl, of_part, parts_of, stability_map, student, wilson
+from npt.sweep.analysis import RATE_CLASSES, analyse, failure, frontier, log_kl, of_part, parts_of, stability_map, student
 
 COLUMNS = ["learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed", "fault_step", "use_quantization"]
 
@@ -60,20 +60,36 @@ def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=12, max_size=40))
-def test_the_share_that_fails_and_its_interval_stay_within_0_and_1(trials) -> None:
+def test_the_chance_to_fail_and_its_interval_lie_between_0_and_1(trials) -> None:
     """An additive model of trials that fail at one setting alone goes below 0 at the others."""
     a, b, failed = zip(*trials, strict=True)
     found = analyse(rows([float(f) for f in failed], a=a, b=b), ["a", "b"], lambda row: row["y"], "y", share=True)
     for effect in () if found is None else found.effects:
-        own = [f for *levels, f in trials if str(levels[effect.setting == "b"]) == effect.level]
-        assert effect.count == len(own) and effect.mean == pytest.approx(sum(own) / len(own))
+        assert effect.count == sum(str(levels[effect.setting == "b"]) == effect.level for *levels, _ in trials)
         assert effect.low is not None and effect.high is not None
-        assert 0.0 <= effect.low <= effect.mean <= effect.high <= 1.0 and effect.high - effect.low > 0.05
+        assert 0.0 <= effect.low < effect.mean < effect.high <= 1.0 and effect.high - effect.low > 0.05
 
 
-def test_wilsons_interval_is_the_published_one() -> None:
-    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4) and wilson(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    assert wilson(15 / 148, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)  # Newcombe, Statistics in Medicine 17, 1998, table I
+def test_the_chance_to_fail_of_one_setting_is_that_of_its_groups_with_half_a_trial_on_each_side() -> None:
+    """Two rates of six trials of which none and all fail: least squares would say 0 and 1 for certain."""
+    found = analyse(rows([0.0] * 6 + [1.0] * 6, rate=[0.1] * 6 + [1.0] * 6), ["rate"], lambda row: row["y"], "y", share=True)
+    assert found is not None
+    assert [effect.mean for effect in found.effects] == pytest.approx([0.5 / 7, 6.5 / 7], abs=1e-8)
+    low, high = found.effects
+    assert low.high is not None and high.low is not None
+    assert low.high == pytest.approx(1 - high.low) and low.high > 0.3
+
+
+def test_a_setting_that_does_nothing_has_the_same_chance_at_every_level_however_uneven_the_design() -> None:
+    """Level 1 of b was mostly tried where a fails: more of its trials failed, and not by its doing."""
+    cells = {(0, 0): (2, 8), (0, 1): (1, 4), (1, 0): (3, 4), (1, 1): (6, 8)}  # failures and trials; b changes no odds
+    trials = [(a, b, float(k < failed)) for (a, b), (failed, count) in cells.items() for k in range(count)]
+    a, b, failed = zip(*trials, strict=True)
+    found = analyse(rows(failed, a=a, b=b), ["a", "b"], lambda row: row["y"], "y", share=True)
+    assert found is not None
+    chances = {(e.setting, e.level): e.mean for e in found.effects}
+    assert abs(chances["b", "1"] - chances["b", "0"]) < 0.02  # 5 and 7 of 12 failed; the penalty is worth half of one of 24 trials
+    assert chances["a", "1"] - chances["a", "0"] == pytest.approx(0.5, abs=0.1)  # the same
 
 
 def test_what_settings_do_together_is_told_from_the_noise_of_seeds() -> None:

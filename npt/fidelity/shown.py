@@ -1,0 +1,72 @@
+"""The figures of fidelity for a reader: what each is called, its unit, and how it is written with its error.
+
+Files, tables of studies and `--json` hold plain numbers, in which a share is a fraction and 1 is all of it. Terminals and pages write the
+same share in per cent. Both come from here, so that a figure reads the same wherever it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NO_ERROR = 1e-6
+"""A difference or an error below this is rounding, as that of the teacher against itself."""
+
+MORE_DIGITS = 4
+"""Digits at most that are added where a figure would read as the teacher's own."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """name: in words, with the unit where that does not stand at the number. short: for a table's narrow column. digits: behind the
+    point. percent: it is a share. ideal: what the teacher has against itself; None where that depends on the text."""
+
+    name: str
+    short: str
+    digits: int
+    percent: bool = False
+    ideal: float | None = None
+
+    def write(self, value: float, error: float = math.nan) -> str:
+        """The figure with its standard error, which is left out where there is none."""
+        if not math.isfinite(value):
+            return "not finite"
+        scale, unit = (100.0, "%") if self.percent else (1.0, "")
+        digits = self._digits(value, scale)
+        tail = f" ± {scale * error:.{digits}f}" if math.isfinite(error) and error >= NO_ERROR else ""
+        return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
+
+    def _digits(self, value: float, scale: float) -> int:
+        """As many as it takes for what is not the teacher's figure not to read as that."""
+        if self.ideal is None or abs(value - self.ideal) < NO_ERROR:
+            return self.digits
+        shown = range(self.digits, self.digits + MORE_DIGITS)
+        return next((n for n in shown if f"{scale * value:.{n}f}" != f"{scale * self.ideal:.{n}f}"), self.digits + MORE_DIGITS)
+
+
+FIGURES: dict[str, Figure] = {
+    "kl": Figure("KL(teacher, model), nats", "KL, nats", 4, ideal=0.0),
+    "reverse_kl": Figure("KL(model, teacher), nats", "reverse KL", 4, ideal=0.0),
+    "top1": Figure("top-1 agreement", "top-1", 1, percent=True, ideal=1.0),
+    "top5": Figure("top-5 agreement", "top-5", 1, percent=True, ideal=1.0),
+    "acceptance": Figure("speculative acceptance", "acceptance", 1, percent=True, ideal=1.0),
+    "perplexity": Figure("perplexity", "perplexity", 3),
+    "perplexity_ratio": Figure("perplexity over the teacher's", "ratio", 4, ideal=1.0),
+}
+"""By the key that files have them under."""
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Any other share, in per cent, with more digits or a sign where it would read as none or all of it and is neither."""
+    if not math.isfinite(share):
+        return "not finite"
+    digits = next((n for n in range(digits, digits + MORE_DIGITS) if _is_told(share, n)), digits + MORE_DIGITS)
+    least = 10.0**-digits
+    if _is_told(share, digits):
+        return f"{100 * share:.{digits}f}%".replace("-", "−")
+    return f"<{least:.{digits}f}%" if share < 0.5 else f">{100 - least:.{digits}f}%"
+
+
+def _is_told(share: float, digits: int) -> bool:
+    """Whether so many digits tell it from none and from all."""
+    return share in (0.0, 1.0) or abs(float(f"{100 * share:.{digits}f}")) not in (0.0, 100.0)
