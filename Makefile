@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 WORKERS ?= 2
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
+# What pytest makes of the tests' asserts is kept in __pycache__, whatever the environment says: making it takes longer than many tests.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: pretrain stability test test-slow test-all test-gpu lint clean
 
 # The main job on the embedded model: a 4-bit Llama becomes an NPT student, measured on held-out text.

@@ -7,6 +7,7 @@ whose part is not built yet raises `NotSupportedError`; nothing is silently igno
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import types
@@ -127,9 +128,15 @@ def parse_bytes(text: str, flag: str = "--max_memory") -> int:
     return found
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The fields' types: annotations are text that has to be evaluated, and a study makes settings by the thousand."""
+    return typing.get_type_hints(cls)
+
+
 def _check_fields(config: Any) -> None:
     """Every value has its field's type and is one of its choices."""
-    hints = typing.get_type_hints(type(config))
+    hints = _hints(type(config))
     for f in fields(config):
         _check_type(flag_of(f), getattr(config, f.name), hints[f.name])
     for f in fields(config):

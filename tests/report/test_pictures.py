@@ -120,14 +120,15 @@ def test_every_picture_of_a_runs_page_is_sound(tmp_path, kind) -> None:
         check(svg)
 
 
+ROWS = table()
 STUDIES = {
-    "whole": table(),
-    "one trial": table()[:1],
-    "all diverged": [{**row, "outcome": "diverged", "kl": None} for row in table()],
-    "constant": [{**row, "kl": 0.5, "parameters": 10, "seconds_start": 0.0, "seconds_training": 0.0} for row in table()],
-    "zero": [{**row, "kl": 0.0, "kl_se": 0.0} for row in table()],
-    "not finite": [{**row, "kl": math.inf, "kl_se": math.nan, "fault_harm": None} for row in table()],
-    "hostile": [{**row, "arms": row["arms"] and f'<b a="1">&\x00{row["arms"]}' * 9} for row in table()],
+    "whole": ROWS,
+    "one trial": ROWS[:1],
+    "all diverged": [{**row, "outcome": "diverged", "kl": None} for row in ROWS],
+    "constant": [{**row, "kl": 0.5, "parameters": 10, "seconds_start": 0.0, "seconds_training": 0.0} for row in ROWS],
+    "zero": [{**row, "kl": 0.0, "kl_se": 0.0} for row in ROWS],
+    "not finite": [{**row, "kl": math.inf, "kl_se": math.nan, "fault_harm": None} for row in ROWS],
+    "hostile": [{**row, "arms": row["arms"] and f'<b a="1">&\x00{row["arms"]}' * 9} for row in ROWS],
 }
 
 
@@ -144,7 +145,7 @@ def test_every_picture_of_a_studys_page_is_sound_in_the_page_and_as_a_file(kind)
 
 
 def test_a_map_names_both_of_its_settings_and_what_its_colours_mean() -> None:
-    found = stability_map(table(), "forms", ["mult_form", "learning_rate", "seed"])
+    found = stability_map(ROWS, "forms", ["mult_form", "learning_rate", "seed"])
     assert found is not None
     drawn = figures.map_figure(found)
     said = [text.text for text in ET.fromstring(drawn).iter("text")]

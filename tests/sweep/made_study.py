@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from npt.sweep.spec import Design, design_of
@@ -24,6 +25,7 @@ def result(**given: Any) -> dict[str, Any]:
     return usual | given
 
 
+@functools.cache
 def design() -> Design:
     """Two forms at four rates with two seeds, faults, and a limit."""
     return design_of(
