@@ -136,7 +136,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _check_fields(config: Any) -> None:
     """Every value has its field's type and is one of its choices."""
-    hints = _hints(type(config))
+    cls: type = type(config)
+    hints = _hints(cls)
     for f in fields(config):
         _check_type(flag_of(f), getattr(config, f.name), hints[f.name])
     for f in fields(config):
