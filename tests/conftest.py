@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Read by npt.quant.device, in processes that tests start as well.
 os.environ["NPT_DEVICE"] = "cpu"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tiers import listed, slow
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
+from npt.data import builtin
 from npt.data.batch import Batch, batch_from_tensors
 
 VOCAB = 128
@@ -130,6 +132,25 @@ class FakeTokenizer:
 @pytest.fixture
 def tokenizer() -> FakeTokenizer:
     return FakeTokenizer()
+
+
+@pytest.fixture(scope="session")
+def _few_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The beginnings of the first files of either split of the standard library, some 90 KB of 12 MB."""
+    folder = tmp_path_factory.mktemp("library")
+    for split, count in (("train", 24), ("heldout", 6)):
+        for name, text in itertools.islice(builtin.builtin_files(split), count):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text[:3000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short_library(_few_sources: Path) -> Iterator[None]:
+    """Makes the built-in text a short one, in processes that are forked here as well: to read and tokenise all of it takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtin, "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(_few_sources)}))
+        yield
 
 
 LoadModel = Callable[..., LlamaForCausalLM]

@@ -11,6 +11,8 @@ import npt
 from npt.adapters import hub
 from npt.cli.main import main, make_parser
 
+pytestmark = pytest.mark.usefixtures("short_library")
+
 VERBS = {
     "evaluate": ("evaluate", "--max_length", "32", "--eval_samples", "4"),
     "generate": ("generate", "--prompt", "def f(x", "--max_new_tokens", "2"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch
 
 from npt.cli.main import main
 from npt.distill import loop
+
+pytestmark = pytest.mark.usefixtures("short_library")
 
 SHORT = [
     "pretrain",
@@ -19,6 +22,8 @@ SHORT = [
     "1",
     "--eval_samples",
     "1",
+    "--max_length",
+    "32",
     "--no_smoke_test",
     "--log_steps",
     "1",

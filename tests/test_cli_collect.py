@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from forked import Program
 
 import npt
 from npt.cli.main import main
 
 NEW = ["--max_length", "40", "--max_new_tokens", "12"]
-PROMPTS = 14
+PROMPTS = 10
+pytestmark = pytest.mark.usefixtures("short_library")
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +70,10 @@ def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
     adapter: Path, prompts: Path, whole: Path, tmp_path: Path, number: int, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "failures.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "npt.cli", *command(adapter, prompts, path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    deadline = time.monotonic() + 120
-    while not (path.is_file() and path.stat().st_size):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read().decode() if process.stderr else ""
-        time.sleep(0.005)
-    process.send_signal(number)
-    assert process.wait(timeout=60) == status
+    program = Program(command(adapter, prompts, path), tmp_path / "errors")
+    program.wait_for(lambda: path.is_file() and path.stat().st_size > 0)
+    program.send(number)
+    assert program.wait() == status, program.errors.read_text()
     assert path.stat().st_size < whole.stat().st_size  # it was in the middle
     assert main(command(adapter, prompts, path)) == 0
     assert content(path) == content(whole)
@@ -93,7 +83,7 @@ def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path: Path, capsys:
     assert main(["doctor", "--data", str(whole), "--max_length", "40"]) == 0
     assert "⟦<s>def function_" in capsys.readouterr().out
     folder = tmp_path / "run"
-    arguments = ["--dataset_name", str(whole), "--max_length", "40", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1"]
+    arguments = ["--dataset_name", str(whole), "--max_length", "40", "--batch_size", "2", "--eval_samples", "2", "--log_steps", "1"]
     assert main(["pretrain", "--use_quantization", "--init", "random", *arguments, "--max_steps", "3", "--output_dir", str(folder)]) == 0
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]

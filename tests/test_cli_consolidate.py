@@ -135,7 +135,7 @@ def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(tmp_path, capsy
     ):
         capsys.readouterr()
         where = ["--adapter", str(adapter), "--output", str(tmp_path / "out"), "--model_name", "tiny", "--use_quantization"]
-        assert main(["consolidate", "--text", text, *where, "--eval_samples", "32", "--max_length", "128", "--json"]) == 0
+        assert main(["consolidate", "--text", text, *where, "--eval_samples", "12", "--max_length", "64", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         for stream in ("student", "teacher"):
             # The gain on code is near zero, of a sign that depends on the Python version, whose library is the training text.

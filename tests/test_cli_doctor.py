@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import npt
 from npt.cli.main import main
+from npt.distill.plan import Planner
+from npt.distill.workload import Workload
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +124,24 @@ def test_flags_that_cannot_be_are_refused_by_the_parser(arguments: list[str], ca
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 
+
+@pytest.fixture(scope="module")
+def _counts() -> dict[str, dict[Any, int]]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _counted_once(_counts: dict[str, dict[Any, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has counted of a model the others need not count again: it is the greater part of a plan."""
+
+    def planner(workload: Workload, base_bytes: int | None = None, counts: dict[Any, int] | None = None) -> Planner:
+        other = (workload.attn_implementation, workload.compute_dtype, workload.teacher_attention, workload.device)
+        known = _counts.setdefault(f"{workload.config.to_json_string()} {other}", {})
+        return Planner(workload, base_bytes, known if counts is None else counts)
+
+    monkeypatch.setattr("npt.distill.plan.Planner", planner)
+
+
 PLAN = ["doctor", "--plan", "--shape", "64,160,6,4,2,500", "--max_length", "32", "--use_quantization"]
 
 
@@ -195,9 +216,9 @@ def test_a_calibrated_start_is_forecast(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_limit_shows_what_training_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = plan_of(capsys, "--no_trial", "--batch_size", "8")["memory"]
-    limited = plan_of(capsys, "--no_trial", "--batch_size", "8", "--max_memory", str(whole["phases"]["micro-batch"] - 1))
-    assert limited["fits"] and limited["memory"]["samples_at_once"] == 4 and whole["samples_at_once"] == 8
+    whole = plan_of(capsys, "--no_trial")["memory"]
+    limited = plan_of(capsys, "--no_trial", "--max_memory", str(whole["phases"]["micro-batch"] - 1))
+    assert limited["fits"] and limited["memory"]["samples_at_once"] == 2 and whole["samples_at_once"] == 4
 
 
 def test_what_does_not_fit_ends_2_with_the_settings_that_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 from npt.fidelity.evaluate import Fidelity
 
+pytestmark = pytest.mark.usefixtures("short_library")
+
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,10 +28,10 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(adapter: Path, *arguments: str) -> list[str]:
-    return ["evaluate", "--adapter", str(adapter), "--max_length", "48", "--eval_samples", "6", *arguments]
+    return ["evaluate", "--adapter", str(adapter), "--max_length", "32", "--eval_samples", "3", *arguments]
 
 
-WHOLE = ["--use_quantization", "--divergence_prompts", "4", "--max_new_tokens", "6", "--attribution"]
+WHOLE = ["--use_quantization", "--divergence_prompts", "2", "--max_new_tokens", "4", "--attribution"]
 
 
 def test_all_that_is_asked_for_is_in_the_json(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +39,7 @@ def test_all_that_is_asked_for_is_in_the_json(adapter: Path, capsys: pytest.Capt
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["heldout"] is True and found["layers"].keys() == {"4", "6"} and found["unconverted_layers"].keys() == {"5", "7"}
-    assert found["divergence"]["prompts"] == 4 and found["divergence"]["max_new_tokens"] == 6
+    assert found["divergence"]["prompts"] == 2 and found["divergence"]["max_new_tokens"] == 4
     assert found["attribution"].keys() == {"unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt"}
     assert found["attribution"]["4bit_to_npt"] == found["student"]
     assert 0 < found["attribution"]["unquantized_to_4bit"]["kl"] < found["attribution"]["unquantized_to_npt"]["kl"]
@@ -52,7 +54,7 @@ def test_all_that_is_asked_for_is_in_the_json(adapter: Path, capsys: pytest.Capt
 def test_the_tables_show_it(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(adapter, *WHOLE)) == 0
     out = capsys.readouterr().out
-    for part in ("floor (attention dropped)", "reverse KL", "top-5", "student, free", "unquantised to 4-bit", "behind 4 prompts"):
+    for part in ("floor (attention dropped)", "reverse KL", "top-5", "student, free", "unquantised to 4-bit", "behind 2 prompts"):
         assert part in out, part
 
 

@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("npt", "python", "make", "torchrun")
 SHORT = {
-    "pretrain": "--max_steps 2 --eval_samples 2",
-    "evaluate": "--eval_samples 2",
+    "pretrain": "--max_steps 2 --eval_samples 2 --max_length 64 --batch_size 2",
+    "evaluate": "--eval_samples 2 --max_length 64",
     "generate": "--max_new_tokens 4",
     "collect": "--num_prompts 2 --max_new_tokens 4",
     "doctor": "",
     "trace": "",
     "replay": "",
-    "consolidate": "--eval_samples 2",
+    "consolidate": "--eval_samples 2 --max_length 64",
     "transplant": "",
 }
 """Behind a printed command, so that it ends soon; of two values of a flag the last one counts."""
@@ -108,7 +108,7 @@ def test_every_printed_command_is_one_that_its_program_reads(command, monkeypatc
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(short_library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with what the commands name: RUN and its post-mortem, the adapter A, failures.jsonl and data.jsonl."""
     folder = tmp_path_factory.mktemp("printed")
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         text = (ROOT / "README.md").read_text(encoding="utf-8")
         rows = [json.dumps({"text": part}) for part in text.split("\n\n") if len(part) > 200]
         (folder / "data.jsonl").write_text("\n".join(rows[:30]) + "\n", encoding="utf-8")
-        asked = "collect --adapter RUN --output failures.jsonl --num_prompts 40 --max_new_tokens 4 --max_length 32"
+        asked = "collect --adapter RUN --output failures.jsonl --num_prompts 12 --max_new_tokens 4 --max_length 32"
         assert main(asked.split()) == 0
         yield folder
 
@@ -139,7 +139,7 @@ def test_the_printed_commands_of_npt_run(command, place, monkeypatch, capsys, tm
     if verb in ("pretrain", "collect"):
         given += ["--output_dir" if verb == "pretrain" else "--output", str(tmp_path / ("out" if verb == "pretrain" else "out.jsonl"))]
     if verb == "pretrain" and "--adapter" not in given and "--teacher_precision" not in given:  # those that solve their start
-        given += ["--calibration_tokens", "4096", "--calibration_rounds", "1"]
+        given += ["--calibration_tokens", "4096", "--calibration_rounds", "1", "--layers", "6,7", "--adapter_rank", "8"]
     assert main([verb, *given, *SHORT[verb].split()]) == 0, capsys.readouterr().err
     assert "Traceback" not in capsys.readouterr().err
 
@@ -149,7 +149,7 @@ def test_the_printed_python_runs(place, monkeypatch, capsys) -> None:
     from transformers import TrainingArguments
 
     monkeypatch.chdir(place)
-    (place / "page.md").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    (place / "page.md").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:8000], encoding="utf-8")
     names: dict[str, Any] = {}
     first, *others = [block for page in PAGES for block in blocks(page)]
     exec(first, names)

@@ -9,6 +9,7 @@ only) has never seen it.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,19 +37,27 @@ def builtin_files(split: str, root: Path | None = None) -> Iterator[tuple[str, s
         raise DataError(f"built-in text has no split {split!r}; choose one of {', '.join(SPLITS)}")
     root = root if root is not None else Path(sysconfig.get_paths()["stdlib"])
     found = False
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
-        if _EXCLUDED.intersection(relative.parts) or is_heldout(relative.as_posix()) != (split == "heldout"):
+    for relative in sorted(_sources(root)):
+        if is_heldout(relative) != (split == "heldout"):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            text = (root / relative).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue  # a handful of stdlib files are deliberately in other encodings
         if text.strip():
             found = True
-            yield relative.as_posix(), text
+            yield relative, text
     if not found:
         raise DataError(f"no Python source below {root}; pass --dataset_name FILE instead of the built-in text")
+
+
+def _sources(root: Path) -> Iterator[str]:
+    """POSIX paths below `root` of what is no test and of nobody else. What is left out is not walked: packages that are installed
+    there may be many times the library, and every pass over the text would read all their folders."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
+        below = Path(folder).relative_to(root)
+        yield from ((below / name).as_posix() for name in names if name.endswith(".py"))
 
 
 def builtin_text(split: str = "train", root: Path | None = None) -> Iterator[dict[str, str]]:

@@ -76,8 +76,8 @@ class Planner:
             ConfigError: one sample does not fit; what takes most is named.
         """
         batch_size = self.workload.training.batch_size
-        samples = _largest(batch_size, lambda n: self._phase(n, 1, "micro-batch") <= limit and self._phase(n, 1, "step") <= limit)
-        evaluated = _largest(batch_size, lambda n: self._phase(1, n, "evaluation") <= limit)
+        samples = _largest(batch_size, lambda n: self._training_peak(n) <= limit)
+        evaluated = _largest(batch_size, lambda n: self._evaluation_peak(n) <= limit)
         if not samples or not evaluated:
             plan = self.plan(1)
             raise ConfigError(
@@ -104,8 +104,17 @@ class Planner:
         each, name = MASK_BYTES * self.workload.length**2, "attention mask of padded rows"
         return [Term(name, samples * each, ("micro-batch",)), Term(name, evaluated * each, ("evaluation",))]
 
-    def _phase(self, samples: int, evaluated: int, phase: str) -> int:
-        return self.plan(samples, evaluated).of(phase)
+    def _training_peak(self, samples: int) -> int:
+        """Of micro-batches and steps with so many samples at once; no evaluation is counted for it, nor the logits by themselves."""
+        return self._peak_of(samples, [*self._mask(samples, 0), *self._training(samples, parted=False)])
+
+    def _evaluation_peak(self, samples: int) -> int:
+        """Of evaluations with so many at once, the state beside them; no training is counted for it."""
+        samples = min(samples, self.workload.training.eval_samples)
+        return self._peak_of(samples, [*self._mask(0, samples), *self._evaluation(samples)])
+
+    def _peak_of(self, samples: int, terms: list[Term]) -> int:
+        return MemoryPlan((*self._fixed, *terms), samples, samples).peak
 
     def _training(self, samples: int, parted: bool = True) -> list[Term]:
         """Of the stage that takes most. parted: the logits by themselves, which is counts more."""

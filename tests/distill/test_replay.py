@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from forked import Program
 from hypothesis import given
 from rounded import round_otherwise
 from safetensors.torch import load_file, save_file
@@ -375,12 +375,7 @@ def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys
     assert "verdict: data" in capsys.readouterr().out
 
 
-def user(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=240, check=False)
-
-
-def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_index(tmp_path) -> None:
+def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_index(tmp_path, capfd) -> None:
     """The embedded model with a finite 1e30 in the embedding of one token, and data in which one sample has it."""
     import shutil
 
@@ -402,15 +397,14 @@ def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_
     settings = ["--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_consecutive_bad", "1", "--no_smoke_test"]
     small = ["--max_length", "16", "--eval_samples", "2", "--use_quantization", "--init", "random"]
     source_of_run = ["--model_name", str(base), "--dataset_name", str(data), "--output_dir", str(run)]
-    ended = user(str(ROOT / "pretrain_npt_safe.py"), *source_of_run, *settings, *small)
-    assert ended.returncode == 3, ended.stderr
+    ended = Program(["pretrain", *source_of_run, *settings, *small], tmp_path / "errors")
+    assert ended.wait() == 3, ended.errors.read_text()
     (folder,) = (run / "postmortem").iterdir()
-    assert f"npt replay {folder}" in ended.stderr
+    assert f"npt replay {folder}" in ended.errors.read_text()
     recorded = json.loads((folder / "postmortem.json").read_text())
 
-    again = user("-m", "npt.cli", "replay", str(folder), "--json")
-    assert again.returncode == 0, again.stderr
-    found = json.loads(again.stdout)
+    assert main(["replay", str(folder), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
     assert found["classification"] == "data" and found["reproduced"] is True
     assert found["found"] == recorded["refusals"] and "row-12@0" in found["found"][0]["sample_ids"]
     assert recorded["verdict"] is not None, recorded["failures"]
@@ -418,10 +412,13 @@ def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_
     assert found["same_fault"] is True and found["fresh_failed"] == 0
 
 
-@pytest.mark.slow
-def test_the_debug_script_shows_one_micro_batch(bundle) -> None:
+def test_the_debug_script_shows_one_micro_batch(bundle, monkeypatch, capsys) -> None:
     (refused,) = [r.micro_batch for r in read_bundle(bundle).refusals]
-    shown = user(str(ROOT / "debug" / "replay_batch.py"), str(bundle), "--micro_batch", str(refused))
-    assert shown.returncode == 0, shown.stderr
-    assert "loss per token nan" in shown.stdout and "model.layers.3.npt.M.up" in shown.stdout
-    assert user(str(ROOT / "debug" / "replay_batch.py"), str(bundle), "--micro_batch", "9").returncode == 2
+    for number, status in ((refused, 0), (9, 2)):
+        monkeypatch.setattr(sys, "argv", ["replay_batch.py", str(bundle), "--micro_batch", str(number)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "debug" / "replay_batch.py"), run_name="__main__")
+        said = capsys.readouterr()
+        assert ended.value.code == status, said.err
+        if not status:
+            assert "loss per token nan" in said.out and "model.layers.3.npt.M.up" in said.out

@@ -61,9 +61,13 @@ def mask_waits(model: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+STRATEGIES = ("local", "propagated", "end_to_end")
+
+
+@pytest.mark.parametrize(
+    ("attention", "strategy", "form"),
+    [*(("sdpa", strategy, form) for strategy in STRATEGIES for form in FORMS), *(("eager", "end_to_end", form) for form in FORMS)],
+)
 def test_no_strategy_waits(load_model, attention, strategy, form) -> None:
     model = load_model(attn_implementation=attention)
     if attention == "eager" and mask_waits(model):
@@ -72,24 +76,32 @@ def test_no_strategy_waits(load_model, attention, strategy, form) -> None:
     step_without_waiting(model, form, strategy=strategy, regularization_lambda=0.1)
 
 
-@pytest.mark.parametrize("loss", ["nmse_update", "direction", "mse", "smooth_l1", "cosine"])
-@pytest.mark.parametrize("weighting", ["none", "disagreement"])
+@pytest.mark.parametrize(
+    ("loss", "weighting"),
+    [*((loss, "disagreement") for loss in ("nmse_update", "direction", "mse", "smooth_l1", "cosine")), ("nmse_update", "none")],
+)
 def test_no_hidden_loss_waits(load_model, loss, weighting) -> None:
     model = load_model(None)
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
     step_without_waiting(model, "packed, padded", loss=loss, token_weighting=weighting)
 
 
-@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "jsd", "cross_entropy"])
-@pytest.mark.parametrize("weighting", ["none", "disagreement"])
+@pytest.mark.parametrize(
+    ("loss", "weighting"), [*((loss, "disagreement") for loss in ("kl", "reverse_kl", "jsd", "cross_entropy")), ("kl", "none")]
+)
 def test_no_loss_on_the_logits_waits(load_model, loss, weighting) -> None:
     model = load_model(None)
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
     step_without_waiting(model, "left", strategy="end_to_end", logit_kl_weight=0.5, logit_loss=loss, token_weighting=weighting)
 
 
-@pytest.mark.parametrize("family", ["mistral, window", "qwen3, window", "smollm3, window"])
-@pytest.mark.parametrize("form", ["full", "right", "left", "packed, padded"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("smollm3, window", form) for form in ("full", "right", "left", "packed, padded")),
+        *((family, form) for family in ("mistral, window", "qwen3, window") for form in ("full", "packed, padded")),
+    ],
+)
 def test_no_window_waits(family, form, tmp_path) -> None:
     model, _ = load_base(str(save_base(family, tmp_path / "base")), device="cpu")
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))

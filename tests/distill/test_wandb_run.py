@@ -246,7 +246,19 @@ def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path) -> None
         "MODE": "offline",
     }
     flags = ["--learning_rate=0.25", "--use_wandb=True", "--project=mine", f"--output_dir={tmp_path / 'run'}"]
-    small = ["--init", "random", "--layers=3", "--adapter_rank=2", "--max_length=32", "--max_steps=2", "--batch_size=2", "--eval_samples=2"]
+    (tmp_path / "own.txt").write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60)), encoding="utf-8")
+    data = [f"--dataset_name={tmp_path / 'own.txt'}", "--no_smoke_test"]
+    small = [
+        *data,
+        "--init",
+        "random",
+        "--layers=3",
+        "--adapter_rank=2",
+        "--max_length=32",
+        "--max_steps=2",
+        "--batch_size=2",
+        "--eval_samples=2",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **{f"WANDB_{name}": value for name, value in agents.items()}}
     command = [sys.executable, "-m", "npt.cli", "pretrain", *small, *flags]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
