@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -40,6 +40,8 @@ BLOCK, NESTED_BLOCK = 64, 256
 _PACKED_PRODUCT = getattr(getattr(torch.ops.bitsandbytes, "gemm_4bit", None), "default", None)
 """The operator that multiplies rows with a packed weight and unpacks it inside. bitsandbytes before 0.50 has none: there the unpacked
 weight is a tensor like others."""
+
+_DEVICE = torch.ops.prim.device.default
 
 
 class Hollow:
@@ -185,8 +187,9 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.prim.device.default:  # every other call asks for it, and nothing is made
-            return func(*args, **(kwargs or {}))
+        if func is _DEVICE:  # every other call asks for it, and nothing is made
+            asked = args[0]
+            return asked.fake_device if isinstance(asked, FakeTensor) and not asked.fake_mode.in_kernel_invocation else func(asked)
         for leaf in tree_leaves((args, kwargs)):  # one that is not known yet was there before
             self._note(leaf, made=False)
         out = func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EN
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this package and of those whose numerics a run depends on."""
-    found = {"python": platform.python_version(), "npt": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return {"python": platform.python_version(), "npt": __version__, **{package: _version(package) for package in _PACKAGES}}
+
+
+@cache
+def _version(package: str) -> str:
+    """Looked up once: every checkpoint names it, and to read what a package says of itself takes as long as to write a small one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 class RunFolder:

@@ -662,6 +662,11 @@ class Trainer:
         except OSError as error:
             folder.discard()
             raise ConfigError(f"--output_dir {folder.path} cannot be written: {error.strerror}; choose another folder") from error
+        try:
+            self.stop.check()
+        except StoppedError:
+            folder.discard()
+            raise
         trackers.warn = partial(self._warn, folder)
         trackers.describe({**plain_settings(self._all_settings()), **self._description()})
         measured = {"floor": self.initial.floor, "teacher": self.initial.teacher, "initial": self.initial.aim}

@@ -47,6 +47,14 @@ def test_the_splits_are_disjoint_and_together_all_the_source(library):
     assert not any(is_heldout(path) for path in train)
 
 
+def test_folders_that_are_left_out_are_not_entered(library, monkeypatch):
+    """Of installed packages there may be a hundred times as many files as of the library."""
+    entered, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: entered.append(Path(folder).relative_to(library).as_posix()) or scandir(folder))
+    assert paths("train", library)
+    assert sorted(entered) == [".", "json", "pip"]
+
+
 def test_the_order_is_that_of_the_paths_and_of_every_pass(library):
     assert paths("train", library) == sorted(paths("train", library)) == paths("train", library)
 

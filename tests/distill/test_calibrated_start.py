@@ -38,7 +38,8 @@ def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Cal
         if model is None:
             model = load_model("nf4")
             npt.attach(model, NPTConfig(**{"rank": 4, "layers": "1,3", "init": "calibrated", "additive_scale": 1.0, **(form or {})}))
-        settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2, "calibration_tokens": 300, **config}
+        settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2, "calibration_tokens": 300}
+        settings |= {"smoke_test": False, "eval_samples": 4, **config}
         return Trainer(
             model,
             tokenizer,

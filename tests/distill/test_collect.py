@@ -74,6 +74,21 @@ def gather(model, tokenizer, path: Path, records: Any = RECORDS, **settings: Any
     )
 
 
+@pytest.fixture(scope="module")
+def _gathered() -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def whole(student, tokenizer, tmp_path_factory, _gathered) -> Path:
+    """What one call finds in RECORDS, gathered once: the student is the same in every test, and nobody writes to it."""
+    if "whole" not in _gathered:
+        path = tmp_path_factory.mktemp("whole") / "whole.jsonl"
+        gather(student, tokenizer, path)
+        _gathered["whole"] = path
+    return _gathered["whole"]
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -138,10 +153,9 @@ def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) ->
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 9])
-def test_the_batch_size_changes_no_text_and_no_token(student, tokenizer, tmp_path, batch_size) -> None:
-    gather(student, tokenizer, tmp_path / "one.jsonl", batch_size=2)
+def test_the_batch_size_changes_no_text_and_no_token(student, tokenizer, whole, tmp_path, batch_size) -> None:
     gather(student, tokenizer, tmp_path / "other.jsonl", batch_size=batch_size)
-    for one, other in zip(lines(tmp_path / "one.jsonl"), lines(tmp_path / "other.jsonl"), strict=True):
+    for one, other in zip(lines(whole), lines(tmp_path / "other.jsonl"), strict=True):
         for name in ("kl", "kl_at", "acceptance", "acceptance_at"):
             assert one.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5)  # rows of another width sum in another order
         assert one == other
@@ -230,11 +244,10 @@ def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(student, token
     assert {s.input_ids for s in cut(texts, tokenizer, config)}.isdisjoint(s.input_ids for s in cut(open_source(config), tokenizer, config))
 
 
-def test_what_was_collected_can_be_collected_from_again(student, tokenizer, tmp_path) -> None:
-    gather(student, tokenizer, tmp_path / "one.jsonl")
-    again = [{k: v for k, v in r.items() if k != "id"} | {"id": r["id"].removesuffix("@0")} for r in lines(tmp_path / "one.jsonl")]
+def test_what_was_collected_can_be_collected_from_again(student, tokenizer, whole, tmp_path) -> None:
+    again = [{k: v for k, v in r.items() if k != "id"} | {"id": r["id"].removesuffix("@0")} for r in lines(whole)]
     gather(student, tokenizer, tmp_path / "two.jsonl", again, batch_size=1)
-    one, two = ({r["id"]: r["input_ids"] for r in lines(tmp_path / name)} for name in ("one.jsonl", "two.jsonl"))
+    one, two = ({r["id"]: r["input_ids"] for r in lines(path)} for path in (whole, tmp_path / "two.jsonl"))
     assert one == two != {}
 
 
@@ -246,8 +259,7 @@ class Stopped(Exception):
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
-def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(student, tokenizer, tmp_path, after) -> None:
-    gather(student, tokenizer, tmp_path / "whole.jsonl")
+def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(student, tokenizer, whole, tmp_path, after) -> None:
 
     def stop(progress) -> None:
         if progress.prompts >= 2 * after:
@@ -257,12 +269,11 @@ def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(student, to
         gather(student, tokenizer, tmp_path / "part.jsonl", report=stop)
     result = gather(student, tokenizer, tmp_path / "part.jsonl")
     assert result.resumed == min(2 * after, 9)
-    assert content(tmp_path / "part.jsonl") == content(tmp_path / "whole.jsonl")
+    assert content(tmp_path / "part.jsonl") == content(whole)
 
 
-def test_a_torn_line_and_a_batch_without_its_state_are_done_again(student, tokenizer, tmp_path) -> None:
-    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    gather(student, tokenizer, whole)
+def test_a_torn_line_and_a_batch_without_its_state_are_done_again(student, tokenizer, whole, tmp_path) -> None:
+    part = tmp_path / "part.jsonl"
     gather(student, tokenizer, part, num_prompts=4)
     state = content(part)[1]
     gather(student, tokenizer, part, num_prompts=8)
@@ -273,31 +284,28 @@ def test_a_torn_line_and_a_batch_without_its_state_are_done_again(student, token
     assert content(part) == content(whole)
 
 
-def test_more_prompts_are_added_to_those_that_are_done(student, tokenizer, tmp_path) -> None:
-    gather(student, tokenizer, tmp_path / "whole.jsonl")
+def test_more_prompts_are_added_to_those_that_are_done(student, tokenizer, whole, tmp_path) -> None:
     for count in (2, 2, 6, None):
         result = gather(student, tokenizer, tmp_path / "part.jsonl", num_prompts=count)
         assert result.progress.prompts == (count or 9)
-    assert content(tmp_path / "part.jsonl") == content(tmp_path / "whole.jsonl")
+    assert content(tmp_path / "part.jsonl") == content(whole)
     assert gather(student, tokenizer, tmp_path / "part.jsonl", num_prompts=3).progress.prompts == 9
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_behind_the_batch(student, tokenizer, tmp_path, number) -> None:
-    gather(student, tokenizer, tmp_path / "whole.jsonl")
+def test_a_signal_ends_it_behind_the_batch(student, tokenizer, whole, tmp_path, number) -> None:
     result = gather(student, tokenizer, tmp_path / "part.jsonl", report=lambda progress: os.kill(os.getpid(), number))
     assert (result.signal, result.exit_status, result.progress.prompts) == (number, 128 + number, 2)
     gather(student, tokenizer, tmp_path / "part.jsonl")
-    assert content(tmp_path / "part.jsonl") == content(tmp_path / "whole.jsonl")
+    assert content(tmp_path / "part.jsonl") == content(whole)
 
 
-def test_other_data_are_refused(student, tokenizer, tmp_path) -> None:
-    gather(student, tokenizer, tmp_path / "failures.jsonl")
-    before = content(tmp_path / "failures.jsonl")
+def test_other_data_are_refused(student, tokenizer, whole) -> None:
+    before = content(whole)
     for records in (RECORDS[:5], [{**RECORDS[0], "prompt": "import re"}, *RECORDS[1:]]):
         with pytest.raises(ConfigError, match="begun on other data: its first 9 prompts"):
-            gather(student, tokenizer, tmp_path / "failures.jsonl", records)
-    assert content(tmp_path / "failures.jsonl") == before
+            gather(student, tokenizer, whole, records)
+    assert content(whole) == before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,30 @@ def by_modules(model: Any, batch: Batch, strategy: str) -> tuple[Tensor, dict[st
     return loss.detach(), dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
+@pytest.fixture(scope="module")
+def fresh(load_model: Callable[..., Any]) -> Callable[[], Any]:
+    """A 4-bit base of which nobody has changed anything, anew at every call."""
+    loaded = load_model("nf4")
+    return lambda: copy.deepcopy(loaded)
+
+
+@pytest.fixture(scope="module")
+def unchanged(fresh: Callable[[], Any]) -> Callable[[NPTConfig, Batch, str], dict[str, Tensor]]:
+    """The gradients with nothing foreign, which are those of calls of whole layers as well: made once for each form and strategy."""
+    made: dict[tuple[str, str], dict[str, Tensor]] = {}
+
+    def of(form: NPTConfig, batch: Batch, strategy: str) -> dict[str, Tensor]:
+        key = (form.residual, strategy)
+        if key not in made:
+            model = student(fresh(), form)
+            found = trained(model, batch, strategy)
+            assert_same(found, by_modules(model, batch, strategy))
+            made[key] = found[1]
+        return made[key]
+
+    return of
+
+
 def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=2e-5, atol=0)
     for name, gradient in found[1].items():
@@ -104,20 +129,18 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 @every_strategy
 @every_form
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_that_changes_a_value_is_part_of_loss_and_gradient(load_model, padded, strategy, form, hook):
-    model = student(load_model("nf4"), form)
-    before = trained(model, padded, strategy)
-    assert_same(before, by_modules(model, padded, strategy))
+def test_a_hook_that_changes_a_value_is_part_of_loss_and_gradient(fresh, unchanged, padded, strategy, form, hook):
+    model, before = student(fresh(), form), unchanged(form, padded, strategy)
     HOOKS[hook](decoder_layers(model)[WHERE])
     found = trained(model, padded, strategy)
     assert_same(found, by_modules(model, padded, strategy))
-    assert any(not torch.allclose(found[1][name], before[1][name], rtol=1e-3) for name in found[1])
+    assert any(not torch.allclose(found[1][name], before[name], rtol=1e-3) for name in found[1])
 
 
 @every_strategy
 @pytest.mark.parametrize("part", ["mlp.act_fn", "mlp.down_proj", "mlp"])
-def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(load_model, padded, strategy, part):
-    model = student(load_model("nf4"))
+def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(fresh, padded, strategy, part):
+    model = student(fresh())
     behind(part)(layer := decoder_layers(model)[WHERE])
     alone = trained(model, padded, strategy)
     layer.npt.observer = lambda stages: None
@@ -126,8 +149,8 @@ def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(
 
 
 @every_strategy
-def test_hooks_that_are_said_to_look_only_see_everything_and_change_no_bit(load_model, padded, strategy):
-    model = student(load_model("nf4"))
+def test_hooks_that_are_said_to_look_only_see_everything_and_change_no_bit(fresh, padded, strategy):
+    model = student(fresh())
     unseen = trained(model, padded, strategy)
     seen = []
     for part in PARTS[:3]:
@@ -145,14 +168,13 @@ class Negated(nn.Module):
 @every_strategy
 @every_form
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(load_model, padded, strategy, form, part):
-    model = student(load_model("nf4"), form)
-    before = trained(model, padded, strategy)
+def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(fresh, unchanged, padded, strategy, form, part):
+    model, before = student(fresh(), form), unchanged(form, padded, strategy)
     mlp = decoder_layers(model)[WHERE].mlp
     setattr(mlp, part, Around(getattr(mlp, part), seed=1))
     found = trained(model, padded, strategy)
     assert_same(found, by_modules(model, padded, strategy))
-    assert any(not torch.allclose(found[1][name], before[1][name], rtol=1e-3) for name in found[1])
+    assert any(not torch.allclose(found[1][name], before[name], rtol=1e-3) for name in found[1])
 
 
 @every_strategy
@@ -188,8 +210,8 @@ def test_a_lora_of_peft_on_a_packed_base_trains_as_its_forward_computes(load_mod
 
 
 @pytest.mark.parametrize("hooked", ["down_proj", "act_fn", ""], ids=["down_proj", "act_fn", "mlp"])
-def test_hooks_of_the_mlp_are_called_where_the_student_generates(load_model, hooked):
-    model = student(load_model("nf4"))
+def test_hooks_of_the_mlp_are_called_where_the_student_generates(fresh, hooked):
+    model = student(fresh())
     ids = torch.tensor([[1, 5, 9]])
     with torch.no_grad():
         before = model(ids).logits
@@ -200,8 +222,8 @@ def test_hooks_of_the_mlp_are_called_where_the_student_generates(load_model, hoo
 
 @every_strategy
 @pytest.mark.parametrize("place", ["", "mlp"], ids=["layer", "mlp"])
-def test_a_replaced_forward_that_training_would_leave_out_is_refused(load_model, padded, strategy, place):
-    model = student(load_model("nf4"))
+def test_a_replaced_forward_that_training_would_leave_out_is_refused(fresh, padded, strategy, place):
+    model = student(fresh())
     module = decoder_layers(model)[WHERE].get_submodule(place)
     own = module.forward
     module.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
@@ -221,14 +243,14 @@ def test_a_model_that_accelerate_has_dispatched_and_let_go_trains_to_the_same_bi
 
 
 @pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
-def test_a_calibrated_start_refuses_what_it_would_leave_out(load_model, tokenizer, part):
+def test_a_calibrated_start_refuses_what_it_would_leave_out(fresh, tokenizer, part):
     for change, message in (
         (lambda mlp: setattr(mlp, part, Around(getattr(mlp, part), seed=1)), rf"layer 2's mlp.{part} is a .*Around.*merge"),
         (lambda mlp: getattr(mlp, part).register_forward_hook(lambda _, __, output: output), rf"layer 2's mlp.{part} has hooks"),
         (lambda mlp: mlp.register_forward_hook(lambda _, __, output: output), r"model.layers.2.mlp has hooks"),
         (lambda mlp: delattr(mlp, part), rf"layer 2 has no mlp.{part} any more"),
     ):
-        model = student(load_model("nf4"))
+        model = student(fresh())
         before = {name: p.clone() for name, p in adapter_parameters(model).items()}
         change(decoder_layers(model)[WHERE].mlp)
         with pytest.raises(ModelError, match=message):

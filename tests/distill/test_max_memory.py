@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,22 @@ def runs(base: nn.Module, tmp_path: Path) -> Runs:
     """22 records over two epochs in micro-batches of four, three a window: the last one of an epoch has two."""
     settings = {"batch_size": 4, "gradient_accumulation_steps": 3, "num_epochs": 2, "scheduler_type": "constant", "save_steps": 1}
     return Runs(base, tmp_path, data=lambda: records(22), settings=settings)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counted_once() -> Iterator[None]:
+    """All plans of this file are of one model, one way to train and one length: what was counted for one holds for every other."""
+    counts: dict[Any, int] = {}
+    count = Planner._count
+
+    def known(planner: Planner, run: Any, name: Any, samples: int, depth: Any) -> int:
+        w = planner.workload
+        key = (name if isinstance(name, str) else name[0], samples, depth, w.length, w.adapter, w.training.strategy, w.training.stages)
+        return counts.get(key) or counts.setdefault(key, count(planner, run, name, samples, depth))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planner, "_count", known)
+        yield
 
 
 @pytest.fixture

@@ -195,9 +195,9 @@ def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs, late
             transaction.micro_batch(fill, batch.sample_ids, batch.offset)
 
     with mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)):
-        refused = runs.run("refused")
+        refused = runs.run("refused", num_epochs=1)
         with mock.patch.object(loop, "try_micro_batch", passed_over):
-            never = runs.run("never")
+            never = runs.run("never", num_epochs=1)
     assert set(refused.refused_by_kind) == {"data", "loss"} and not never.refused
     assert events(runs.place / "refused", "diagnosis")
     one, other = runs.outcome("refused"), runs.outcome("never")

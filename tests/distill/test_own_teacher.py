@@ -53,7 +53,21 @@ def folder(tmp_path_factory) -> Callable[[str], Path]:
     return of
 
 
-def pair(folder: Path, attention: str, change: Change) -> tuple[Any, Any]:
+@pytest.fixture(scope="module")
+def pair(folder: Callable[[str], Path]) -> Callable[[str, str, Change], tuple[Any, Any]]:
+    """`made_pair`, made once of each kind: what is computed with it changes nothing but gradients."""
+    made: dict[tuple[str, str, Change], tuple[Any, Any]] = {}
+
+    def of(family: str, attention: str, change: Change) -> tuple[Any, Any]:
+        key = (family, attention, change)
+        if key not in made:
+            made[key] = made_pair(folder(family), attention, change)
+        return made[key]
+
+    return of
+
+
+def made_pair(folder: Path, attention: str, change: Change) -> tuple[Any, Any]:
     """A 4-bit student that is away from its start, and an unquantised teacher, both changed after they were loaded."""
     model, _ = npt.load_base(str(folder), quantization="nf4", device="cpu")
     model.set_attn_implementation(attention)
@@ -149,8 +163,8 @@ def assert_taught(model: Any, teacher: Any, batch: Batch, strategy: str) -> None
         *("no window", "qwen3, eager student", "other layer types"),
     ],
 )
-def test_a_teacher_that_attends_otherwise_teaches_what_it_computes_by_itself(folder, family, own, change, rows, strategy) -> None:
-    model, teacher = pair(folder(family), own, change)
+def test_a_teacher_that_attends_otherwise_teaches_what_it_computes_by_itself(pair, family, own, change, rows, strategy) -> None:
+    model, teacher = pair(family, own, change)
     assert_taught(model, teacher, BATCHES[rows], strategy)
 
 

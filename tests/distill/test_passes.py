@@ -177,11 +177,11 @@ def embedded() -> nn.Module:
 
 @pytest.fixture
 def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
-    """Runs of 24 records, six windows of two micro-batches of two samples; a constant rate, so that a part of a run is its beginning."""
+    """Runs of 16 records, four windows of two micro-batches of two samples; a constant rate, so that a part of a run is its beginning."""
 
     def make(model: nn.Module | None = None, **more: Any) -> Runs:
         fixed = {"batch_size": 2, "gradient_accumulation_steps": 2, "scheduler_type": "constant", "save_steps": 1}
-        plain: dict[str, Any] = {"data": lambda: records(24), "settings": fixed | more.pop("settings", {})}
+        plain: dict[str, Any] = {"data": lambda: records(16), "settings": fixed | more.pop("settings", {})}
         return Runs(base if model is None else model, tmp_path, **{**plain, **more})
 
     return make
@@ -229,8 +229,7 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], s
             assert difference.median() < 1e-6 and difference.max() < 1e-3 * steps, name
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize(("kind", "call"), [("cpu", 0), ("cuda", 1)])
 def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_parts(runs, kind, call) -> None:
     """In the second micro-batch as in the first: what was computed of the window before it is computed again."""
     here = runs()
@@ -270,7 +269,7 @@ def test_smaller_parts_change_nothing_but_rounding(runs) -> None:
     here.run("whole")
     here.run("lacking", lacking(2))
     one, other = here.outcome("whole"), here.outcome("lacking")
-    assert_close(one.tensors, other.tensors, steps=6)
+    assert_close(one.tensors, other.tensors, steps=4)
     assert [line["tokens"] for line in one.metrics] == [line["tokens"] for line in other.metrics]
     for line, expected in zip(other.metrics, one.metrics, strict=True):
         for key in ("loss", "loss_nmse", "layers.1.nmse"):
@@ -360,7 +359,7 @@ def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) ->
     found = [(e["during"], e["samples"], e["samples_at_once"]) for e in events(here.place / "run", "out_of_memory")]
     assert found == [("the smoke test", 4, 2), ("an evaluation", 2, 1)]
     assert sizes[:2] == [2, 1] and set(sizes[1:]) == {1}  # never tried again
-    assert len(lines(here.place / "run", "metrics")) == 6
+    assert len(lines(here.place / "run", "metrics")) == 4
 
 
 def test_one_rank_of_two_halves_by_itself_and_both_hold_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
