@@ -12,7 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -303,9 +303,16 @@ def run(
         return made, made.outcome()
 
 
-@functools.lru_cache(maxsize=64)
 def clean_run(setting: Setting, absent: frozenset[Place] = frozenset()) -> Outcome:
-    """The counterfactual: the run that never saw the micro-batches `absent`, and no fault in the others."""
+    """The counterfactual: the run that never saw the micro-batches `absent`, and no fault in the others.
+
+    Its flags are read at once whatever the setting says: a clean run is the same in both modes, and so needs to be made once.
+    """
+    return _clean_run(replace(setting, late=False), absent)
+
+
+@functools.lru_cache(maxsize=64)
+def _clean_run(setting: Setting, absent: frozenset[Place]) -> Outcome:
     return run(setting, absent=absent)[1]
 
 

@@ -34,13 +34,23 @@ def case(id: str):
     return found
 
 
-@pytest.mark.parametrize("chosen", CASES, ids=lambda c: c.id)
-def test_the_case_passes(chosen) -> None:
-    verdict = judged(chosen).verdict
+def at_once(id: str):
+    """The case in one reading mode, for what does not depend on it."""
+    return replace(case(id), modes=(False,))
+
+
+# Each case in one of its reading modes, in turns: every pattern and every kind of refusal comes in both, and that a clean run is the
+# same one in both has a test of its own. debug/inject_fault.py judges every case in both.
+TURNS = [(case, case.modes[number % len(case.modes)]) for number, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("chosen", "late"), TURNS, ids=lambda v: v.id if isinstance(v, campaign.Case) else "late" if v else "at-once")
+def test_the_case_passes(chosen, late) -> None:
+    verdict = judged(replace(chosen, modes=(late,))).verdict
     assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (True, True, 0, "")
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_clean_steps_raise_no_alarm(count) -> None:
     verdict = judged(clean_steps(count)).verdict
     assert verdict.passed and verdict.false_alarms == 0
@@ -52,14 +62,14 @@ def test_clean_steps_raise_no_alarm(count) -> None:
 @pytest.fixture
 def fresh_twins():
     """Counterfactuals made while something is broken must not outlive the test."""
-    clean_run.cache_clear()
+    bench._clean_run.cache_clear()
     yield
-    clean_run.cache_clear()
+    bench._clean_run.cache_clear()
 
 
 def test_a_fault_that_is_not_refused_is_missed(monkeypatch, fresh_twins) -> None:
     monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
-    verdict = judged(case("data-label")).verdict
+    verdict = judged(at_once("data-label")).verdict
     assert not verdict.passed and not verdict.located
 
 
@@ -72,7 +82,7 @@ def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, fresh_twins) -> None
             self.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
 
     monkeypatch.setattr(Transaction, "refuse", careless)
-    verdict = judged(case("data-label")).verdict
+    verdict = judged(at_once("data-label")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
     assert "model.layers.1.npt.A" in verdict.detail
 
@@ -85,7 +95,7 @@ def test_a_random_state_that_moved_is_harm(monkeypatch, fresh_twins) -> None:
         torch.rand(1)
 
     monkeypatch.setattr(Transaction, "refuse", careless)
-    assert "random state" in judged(case("data-label")).verdict.detail
+    assert "random state" in judged(at_once("data-label")).verdict.detail
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, fresh_twins) -> None:
@@ -102,7 +112,7 @@ def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, fresh_tw
 def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, fresh_twins) -> None:
     explain = Transaction._first_bad
     monkeypatch.setattr(Transaction, "_first_bad", lambda self, norms: explain(self, norms.flip(0)))
-    verdict = judged(case("gradient-nan")).verdict
+    verdict = judged(at_once("gradient-nan")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("survived", False, False)
 
 
@@ -126,7 +136,7 @@ def test_parts_of_others_that_training_leaves_out_are_harm(monkeypatch, id) -> N
         trained, "product_weight", lambda module, dtype: linear.product_weight(getattr(module, "base_layer", module), dtype)
     )
     monkeypatch.setattr(trained, "effective_dtype", lambda module: "float32")
-    verdict = judged(case(id)).verdict
+    verdict = judged(at_once(id)).verdict
     assert not verdict.passed and ("gradient" in verdict.detail or "a loss of" in verdict.detail)
 
 
@@ -138,7 +148,7 @@ def test_a_bundle_without_documents_is_harm(monkeypatch) -> None:
         return replace(bundle, window=[replace(batch, documents=None) for batch in bundle.window])
 
     monkeypatch.setattr(runs, "read_bundle", forgetful)
-    verdict = judged(case("run-packed")).verdict
+    verdict = judged(at_once("run-packed")).verdict
     assert not verdict.passed and "the documents of" in verdict.detail
 
 
@@ -151,7 +161,7 @@ def test_a_teacher_that_is_handed_the_students_masks_is_harm(monkeypatch) -> Non
         return replace(stream, masks=first[0])
 
     monkeypatch.setattr(strategies, "open_stream", shared)
-    verdict = judged(case("sight-attention")).verdict
+    verdict = judged(at_once("sight-attention")).verdict
     assert not verdict.passed and "from an eager teacher" in verdict.detail
 
 
@@ -163,13 +173,13 @@ def test_padding_that_takes_part_of_a_window_is_harm(monkeypatch) -> None:
         return replace(honest(ids, torch.ones_like(mask)), position_ids=honest(ids, mask).position_ids)
 
     monkeypatch.setattr(greedy, "batch_from_tensors", closed)
-    verdict = judged(case("sight-window")).verdict
+    verdict = judged(at_once("sight-window")).verdict
     assert not verdict.passed and "prompt 0 goes on with" in verdict.detail
 
 
 def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:
     monkeypatch.setattr(encoding, "begins_with_a_space", lambda tokenizer: False)
-    verdict = judged(case("sight-space")).verdict
+    verdict = judged(at_once("sight-space")).verdict
     assert not verdict.passed and "'the:' and 'answer' became 'the: answer'" in verdict.detail
 
 
@@ -185,13 +195,13 @@ def test_the_run_without_a_micro_batch_is_another_run(late) -> None:
 
 
 def test_both_reading_modes_are_the_same_run() -> None:
-    assert clean_run(bench.Setting(late=True)).difference(clean_run(bench.Setting(late=False))) is None
+    assert run(bench.Setting(late=True))[1].difference(run(bench.Setting(late=False))[1]) is None
 
 
 def test_the_shared_base_is_never_changed() -> None:
     before = npt.base_hash(bench.embedded())
     for id in ("weight-absmax", "weight-packed", "data-padding-nan", "activation-fp16"):
-        judged(case(id))
+        judged(at_once(id))
     assert npt.base_hash(bench.embedded()) == before
 
 

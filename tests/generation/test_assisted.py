@@ -105,13 +105,13 @@ def test_the_drawn_expectation_is_the_overlap_of_what_is_drawn_from(endless, tem
 def test_drawn_drafts_are_accepted_as_often_as_expected(endless, temperature, top_p) -> None:
     """Speculative sampling accepts a draft with probability sum(min(p, q)): over some hundred drafts, within four standard errors."""
     accepted = judged = weighted = 0.0
-    for seed in range(6):
+    for seed in range(4):
         decoding = Decoding(60, temperature=temperature, top_p=top_p, seed=seed)
         written, drafts = write_assisted(endless, Names(), PROMPT, decoding, draft_tokens=2)
         accepted, judged = accepted + drafts.accepted, judged + drafts.judged
         weighted += drafts.judged * expected_acceptance(endless, PROMPT, written.ids, decoding)
     expected = weighted / judged
-    assert judged > 200 and 0.3 < expected < 0.95
+    assert judged > 130 and 0.3 < expected < 0.95
     assert abs(accepted / judged - expected) < 4 * math.sqrt(expected * (1 - expected) / judged)
 
 

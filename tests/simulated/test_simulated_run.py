@@ -22,14 +22,14 @@ UNTIMED = {"tokens_per_second"}
 
 
 def train(model: Any, folder: Path, **settings: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Train for four steps of two micro-batches; the logged lines without timings, and weights."""
+    """Train for three steps of two micro-batches; the logged lines without timings, and weights."""
     config: dict[str, Any] = {
-        "max_steps": 4,
+        "max_steps": 3,
         "batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
         "log_steps": 1,
-        "eval_samples": 4,
+        "eval_samples": 2,
     }
     trainer = npt.Trainer(
         model,
@@ -37,7 +37,7 @@ def train(model: Any, folder: Path, **settings: Any) -> tuple[list[dict[str, Any
         rows(40),
         npt.TrainConfig(output_dir=str(folder), **(config | settings)),
         data_config=npt.DataConfig(max_length=16),
-        eval_data=rows(4),
+        eval_data=rows(2),
         console=Console(file=io.StringIO()),
     )
     result = trainer.train()

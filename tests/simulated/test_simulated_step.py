@@ -80,12 +80,14 @@ def take_steps(
     return results, {name: p.detach().cpu() for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_a_clean_step_waits_for_nothing_and_is_the_cpus(way, kind) -> None:
-    expected = take_steps(load_student(), kind, way, 3)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*((kind, way) for kind in ("right", "packed") for way in WAYS), ("full", "local"), ("left", "end_to_end")],
+)
+def test_a_clean_step_waits_for_nothing_and_is_the_cpus(kind, way) -> None:
+    expected = take_steps(load_student(), kind, way, 2)
     with simulated_cuda() as simulation:
-        found = take_steps(load_student("cuda"), kind, way, 3, around=no_waits)
+        found = take_steps(load_student("cuda"), kind, way, 2, around=no_waits)
     for one, other in zip(found[0], expected[0], strict=True):
         assert (one.applied, one.tokens, one.loss, one.grad_norm) == (
             other.applied,
@@ -155,4 +157,5 @@ def passing_over(name: str) -> Callable[..., None]:
 
 
 def test_every_strategy_is_tried() -> None:
+    assert set(LENGTHS) == {"full", "right", "left", "packed"}
     assert {settings.get("strategy", "local") for settings in WAYS.values()} == set(STRATEGIES)

@@ -1,13 +1,10 @@
-"""A worker process of the storage's tests: takes trials and writes down which, without a model.
-
-python storage_work.py URL COUNT LOG [hang]
-"""
+"""What a worker process of the storage's tests does: takes trials and writes down which, without a model."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
+from pathlib import Path
 
 from npt.sweep.spec import design_of
 from npt.sweep.storage import Storage
@@ -18,8 +15,9 @@ def trials(count: int):
     return design_of({"settings": {"max_steps": 4}, "parts": {"a": {"grid": {"learning_rate": rates}}}}, "work.yaml")
 
 
-def main(url: str, count: str, log: str, how: str = "") -> None:
-    design = trials(int(count))
+def work(url: str, count: int, log: Path, how: str = "") -> None:
+    """Take trials until none is left; `how` "hang" stays with the first."""
+    design = trials(count)
     storage = Storage(url, "work", grace=1.0, beat=0.2)
     storage.enqueue(design.trials)
     while storage.progress(design.by_key).open:
@@ -33,7 +31,3 @@ def main(url: str, count: str, log: str, how: str = "") -> None:
             if how == "hang":
                 time.sleep(600)
             storage.finish(claim, {"kl": 0.5, "outcome": "stable"}, 0.5)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

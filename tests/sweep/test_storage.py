@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -16,15 +14,12 @@ from typing import Any
 
 import pytest
 import sqlalchemy
-from storage_work import __file__ as WORK
-from storage_work import trials
+from forked_work import Forked
+from storage_work import trials, work
 
 from npt.errors import ConfigError
 from npt.sweep.spec import Design
 from npt.sweep.storage import ATTEMPTS, Storage
-
-ROOT = Path(__file__).parents[2]
-
 
 SERVER = "NPT_TEST_DATABASE"
 """Environment variable with the address of a server's database to test against, postgresql+psycopg2://..., in the place of our own."""
@@ -63,9 +58,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     engine.dispose()
 
 
-def worker(url: str, count: int, log: Path, how: str = "") -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen([sys.executable, str(WORK), url, str(count), str(log), *([how] if how else [])], env=environment)
+def worker(url: str, count: int, log: Path, how: str = "") -> Forked:
+    return Forked(lambda: work(url, count, log, how))
 
 
 def wait_for(log: Path, lines: int, seconds: float = 60.0) -> list[str]:
@@ -79,9 +73,9 @@ def wait_for(log: Path, lines: int, seconds: float = 60.0) -> list[str]:
 
 
 def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None:
-    log, count = tmp_path / "log", 24
+    log, count = tmp_path / "log", 12
     processes = [worker(url, count, log) for _ in range(3)]
-    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    assert [process.wait() for process in processes] == [0, 0, 0]
     taken = [line.split()[0] for line in log.read_text().splitlines()]
     design = trials(count)
     assert Counter(taken) == Counter(trial.key for trial in design.trials)
@@ -96,7 +90,7 @@ def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(u
     (lost,) = (line.split()[0] for line in wait_for(log, 1))
     hanging.send_signal(signal.SIGKILL)
     hanging.wait()
-    assert worker(url, count, log).wait(120) == 0
+    assert worker(url, count, log).wait() == 0
     taken = Counter(line.split()[0] for line in log.read_text().splitlines())
     assert taken.pop(lost) == 2 and set(taken.values()) == {1} and len(taken) == count - 1
     assert Storage(url, "work").progress(trials(count).by_key).finished == count
@@ -105,7 +99,7 @@ def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(u
 def test_a_study_that_is_finished_is_not_begun_again(url: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     for _ in range(2):
-        assert worker(url, 3, log).wait(120) == 0
+        assert worker(url, 3, log).wait() == 0
     assert len(log.read_text().splitlines()) == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 
@@ -12,7 +13,17 @@ from npt.sweep.page import Study, page
 from npt.sweep.table import MEASURES
 
 
+@functools.cache
+def whole() -> tuple[Study, str]:
+    """The page of the whole table, which tests only read."""
+    return fresh()
+
+
 def made(rows=None) -> tuple[Study, str]:
+    return whole() if rows is None else fresh(rows)
+
+
+def fresh(rows=None) -> tuple[Study, str]:
     study = Study("made <study>", table() if rows is None else rows, {"forms": "what <this> is for"})
     return study, page(study)
 
@@ -53,7 +64,7 @@ def test_the_page_loads_nothing_and_runs_nothing() -> None:
 
 def test_the_page_is_drawn_without_any_package_for_drawing(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    study, html = made()
+    study, html = fresh()
     assert html.count("<svg") == len(study.pictures) >= 8 and "<img" not in html
 
 
@@ -64,7 +75,7 @@ def test_names_and_notes_are_escaped_and_pictures_say_what_they_show() -> None:
 
 
 def test_the_same_table_gives_the_same_page() -> None:
-    assert made()[1] == made()[1]
+    assert fresh()[1] == whole()[1]
 
 
 def test_a_study_of_which_nothing_has_ended_says_so() -> None:
@@ -127,7 +138,7 @@ def test_seeds_without_any_kl_have_a_spread_all_the_same() -> None:
 
 def test_a_map_of_many_settings_draws_the_first_ones_and_lists_all(monkeypatch) -> None:
     monkeypatch.setattr("npt.sweep.page.LINES", 1)
-    _, html = made()
+    _, html = fresh()
     assert "The first 1 of 2 settings are drawn." in html and '<tr><td class="name">one_plus_tanh<td' in html
 
 
