@@ -63,15 +63,6 @@ def test_the_text_is_the_files(library):
     assert all(text == (library / path).read_text() for path, text in builtin_files("train", library))
 
 
-def test_what_is_left_out_is_not_walked(library, monkeypatch):
-    """Packages that are installed below the library can be many times its size."""
-    listed: list[str] = []
-    scan = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or scan(path))
-    assert paths("train", library)
-    assert sorted(Path(path).relative_to(library).as_posix() for path in listed) == [".", "json", "pip"]
-
-
 def test_records_carry_text_and_path(library):
     records = list(builtin_text("heldout", library))
     assert [record["path"] for record in records] == paths("heldout", library)
