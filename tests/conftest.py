@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 
@@ -61,6 +62,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = outcome.get_result()
     if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--no-skips"):
         report.outcome, report.longrepr = "failed", f"skipped, where nothing may be: {report.longrepr[-1]}"
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there for good, libraries and tests by the million objects, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

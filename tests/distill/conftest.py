@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,6 @@ import pytest
 from stopped_runs import BAD, RARE, good, make_trainer, stop, with_row
 
 from npt.distill.trainer import Trainer
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _libraries_are_not_searched() -> Iterator[None]:
-    """What is there before the first test, hundreds of thousands of objects of libraries, is passed over by every later look for garbage
-    and for live tensors. Both are asked for often here, and are to find what tests make."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
