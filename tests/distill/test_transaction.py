@@ -509,8 +509,11 @@ LOSSES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("settings", LOSSES, ids=lambda s: ",".join(map(str, s.values())) or "default")
-@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "equal"),
+    [(LOSSES[0], True), *((settings, False) for settings in LOSSES)],  # rows of one length are the easy case
+    ids=lambda s: ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else f"equal {s}",
+)
 def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_loss(load_model, settings, equal) -> None:
     some = eight_samples(equal)
     config = TrainConfig(regularization_lambda=0.1, **settings)
