@@ -129,7 +129,7 @@ def parse_bytes(text: str, flag: str = "--max_memory") -> int:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def hints_of(cls: type) -> dict[str, Any]:
     """The fields' types: annotations are text that has to be evaluated, and a study makes settings by the thousand."""
     return typing.get_type_hints(cls)
 
@@ -137,7 +137,7 @@ def _hints(cls: type) -> dict[str, Any]:
 def _check_fields(config: Any) -> None:
     """Every value has its field's type and is one of its choices."""
     cls: type = type(config)
-    hints = _hints(cls)
+    hints = hints_of(cls)
     for f in fields(config):
         _check_type(flag_of(f), getattr(config, f.name), hints[f.name])
     for f in fields(config):

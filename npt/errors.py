@@ -127,6 +127,11 @@ _NO_MEMORY = (
 """What torch says where it has no error of its own for this. A library that finds no room for its own state is not initialised."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on any device. By names, so that torch need not be loaded to ask."""
     if isinstance(error, NPTError):  # which may quote such an error

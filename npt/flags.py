@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import yaml
 
 from npt.aliases import canonical, hint
-from npt.config import GROUPS, flag_of
+from npt.config import GROUPS, flag_of, hints_of
 from npt.errors import ConfigError, kind_of
 from npt.presets import presets, settings_file
 
@@ -102,7 +102,7 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Ite
     if "--help_all" not in parser._option_string_actions:
         parser.add_argument("--help_all", nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help="show every flag and exit")
     for cls in classes:
-        hints = typing.get_type_hints(cls)
+        hints = hints_of(cls)
         for f in fields(cls):
             name = flag_of(f)
             if name in leave_out:
@@ -194,7 +194,7 @@ def checked_settings(
     """
     kinds: dict[str, type] = dict(extra or {})
     for cls in classes:
-        hints = typing.get_type_hints(cls)
+        hints = hints_of(cls)
         kinds |= {flag_of(f): _plain_type(hints[f.name]) for f in fields(cls)}
     settings: dict[str, Any] = {}
     for written, value in content.items():

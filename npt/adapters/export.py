@@ -211,8 +211,8 @@ class _Weights:
             if weight is not None and self.precision == "4bit":
                 yield name, tensor
             elif weight is not None:
-                if name == weight:  # its statistics are in the dense weight
-                    yield name, self._in_16_bit(dense_weight_of(packed[weight]))
+                if name == weight:  # its statistics are in the dense weight; rows beside it are stored on their own
+                    yield name, self._in_16_bit(dense_weight(packed[weight]).to(torch.float32))
             else:
                 yield name, tensor if ".npt." in name else self._in_16_bit(tensor)
         for index, layer in enumerate(decoder_layers(self.model)):
@@ -233,11 +233,6 @@ class _Weights:
             return tensor
         self.rounded = True
         return tensor.to(torch.bfloat16)
-
-
-def dense_weight_of(module: Any) -> Tensor:
-    """A packed layer's weight [out, in] in fp32; rows beside it are stored on their own."""
-    return dense_weight(module).to(torch.float32)
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from npt.config import DataConfig
 from npt.data.local import local_files, parse_line, read_sequence, read_stream
 from npt.data.source import Record, is_local, open_source
-from npt.errors import DataError
+from npt.errors import DataError, first_line
 
 NAMED = 20
 """Broken places that are named; further ones are counted."""
@@ -143,7 +143,7 @@ class Reading:
 
 
 def _broken_record(record: Record, origin: Origin, error: Exception) -> Broken:
-    problem = _first_line(error)
+    problem = first_line(error)
     line, column = origin.line, None
     if origin.line is not None:
         column = _column_of_field(record, origin.raw, problem)
@@ -172,7 +172,7 @@ def _broken_places(path: Path, error: Exception) -> Iterator[Broken]:
 
 def _told(path: Path, error: Exception) -> tuple[int | None, int | None, str]:
     """Line, column and problem, as far as a reader's message has them."""
-    message = _first_line(error)
+    message = first_line(error)
     found = _PLACE.fullmatch(message.removeprefix(str(path)))
     assert found is not None  # every part of the pattern may be empty
     line, column, problem = found.groups()
@@ -231,7 +231,3 @@ def _column_of_field(record: Record, raw: bytes, problem: str) -> int:
         if repr(name) in said or (name in _TOKENS and name in said):
             return raw.decode("utf-8", "replace").find(json.dumps(name, ensure_ascii=False)) + 1 or 1
     return 1
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

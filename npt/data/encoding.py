@@ -29,9 +29,9 @@ from npt.data.forms import (
     is_turn,
     messages_of,
 )
-from npt.data.local import PIECE, first_line
+from npt.data.local import PIECE
 from npt.data.source import Record
-from npt.errors import DataError, kind_of
+from npt.errors import DataError, first_line, kind_of
 
 _INT64_MAX = 2**63 - 1
 _PROBE = "a"  # a text that no tokenizer drops

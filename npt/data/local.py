@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from npt.errors import DataError, kind_of
+from npt.errors import DataError, first_line, kind_of
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
@@ -337,11 +337,6 @@ def _parquet_stream(path: Path) -> Iterator[Record]:
 
 def _parquet_fault(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} cannot be read as Parquet: {first_line(error.__cause__ or error)[:300]}; mend the file")
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

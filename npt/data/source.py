@@ -10,8 +10,8 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.builtin import SPLITS, builtin_files
-from npt.data.local import SUFFIXES, first_line, local_files, read_sequence, read_stream
-from npt.errors import ConfigError, DataError
+from npt.data.local import SUFFIXES, local_files, read_sequence, read_stream
+from npt.errors import ConfigError, DataError, first_line
 from npt.extras import require
 
 BUILTIN = "builtin"

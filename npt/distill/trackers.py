@@ -24,10 +24,10 @@ from npt.config import TRACKERS, TrainConfig
 from npt.distill import wandb_run
 from npt.distill.ranks import Ranks
 from npt.distill.run_folder import TRACKED
-from npt.errors import ConfigError
+from npt.errors import ConfigError, first_line
 from npt.extras import EXTRAS, installed, require
 from npt.fidelity.metrics import Figures
-from npt.fidelity.modulation import BINS, Modulation
+from npt.fidelity.modulation import Modulation
 from npt.random_state import kept_random_state
 
 LOST_AFTER = 20
@@ -205,7 +205,7 @@ class Trackers:
         """Of every layer's targets the share of multipliers at their bounds, and where a tracker draws such a histogram of all."""
         shares: dict[str, Any] = {}
         counted: dict[str, tuple[list[int], list[float]]] = {}
-        edges = wandb_run.multiplier_edges(found, BINS)
+        edges = found.edges
         for index, layer in found.layers.items():
             for target, look in layer.targets.items():
                 where = f"modulation/layers.{index}.{target}"
@@ -404,6 +404,5 @@ def _cell(text: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, without an end that would stand before our own."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return first[:200].rstrip(".;")
+    """What an error says, without an end that would stand before our own."""
+    return first_line(error)[:200].rstrip(".;")

@@ -22,7 +22,6 @@ from npt.distill.run_folder import REPORT, RUN
 from npt.errors import CheckpointError
 from npt.fidelity.evaluate import Fidelity
 from npt.fidelity.metrics import Figures
-from npt.fidelity.modulation import Modulation
 from npt.stored import read_json
 
 PROJECT = "npt"
@@ -139,9 +138,3 @@ def _read(path: Path) -> dict[str, Any]:
     except CheckpointError:
         return {}
     return {name: found[name] for name in ("step", "student", "initial", "floor", "teacher") if found.get(name) is not None}
-
-
-def multiplier_edges(modulation: Modulation, bins: int) -> list[float]:
-    """Return the edges of the bins that multipliers are counted in, `bins` + 1."""
-    bound = modulation.mult_bound
-    return [1 - bound + 2 * bound * i / bins for i in range(bins + 1)]

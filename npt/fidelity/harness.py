@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
-from npt.errors import ConfigError, DataError
+from npt.errors import ConfigError, DataError, first_line
 from npt.extras import install_command
 from npt.generation.view import mode_view
 
@@ -99,8 +99,7 @@ def lm_eval(
             try:
                 manager.load(list(tasks))
             except Exception as error:  # whatever the data library brings up
-                reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-                raise DataError(f"the data of --lm_eval {','.join(tasks)} cannot be read: {reason[:300]}") from error
+                raise DataError(f"the data of --lm_eval {','.join(tasks)} cannot be read: {first_line(error)[:300]}") from error
         for mode in modes:
             with _quiet(), torch.random.fork_rng():
                 results = evaluate(

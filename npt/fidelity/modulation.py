@@ -69,6 +69,12 @@ class Modulation:
     additive_scale: float
     layers: dict[int, LayerModulation]
 
+    @property
+    def edges(self) -> list[float]:
+        """Of the bins that multipliers are counted in, `BINS` + 1."""
+        bound = self.mult_bound
+        return [1 - bound + 2 * bound * i / BINS for i in range(BINS + 1)]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
         return {**asdict(self), "layers": {str(index): asdict(layer) for index, layer in self.layers.items()}}

@@ -15,7 +15,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from npt.config import COMPUTE_DTYPES, DEVICE_MAPS, QUANT_TYPES, check_attention
-from npt.errors import ConfigError, ModelError
+from npt.errors import ConfigError, ModelError, first_line
 from npt.quant.attention import implementation_of
 from npt.quant.device import default_device
 from npt.quant.families import check_family
@@ -312,10 +312,9 @@ def _read(what: str, name: str, load: Any) -> Any:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a broken file brings up: several libraries read it, each with its own classes
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"cannot load the {what} of {name!r}: {reason[:300]} (a local folder, 'tiny', or a hub id with the network reachable "
-            "and, for gated models, a login)"
+            f"cannot load the {what} of {name!r}: {first_line(error)[:300]} (a local folder, 'tiny', or a hub id with the network "
+            "reachable and, for gated models, a login)"
         ) from error
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from npt.errors import ConfigError
+from npt.errors import ConfigError, first_line
 from npt.extras import install_command
 from npt.files import finite_or_null
 from npt.sweep.spec import Trial
@@ -92,7 +92,7 @@ def _patiently(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concate
 
 
 def _reason(error: BaseException) -> str:
-    return next((line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()), type(error).__name__)[:200]
+    return first_line(error.__cause__ or error)[:200]
 
 
 class Storage:
