@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -21,12 +22,14 @@ from typing import Any
 
 import pytest
 import torch
+from copies import Loads, copied
 from tiers import listed, slow
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
 from npt.data import builtin
 from npt.data.batch import Batch, batch_from_tensors
+from npt.quant import load as loading
 
 VOCAB = 128
 
@@ -100,6 +103,20 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _loads() -> Iterator[None]:
+    """Read and pack a checkpoint once, and give copies: in `npt.load_base`, whoever calls it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_read_weights", Loads(loading._read_weights))
+        yield
+
+
+@pytest.fixture
+def real_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads and packs at every load, for tests that are about that."""
+    monkeypatch.setattr(loading, "_read_weights", loading._read_weights.read)
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with grouped-query attention, saved in bf16: D 64, F 128, 4 layers, V 128. It has no tokenizer."""
@@ -166,16 +183,18 @@ LoadModel = Callable[..., LlamaForCausalLM]
 @pytest.fixture(scope="session")
 def load_model(llama_folder: Path) -> LoadModel:
     """A fresh copy of the random Llama at every call, as `npt.load_base` would give it; NF4 unless told otherwise."""
-    import shutil
-
-    from npt.quant import load as loading
-
     # load_base wants a tokenizer beside the weights; the embedded model's serves.
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
 
+    loaded: dict[str | None, LlamaForCausalLM] = {}
+
     def load(quantization: str | None = "nf4", **arguments: Any) -> LlamaForCausalLM:
-        return npt.load_base(str(llama_folder), quantization=quantization, device="cpu", **arguments)[0]
+        if arguments:
+            return npt.load_base(str(llama_folder), quantization=quantization, device="cpu", **arguments)[0]
+        if quantization not in loaded:
+            loaded[quantization] = npt.load_base(str(llama_folder), quantization=quantization, device="cpu")[0]
+        return copied(loaded[quantization])
 
     return load
 

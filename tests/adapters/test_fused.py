@@ -234,8 +234,9 @@ class TestCompiled:
     def inputs(self, rows: int = 7) -> list[Any]:
         return [normal(0, rows, 6), normal(1, rows, 6), normal(2, rows, 2).requires_grad_(), *weights_of(2, 6, True, True, 3)]
 
-    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("regularised", [True, False])
+    @pytest.mark.parametrize(
+        ("backend", "regularised"), [("aot_eager", True), ("aot_eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)]
+    )
     def test_equals_what_is_not_compiled_for_every_number_of_rows(self, monkeypatch, backend, regularised):
         if backend == "inductor" and shutil.which("g++") is None:
             pytest.skip("takes a C++ compiler")

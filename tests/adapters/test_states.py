@@ -147,7 +147,7 @@ class TestWithoutGradients:
 
     @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
     @pytest.mark.parametrize("off", [torch.inference_mode, torch.no_grad])
-    def test_what_is_made_there_trains(self, load_model, tokenizer, tmp_path, strategy, off) -> None:
+    def test_what_is_made_there_trains(self, load_model, llama_folder, real_loads, tmp_path, strategy, off) -> None:
         folder = npt.save_adapter(student(load_model), tmp_path / "adapter")
         for make in (
             lambda model: npt.attach(model, npt.NPTConfig(rank=2)),
@@ -158,7 +158,7 @@ class TestWithoutGradients:
             ),
         ):
             with off():
-                model = load_model()
+                model = npt.load_base(str(llama_folder), quantization="nf4")[0]
                 make(model)
             assert not any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
             STRATEGIES[strategy](model, BATCH, TrainConfig())

@@ -2,6 +2,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
@@ -91,22 +92,52 @@ def test_an_error_of_the_call_comes_through_and_the_next_measurement_works():
 
 
 FIRST = """
-import os, sys, torch
+import gc, os, sys, torch
+from pathlib import Path
 import torch._dynamo, transformers.models.llama.modeling_llama, transformers.models.auto
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+def call():
+    a, b = torch.ones(24 << 20), torch.ones(24 << 20)
+    del a, b
+    torch.ones(32 << 20)
+
+def grown():
+    from npt.cost.measure import peak_bytes
+
+    peak_bytes(call, "cpu")  # what the profiler itself keeps
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    resident = status("VmRSS")
+    added = peak_bytes(call, "cpu").added
+    return f"{added} {status('VmHWM') - resident}"
 
 assert "bitsandbytes" not in sys.modules
 for module in ("npt.cost.measure", "npt.quant.load"):
     child = os.fork()
     if not child:
         __import__(module)
+        if module == "npt.cost.measure" and os.access("/proc/self/clear_refs", os.W_OK):
+            Path(sys.argv[1]).write_text(grown())
         sys.exit("bitsandbytes" not in sys.modules)
     assert os.waitpid(child, 0)[1] == 0, module
 """
 
 
-def test_whatever_is_imported_first_says_nothing() -> None:
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A process of its own: what it says, and by what it grows."""
+    grown = tmp_path_factory.mktemp("first") / "grown"
+    said = subprocess.run([sys.executable, "-c", FIRST, str(grown)], capture_output=True, text=True)
+    return SimpleNamespace(said=said, grown=grown)
+
+
+def test_whatever_is_imported_first_says_nothing(first: SimpleNamespace) -> None:
     """bitsandbytes has something to say at its import, wherever that is; it is not among what both modules find imported."""
-    said = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    said = first.said
     assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 
 
@@ -140,37 +171,10 @@ def test_a_packed_product_counts_its_dequantised_weight():
     assert 4 * 512 * 256 + 4 * 4 * 512 <= added <= 3 * 4 * 512 * 256
 
 
-GROWTH = """
-import gc
-from pathlib import Path
-
-import torch
-
-from npt.cost.measure import peak_bytes
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-
-def call():
-    a, b = torch.ones(24 << 20), torch.ones(24 << 20)
-    del a, b
-    torch.ones(32 << 20)
-
-peak_bytes(call, "cpu")  # what the profiler itself keeps
-gc.collect()
-Path("/proc/self/clear_refs").write_text("5")
-resident = status("VmRSS")
-added = peak_bytes(call, "cpu").added
-print(added, status("VmHWM") - resident)
-"""
-
-
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="a process cannot reset its high-water mark here")
-def test_the_process_grows_by_what_was_measured():
+def test_the_process_grows_by_what_was_measured(first: SimpleNamespace) -> None:
     """In a process of its own: one that has freed much before may hold room for a block already, and then grows by less."""
-    said = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True).stdout
-    added, grown = map(int, said.split())
+    added, grown = map(int, first.grown.read_text().split())
     assert added == 192 * MIB
     # Blocks of this size are mapped and unmapped one by one, so that the process follows; the profiler's own records are small.
     assert abs(grown - added) < 8 * MIB

@@ -208,8 +208,7 @@ def test_steps_that_the_run_does_not_reach_are_said(build) -> None:
 # --- the run is the same ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("strategy", "late"), [("local", True), ("end_to_end", False)])
 def test_weights_and_metrics_are_bit_equal_with_and_without_recording(build, monkeypatch, strategy, late) -> None:
     monkeypatch.setattr(loop_module, "Transaction", functools.partial(Transaction, late=late))
     settings = {"strategy": strategy, "regularization_lambda": 0.1, "gradient_accumulation_steps": 2}

@@ -44,7 +44,7 @@ def compared(position: int | None, length: int) -> Comparison:
 # --- where they part -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", [NONE, frozenset({9, 30, 77})])
+@pytest.mark.parametrize("ends", [frozenset({9, 30, 77})])
 def test_the_position_is_that_at_which_two_texts_decoded_apart_part(student, ends) -> None:
     limit = 12
     some = prompts()

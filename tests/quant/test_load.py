@@ -14,6 +14,8 @@ from npt.adapters.attach import adapter_parameters
 from npt.errors import ConfigError, ModelError
 from npt.quant.load import _check_pieces, read_config
 
+pytestmark = pytest.mark.usefixtures("real_loads")
+
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
 SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
 

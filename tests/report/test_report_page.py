@@ -240,29 +240,16 @@ def test_saturated_multipliers_are_said(tmp_path) -> None:
     assert "at most 25.00% of the multipliers" in reader.sections["modulation"] and "next to no gradient" in reader.sections["modulation"]
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_steps_of_eighty_layers_stay_below_two_megabytes(tmp_path) -> None:
-    lines = [metrics(step, layers=80, loss=900.0 if step == 54_321 else 1.0 + step % 7) for step in range(1, 100_001, 20)]
-    events = [event("start"), *(refusal(step, "loss", HOSTILE * 9) for step in range(1, 100_000, 9)), event("done", steps=100_000)]
-    events[1:1] = [event("warning", message=HOSTILE * 9) for _ in range(5000)]
-    folder = make_run(
-        tmp_path / "run", metrics=lines, events=events, fidelity=fidelity(layers=80), modulation=modulation(100_000, layers=80)
-    )
-    text = page(read_run(folder), folder / "report.html")
-    assert len(text.encode()) < 2_000_000
-    reader = Reader(text)
-    assert "between 1 and 900" in next(found["aria-label"] or "" for found in reader.of("svg") if "Loss" in (found.get("aria-label") or ""))
-    assert max(x for x in json.loads(reader.data)["series"][0]["high"]) == 900.0
-
-
-def test_ten_thousand_steps_of_eighty_layers_keep_a_spike_and_stay_small(tmp_path) -> None:
+def test_a_run_of_a_hundred_thousand_steps_and_eighty_layers_keeps_its_spike_and_stays_small(tmp_path) -> None:
     lines = [metrics(step, layers=80, loss=900.0 if step == 54_321 else 1.0) for step in range(1, 100_001, 80)]
     lines += [metrics(100_001, layers=80, loss=900.0), metrics(100_002, layers=80, loss=1.0)]
     events = [event("start"), *(refusal(step, "loss", HOSTILE * 9) for step in range(1, 100_000, 45)), event("done", steps=100_002)]
     folder = make_run(tmp_path / "run", metrics=lines, events=events, fidelity=fidelity(layers=80), modulation=modulation(9, layers=80))
     text = page(read_run(folder), folder / "report.html")
     assert len(text.encode()) < 1_500_000
-    data = json.loads(Reader(text).data)
+    reader = Reader(text)
+    data = json.loads(reader.data)
+    assert "between 1 and 900" in next(found["aria-label"] or "" for found in reader.of("svg") if "Loss" in (found.get("aria-label") or ""))
     assert max(data["series"][0]["high"]) == 900.0 and len(data["known"]) <= 480
 
 

@@ -46,7 +46,7 @@ def test_a_curvature_that_is_not_finite_is_nan_and_no_error() -> None:
     assert torch.isnan(torch.tensor(largest_eigenvalue(lambda: one.abs().sqrt().sum(), [one], 5)))
 
 
-@pytest.mark.parametrize("form", [{}, {"modulation": "additive"}, {"mult_form": "unbounded", "targets": ("gate",)}])
+@pytest.mark.parametrize("form", [{}, {"mult_form": "unbounded", "targets": ("gate",)}])
 def test_the_layers_sharpness_is_that_of_its_hessian_written_out(load_model, batch, form) -> None:
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="2-3", rank=1, init_std_b=0.1, **form))

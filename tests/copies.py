@@ -1,0 +1,87 @@
+"""Copies of a loaded base that nothing tells from another load of it: to load and pack one takes ten times as long."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+
+@torch.inference_mode(False)  # whatever the caller is in, as load_base
+def copied(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a base as it was loaded: no tensor, module, container or configuration that could be written to is shared.
+
+    `copy.deepcopy` takes half as long as loading, leaves a packed weight without its module, and its statistics there twice, once for the
+    weight and once for the module.
+    """
+    known: dict[int, Any] = {id(old): old.__class__.__new__(old.__class__) for old in model.modules()}
+    for old in model.modules():
+        vars(known[id(old)]).update({name: _copied(value, known) for name, value in vars(old).items()})
+    return known[id(model)]
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """Copy what a module holds; `known` has the copies by the identity of what they are copies of."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, dict | list | set):
+        made: Any = value.__class__()
+        known[id(value)] = made
+        if isinstance(value, dict):
+            made.update({name: _copied(each, known) for name, each in value.items()})
+        elif isinstance(value, list):
+            made.extend(_copied(each, known) for each in value)
+        else:
+            made.update(value)
+        return made
+    if isinstance(value, torch.Tensor):
+        known[id(value)] = made = torch.Tensor._make_subclass(value.__class__, value.detach().clone(), value.requires_grad)
+        vars(made).update({name: _copied(each, known) for name, each in vars(value).items()})
+    elif isinstance(value, QuantState):
+        known[id(value)] = made = copy.copy(value)
+        # The table of the second quantisation is one for all weights, as bitsandbytes has it.
+        vars(made).update({name: _copied(each, known) for name, each in vars(value).items() if name != "code" or value.nested})
+    elif isinstance(value, PreTrainedConfig | GenerationConfig | HfQuantizer):
+        known[id(value)] = made = copy.deepcopy(value, known)
+    else:
+        made = value
+    return made
+
+
+class Loads:
+    """Reads a checkpoint once for the same files and arguments, and gives copies of what was read.
+
+    Args:
+        read: `npt.quant.load._read_weights`.
+    """
+
+    def __init__(self, read: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
+        self.read = read
+        self.libraries = self._of_libraries()
+        self.pristine: dict[tuple, PreTrainedModel] = {}
+
+    def __call__(self, name: str, source: str, arguments: Mapping[str, Any]) -> Any:
+        folder = Path(source)
+        on_cpu = arguments["device_map"] == {"": torch.device("cpu")} and not _get_current_dispatch_mode_stack()
+        if not on_cpu or not folder.is_dir() or self._of_libraries() != self.libraries:
+            return self.read(name, source, arguments)
+        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+        key = (source, repr(files), repr(sorted(arguments.items())))
+        if key not in self.pristine:
+            if len(self.pristine) == 8:
+                self.pristine.pop(next(iter(self.pristine)))
+            self.pristine[key] = self.read(name, source, arguments)
+        return copied(self.pristine[key])
+
+    @staticmethod
+    def _of_libraries() -> tuple[Any, ...]:
+        """What a test, or packing on another device, may have put in the place of a library's own."""
+        return AutoModelForCausalLM.from_pretrained, Bnb4BitHfQuantizer.get_quantize_ops
