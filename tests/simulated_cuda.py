@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import npt.quant.attention
 
@@ -181,7 +181,7 @@ class _Operations(TorchDispatchMode):
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     state, name = _running(), func._schema.name
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     here = [t for t in tensors if isinstance(t, Simulated)]
     asked = kwargs.get("device")
     if not here and (asked is None or not _is_simulated(asked)):
@@ -202,15 +202,31 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if name == "aten::copy_" and not isinstance(args[0], Simulated):
         return _copy_to_host(state, args, kwargs)
-    held_args, held_kwargs = tree_map(_held, (args, kwargs))
+    held_args, held_kwargs = _mapped(_held, (args, kwargs))
     result = func(*held_args, **held_kwargs)
     if func._schema.is_mutable:  # what was changed is the caller's own tensor
         return _changed(func, args, kwargs)
     if device.type == "meta":
-        return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, result)
+        return _mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, result)
     if device.type == "cpu":
         return _to_host(state, result, kwargs)
-    return tree_map(lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result)
+    return _mapped(lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result)
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree_map`, which takes longer over the arguments of a small operation than the operation takes."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([_mapped(change, part) for part in tree])
+    if kind is dict:
+        return {name: _mapped(change, part) for name, part in tree.items()}
+    return tree_map(change, tree) if isinstance(tree, (tuple, list, dict)) else change(tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(found.append, tree)
+    return found
 
 
 def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -323,7 +339,7 @@ class _Functions(TorchFunctionMode):
         pinned = kwargs.get("pin_memory") and not _on_cuda(kwargs.get("device"))
         if pinned:
             kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-        args, kwargs = tree_map(_with_index, (tuple(args), kwargs))
+        args, kwargs = _mapped(_with_index, (tuple(args), kwargs))
         if name == "tensor" and _on_cuda(kwargs.get("device")):
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)

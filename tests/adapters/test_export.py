@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,54 @@ def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
                 del sys.modules[name]
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of four layers, for what the embedded model is not needed for."""
+    return save_base("llama", tmp_path_factory.mktemp("bases") / "llama")
+
+
+@pytest.fixture
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts that the package starts run in a fork of this process that has forgotten npt: nothing is imported anew.
+
+    The first test of the command has them run as they do for a user.
+    """
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return run_forked(Path(command[2]).read_text(), command[2:], Path(env["HF_MODULES_CACHE"]), tmp_path)
+
+    monkeypatch.setattr(exporting.subprocess, "run", run)
+
+
+def run_forked(code: str, arguments: list[str], modules: Path, scratch: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script; code of exported folders is copied below `modules`, output goes by way of files in `scratch`."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("npt", "transformers_modules")]:
+                del sys.modules[name]
+            sys.path.remove(dynamic_module_utils.HF_MODULES_CACHE)
+            dynamic_module_utils.HF_MODULES_CACHE = str(modules)
+            sys.argv = arguments
+            exec(compile(code, "script", "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    written = [(scratch / name).read_text() for name in ("stdout", "stderr")]
+    for name in ("stdout", "stderr"):
+        (scratch / name).unlink()
+    return subprocess.CompletedProcess(arguments, status, *written)
+
+
 def student(base: str | Path = "tiny", quantization: str | None = "nf4", loaded: dict[str, Any] | None = None, **form: Any) -> Any:
     """A base with an adapter that matters, and the base's tokenizer."""
     model, tokenizer = npt.load_base(str(base), quantization=quantization, device="cpu", **(loaded or {}))
@@ -100,7 +149,7 @@ def logits(model: Any, ids: torch.Tensor = IDS, mask: torch.Tensor | None = None
 
 
 def continued(model: Any, **arguments: Any) -> torch.Tensor:
-    decoding: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    decoding: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
     return model.generate(IDS, attention_mask=LEFT, **decoding, **arguments)
 
 
@@ -131,22 +180,18 @@ def test_every_family_is_exported_with_its_windows_and_its_heads_untied(tmp_path
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "additive": {"modulation": "additive"},
-    "multiplicative": {"modulation": "multiplicative"},
-    "gate alone": {"targets": ("gate",)},
-    "down alone": {"targets": ("down",), "layers": "all"},
-    "kept residual": {"residual": "keep"},
-    "ranks by layer": {"layers": "1,2,6", "ranks": (1, 4, 2)},
-    "other scales": {"additive_scale": 1.3, "mult_bound": 0.9},
+    "additive, down alone, in every layer": {"modulation": "additive", "targets": ("down",), "layers": "all"},
+    "multiplicative, gate alone, unbounded": {"modulation": "multiplicative", "targets": ("gate",), "mult_form": "unbounded"},
+    "kept residual, ranks by layer": {"residual": "keep", "layers": "0,1,3", "ranks": (1, 4, 2)},
     "half sigmoid": {"mult_form": "half_sigmoid"},
     "one plus tanh": {"mult_form": "one_plus_tanh"},
-    "unbounded": {"mult_form": "unbounded"},
+    "other scales": {"additive_scale": 1.3, "mult_bound": 0.9},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_an_adapter_is_exported(tmp_path, form):
-    model, tokenizer = student(**FORMS[form])
+def test_every_form_of_an_adapter_is_exported(base, tmp_path, form):
+    model, tokenizer = student(base, **FORMS[form])
     found = exported(model, tokenizer, tmp_path / "out")
     assert [name for name, _ in found.named_parameters() if ".npt." in name] == list(adapter_parameters(model))
     assert_same(found, model)
@@ -161,41 +206,40 @@ def test_every_form_of_an_adapter_is_exported(tmp_path, form):
     ],
     ids=["fp4", "bf16 products", "fp16"],
 )
-def test_what_the_base_computes_in_is_exported_with_it(tmp_path, given):
-    model, tokenizer = student(**given)
+def test_what_the_base_computes_in_is_exported_with_it(base, tmp_path, given):
+    model, tokenizer = student(base, **given)
     assert_same(exported(model, tokenizer, tmp_path / "out"), model)
 
 
-def test_consolidated_rows_are_exported_also_those_of_layers_without_an_adapter(tmp_path):
-    model, tokenizer = student(layers="6,7")
+def test_consolidated_rows_are_exported_also_those_of_layers_without_an_adapter(base, tmp_path):
+    model, tokenizer = student(base, layers="2,3")
     generator = torch.Generator().manual_seed(1)
 
     def rows(width: int) -> tuple[torch.Tensor, torch.Tensor]:
         return 1 + 0.3 * torch.rand(width, generator=generator), 0.3 * torch.randn(width, generator=generator)
 
     wide, narrow = model.config.intermediate_size, model.config.hidden_size
-    npt.consolidate(model, Update({(6, "down"): rows(narrow), (6, "gate"): rows(wide), (1, "up"): rows(wide)}, {}))
-    npt.consolidate(model, Update({(6, "down"): rows(narrow)}, {}))
+    npt.consolidate(model, Update({(2, "down"): rows(narrow), (2, "gate"): rows(wide), (1, "up"): rows(wide)}, {}))
+    npt.consolidate(model, Update({(2, "down"): rows(narrow)}, {}))
     assert_same(exported(model, tokenizer, tmp_path / "out"), model)
 
 
-def test_a_checkpoint_in_4_bit_without_double_quantisation_is_exported_as_it_is(tmp_path):
+def test_a_checkpoint_in_4_bit_without_double_quantisation_is_exported_as_it_is(base, tmp_path):
     from transformers import BitsAndBytesConfig
 
     plain = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)
-    save_base("llama", tmp_path / "dense")
-    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=plain, device_map="cpu")
+    packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=plain, device_map="cpu")
     packed.save_pretrained(tmp_path / "base")
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "base" / file).write_bytes((tmp_path / "dense" / file).read_bytes())
+        (tmp_path / "base" / file).write_bytes((base / file).read_bytes())
     model, tokenizer = student(tmp_path / "base")
     found = exported(model, tokenizer, tmp_path / "out")
     assert not any(module.weight.quant_state.nested for _, module in quantized_linears(found))
     assert_same(found, model)
 
 
-def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_rounding_lets_it(tmp_path):
-    model, tokenizer = student()
+def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_rounding_lets_it(base, tmp_path):
+    model, tokenizer = student(base)
     found = exported(model, tokenizer, tmp_path / "out", "16bit")
     assert not quantized_linears(found) and "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as stored:
@@ -206,8 +250,7 @@ def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_roundin
     assert 0 < float((logits(found) - expected).abs().max()) < 0.01 * float(expected.abs().max())
 
 
-def test_weights_that_16_bit_cannot_hold_are_stored_in_32_unless_16_is_asked_for(tmp_path):
-    base = save_base("llama", tmp_path / "base")
+def test_weights_that_16_bit_cannot_hold_are_stored_in_32_unless_16_is_asked_for(base, tmp_path):
     model, tokenizer = student(base, quantization=None)
     with torch.no_grad():
         model.model.norm.weight.add_(1e-5)
@@ -220,22 +263,22 @@ def test_weights_that_16_bit_cannot_hold_are_stored_in_32_unless_16_is_asked_for
     assert sizes["32"] - sizes["16"] == 2 * model.config.hidden_size
 
 
-def test_the_adapter_stays_in_fp32_when_the_model_is_loaded_or_cast_in_16_bit(tmp_path):
-    model, tokenizer = student()
+def test_the_adapter_stays_in_fp32_when_the_model_is_loaded_or_cast_in_16_bit(base, tmp_path):
+    model, tokenizer = student(base)
     found = exported(model, tokenizer, tmp_path / "out", dtype=torch.bfloat16)
     own = {name: p for name, p in found.named_parameters() if ".npt." in name}
     for name, parameter in adapter_parameters(model).items():
         assert torch.equal(own[name], parameter)
     assert found.model.embed_tokens.weight.dtype == found.model.norm.weight.dtype == torch.bfloat16
     assert logits(found).dtype == torch.bfloat16
-    plain = exported(*student(quantization=None), tmp_path / "plain").to(torch.bfloat16)
+    plain = exported(*student(base, quantization=None), tmp_path / "plain").to(torch.bfloat16)
     assert {p.dtype for name, p in plain.named_parameters() if ".npt." in name} == {torch.float32}
     assert torch.isfinite(logits(plain)).all()
 
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
-def test_what_was_loaded_is_saved_by_transformers_and_loads_again(tmp_path, quantization):
-    model, tokenizer = student(quantization=quantization)
+def test_what_was_loaded_is_saved_by_transformers_and_loads_again(base, tmp_path, quantization):
+    model, tokenizer = student(base, quantization=quantization)
     found = exported(model, tokenizer, tmp_path / "out")
     found.save_pretrained(tmp_path / "again")
     for file in CODE_FILES:
@@ -245,19 +288,19 @@ def test_what_was_loaded_is_saved_by_transformers_and_loads_again(tmp_path, quan
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
 
 
-def test_it_writes_what_npt_generate_writes(tmp_path):
-    model, tokenizer = student(rank=8, residual="keep")
+def test_it_writes_what_npt_generate_writes(base, tmp_path):
+    model, tokenizer = student(base, rank=8, residual="keep")
     found = exported(model, tokenizer, tmp_path / "out")
     prompt = tokenizer("class Stack:")["input_ids"]
-    written = write(model, tokenizer, prompt, Decoding(max_new_tokens=24))
-    new = found.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
+    written = write(model, tokenizer, prompt, Decoding(max_new_tokens=12))
+    new = found.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
     assert tuple(new.tolist()) == written.ids
-    without = found.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, use_cache=False)[0, len(prompt) :]
+    without = found.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, use_cache=False)[0, len(prompt) :]
     assert torch.equal(new, without)
 
 
-def test_hidden_states_gradients_and_checkpointing_work_as_for_any_model(tmp_path):
-    found = exported(*student(quantization=None), tmp_path / "out")
+def test_hidden_states_gradients_and_checkpointing_work_as_for_any_model(base, tmp_path):
+    found = exported(*student(base, quantization=None), tmp_path / "out")
     assert len(found(IDS, output_hidden_states=True).hidden_states) == found.config.num_hidden_layers + 1
     assert sum(p.numel() for p in found.parameters() if p.requires_grad) == found.num_parameters()
     found.train()
@@ -266,9 +309,9 @@ def test_hidden_states_gradients_and_checkpointing_work_as_for_any_model(tmp_pat
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in found.parameters())
 
 
-def test_weights_come_in_several_files_and_no_two_are_held_at_once(tmp_path, monkeypatch):
-    model, tokenizer = student()
-    limit = 200_000
+def test_weights_come_in_several_files_and_no_two_are_held_at_once(base, tmp_path, monkeypatch):
+    model, tokenizer = student(base)
+    limit = 30_000
     monkeypatch.setattr(exporting, "SHARD_BYTES", limit)
     sizes, save = [], exporting.save_file
 
@@ -294,8 +337,9 @@ def test_the_exported_code_imports_torch_and_transformers_and_itself_alone():
                 assert not node.level or f"{node.module}.py" in CODE_FILES
 
 
-def test_whoever_does_not_know_the_model_refuses_it_rather_than_load_its_base(tmp_path):
-    exported(*student(), tmp_path / "out")
+def test_whoever_does_not_know_the_model_refuses_it_rather_than_load_its_base(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    write_export(*student(base), tmp_path / "out")
     with pytest.raises(ValueError, match=r"npt_llama|trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
 
@@ -305,20 +349,25 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return npt.save_adapter(student()[0], tmp_path_factory.mktemp("adapters") / "some")
 
 
+@pytest.fixture(scope="module")
+def small(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the random Llama."""
+    return npt.save_adapter(student(base)[0], tmp_path_factory.mktemp("adapters") / "small")
+
+
 class TestCommand:
     def run(self, *arguments: object) -> int:
         return main(["export", *map(str, arguments)])
 
-    def test_a_folder_is_checked_by_a_process_without_npt_and_its_card_runs_as_printed(self, adapter, tmp_path, capsys):
+    def test_a_folder_is_checked_by_a_process_without_npt_and_its_card_runs_as_printed(self, adapter, tmp_path, capsys, monkeypatch):
         out = tmp_path / "out"
         assert self.run("--adapter", adapter, "--output", out) == 0
         said = capsys.readouterr().out
         assert "base in 4 bit" in said and "largest difference of a logit 0 over 64 tokens" in said
         assert {p.stat().st_mode & 0o077 for p in out.iterdir()} == {0o666 & 0o077 & ~self.umask()}
         (snippet,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), flags=re.DOTALL)
-        code = WITHOUT_NPT + snippet
-        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-        done = subprocess.run([sys.executable, "-P", "-c", code], cwd=out, env=environment, capture_output=True, text=True)
+        monkeypatch.chdir(out)
+        done = run_forked(WITHOUT_NPT + snippet, ["card"], tmp_path / "modules", tmp_path)
         assert done.returncode == 0, done.stderr
         model, tokenizer = npt.from_pretrained(adapter, device="cpu")
         ids = tokenizer("Once upon a time", return_tensors="pt")
@@ -357,22 +406,24 @@ class TestCommand:
         (old / CONFIG_NAME).write_text(json.dumps({k: v for k, v in record.items() if k != ENTRY}))
         assert "does not say how its base was loaded" in self.refused(capsys, tmp_path / "out", "--adapter", old, status=5)
 
-    def test_4_bit_of_a_base_that_was_not_packed(self, tmp_path, capsys):
-        plain = npt.save_adapter(student(quantization=None)[0], tmp_path / "plain")
+    def test_4_bit_of_a_base_that_was_not_packed(self, base, tmp_path, capsys):
+        plain = npt.save_adapter(student(base, quantization=None)[0], tmp_path / "plain")
         said = self.refused(capsys, tmp_path / "out", "--adapter", plain, "--base_precision", "4bit")
         assert "it would be another student" in said
 
-    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("No space left on device")])
-    @pytest.mark.parametrize("where", ["save_file", "write_json"])
-    def test_the_disk_is_full(self, adapter, tmp_path, capsys, monkeypatch, error, where):
+    @pytest.mark.parametrize(
+        ("where", "error"),
+        [("save_file", SafetensorError("No space left on device")), ("write_json", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))],
+    )
+    def test_the_disk_is_full(self, small, tmp_path, capsys, monkeypatch, where, error):
         def full(*_: Any, **__: Any) -> None:
             raise error
 
         monkeypatch.setattr(exporting, where, full)
-        said = self.refused(capsys, tmp_path / "out", "--adapter", adapter)
+        said = self.refused(capsys, tmp_path / "out", "--adapter", small)
         assert "No space left on device; nothing is left of it" in said
 
-    def test_what_is_written_is_not_the_student(self, adapter, tmp_path, capsys, monkeypatch):
+    def test_what_is_written_is_not_the_student(self, small, forked, tmp_path, capsys, monkeypatch):
         write_json = exporting.write_json
 
         def other(path: Path, value: Any) -> None:
@@ -381,20 +432,20 @@ class TestCommand:
             write_json(path, value)
 
         monkeypatch.setattr(exporting, "write_json", other)
-        assert "gives other logits than the student" in self.refused(capsys, tmp_path / "out", "--adapter", adapter)
+        assert "gives other logits than the student" in self.refused(capsys, tmp_path / "out", "--adapter", small)
 
-    def test_what_is_written_does_not_load(self, adapter, tmp_path, monkeypatch):
+    def test_what_is_written_does_not_load(self, small, forked, tmp_path, monkeypatch):
         code = tmp_path / "code"
         code.mkdir()
         for file in CODE_FILES:
             (code / file).write_text((CODE / file).read_text().replace("import torch\n", "import torch\nimport npt\n"))
         monkeypatch.setattr(exporting, "CODE", code)
         with pytest.raises(ModelError, match=r"does not load without npt: .*npt"):
-            npt.export(adapter, tmp_path / "out", device="cpu")
+            npt.export(small, tmp_path / "out", device="cpu")
         assert not (tmp_path / "out").exists()
 
 
-def test_the_student_is_gone_before_the_folder_is_read_back(adapter, tmp_path, monkeypatch):
+def test_the_student_is_gone_before_the_folder_is_read_back(small, tmp_path, monkeypatch):
     """A big base is in memory once."""
     seen: list[Any] = []
     make = exporting.from_pretrained
@@ -410,4 +461,4 @@ def test_the_student_is_gone_before_the_folder_is_read_back(adapter, tmp_path, m
 
     monkeypatch.setattr(exporting, "from_pretrained", watched)
     monkeypatch.setattr(exporting, "_check", check)
-    npt.export(adapter, tmp_path / "out", device="cpu")
+    npt.export(small, tmp_path / "out", device="cpu")

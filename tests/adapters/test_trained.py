@@ -80,8 +80,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @every_case
 @every_form
-@pytest.mark.parametrize("quantization", ["nf4", None])
-@pytest.mark.parametrize("regularised", [True, False])
+@pytest.mark.parametrize(("quantization", "regularised"), [("nf4", True), (None, False)])
 def test_it_is_the_plain_form(load_model, form, quantization, outputs, graph, regularised):
     layer = decoder_layers(student(load_model, form, quantization))[1]
     work = Work(regularised, space=None if graph else Workspace())
@@ -134,8 +133,8 @@ class Watching(nn.Module):
 
 @every_case
 @every_form
-@pytest.mark.parametrize("regularised", [True, False])
-def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(load_model, form, outputs, graph, regularised):
+def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(load_model, form, outputs, graph):
+    regularised = outputs is stacked_outputs or graph
     layer = decoder_layers(student(load_model, form))[1]
     unseen = run(outputs, layer, Work(regularised), graph)
     seen = Watching(layer)

@@ -86,8 +86,7 @@ def test_figures_of_the_report_are_those_of_the_layer_itself(load_model, tokeniz
     assert layer["nmse_floor"] == pytest.approx(found.layers[2].nmse_before, rel=1e-3)
 
 
-@pytest.mark.parametrize("quantization", ["nf4", None, "fp16"])
-@pytest.mark.parametrize("modulation", ["both", "additive", "multiplicative"])
+@pytest.mark.parametrize(("quantization", "modulation"), [("nf4", "multiplicative"), (None, "additive"), ("fp16", "both")])
 def test_every_form_and_base_is_calibrated(quantization, modulation, load_model, tokenizer) -> None:
     model = student(load_model, quantization, layers="2", modulation=modulation)
     before = weights(model)
@@ -130,15 +129,7 @@ def test_balancing_leaves_alone_what_nothing_reads_and_what_reads_nothing() -> N
     assert all(torch.equal(value, before[name]) for name, value in balanced(before).items())
 
 
-def test_a_solved_start_is_balanced(load_model, tokenizer) -> None:
-    model = student(load_model, additive_scale=0.1)
-    calibrate(model, tokenizer)
-    for _, layer in npt_layers(model):
-        rows, columns = sizes({name.removeprefix("npt."): p.detach() for name, p in layer.npt.named_parameters()})
-        assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())
-
-
-@pytest.mark.parametrize("targets", [("gate",), ("down",), ("up", "down")])
+@pytest.mark.parametrize("targets", [("gate",), ("up", "down")])
 def test_targets_that_are_not_modulated_get_nothing(targets, load_model, tokenizer) -> None:
     model = student(load_model, layers="2", targets=targets)
     found = calibrate(model, tokenizer)
@@ -146,13 +137,16 @@ def test_targets_that_are_not_modulated_get_nothing(targets, load_model, tokeniz
     assert set(npt_layers(model)[0][1].npt.B) == set(targets)
 
 
-def test_equal_seeds_give_equal_adapters(load_model, tokenizer) -> None:
+def test_equal_seeds_give_equal_adapters_and_these_are_balanced(load_model, tokenizer) -> None:
     found = []
     for _ in range(2):
-        model = student(load_model, layers="1,3")
+        model = student(load_model, layers="1,3", additive_scale=0.1)
         calibrate(model, tokenizer, seed=3, rounds=1)
         found.append(weights(model))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    for _, layer in npt_layers(model):
+        rows, columns = sizes({name.removeprefix("npt."): p.detach() for name, p in layer.npt.named_parameters()})
+        assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())
 
 
 def test_the_base_the_modes_and_the_random_state_stay_as_they_were(load_model, tokenizer) -> None:

@@ -50,9 +50,9 @@ def test_the_case_passes(chosen, late) -> None:
     assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (True, True, 0, "")
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
-def test_clean_steps_raise_no_alarm(count) -> None:
-    verdict = judged(clean_steps(count)).verdict
+def test_clean_steps_raise_no_alarm() -> None:
+    """More of them, than the statistics of spikes hold, are in the case run-after-nan."""
+    verdict = judged(clean_steps(50)).verdict
     assert verdict.passed and verdict.false_alarms == 0
 
 
@@ -224,12 +224,10 @@ def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> No
 
 
 def test_plain_loops_become_what_is_known_of_them() -> None:
-    (row,) = comparison([case("gradient-nan")])
+    (row,) = comparison([at_once("gradient-nan")])
     assert [row[k] for k in ("ours", *loops.LOOPS)] == ["survives", "poisoned", "poisoned", "poisoned, aborts"]
-    (row,) = comparison([case("gradient-huge")])
-    assert [row[k] for k in ("ours", *loops.LOOPS)] == ["survives", *["stepped on zeros"] * 3]
-    (row,) = comparison([case("loss-labels-mean")])
-    assert [row[k] for k in ("ours", *loops.LOOPS)] == ["survives", "trained on it", "stepped on zeros", "aborts"]
+    became = loops.compare(case("loss-labels-mean"))
+    assert [became[k] for k in loops.LOOPS] == ["trained on it", "stepped on zeros", "aborts"]
 
 
 def test_a_plain_loop_equals_itself() -> None:

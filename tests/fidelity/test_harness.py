@@ -128,17 +128,18 @@ def test_what_is_not_there_is_named(student, tmp_path) -> None:
         lm_eval(*student, ["own_text"], tasks_path=tasks)
 
 
-def test_the_verb_prints_the_scores(student, tmp_path, capsys) -> None:
+def test_the_verb_prints_the_scores(student, short_library, tmp_path, capsys) -> None:
     needs_the_harness()
     model, tokenizer = student
     tasks = write_tasks(tmp_path)
     npt.save_adapter(model, tmp_path / "adapter")
     arguments = ["evaluate", "--adapter", str(tmp_path / "adapter"), "--use_quantization", "--max_length", "32", "--eval_samples", "2"]
-    assert main([*arguments, "--lm_eval", "own_choice", "--lm_eval_tasks_path", str(tasks), "--json"]) == 0
+    some = ["--lm_eval_tasks_path", str(tasks), "--lm_eval_limit", "2"]
+    assert main([*arguments, "--lm_eval", "own_choice", *some, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["lm_eval"]
-    expected = lm_eval(model, tokenizer, ["own_choice"], tasks_path=tasks)
+    expected = lm_eval(model, tokenizer, ["own_choice"], tasks_path=tasks, limit=2)
     assert {mode: scores["own_choice"] for mode, scores in found.items()} == {m: s["own_choice"] for m, s in expected.items()}
-    assert main([*arguments, "--lm_eval", "own_choice,own_text", "--lm_eval_tasks_path", str(tasks), "--lm_eval_limit", "1"]) == 0
+    assert main([*arguments, "--lm_eval", "own_choice,own_text", *some]) == 0
     out = capsys.readouterr().out
     assert "lm-evaluation-harness" in out and "own_choice" in out and "own_text" in out
 

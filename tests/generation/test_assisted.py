@@ -15,7 +15,7 @@ from npt.generation.assisted import Drafts, expected_acceptance, write_assisted
 from npt.generation.text import Decoding, write
 
 PROMPT = [9, 17, 40, 3, 77, 21, 8]
-LIMIT = 30
+LIMIT = 20
 
 
 class Names:
@@ -33,7 +33,7 @@ def endless(student):
     return student
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 2, 5, 50])
+@pytest.mark.parametrize("draft_tokens", [1, 5, 50])
 def test_the_text_is_the_teachers_own_and_the_drafts_are_counted(endless, draft_tokens) -> None:
     teacher, student = npt.teacher_view(endless), npt.student_view(endless)
     text = alone(teacher, PROMPT, LIMIT)
@@ -101,12 +101,11 @@ def test_the_drawn_expectation_is_the_overlap_of_what_is_drawn_from(endless, tem
     assert found < 0.99
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
-def test_drawn_drafts_are_accepted_as_often_as_expected(endless, temperature, top_p) -> None:
+def test_drawn_drafts_are_accepted_as_often_as_expected(endless) -> None:
     """Speculative sampling accepts a draft with probability sum(min(p, q)): over some hundred drafts, within four standard errors."""
     accepted = judged = weighted = 0.0
     for seed in range(4):
-        decoding = Decoding(60, temperature=temperature, top_p=top_p, seed=seed)
+        decoding = Decoding(60, temperature=0.6, top_p=0.9, seed=seed)
         written, drafts = write_assisted(endless, Names(), PROMPT, decoding, draft_tokens=2)
         accepted, judged = accepted + drafts.accepted, judged + drafts.judged
         weighted += drafts.judged * expected_acceptance(endless, PROMPT, written.ids, decoding)

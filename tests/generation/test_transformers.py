@@ -19,9 +19,9 @@ MODES = ("student", "teacher", "floor")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def endless(load_model):
-    """Without end tokens, and a student that is far from its teacher, so that a mode gone wrong shows."""
+    """Without end tokens, and a student that is far from its teacher, so that a mode gone wrong shows. Tests leave it as it is."""
     model = load_model()
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", init_std_b=2.0))
     model.generation_config.eos_token_id = None
@@ -54,8 +54,7 @@ def logits_alone(model, prompt: list[int], new: list[int]) -> torch.Tensor:
         return torch.stack([model(input_ids=row, use_cache=False).logits[0, -1] for row in rows])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+@pytest.mark.parametrize(("cache", "mode"), [(None, "student"), ("dynamic", "teacher"), ("static", "floor"), ("static", "student")])
 def test_a_batch_padded_on_the_left_gives_what_each_prompt_gives_alone(endless, cache, mode) -> None:
     with adapter_mode(endless, mode):
         tokens, logits = generate(endless, **({} if cache is None else {"cache_implementation": cache}))
@@ -72,7 +71,7 @@ def test_the_modes_write_different_texts(endless) -> None:
     assert texts[0] != texts[1] != texts[2] != texts[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["student", "teacher"])
 def test_a_static_cache_of_ones_own_takes_one_text_after_another(endless, mode) -> None:
     cache = transformers.StaticCache(config=endless.config, max_cache_len=32)
     with adapter_mode(endless, mode):
@@ -81,8 +80,7 @@ def test_a_static_cache_of_ones_own_takes_one_text_after_another(endless, mode) 
             assert generate(endless, [prompt], past_key_values=cache)[0] == [alone(endless, prompt, LIMIT)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
+@pytest.mark.parametrize(("mode", "prompts"), [("student", PROMPTS[1:2]), ("student", PROMPTS), ("teacher", PROMPTS[1:2])])
 def test_beam_search_with_a_cache_finds_what_it_finds_without(endless, mode, prompts) -> None:
     with adapter_mode(endless, mode):
         settings = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0}
@@ -142,17 +140,15 @@ def settings_of(name: str) -> dict:
 
 
 @each_backend
-@pytest.mark.parametrize("mode", ["student", "teacher"])
-def test_a_quantised_cache_costs_what_its_digits_cost(endless, name, mode) -> None:
+def test_a_quantised_cache_costs_what_its_digits_cost(endless, name) -> None:
     settings, bound = settings_of(name), BACKENDS[name][1]
-    with adapter_mode(endless, mode):
-        for prompt in PROMPTS[:2]:
-            new = alone(endless, prompt, LIMIT)
-            exact = logits_alone(endless, prompt, new)
-            found = logits_forced(endless, prompt, new, QuantizedCache(config=endless.config, **settings))
-            torch.testing.assert_close(found[0], exact[0], **CLOSE)  # of the prompt itself nothing is read back
-            error = (found - exact).square().mean().sqrt() / exact.std()
-            assert 0 < float(error) < bound
+    for prompt in PROMPTS[:2]:
+        new = alone(endless, prompt, LIMIT)
+        exact = logits_alone(endless, prompt, new)
+        found = logits_forced(endless, prompt, new, QuantizedCache(config=endless.config, **settings))
+        torch.testing.assert_close(found[0], exact[0], **CLOSE)  # of the prompt itself nothing is read back
+        error = (found - exact).square().mean().sqrt() / exact.std()
+        assert 0 < float(error) < bound
 
 
 def logits_forced(model, prompt: list[int], new: list[int], cache) -> torch.Tensor:
@@ -193,8 +189,9 @@ def test_generate_uses_the_quantised_cache_that_is_asked_for(endless, name) -> N
 TEXTS = ["class Stack:\n    def __init__(self", "import os", "def read(path):\n"]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("view", [None, npt.teacher_view, npt.student_view], ids=["model", "teacher", "student"])
+@pytest.mark.parametrize(
+    ("batch_size", "view"), [(1, None), (3, npt.teacher_view), (3, npt.student_view)], ids=["model", "teacher", "student"]
+)
 def test_the_pipeline_writes_the_models_own_text(tiny, batch_size, view) -> None:
     model, tokenizer = tiny
     model = model if view is None else view(model)

@@ -367,9 +367,18 @@ def padded(side: str) -> dict[str, Tensor]:
     return {"input_ids": IDS} if PADDING[side] is None else {"input_ids": IDS, "attention_mask": PADDING[side]}
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "dtype", "checkpointing"),
+    [
+        ("eager", torch.float16, None),
+        ("eager", torch.float32, True),
+        ("eager", torch.bfloat16, False),
+        ("sdpa", torch.float32, None),
+        ("sdpa", torch.bfloat16, True),
+        ("sdpa", torch.float16, False),
+    ],
+    ids=str,
+)
 def test_a_sound_llama_gives_no_alarm(attention, dtype, checkpointing) -> None:
     model = llama(attention, dtype, checkpointing)
     for side in PADDING:
@@ -536,7 +545,7 @@ def test_a_layer_is_told_from_names_like_gpt2s() -> None:
     assert (verdict.row, verdict.token) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama, eager", "Llama, sdpa"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama, sdpa"])
 def test_a_bad_element_of_any_weight_is_named_with_its_module_and_index(name) -> None:
     model = MODELS[name]() if name in MODELS else llama(name.split()[1])
     generator = torch.Generator().manual_seed(1)
@@ -564,6 +573,8 @@ def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> No
     for name, module in model.named_modules():
         if not name or name.endswith(("rotary_emb", "layers", "mlp", "self_attn")) or name == "model":
             continue
+        if "layers.0" in name or (attention == "eager" and "self_attn" not in name):
+            continue  # modules of the same kind as others
 
         def spoil(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
             at = torch.zeros(output.shape, dtype=torch.bool)

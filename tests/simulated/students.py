@@ -34,8 +34,10 @@ def make_batch(kind: str, seed: int = 0) -> Batch:
 
 
 def load_student(on: str = "cpu", **adapter: Any) -> Any:
-    """Load a fresh student in NF4; onto the simulated card where `on` is cuda."""
+    """Load a fresh student in NF4 of the embedded model's first three layers; onto the simulated card where `on` is cuda."""
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
-    settings = {"additive_scale": 1.0, "layers": "6-7", "rank": 8, **adapter}
+    model.config.num_hidden_layers = 3
+    model.model.layers = model.model.layers[:3]
+    settings = {"additive_scale": 1.0, "layers": "1-2", "rank": 8, **adapter}
     npt.attach(model, npt.NPTConfig(**settings), seed=0)
     return to_cuda(model) if on == "cuda" else model

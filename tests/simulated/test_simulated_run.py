@@ -1,4 +1,4 @@
-"""A run, a calibrated start, an evaluation and generation on a simulated card."""
+"""A run, an evaluation and generation on a simulated card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from rich.console import Console
 from simulated_cuda import simulated_cuda
@@ -53,14 +52,15 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(torch.equal(one[name], value) for name, value in other.items())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_with_a_refusal_is_the_cpus_and_resumes_exactly(tmp_path, monkeypatch, strategy) -> None:
+def test_a_run_with_a_refusal_is_the_cpus_and_resumes_exactly(tmp_path, monkeypatch) -> None:
+    """The strategy that keeps most; the others' steps and refusals are compared by the step."""
+    strategy = "end_to_end"
     original, calls = STRATEGIES[strategy], iter(())
 
     def poisoned(model: Any, *arguments: Any) -> Any:
         sums = original(model, *arguments)
         if next(calls) == 2:  # the first micro-batch of the second step
-            adapter_parameters(model)["model.layers.6.npt.A"].grad.mul_(float("nan"))
+            adapter_parameters(model)["model.layers.1.npt.A"].grad.mul_(float("nan"))
         return sums
 
     monkeypatch.setitem(STRATEGIES, strategy, poisoned)
@@ -80,24 +80,6 @@ def test_a_run_with_a_refusal_is_the_cpus_and_resumes_exactly(tmp_path, monkeypa
     assert metrics == expected_metrics
     assert_same(found, expected)
     assert_same(resumed[1], found)
-
-
-def test_a_calibrated_start_on_a_card_is_the_cpus() -> None:
-    records = rows(60, shortest=14)
-    tokenizer = npt.load_base("tiny", device="cpu")[1]
-
-    def calibrated(model: Any) -> tuple[dict[int, float], Any]:
-        settings = {"max_length": 16, "batch_size": 4, "rounds": 1}
-        report = npt.calibrate(model, tokenizer, records, 600, **settings)
-        return report.nmse, {n: p.detach().cpu() for n, p in adapter_parameters(model).items()}
-
-    expected = calibrated(load_student())
-    with simulated_cuda():
-        found = calibrated(load_student("cuda"))
-    for index, value in expected[0].items():
-        # Sums in fp64 of products in fp32, gathered in other blocks where the device has room.
-        assert found[0][index] == pytest.approx(value, rel=1e-4)
-    assert found[1].keys() == expected[1].keys()
 
 
 def test_a_student_on_a_card_is_evaluated_and_writes_as_on_the_cpu() -> None:
