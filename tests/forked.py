@@ -10,21 +10,27 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from npt.cli.main import main
 
 
 class Program:
-    """`npt ARGUMENTS`, begun. What it says on standard error goes to the file `errors`, all else nowhere."""
+    """`npt ARGUMENTS`, begun. Its standard error goes to the file `errors`; all else nowhere, or, if it is `read`, into `out`, a pipe."""
 
-    def __init__(self, arguments: list[str], errors: Path):
+    def __init__(self, arguments: list[str], errors: Path, read: bool = False):
         self.errors = errors
+        self.out, out = os.pipe() if read else (-1, os.open(os.devnull, os.O_WRONLY))
         self.pid = os.fork()
         if not self.pid:
             status = 70
             try:
-                status = _act(arguments, errors)
+                if read:
+                    os.close(self.out)  # of which it would be a reader itself
+                status = _act(arguments, errors, out)
             finally:
                 os._exit(status)  # nothing of the child comes back into the tests
+        os.close(out)
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -41,9 +47,11 @@ class Program:
             time.sleep(0.005)
 
 
-def _act(arguments: list[str], errors: Path) -> int:
+def _act(arguments: list[str], errors: Path, out: int) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    torch.set_num_threads(1)  # makes torch's pool anew, which threads that load weights would otherwise do all at once, and some fail
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(out, 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     try:
@@ -54,4 +62,8 @@ def _act(arguments: list[str], errors: Path) -> int:
         traceback.print_exc()
         status = 1
     sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        status = 120  # an interpreter's, where it cannot write at its end what is left to write
     return status

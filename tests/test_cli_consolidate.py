@@ -10,8 +10,8 @@ from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 
 
-@pytest.fixture
-def adapter(load_model, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def adapter(load_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the random Llama, all over the place."""
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, additive_scale=0.4))
@@ -19,7 +19,7 @@ def adapter(load_model, tmp_path: Path) -> Path:
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return npt.save_adapter(model, tmp_path / "adapter")
+    return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "adapter")
 
 
 @pytest.fixture
@@ -110,34 +110,16 @@ def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(call, tmp_p
 
 
 @pytest.mark.slow
-def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(tmp_path, capsys):
-    """Both streams of a briefly trained student: log-probability up for statements, held-out KL under 0.01."""
-    run = [
-        "--model_name",
-        "tiny",
-        "--use_quantization",
-        "--init",
-        "random",
-        "--adapter_rank",
-        "32",
-        "--additive_scale",
-        "1.0",
-        "--learning_rate",
-        "0.01",
-    ]
-    steps = ["--max_steps", "80", "--warmup_steps", "5", "--batch_size", "4", "--max_length", "128", "--eval_samples", "2"]
-    assert main(["pretrain", *run, *steps, "--output_dir", str(tmp_path / "run")]) == 0
-    (adapter,) = (tmp_path / "run" / "checkpoints").glob("*80/adapter")
-    for text in (
-        "The capital of Zubrowka is Lutz.",
-        "def frobnicate(widget):\n    return widget.spam + 42\n",
-        "Eiffel tower opened in 1889",
-    ):
-        capsys.readouterr()
-        where = ["--adapter", str(adapter), "--output", str(tmp_path / "out"), "--model_name", "tiny", "--use_quantization"]
-        assert main(["consolidate", "--text", text, *where, "--eval_samples", "12", "--max_length", "64", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        for stream in ("student", "teacher"):
-            # The gain on code is near zero, of a sign that depends on the Python version, whose library is the training text.
-            assert found["recall"][stream]["gain"] > (-1.5 if "def" in text else 0), (text, stream)
-            assert found["forgetting"][stream]["kl"] < 0.01, (text, stream)
+def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(short_library, tmp_path, capsys):
+    """Both streams of a briefly trained student: log-probability up for a statement, held-out KL under 0.01."""
+    where = ["--model_name", "tiny", "--use_quantization"]
+    adapter = ["--init", "random", "--adapter_rank", "32", "--additive_scale", "1.0", "--no_smoke_test"]
+    steps = ["--learning_rate", "0.01", "--max_steps", "30", "--warmup_steps", "5", "--batch_size", "4", "--max_length", "64"]
+    assert main(["pretrain", *where, *adapter, *steps, "--eval_samples", "2", "--output_dir", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    where += ["--adapter", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--eval_samples", "6", "--max_length", "64"]
+    assert main(["consolidate", "--text", "The capital of Zubrowka is Lutz.", *where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for stream in ("student", "teacher"):
+        assert found["recall"][stream]["gain"] > 0, stream
+        assert found["forgetting"][stream]["kl"] < 0.01, stream

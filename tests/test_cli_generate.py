@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
@@ -18,6 +19,7 @@ from npt.cli import generate as verb
 from npt.cli.main import main
 
 PROMPT = "class Stack:\n    def __init__(self"
+NEW = 10
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +38,33 @@ def adapter(student, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return npt.save_adapter(student[0], tmp_path_factory.mktemp("adapters") / "some")
 
 
+@pytest.fixture(scope="module")
+def base():
+    return npt.load_base("tiny", quantization="nf4", device="cpu")
+
+
 @pytest.fixture
-def written(adapter: Path, student, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """What a call writes to standard output and standard error; `--json` read."""
+def written(adapter: Path, base, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """What a call writes to standard output and standard error; `--json` read. The base is loaded once for all calls."""
+    monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
 
     def call(*arguments: str, prompt: str | None = PROMPT):
         given = [] if prompt is None else ["--prompt", prompt]
-        settings = ["--max_new_tokens", "20"]  # how its base was loaded the adapter knows
+        settings = ["--max_new_tokens", str(NEW)]  # how its base was loaded the adapter knows
         assert main(["generate", "--adapter", str(adapter), *settings, *given, *arguments]) == 0
+        npt.detach(base[0])
         out, err = capsys.readouterr()
         return (json.loads(out) if "--json" in arguments else out), err
 
     return call
 
 
-def own_text(student, mode: str, limit: int = 20) -> str:
+@functools.cache
+def own_text(student, mode: str) -> str:
     model, tokenizer = student
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     with adapter_mode(model, mode):
-        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False)
+        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
     return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -62,7 +72,7 @@ def own_text(student, mode: str, limit: int = 20) -> str:
 def test_standard_output_is_the_prompt_and_the_text(written, student, mode) -> None:
     out, err = written(*([] if mode is None else ["--mode", mode]))
     assert out == PROMPT + own_text(student, mode or "student") + "\n"
-    assert f"{mode or 'student'}: 20 tokens" in err and "NF4" in err
+    assert f"{mode or 'student'}: {NEW} tokens" in err and "NF4" in err
 
 
 def test_the_prompt_may_be_piped_in(written, student, monkeypatch) -> None:
@@ -73,8 +83,8 @@ def test_the_prompt_may_be_piped_in(written, student, monkeypatch) -> None:
 def test_the_json_holds_text_and_settings(written, student) -> None:
     found, _ = written("--json")
     assert found["prompt"] == PROMPT and found["student"]["text"] == own_text(student, "student")
-    assert found["student"]["tokens"] == len(found["student"]["ids"]) == 20 and found["student"]["finish"] == "length"
-    assert found["settings"] == {"max_new_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    assert found["student"]["tokens"] == len(found["student"]["ids"]) == NEW and found["student"]["finish"] == "length"
+    assert found["settings"] == {"max_new_tokens": NEW, "temperature": 0.0, "top_p": 1.0, "seed": 0}
 
 
 def test_drawing_follows_its_seed(written) -> None:

@@ -14,6 +14,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 
 WEIGHTS = "adapter_model.safetensors"
+pytestmark = pytest.mark.usefixtures("short_library")
 SHORT = ["--max_steps", "1", "--max_length", "32", "--eval_samples", "2", "--batch_size", "2"]
 
 

@@ -21,7 +21,7 @@ from npt.data.loader import Loader, Other, Position
 from npt.data.mix import as_read, check_sources, evaluated_on, open_sources, parts_of
 from npt.errors import CheckpointError, ConfigError, DataError
 
-SHARED = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SHARED = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 PAD = 2
 
 
@@ -182,8 +182,8 @@ def make(load_model, tokenizer, tmp_path):
         model = load_model()
         npt.attach(model, npt.NPTConfig(rank=4, layers="upper_half"), seed=1)
         config = npt.TrainConfig(
-            output_dir=str(tmp_path / name), learning_rate=1e-3, log_steps=1, eval_samples=8, batch_size=2, save_steps=2,
-            max_steps=max_steps, resume=resume, num_epochs=2, scheduler_type="constant", **more,
+            output_dir=str(tmp_path / name), learning_rate=1e-3, log_steps=10, eval_samples=8, batch_size=4, smoke_test=False,
+            max_steps=max_steps, resume=resume, scheduler_type="constant", **more,
         )  # fmt: skip
         console = Console(file=io.StringIO(), width=300)
         data_config = npt.DataConfig(max_length=10, dataset_mix=mix)

@@ -26,7 +26,7 @@ from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.fidelity.partings import compare_prompts
 from npt.quant.identity import BaseIdentity
 
-NEW = 8
+NEW = 5
 CONFIG = DataConfig(max_length=40)
 RECORDS = [
     {"id": f"p{i}", "prompt": text}
@@ -152,7 +152,7 @@ def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) ->
     assert figures["disagreements"] > 0 and figures["kl"] > 0.1  # the comparison is of something
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 9])
+@pytest.mark.parametrize("batch_size", [1, 9])
 def test_the_batch_size_changes_no_text_and_no_token(student, tokenizer, whole, tmp_path, batch_size) -> None:
     gather(student, tokenizer, tmp_path / "other.jsonl", batch_size=batch_size)
     for one, other in zip(lines(whole), lines(tmp_path / "other.jsonl"), strict=True):
@@ -258,7 +258,7 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", [1, 3, 5])
+@pytest.mark.parametrize("after", [3, 5])
 def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(student, tokenizer, whole, tmp_path, after) -> None:
 
     def stop(progress) -> None:
@@ -311,7 +311,7 @@ def test_other_data_are_refused(student, tokenizer, whole) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"max_new_tokens": 9}, "--max_new_tokens 8, this call has 9"),
+        ({"max_new_tokens": 9}, "--max_new_tokens 5, this call has 9"),
         ({"data_config": DataConfig(max_length=41)}, "--max_length 40, this call has 41"),
         ({"seed": 3}, "--seed 0, this call has 3"),
         ({"base": BaseIdentity("", "", "", None, None, "f" * 64)}, "this call has ffffffffffff"),

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from forked import Program
 from rich.console import Console
 from wandb_records import told
 
@@ -179,7 +178,8 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(trained, tmp_path
     assert "no texts" not in said and "failed" not in said
 
 
-def test_wandb_is_told_everything_of_a_run_and_of_the_one_that_goes_on_with_it(trained, tmp_path, offline) -> None:
+def test_wandb_is_told_everything_of_a_run_and_of_the_one_that_goes_on_with_it(trained, tmp_path, offline, monkeypatch) -> None:
+    monkeypatch.setattr("npt.distill.looks.NEW_TOKENS", 3)
     folder = tmp_path / "run"
     asked = {"report_to": "wandb,tensorboard", "wandb_tags": "a,b", "wandb_group": "study", "sample_steps": 2, "eval_steps": 2}
     _, result = trained(folder, **asked, trace_steps="2")
@@ -235,48 +235,34 @@ def test_wandb_is_alerted_when_a_run_gives_up(trained, tmp_path, offline) -> Non
     assert found.exit == 3 and [one[1] for one in found.artifacts] == ["report"]
 
 
-def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path) -> None:
+def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path, monkeypatch) -> None:
     """In a process of its own, as an agent starts one: the sweep's parameters are flags and a file, its run is in the environment."""
     (tmp_path / "sweep.yaml").write_text("wandb_version: 1\nlearning_rate: {desc: null, value: 0.25}\n")
-    agents = {
-        "SWEEP_ID": "s1",
-        "RUN_ID": "of-agent",
-        "PROJECT": "theirs",
-        "SWEEP_PARAM_PATH": str(tmp_path / "sweep.yaml"),
-        "MODE": "offline",
-    }
-    flags = ["--learning_rate=0.25", "--use_wandb=True", "--project=mine", f"--output_dir={tmp_path / 'run'}"]
     (tmp_path / "own.txt").write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60)), encoding="utf-8")
-    data = [f"--dataset_name={tmp_path / 'own.txt'}", "--no_smoke_test"]
-    small = [
-        *data,
-        "--init",
-        "random",
-        "--layers=3",
-        "--adapter_rank=2",
-        "--max_length=32",
-        "--max_steps=2",
-        "--batch_size=2",
-        "--eval_samples=2",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{f"WANDB_{name}": value for name, value in agents.items()}}
-    command = [sys.executable, "-m", "npt.cli", "pretrain", *small, *flags]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
+    agents = {"SWEEP_ID": "s1", "RUN_ID": "of-agent", "PROJECT": "theirs", "SWEEP_PARAM_PATH": str(tmp_path / "sweep.yaml")}
+    for name, value in {**agents, "MODE": "offline"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    flags = ["--learning_rate=0.25", "--use_wandb=True", "--project=mine", f"--output_dir={tmp_path / 'run'}"]
+    small = [f"--dataset_name={tmp_path / 'own.txt'}", "--no_smoke_test", "--init=random", "--layers=7", "--adapter_rank=2"]
+    small += ["--max_length=32", "--max_steps=1", "--batch_size=2", "--eval_samples=2"]
+    program = Program(["pretrain", *small, *flags], tmp_path / "errors")
+    assert program.wait() == 0, program.errors.read_text()
     found = told(tmp_path / "run")
     assert (found.run.run_id, found.run.project, found.run.sweep_id) == ("of-agent", "theirs", "s1")
     assert found.config["learning_rate"] == 0.25 and found.config["rank"] == 2
-    assert "locked" not in ran.stderr and "Ignor" not in ran.stderr
+    said = program.errors.read_text()
+    assert "locked" not in said and "Ignor" not in said
     assert json.loads((tmp_path / "run" / "run.json").read_text())["wandb_run"] == "of-agent"
 
 
-def test_wandb_that_is_not_logged_in_is_one_line_before_the_base_is_loaded(tmp_path) -> None:
-    environment = {**os.environ, "HOME": str(tmp_path), "WANDB_MODE": "online", "OMP_NUM_THREADS": "1"}
-    environment.pop("WANDB_API_KEY", None)
-    command = [sys.executable, "-m", "npt.cli", "pretrain", "--report_to", "wandb", "--output_dir", str(tmp_path / "run")]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
-    assert ran.returncode == 2 and "base tiny" not in ran.stdout and not (tmp_path / "run").exists()
-    (line,) = [line for line in ran.stderr.splitlines() if "error" in line]
+def test_wandb_that_is_not_logged_in_is_one_line_before_the_base_is_loaded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(npt, "load_base", lambda *_, **__: pytest.fail("the base was loaded"))
+    program = Program(["pretrain", "--report_to", "wandb", "--output_dir", str(tmp_path / "run")], tmp_path / "errors")
+    status, said = program.wait(), program.errors.read_text()
+    assert status == 2 and not (tmp_path / "run").exists(), said
+    (line,) = [line for line in said.splitlines() if "error" in line]
     assert line.startswith("npt: error: wandb cannot be started: ") and "API key" in line
     assert line.endswith("log in first (wandb login), set WANDB_MODE=offline, or leave it out (--report_to none)")
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 class Forked:
     """A process in a group of its own that does `act` and ends with the status that it returns.
@@ -49,6 +51,7 @@ class Forked:
 
 def _status(act: Callable[[], int | None], log: Path | None, environment: dict[str, str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)  # makes torch's pool anew, which threads that load weights would otherwise do all at once, and some fail
     os.setpgid(0, 0)
     os.environ.update(environment)
     if log is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from npt.sweep.table import read_table, rows_of
 from npt.sweep.worker import Worker, label
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def design(small: dict[str, Any]) -> Design:
     part = {"grid": {"mult_form": ["sigmoid", "unbounded"], "learning_rate": [1e-3, 30.0]}}
     return design_of({"name": "small", "settings": {**small, "divergence_factor": 2.0}, "parts": {"forms": part}}, "study.yaml")
@@ -32,28 +33,37 @@ def storage(tmp_path: Path, design: Design) -> Storage:
     return storage
 
 
+@pytest.fixture(scope="module")
+def finished(design: Design, lab: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A study that one worker has done: its folder and storage, the worker and what it said. Nobody writes to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    storage = Storage(f"sqlite:///{folder / 'study.db'}", design.name)
+    storage.enqueue(design.trials)
+    one, said = worker(design, storage, folder, lab)
+    assert one.work().finished == 4
+    return SimpleNamespace(folder=folder, storage=storage, worker=one, said=said)
+
+
 def worker(design: Design, storage: Storage, folder: Path, lab: Any, **more: Any) -> tuple[Worker, list[str]]:
     said: list[str] = []
     return Worker(design, storage, folder, lab, said.append, **more), said
 
 
-def test_a_worker_runs_every_trial_and_says_what_came_out(design, storage, tmp_path, lab) -> None:
-    one, said = worker(design, storage, tmp_path, lab)
-    assert one.work().finished == 4 and one.done == 4 and len(said) == 4
+def test_a_worker_runs_every_trial_and_says_what_came_out(design, finished) -> None:
+    said, storage = finished.said, finished.storage
+    assert finished.worker.done == 4 and len(said) == 4
     assert said[0].startswith("forms, mult_form sigmoid, lr 0.001, seed 0: stable, KL ") and "diverged at step" in said[1]
     rows = rows_of(design, storage.rows())
     assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
-    assert all(row["worker"] == storage.worker for row in rows) and not (tmp_path / "wandb").exists()
+    assert all(row["worker"] == storage.worker for row in rows) and not (finished.folder / "wandb").exists()
 
 
-def test_a_second_worker_finds_nothing_left_to_do(design, storage, tmp_path, lab) -> None:
-    worker(design, storage, tmp_path, lab)[0].work()
-    again, said = worker(design, Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name), tmp_path, lab)
+def test_a_second_worker_finds_nothing_left_to_do(design, finished, tmp_path, lab) -> None:
+    again, said = worker(design, Storage(f"sqlite:///{finished.folder / 'study.db'}", design.name), tmp_path, lab)
     assert again.work().finished == 4 and again.done == 0 and not said
 
 
-def test_two_workers_come_to_the_same_figures_as_one(design, storage, tmp_path, lab) -> None:
-    worker(design, storage, tmp_path, lab)[0].work()
+def test_two_workers_come_to_the_same_figures_as_one(design, finished, tmp_path, lab) -> None:
     other = Storage(f"sqlite:///{tmp_path / 'other.db'}", design.name)
     other.enqueue(design.trials)
     for claims in (3, 9):  # the first one leaves after three trials
@@ -63,7 +73,7 @@ def test_two_workers_come_to_the_same_figures_as_one(design, storage, tmp_path, 
             if claim is not None:
                 one._run(claim, design.by_key[claim.key])
     plain = ("kl", "outcome", "loss_end", "grad_growth", "m_min")
-    first, second = rows_of(design, storage.rows()), rows_of(design, other.rows())
+    first, second = rows_of(design, finished.storage.rows()), rows_of(design, other.rows())
     assert [[row[name] for name in plain] for row in first] == [[row[name] for name in plain] for row in second]
 
 
@@ -249,7 +259,7 @@ def test_a_trial_is_called_by_its_place_and_everything_that_varies_there() -> No
     ]
 
 
-def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_table_has(design, storage, tmp_path, lab) -> None:
+def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_table_has(design, finished, tmp_path) -> None:
     import yaml
 
     from npt.files import write_json
@@ -262,7 +272,7 @@ def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_tabl
         settings.pop(name)
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({"settings": settings, "parts": {"forms": part}}, sort_keys=False))
     write_json(tmp_path / "study.json", {"name": "small"})
-    worker(design, storage, tmp_path, lab)[0].work()
+    shutil.copy(finished.folder / "study.db", tmp_path)
     refresh(tmp_path)
     rows = read_table(tmp_path)
     assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
