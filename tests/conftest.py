@@ -33,6 +33,9 @@ from npt.quant import load as loading
 
 VOCAB = 128
 
+# Makes torch's pool of threads anew in a fork; threads that load weights there would otherwise do it all at once, and now and then fail.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--slow", action="store_true", help="run everything, the tests marked slow too")

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from npt.cli.main import main
 
 
@@ -49,7 +47,6 @@ class Program:
 
 def _act(arguments: list[str], errors: Path, out: int) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)  # makes torch's pool anew, which threads that load weights would otherwise do all at once, and some fail
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)

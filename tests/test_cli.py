@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import shutil
 import signal
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from npt.errors import ConfigError
 from npt.quant.load import EMBEDDED_FOLDER
 
 pytestmark = pytest.mark.usefixtures("short_library")
+
+SCRIPT = Path(__file__).parents[1] / "pretrain_npt_safe.py"
 
 # A run that is over in seconds: a few steps of short samples on the embedded model.
 SHORT = ["--use_quantization", "--init", "random", "--max_length", "32", "--batch_size", "2", "--eval_samples", "2", "--log_steps", "1"]
@@ -51,9 +54,19 @@ def ended(folder: Path, *arguments: str) -> Ended:
 
 @pytest.fixture(scope="module")
 def plain(short_library: None, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run as most are. Nobody writes to its folder."""
+    """A run as most are, of the training script. Nobody writes to its folder."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    return ended(folder, "--max_steps", "2", "--share_embeddings", "--gradient_accumulation_steps", "2")
+    own = ["--max_steps", "2", "--share_embeddings", "--gradient_accumulation_steps", "2", "--output_dir", str(folder)]
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        pytest.MonkeyPatch.context() as p,
+    ):
+        p.setattr("sys.argv", [SCRIPT.name, *SHORT, *own])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert end.value.code == 0, err.getvalue()
+    return Ended(folder, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 class Forked:
     """A process in a group of its own that does `act` and ends with the status that it returns.
@@ -51,7 +49,6 @@ class Forked:
 
 def _status(act: Callable[[], int | None], log: Path | None, environment: dict[str, str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)  # makes torch's pool anew, which threads that load weights would otherwise do all at once, and some fail
     os.setpgid(0, 0)
     os.environ.update(environment)
     if log is not None:
