@@ -83,7 +83,7 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
     if what == "lack" and len(batch.input_ids) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if what == "sleep":
-        time.sleep(4)
+        time.sleep(2)
     sums = STRATEGIES["local"](model, batch, config)
     parameter = next(iter(adapter_parameters(model).values()))
     if what == "nan":

@@ -98,7 +98,7 @@ class Runs:
             data,
             TrainConfig(**settings),
             data_config=DataConfig(**data_settings),
-            eval_data=records(3, seed=7) if self.eval_data is None else self.eval_data,
+            eval_data=records(1, seed=7) if self.eval_data is None else self.eval_data,
             replay_data=None if self.replay is None else self.replay(),
             console=Console(file=self.said, width=300),
             teacher=teacher,

@@ -1,7 +1,8 @@
 """Real processes that train together on this machine: rank 1 is as real as rank 0, and can be killed.
 
-They are forked from a server that has imported everything and computed nothing, so that a start takes a fraction of a second. The
-key-value store lies in the test's own process, as it lies in the launcher's: it outlives a rank that dies.
+They are forked from the test's own process, which has imported everything and computes in one thread, so that a start takes a few
+milliseconds, and find the models there that it has loaded. Only where it may have used a GPU are they forked from a server that has
+not. The key-value store lies in the test's own process, as it lies in the launcher's: it outlives a rank that dies.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch.distributed as dist
 
 from npt.distill.ranks import Ranks, exit_status_of, join_ranks
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["npt.distill.trainer", "npt.demo", "npt.faults.runs", "torch.distributed"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["npt.distill.trainer", "npt.demo", "npt.faults.runs", "torch.distributed"]
+)
 
 DEADLINE = 60.0
 """Seconds after which a rank counts as hanging: many times what any of these takes on a busy machine."""
@@ -51,12 +53,14 @@ class Several:
     def __init__(self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
+        device = os.environ.get("NPT_DEVICE", "")
+        context = multiprocessing.get_context("fork" if device == "cpu" else "forkserver")
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         for rank in range(size):
-            here, there = _CONTEXT.Pipe(duplex=False)
-            started = (there, rank, size, store.port, timeout, act, arguments, os.environ.get("NPT_DEVICE", ""))
-            process = _CONTEXT.Process(target=_rank, args=started, daemon=True)
+            here, there = context.Pipe(duplex=False)
+            started = (there, rank, size, store.port, timeout, act, arguments, device)
+            process = context.Process(target=_rank, args=started, daemon=True)
             process.start()
             there.close()
             self.processes.append(process)

@@ -113,7 +113,19 @@ def run(
 
 
 def from_the_command_line(_: Ranks, out: str) -> int:
-    arguments = ["--use_quantization", "--max_length", "32", "--batch_size", "2", "--eval_samples", "2", "--max_steps", "1"]
+    arguments = [
+        "--use_quantization",
+        "--max_length",
+        "32",
+        "--batch_size",
+        "2",
+        "--eval_samples",
+        "2",
+        "--max_steps",
+        "1",
+        "--init",
+        "random",
+    ]
     return main(["pretrain", *arguments, "--output_dir", out, "--shard_base"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -30,16 +31,22 @@ def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
     return [{"text": "".join(source.choices("abcdefgh", k=20)), "id": f"text-{i}"} for i in range(count)]
 
 
+@pytest.fixture(scope="module")
+def base(load_model: Callable[..., Any]) -> Any:
+    """To be copied."""
+    return load_model("nf4")
+
+
 @pytest.fixture
-def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+def build(base: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
     """A trainer of layers 1 and 3 with a calibrated start, if nothing else is said."""
 
     def make(data: Any = None, *, model: Any = None, form: dict[str, Any] | None = None, eval_data: Any = None, **config: Any) -> Trainer:
         if model is None:
-            model = load_model("nf4")
+            model = copy.deepcopy(base)
             npt.attach(model, NPTConfig(**{"rank": 4, "layers": "1,3", "init": "calibrated", "additive_scale": 1.0, **(form or {})}))
         settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2, "calibration_tokens": 300}
-        settings |= {"smoke_test": False, "eval_samples": 4, **config}
+        settings |= {"smoke_test": False, "eval_samples": 2, **config}
         return Trainer(
             model,
             tokenizer,
@@ -137,10 +144,9 @@ def order_of(trainer: Trainer) -> list[str]:
     return [sample.id for sample in trainer.samples.epoch(0)]
 
 
-@pytest.mark.parametrize("inputs", ["teacher", "propagated"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "inputs"), [(False, "propagated"), (True, "teacher")])
 def test_training_begins_behind_the_samples_that_the_start_was_solved_on(build, calls, stream, inputs) -> None:
-    more = {"eval_data": texts(4, seed=1), "data": Stream(texts(60))} if stream else {}
+    more = {"eval_data": texts(2, seed=1), "data": Stream(texts(60))} if stream else {}
     trainer = build(smoke_test=False, calibration_inputs=inputs, **more)
     solved_on, seen = calls, seen_by(trainer)
     (given,) = ([sample.id for sample in samples] for samples in solved_on)
@@ -153,9 +159,9 @@ def test_training_begins_behind_the_samples_that_the_start_was_solved_on(build, 
 
 def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(build, calls) -> None:
     data = [{"input_ids": [3 + (7 * i + j) % 100 for j in range(20)], "id": f"r{i}"} for i in range(60)]
-    order = order_of(build(data, eval_data=texts(4)))
+    order = order_of(build(data, eval_data=texts(2)))
     next(record for record in data if order[2].startswith(f"{record['id']}@"))["input_ids"][3] = 10**6
-    trainer = build(data, eval_data=texts(4), smoke_test=False)
+    trainer = build(data, eval_data=texts(2), smoke_test=False)
     seen = seen_by(trainer)
     given = [sample.id for sample in calls[0]]
     assert order[2] not in given and given == [id for id in order[: len(given) + 1] if id != order[2]]
@@ -166,7 +172,7 @@ def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(bui
 def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_the_fits_own_figure_is_said(build, calls, stream) -> None:
     """A list keeps nine tenths of its steps at least; of a stream nothing is known but that something comes behind them."""
     few = texts(26)
-    trainer = build(Stream(few) if stream else few, eval_data=texts(4, seed=1), smoke_test=False, max_steps=None, calibration_tokens=2000)
+    trainer = build(Stream(few) if stream else few, eval_data=texts(2, seed=1), smoke_test=False, max_steps=None, calibration_tokens=2000)
     seen = seen_by(trainer)
     assert seen == order_of(trainer) and trainer.total_steps in (13, None)
     said = trainer.console.file.getvalue()
@@ -176,7 +182,7 @@ def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_
 
 
 def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(build, calls) -> None:
-    trainer = build(texts(80), eval_data=texts(4, seed=1), smoke_test=False, max_steps=None, num_epochs=2, batch_size=4)
+    trainer = build(texts(80), eval_data=texts(2, seed=1), smoke_test=False, max_steps=None, num_epochs=2, batch_size=4)
     first, second = order_of(trainer), [sample.id for sample in trainer.samples.epoch(1)]
     seen = seen_by(trainer)
     (given,) = calls
@@ -184,14 +190,15 @@ def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(buil
     assert trainer.total_steps == len((trainer.folder_path / "metrics.jsonl").read_text().splitlines())
 
 
-def test_a_run_without_a_solved_start_begins_at_the_first_sample(build) -> None:
-    trainer = build(form={"init": "random"}, smoke_test=False)
+def test_a_random_start_is_not_calibrated_and_training_begins_at_the_first_sample(build, calls) -> None:
+    trainer = build(form={"init": "random"})
     assert seen_by(trainer) == order_of(trainer)[:4]
+    assert not calls and trainer.calibration is None
 
 
 def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path) -> None:
     """Neither are those trained on then, nor is the run longer."""
-    settings = {"smoke_test": False, "num_epochs": 2, "eval_data": texts(4, seed=1), "save_steps": 5, "batch_size": 8}
+    settings = {"smoke_test": False, "num_epochs": 2, "eval_data": texts(2, seed=1), "save_steps": 5, "batch_size": 8}
     whole = build(texts(80), max_steps=None, output_dir=str(tmp_path / "whole"), **settings)
     seen = seen_by(whole)
     part = build(texts(80), max_steps=None, **settings)
@@ -212,43 +219,27 @@ def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path)
     assert all(torch.equal(value, expected[name]) for name, value in adapter_parameters(again.model).items())
 
 
-def test_a_random_start_is_not_calibrated(build, calls) -> None:
-    trainer = build(form={"init": "random"})
-    trainer.train()
-    assert not calls and trainer.calibration is None
-
-
-def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(build, calls, load_model, tokenizer, tmp_path) -> None:
-    first = build(max_steps=1)
-    first.train()
-    npt.save_adapter(first.model, tmp_path / "adapter")
-    loaded = load_model("nf4")
-    npt.load_adapter(loaded, tmp_path / "adapter")
-    build(model=loaded, output_dir=str(tmp_path / "second"), max_steps=1).train()
-    solved = load_model("nf4")
+def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(build, base, calls, tokenizer, tmp_path) -> None:
+    solved, loaded = copy.deepcopy(base), copy.deepcopy(base)
     npt.attach(solved, NPTConfig(rank=4, layers="1,3", init="calibrated"))
-    npt.calibrate(solved, tokenizer, texts(40), 300, batch_size=2, rounds=0)
-    build(model=solved, output_dir=str(tmp_path / "third"), max_steps=1).train()
-    assert len(calls) == 1
-
-
-def test_equal_seeds_give_equal_runs(build, tmp_path) -> None:
-    found = []
-    for name in ("one", "two"):
-        trainer = build(output_dir=str(tmp_path / name))
-        trainer.train()
-        found.append({key: p.detach().clone() for key, p in adapter_parameters(trainer.model).items()})
-    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+    npt.calibrate(solved, tokenizer, texts(20), 200, batch_size=2, rounds=0)
+    npt.save_adapter(solved, tmp_path / "adapter")
+    npt.load_adapter(loaded, tmp_path / "adapter")
+    for name, model in (("solved", solved), ("loaded", loaded)):
+        assert attached_config(model).init == "calibrated"
+        build(model=model, output_dir=str(tmp_path / name), max_steps=1).train()
+    assert not calls
 
 
 def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_through(build, calls, tmp_path) -> None:
-    whole = build(max_steps=4, save_steps=2, output_dir=str(tmp_path / "whole"), scheduler_type="constant")
+    """Two runs of the same seed that are each solved for themselves, one of them in two parts."""
+    whole = build(max_steps=2, save_steps=1, output_dir=str(tmp_path / "whole"), scheduler_type="constant")
     whole.train()
-    part = build(max_steps=2, save_steps=2, scheduler_type="constant")
+    part = build(max_steps=1, save_steps=1, scheduler_type="constant")
     record = part.train().folder / "run.json"
     solved = json.loads(record.read_text())["calibration"]
     assert len(calls) == 2 and solved["layers"]
-    again = build(max_steps=4, save_steps=2, scheduler_type="constant", resume="auto")
+    again = build(max_steps=2, save_steps=1, scheduler_type="constant", resume="auto")
     result = again.train()
     assert json.loads(record.read_text())["calibration"] == solved
     assert len(calls) == 2 and result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
@@ -258,7 +249,7 @@ def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_thr
 
 def test_a_stream_that_can_be_read_once_is_refused_before_it_is_read(build) -> None:
     with pytest.raises(ConfigError, match="--init calibrated reads training data before the run does"):
-        build(iter(texts(30)), eval_data=texts(4))
+        build(iter(texts(30)), eval_data=texts(2))
 
 
 def test_a_budget_means_nothing_without_a_calibrated_start(build) -> None:
@@ -271,10 +262,25 @@ def test_kept_residual_is_refused(build) -> None:
         build(form={"residual": "keep"})
 
 
-SMALL = ["--use_quantization", "--init", "calibrated", "--calibration_tokens", "400", "--calibration_rounds", "1", "--max_length", "32"]
-SMALL += ["--layers", "6-7", "--adapter_rank", "8", "--batch_size", "2", "--eval_samples", "4", "--log_steps", "1", "--save_steps", "1"]
+SMALL = ["--use_quantization", "--init", "calibrated", "--calibration_tokens", "200", "--calibration_rounds", "1", "--max_length", "32"]
+SMALL += [
+    "--layers",
+    "6-7",
+    "--adapter_rank",
+    "8",
+    "--batch_size",
+    "2",
+    "--eval_samples",
+    "2",
+    "--no_smoke_test",
+    "--log_steps",
+    "1",
+    "--save_steps",
+    "1",
+]
 
 
+@pytest.mark.usefixtures("short_library")
 def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["pretrain", *SMALL, "--safe_mode", "--rank_budget", "12", "--output_dir", str(tmp_path / "run")]
     assert main([*arguments, "--max_steps", "1"]) == 0

@@ -42,9 +42,11 @@ def places(refusals: Any) -> list[tuple[str, int | None]]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_sample_that_overflows_is_the_data(trainer, poisoned_folder, late) -> None:
+def test_a_sample_that_overflows_is_the_data_and_its_window_is_computed_in_the_state_that_the_run_had(
+    trainer, poisoned_folder, late
+) -> None:
     """In windows of two, so that the other micro-batch was stepped on, and read late the window behind it as well."""
-    found = replay(stop(trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2), late))
+    found = replay(stop(trainer(poisoned_folder, [*good(9), BAD], gradient_accumulation_steps=2, learning_rate=0.1), late))
     assert found.classification == "data" and found.reproduced and found.same_fault
     ((kind, index),) = places(found.found)
     assert kind == "loss" and found.verdicts[0][0] == index
@@ -52,11 +54,7 @@ def test_a_sample_that_overflows_is_the_data(trainer, poisoned_folder, late) -> 
     assert found.count(fresh=True) == (0, FRESH) and found.count(fresh=False) == (0, 3)
     assert not any(found.findings.values()) and found.base_changed is False
     assert "bad@0" in str(found) and "verdict: data" in str(found)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_the_window_is_computed_in_the_very_state_that_the_run_had(trainer, poisoned_folder, late) -> None:
-    found = replay(stop(trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2, learning_rate=0.1), late))
+    # And the window was computed in the very state that the run had.
     recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}
     for trace in found.traces:
         then = recorded[trace.sample_ids]
@@ -69,7 +67,7 @@ def test_the_window_is_computed_in_the_very_state_that_the_run_had(trainer, pois
 
 def test_a_micro_batch_that_was_computed_in_parts_is_replayed_in_those_parts(trainer, poisoned_folder, monkeypatch) -> None:
     """With more samples at once a replay could lack the very memory that the run had lacked."""
-    run = trainer(poisoned_folder, [*good(15), BAD], batch_size=4)
+    run = trainer(poisoned_folder, [*good(7), BAD], batch_size=4)
     run.passes.samples = 2
     folder = stop(run)
     sizes: list[int] = []

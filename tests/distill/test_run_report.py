@@ -23,7 +23,7 @@ from npt.fidelity.modulation import Modulation
 @pytest.fixture
 def here(load_model: Any, tmp_path: Path) -> Runs:
     """Runs of twelve records."""
-    return Runs(load_model(), tmp_path, lambda: records(12))
+    return Runs(load_model(), tmp_path, lambda: records(12), eval_data=records(2, seed=7))
 
 
 def text(folder: Path) -> str:

@@ -140,16 +140,25 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
 # --- every phase of a run ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def here(load_model: Any, tmp_path: Path) -> Runs:
+@pytest.fixture(scope="module")
+def base(load_model: Any) -> nn.Module:
+    return load_model()
+
+
+def runs_in(place: Path, base: nn.Module) -> Runs:
+    """Of four steps; two samples to evaluate on, one at a time."""
     settings = {"gradient_accumulation_steps": 2, "warmup_steps": 2, "save_steps": 2, "eval_steps": 2, "smoke_test": True}
-    return Runs(load_model(), tmp_path, lambda: records(8), settings=settings)
+    return Runs(base, place, lambda: records(8), settings=settings, eval_data=records(2, seed=7))
+
+
+@pytest.fixture
+def here(base: nn.Module, tmp_path: Path) -> Runs:
+    return runs_in(tmp_path, base)
 
 
 @pytest.fixture(scope="module")
-def whole(load_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    settings = {"gradient_accumulation_steps": 2, "warmup_steps": 2, "save_steps": 2, "eval_steps": 2, "smoke_test": True}
-    made = Runs(load_model(), tmp_path_factory.mktemp("whole"), lambda: records(8), settings=settings)
+def whole(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = runs_in(tmp_path_factory.mktemp("whole"), base)
     made.run("whole")
     return made
 
@@ -171,7 +180,7 @@ BEFORE: dict[str, tuple[Any, str, int]] = {
     "the base's hash": (trainer_module, "base_identity", 0),
     "the smoke test": (trainer_module, "smoke_test", 0),
     "the first evaluation": (evaluate_module, "_compare", 0),
-    "the middle of the first evaluation": (evaluate_module, "_compare_layers", 2),
+    "the middle of the first evaluation": (evaluate_module, "_compare_layers", 1),
     "the audit": (trainer_module, "audit_precision", 0),
     "the folder": (RunFolder, "__init__", 0),
     "its first file": (RunFolder, "write", 0),
@@ -197,15 +206,15 @@ def test_in_the_middle_of_the_smoke_test_a_signal_leaves_the_adapters_as_they_we
 
 
 WITHIN: dict[str, tuple[Any, str, int, int]] = {
-    "the first evaluation inside the run": (evaluate_module, "_compare", 3, 2),
-    "the end of that": (evaluate_module, "_compare_layers", 5, 2),
+    "the first evaluation inside the run": (evaluate_module, "_compare", 2, 2),
+    "the end of that": (evaluate_module, "_compare_layers", 3, 2),
     "the best adapters": (RunFolder, "save_best", 0, 2),
     "a save": (RunFolder, "save_checkpoint", 0, 2),
     "the tensors of a save": (checkpoint_module, "save_file", 0, 2),
     "the manifest of a save": (checkpoint_module, "write_manifest", 0, 2),
     "the check of a save": (checkpoint_module, "_sums", 7, 2),
     "the last save": (RunFolder, "save_checkpoint", 1, 4),
-    "the last evaluation": (evaluate_module, "_compare", 7, 4),
+    "the last evaluation": (evaluate_module, "_compare", 4, 4),
     "its file": (RunFolder, "write", 1, 4),
     "the end": (Trackers, "close", 0, 4),
 }
@@ -217,14 +226,14 @@ def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactl
     owner, name, call, step = WITHIN[phase]
     with monkeypatch.context() as patched:
         in_front_of(patched, owner, name, number, call)
-        trainer = here.trainer("run")
+        trainer = here.trainer("run", smoke_test=False)
         result = trainer.train()
     assert trainer.stop.number == number, "the phase was not met"
     assert result.steps == step
     if phase not in ("its file", "the end"):
         assert result.exit_status == 128 + number and result.fidelity is None
         assert events(here.place / "run", "signal")[0]["number"] == number
-    here.run("run", resume="auto")
+    here.run("run", resume="auto", smoke_test=False)
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
@@ -256,24 +265,22 @@ def test_while_trackers_are_waited_for_a_signal_ends_at_once(here, whole, monkey
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-def test_a_source_that_never_answers_does_not_hold_a_signal_up(load_model, tmp_path) -> None:
+def test_a_source_that_never_answers_does_not_hold_a_signal_up(base, tmp_path) -> None:
     answered = threading.Event()
 
     class Stalled:
         def __iter__(self) -> Iterator[dict[str, Any]]:
             yield from records(400)
+            threading.Timer(0.5, raised, [signal.SIGTERM]).start()
             answered.wait()
 
-    here = Runs(load_model(), tmp_path, Stalled, data_settings={"streaming": True}, settings={"batch_size": 200, "max_steps": 9})
-    timer = threading.Timer(2.0, raised, [signal.SIGTERM])
-    timer.start()
+    here = Runs(base, tmp_path, Stalled, data_settings={"streaming": True}, settings={"batch_size": 200, "max_steps": 9})
     try:
         started = time.monotonic()
         result = here.run("run")
-        assert result.exit_status == 143 and time.monotonic() - started < 30  # 2 until the signal, 2 for the thread; the rest is spare
+        assert result.exit_status == 143 and time.monotonic() - started < 30  # 2 of it for the thread; the rest is spare
     finally:
         answered.set()
-        timer.cancel()
     assert events(tmp_path / "run", "save")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,8 +62,11 @@ LOGIT_LOSSES: dict[str, dict[str, Any]] = {
     "weighted kl": {"token_weighting": "disagreement"},
     "weighted cross_entropy": {"logit_loss": "cross_entropy", "token_weighting": "disagreement"},
 }
-VARIANTS = [(name, own) for name in ("local", "propagated") for own in HIDDEN_LOSSES.values()] + [
-    ("end_to_end", own) for own in (*HIDDEN_LOSSES.values(), *({"logit_kl_weight": 0.7, **own} for own in LOGIT_LOSSES.values()))
+# A layer's loss is one function for all strategies: `local` has every one, the others those that look at more than o and t.
+VARIANTS = [
+    *(("local", own) for own in HIDDEN_LOSSES.values()),
+    *((name, HIDDEN_LOSSES[loss]) for name in ("propagated", "end_to_end") for loss in ("nmse_update", "listed", "disagreement direction")),
+    *(("end_to_end", {"logit_kl_weight": 0.7, **own}) for own in LOGIT_LOSSES.values()),
 ]
 
 
@@ -243,6 +248,12 @@ def energy_sum(layer: nn.Module, a: Tensor, batch: Batch) -> Tensor:
     return (energy * batch.attention_mask).sum()
 
 
+@pytest.fixture(scope="module")
+def loaded(load_model) -> Callable[[str | None], nn.Module]:
+    """Each base once: to be looked at, and copied where adapters are attached."""
+    return functools.cache(load_model)
+
+
 def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConfig) -> tuple[MicroBatch, dict[str, Tensor]]:
     """The same sums and gradients, with one autograd graph over everything and the untouched base as the teacher."""
     with torch.no_grad(), watching(base) as teacher:
@@ -281,11 +292,14 @@ def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConf
     return sums, gradients
 
 
-@pytest.mark.parametrize("quantization", ["nf4", None])
-@pytest.mark.parametrize("form", FORMS, ids=form_id)
-@pytest.mark.parametrize(("name", "kl"), [("local", 0.0), ("propagated", 0.0), ("end_to_end", 0.0), ("end_to_end", 0.7)])
-def test_losses_and_gradients_equal_the_plain_reference(load_model, batch, quantization, form, name, kl) -> None:
-    base, model = load_model(quantization), load_model(quantization)
+@pytest.mark.parametrize(
+    ("form", "quantization"),
+    [*((form, "nf4") for form in FORMS), (FORMS[3], None)],
+    ids=lambda v: v if v is None or isinstance(v, str) else form_id(v),
+)
+@pytest.mark.parametrize(("name", "kl"), [("local", 0.0), ("propagated", 0.0), ("end_to_end", 0.7)])
+def test_losses_and_gradients_equal_the_plain_reference(loaded, batch, quantization, form, name, kl) -> None:
+    base, model = loaded(quantization), copy.deepcopy(loaded(quantization))
     npt.attach(model, form)
     move_adapters(model)
     config = config_for(name, kl)
@@ -295,8 +309,8 @@ def test_losses_and_gradients_equal_the_plain_reference(load_model, batch, quant
 
 
 @pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
-def test_every_loss_and_weight_equals_the_plain_reference(load_model, batch, name, own) -> None:
-    base, model = load_model(), load_model()
+def test_every_loss_and_weight_equals_the_plain_reference(loaded, batch, name, own) -> None:
+    base, model = loaded("nf4"), copy.deepcopy(loaded("nf4"))
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     move_adapters(model)
     config = config_for(name, **own)
@@ -305,11 +319,13 @@ def test_every_loss_and_weight_equals_the_plain_reference(load_model, batch, nam
     assert_same_result(result, reference(base, model, batch, config))
 
 
-@pytest.mark.parametrize("residual", ["keep", "modulate"])
-@pytest.mark.parametrize("quantization", ["nf4", None])  # None: the student learns from another model that is unquantised as well
+@pytest.mark.parametrize(
+    ("quantization", "residual"),
+    [("nf4", "keep"), (None, "modulate")],  # None: the student learns from another model that is unquantised as well
+)
 @pytest.mark.parametrize(("name", "own"), [*((name, {}) for name in NAMES), ("propagated", {"loss": "nmse_update"}), *VARIANTS[-2:]])
-def test_a_teacher_of_its_own_teaches_what_it_computes(load_model, batch, name, own, quantization, residual) -> None:
-    teacher, model = load_model(None), load_model(quantization)
+def test_a_teacher_of_its_own_teaches_what_it_computes(loaded, batch, name, own, quantization, residual) -> None:
+    teacher, model = copy.deepcopy(loaded(None)), copy.deepcopy(loaded(quantization))
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(1.01)
@@ -351,14 +367,14 @@ def pad_row(model: nn.Module, value: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("garbage", [float("inf"), float("nan"), 1e30])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_garbage_in_the_embedding_of_padding_changes_no_bit(student, name, garbage, side) -> None:
+def test_garbage_in_the_embedding_of_padding_changes_no_bit(student, name, side) -> None:
     batch = collate(samples(2, [9, 4, 6]), PAD, side=side, length=11)
     config = config_for(name, 0.5)
     clean = run(student, batch, config)
-    with pad_row(student, garbage):
-        assert_identical(run(student, batch, config), clean)
+    for garbage in (float("inf"), float("nan"), 1e30):
+        with pad_row(student, garbage):
+            assert_identical(run(student, batch, config), clean)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -370,8 +386,7 @@ def test_the_pad_id_changes_no_bit(student, name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("length", [9, 12, 33])
+@pytest.mark.parametrize(("side", "length"), [("left", 9), ("left", 33), ("right", 12)])
 def test_the_amount_and_side_of_padding_change_nothing(student, name, side, length) -> None:
     # Not to the bit: attention sums over another number of keys, in another order.
     some = samples(2, [9, 4, 6])
@@ -394,7 +409,7 @@ def test_a_batch_is_the_sum_of_its_rows(student, name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=5), data=st.data())
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(deadline=None, max_examples=5, derandomize=True)
 def test_the_order_of_rows_changes_nothing(student, name, lengths, data) -> None:
     some = samples(4, lengths)
     order = data.draw(st.permutations(range(len(some))))
@@ -434,11 +449,10 @@ def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(student,
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("quantization", ["nf4", None])
-@pytest.mark.parametrize("form", FORMS[:4], ids=form_id)
-def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(load_model, batch, name, quantization, form) -> None:
-    model = load_model(quantization)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+@pytest.mark.parametrize(("quantization", "form"), [("nf4", FORMS[0]), (None, FORMS[0]), ("nf4", FORMS[2])], ids=["nf4", "none", "some"])
+def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(loaded, batch, name, quantization, form) -> None:
+    before = loaded(quantization).state_dict()
+    model = copy.deepcopy(loaded(quantization))
     npt.attach(model, form)
     move_adapters(model)
     _, gradients = run(model, batch, config_for(name))
@@ -454,8 +468,8 @@ def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_leave_the_layer_end_to_end_only(load_model, batch, name) -> None:
-    model = load_model()
+def test_gradients_leave_the_layer_end_to_end_only(loaded, batch, name) -> None:
+    model = copy.deepcopy(loaded("nf4"))
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     move_adapters(model)
     _, before = run(model, batch, config_for(name))
@@ -476,8 +490,8 @@ def test_the_mode_of_the_layers_and_the_random_state_stay(student, batch, name) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_layers_up_to_the_last_converted_one_run(load_model, batch, name) -> None:
-    model = load_model()
+def test_only_the_layers_up_to_the_last_converted_one_run(loaded, batch, name) -> None:
+    model = copy.deepcopy(loaded("nf4"))
     npt.attach(model, NPTConfig(rank=4, layers="1"))
 
     def fail(*_: Any) -> None:
@@ -507,7 +521,7 @@ every = pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
 
 @every
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), data=st.data())
-@settings(deadline=None, max_examples=4, derandomize=True)
+@settings(deadline=None, max_examples=2, derandomize=True)
 def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_does(student, name, own, lengths, data) -> None:
     some = samples(4, lengths)
     config = config_for(name, **own)
@@ -537,12 +551,11 @@ def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_d
 
 
 @every
-@pytest.mark.parametrize("garbage", [float("inf"), float("nan")])
-def test_garbage_at_padding_changes_no_bit_of_any_loss(student, name, own, garbage) -> None:
+def test_garbage_at_padding_changes_no_bit_of_any_loss(student, name, own) -> None:
     batch = collate(samples(2, [9, 4, 6]), PAD, side="left", length=11)
     config = config_for(name, **own)
     clean = run(student, batch, config)
-    with pad_row(student, garbage):
+    with pad_row(student, float("nan")):
         assert_identical(run(student, batch, config), clean)
 
 
@@ -586,8 +599,11 @@ def alone(**own: Any) -> TrainConfig:
     return TrainConfig(strategy="end_to_end", hidden_weight=0.0, **{"logit_kl_weight": 1.0, **own})
 
 
-@pytest.mark.parametrize("own", LOGIT_LOSSES.values(), ids=list(LOGIT_LOSSES))
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("own", "checkpointing"),
+    [*((own, False) for own in LOGIT_LOSSES.values()), (LOGIT_LOSSES["weighted kl"], True)],
+    ids=[*LOGIT_LOSSES, "recomputed"],
+)
 def test_without_a_weight_on_hidden_states_the_loss_is_that_of_the_logits_bit_for_bit(student, batch, own, checkpointing) -> None:
     sums, gradients = run(student, batch, alone(gradient_checkpointing=checkpointing, **own))
     assert torch.equal(sums.loss, sums.logit) and float(sums.logit) > 0

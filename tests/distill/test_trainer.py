@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -50,21 +51,26 @@ def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
     return [{"text": "".join(source.choices("abcdefgh", k=source.randint(5, 9))), "id": f"text-{i}"} for i in range(count)]
 
 
-EVAL = texts(6, seed=9)
+EVAL = texts(2, seed=9)
 
 
 def record(name: str, ids: list[int]) -> dict[str, Any]:
     return {"id": name, "input_ids": ids}
 
 
+@pytest.fixture(scope="module")
+def base(load_model: Callable[..., nn.Module]) -> nn.Module:
+    """Is copied, which costs a third of what loading does."""
+    return load_model()
+
+
 @pytest.fixture
-def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+def build(base: nn.Module, tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
     """A trainer on a fresh student; what is not given is small, quiet and quick."""
 
     def make(
         data: Iterable[Any] | None = None,
         *,
-        quantization: str | None = "nf4",
         model: nn.Module | None = None,
         layers: str = "1,3",
         folder: str = "run",
@@ -76,9 +82,16 @@ def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) 
         **config: Any,
     ) -> Trainer:
         if model is None:
-            model = load_model(quantization)
+            model = copy.deepcopy(base)
             npt.attach(model, NPTConfig(rank=4, layers=layers))
-        settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2, "output_dir": str(tmp_path / folder), **config}
+        settings = {
+            "batch_size": 2,
+            "log_steps": 1,
+            "learning_rate": 1e-2,
+            "smoke_test": False,
+            "output_dir": str(tmp_path / folder),
+            **config,
+        }
         return Trainer(
             model,
             tokenizer,
@@ -147,7 +160,7 @@ def replace_strategy(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Batch]
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> None:
     kl = {"logit_kl_weight": 0.5} if strategy == "end_to_end" else {}
-    trainer = build(strategy=strategy, save_steps=4, regularization_lambda=0.1, **kl)
+    trainer = build(texts(6), strategy=strategy, save_steps=2, save_total_limit=2, regularization_lambda=0.1, **kl)
     result = trainer.train()
     folder = result.folder
     assert {p.name for p in folder.iterdir()} == {
@@ -161,7 +174,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         "adapter",
     }
     metrics = lines(folder, "metrics")
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
     promised = {"step", "loss", "loss_nmse", "loss_reg", "grad_norm", "lr", "tokens", "tokens_per_second", "refused_total"}
     for line in metrics:
         assert promised | {"layers.1.nmse", "layers.3.nmse"} <= line.keys()
@@ -170,14 +183,16 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         if not kl:
             assert line["loss"] == pytest.approx(line["loss_nmse"] + 0.1 * line["loss_reg"], rel=1e-5)  # fp32 sums
         assert line["tokens_per_second"] > 0
-    assert checkpoints(folder) == ["step-00000004", "step-00000006"]
-    checkpoint = folder / "checkpoints" / "step-00000006"
+    assert checkpoints(folder) == ["step-00000002", "step-00000003"]
+    checkpoint = folder / "checkpoints" / "step-00000003"
     assert {p.name for p in checkpoint.iterdir()} == {"adapter", "state.safetensors", "state.json", "manifest.json"}
     assert {p.name for p in (checkpoint / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
         "README.md",
     }
+    saved = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
+    assert_same_weights({key.removeprefix("base_model.model."): value for key, value in saved.items()}, weights(trainer))
     fidelity = strict((folder / "fidelity.json").read_text())
     assert fidelity.keys() >= {"teacher", "floor", "initial", "student", "layers"}
     for name in ("teacher", "floor", "initial", "student"):
@@ -186,7 +201,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         assert fidelity[name]["tokens"] == fidelity["teacher"]["tokens"] > 0
     assert fidelity["layers"].keys() == {"1", "3"}
     assert [e["event"] for e in lines(folder, "events")] == ["start", "save", "save", "data", "done"]
-    assert events(folder, "start")[0]["total_steps"] == 6
+    assert events(folder, "start")[0]["total_steps"] == 3
 
 
 def test_run_json_holds_settings_versions_seed_hash_and_precision(build) -> None:
@@ -202,38 +217,42 @@ def test_run_json_holds_settings_versions_seed_hash_and_precision(build) -> None
     assert run["trainable_parameters"] == sum(p.numel() for p in adapter_parameters(trainer.model).values())
 
 
-def test_the_last_checkpoint_is_the_trained_student(build) -> None:
-    trainer = build(save_steps=2, save_total_limit=2)
+def test_what_is_logged_saved_and_evaluated_at_which_step(build) -> None:
+    """The first, every nth and the last step are logged; what is due at the last step is saved once and evaluated once."""
+    trainer = build(texts(7), batch_size=1, log_steps=3, save_steps=7, save_total_limit=1, eval_steps=3)
     result = trainer.train()
-    assert checkpoints(result.folder) == ["step-00000004", "step-00000006"]
-    saved = load_file(result.folder / "checkpoints" / "step-00000006" / "adapter" / "adapter_model.safetensors")
-    assert_same_weights({key.removeprefix("base_model.model."): value for key, value in saved.items()}, weights(trainer))
-
-
-def test_a_run_that_saves_at_its_last_step_saves_once(build) -> None:
-    result = build(save_steps=3).train()
-    assert [e["step"] for e in events(result.folder, "save")] == [3, 6]
-
-
-def test_only_the_first_every_nth_and_the_last_step_are_logged(build) -> None:
-    result = build(texts(14), log_steps=3).train()
     assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 3, 6, 7]
+    assert [e["step"] for e in events(result.folder, "save")] == [7]
+    found = events(result.folder, "evaluation")
+    assert [e["step"] for e in found] == [3, 6]
+    assert all(math.isfinite(e["student"]["kl"]) for e in found)
+    assert said(trainer).count("held-out perplexity ratio") == 2
+    result = build(texts(4), batch_size=1, save_steps=2, save_total_limit=1, eval_steps=2, folder="two").train()
+    assert [e["step"] for e in events(result.folder, "save")] == [2, 4]
+    assert checkpoints(result.folder) == ["step-00000004"]
+    assert [e["step"] for e in events(result.folder, "evaluation")] == [2]
 
 
-def test_the_result_says_what_the_run_came_to(build) -> None:
-    data = texts(12)
+def test_the_result_says_what_the_run_came_to_and_data_that_lose_nothing_are_not_warned_of(build) -> None:
+    data = texts(6)
     trainer = build(data)
+    before = weights(trainer)
     result = trainer.train()
-    assert (result.steps, result.refused, result.signal, result.exit_status) == (6, 0, None, 0)
+    assert (result.steps, result.refused, result.signal, result.exit_status) == (3, 0, None, 0)
     assert result.tokens == sum(len(r["text"]) + 2 for r in data)  # each text with its start and end token
     assert result.tokens == lines(result.folder, "metrics")[-1]["tokens"]
     assert result.seconds > 0
     assert result.fidelity.as_dict()["student"] == strict((result.folder / "fidelity.json").read_text())["student"]
     assert str(result.folder) in said(trainer)
+    assert events(result.folder, "warning") == [] and events(result.folder, "data")[0]["skipped"] == {}
+    for name, value in weights(trainer).items():
+        assert not torch.equal(value, before[name]), name
+    with pytest.raises(ConfigError, match="has trained already"):
+        trainer.train()
 
 
 def test_evaluation_before_and_after_are_of_the_model_before_and_after(build, tokenizer) -> None:
-    trainer = build(num_epochs=3)
+    trainer = build(texts(8))
     before = npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH)
     result = trainer.train()
     assert result.fidelity.initial == before.student
@@ -241,18 +260,9 @@ def test_evaluation_before_and_after_are_of_the_model_before_and_after(build, to
     assert result.fidelity.layers[3]["nmse_initial"] == before.layers[3]["nmse_student"]
 
 
-def test_evaluations_come_every_eval_steps_but_not_twice_at_the_end(build) -> None:
-    trainer = build(eval_steps=2)
-    result = trainer.train()
-    found = events(result.folder, "evaluation")
-    assert [e["step"] for e in found] == [2, 4]
-    assert all(math.isfinite(e["student"]["kl"]) for e in found)
-    assert said(trainer).count("held-out perplexity ratio") == 2
-
-
 def test_watching_does_not_steer(build) -> None:
-    plain = build(folder="plain")
-    watched = build(folder="watched", eval_steps=1, save_steps=1, use_tensorboard=True, smoke_test=False)
+    plain = build(texts(6), folder="plain", smoke_test=True)
+    watched = build(texts(6), folder="watched", eval_steps=1, save_steps=1, use_tensorboard=True)
     results = [trainer.train() for trainer in (plain, watched)]
     assert timeless(lines(results[0].folder, "metrics")) == timeless(lines(results[1].folder, "metrics"))
     assert_same_weights(weights(plain), weights(watched))
@@ -263,36 +273,27 @@ def test_watching_does_not_steer(build) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_training_lowers_the_loss_and_leaves_the_base_bit_equal(build, load_model, strategy) -> None:
-    base = {key: value.clone() for key, value in load_model().state_dict().items()}
-    trainer = build(texts(8), num_epochs=12, batch_size=4, strategy=strategy)
+def test_training_lowers_the_loss_and_leaves_the_base_bit_equal(build, base, strategy) -> None:
+    trainer = build(texts(8), num_epochs=8, batch_size=4, strategy=strategy)
     result = trainer.train()
     loss = [line["loss"] for line in lines(result.folder, "metrics")]
     assert sum(loss[-2:]) < 0.9 * sum(loss[:2])
     assert result.fidelity.layers[3]["nmse_student"] < result.fidelity.layers[3]["nmse_initial"]
     state = trainer.model.state_dict()
-    for key, value in base.items():  # packed bytes and quantisation statistics included
+    for key, value in base.state_dict().items():  # packed bytes and quantisation statistics included
         assert torch.equal(state[key], value), key
 
 
-def test_every_adapter_tensor_is_trained(build) -> None:
-    trainer = build()
-    before = weights(trainer)
-    trainer.train()
-    for name, value in weights(trainer).items():
-        assert not torch.equal(value, before[name]), name
-
-
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(build) -> None:
-    trainers = [build(folder=f"run-{i}", seed=seed) for i, seed in enumerate((5, 5, 6))]
+    trainers = [build(texts(6), folder=f"run-{i}", seed=seed) for i, seed in enumerate((5, 5, 6))]
     metrics = [timeless(lines(trainer.train().folder, "metrics")) for trainer in trainers]
     assert metrics[0] == metrics[1] != metrics[2]
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))
 
 
 def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
-    data = texts(16)
-    shapes = [{"batch_size": 8}, {"batch_size": 2, "gradient_accumulation_steps": 4}, {"batch_size": 1, "gradient_accumulation_steps": 8}]
+    data = texts(8)
+    shapes = [{"batch_size": 4}, {"batch_size": 2, "gradient_accumulation_steps": 2}, {"batch_size": 1, "gradient_accumulation_steps": 4}]
     trainers = [build(data, folder=f"run-{i}", **shape) for i, shape in enumerate(shapes)]
     runs = [lines(trainer.train().folder, "metrics") for trainer in trainers]
     for run in runs[1:]:
@@ -314,17 +315,15 @@ def test_the_loss_of_the_first_step_is_the_strategys_sum_over_its_tokens(build) 
     "config",
     [
         {"loss": "nmse_update", "layer_weights": "linear"},
-        {"loss": "direction"},
         {"loss": "smooth_l1", "token_weighting": "disagreement"},
-        {"loss": "cosine", "strategy": "end_to_end", "layer_weights": "1,3"},
-        *[{"loss": "mse", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss} for loss in LOGIT_LOSSES],
+        *[{"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss} for loss in LOGIT_LOSSES],
     ],
     ids=lambda config: ",".join(map(str, config.values())),
 )
-def test_every_loss_trains_and_is_logged_beside_its_figures(build, config) -> None:
-    trainer = build(texts(8), num_epochs=6, batch_size=4, **config)
+def test_every_kind_of_loss_trains_and_is_logged_beside_its_figures(build, config) -> None:
+    trainer = build(texts(2), num_epochs=4, **config)
     metrics = lines(trainer.train().folder, "metrics")
-    assert sum(line["loss"] for line in metrics[-2:]) < 0.95 * sum(line["loss"] for line in metrics[:2])
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
     for line in metrics:
         # NMSE whatever the loss is.
         assert line["loss_nmse"] == pytest.approx((line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5)  # fp32 sums
@@ -334,8 +333,8 @@ def test_every_loss_trains_and_is_logged_beside_its_figures(build, config) -> No
 
 def test_the_loss_on_the_logits_is_logged_as_a_mean_per_predicted_token(build) -> None:
     """Every token but a text's first is predicted; the loss itself divides by all valid tokens."""
-    data = texts(8)
-    shapes = [{"batch_size": 8}, {"batch_size": 4, "gradient_accumulation_steps": 2}, {"batch_size": 1, "gradient_accumulation_steps": 8}]
+    data = texts(4)
+    shapes = [{"batch_size": 4}, {"batch_size": 1, "gradient_accumulation_steps": 4}]
     found = []
     for i, shape in enumerate(shapes):
         trainer = build(data, folder=f"run-{i}", strategy="end_to_end", logit_kl_weight=0.5, **shape)
@@ -356,7 +355,7 @@ def test_a_window_that_predicts_nothing_has_no_mean_of_it(build, monkeypatch) ->
         return original(model, replace(batch, labels=torch.full_like(batch.labels, -100)), config, teacher)
 
     monkeypatch.setitem(STRATEGIES, "end_to_end", unlabelled)
-    result = build(texts(4), strategy="end_to_end", logit_kl_weight=0.5).train()
+    result = build(texts(2), strategy="end_to_end", logit_kl_weight=0.5).train()
     for line in lines(result.folder, "metrics"):
         assert line["loss_kl"] is None and line["loss"] == pytest.approx(line["loss_nmse"])
 
@@ -367,7 +366,7 @@ def test_weights_for_other_layers_are_refused_before_anything_is_done(build) -> 
 
 
 def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> None:
-    result = build(texts(20), warmup_steps=2, scheduler_type="linear", learning_rate=1e-3).train()
+    result = build(texts(10), batch_size=1, warmup_steps=2, scheduler_type="linear", learning_rate=1e-3).train()
     rates = [line["lr"] for line in lines(result.folder, "metrics")]
     expected = [0.5, 1.0, 1.0, *(1 - i / 8 for i in range(1, 8))]
     assert rates == pytest.approx([1e-3 * scale for scale in expected])
@@ -382,9 +381,8 @@ def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> No
         ({"batch_size": 1, "gradient_accumulation_steps": 4}, 3, [4, 4, 2]),
         ({"batch_size": 4, "gradient_accumulation_steps": 2}, 2, [2, 1]),
         ({"batch_size": 4, "gradient_accumulation_steps": 2, "num_epochs": 2}, 3, [2, 2, 2]),  # on into the next epoch
-        ({"batch_size": 2, "max_steps": 3}, 3, [1, 1, 1]),
         ({"batch_size": 5, "max_steps": 30}, 2, [1, 1]),
-        ({"batch_size": 5, "max_steps": 5, "num_epochs": 9}, 5, [1] * 5),
+        ({"batch_size": 5, "max_steps": 3, "num_epochs": 9}, 3, [1] * 3),
     ],
 )
 def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(build, monkeypatch, config, steps, windows) -> None:
@@ -416,7 +414,7 @@ def test_epochs_see_the_same_samples_in_another_order(build) -> None:
 
 def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with_the_sample(build) -> None:
     data = [*texts(5), record("broken", [5, 999, 7])]
-    trainer = build(data, batch_size=1, smoke_test=False)
+    trainer = build(data, batch_size=1)
     result = trainer.train()
     (refusal,) = events(result.folder, "refusal")
     assert refusal["kind"] == "data" and refusal["sample_ids"] == ["broken@0"] and "999" in refusal["detail"]
@@ -448,9 +446,7 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, 
     random_states, trainers, results = [], [], []
     for present in (True, False):
         monkeypatch.setattr(Trainer, "_windows", lambda self, present=present: (w for w in windows_of(4, bad if present else None)))
-        trainer = build(
-            folder=f"run-{present}", strategy=strategy, smoke_test=False, eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])]
-        )
+        trainer = build(folder=f"run-{present}", strategy=strategy, eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])])
         if bad == "nan":  # a base that breaks behind the check of it
             monkeypatch.setattr(trainer_module, "base_fault", lambda model: None)
             trainer.model.model.embed_tokens.weight.data[3] = math.nan
@@ -470,7 +466,7 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, 
 
 def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> None:
     data = [record(f"broken-{i}", [5, 999, 7]) for i in range(9)]
-    trainer = build(data, batch_size=1, smoke_test=False, max_consecutive_bad=4)
+    trainer = build(data, batch_size=1, max_consecutive_bad=4)
     before = weights(trainer)
     with pytest.raises(TooManyRefusalsError, match="4 refusals in a row") as caught:
         trainer.train()
@@ -503,7 +499,7 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(build, monkeypatc
     """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows begin."""
     rows = {1: Sample("good", (5, 6, 7)), 0: Sample("broken", (5, 999))}
     monkeypatch.setattr(Trainer, "_windows", lambda self: (Window(0, [collate([rows[i]], 2) for i in window]) for window in windows))
-    trainer = build(smoke_test=False, max_consecutive_bad=3)
+    trainer = build(max_consecutive_bad=3)
     if stops:
         with pytest.raises(TooManyRefusalsError, match="refusals in a row"):
             trainer.train()
@@ -524,7 +520,7 @@ def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monk
                 self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
 
     monkeypatch.setattr(torch.optim, "AdamW", Once)
-    result = build(texts(6), smoke_test=False).train()
+    result = build(texts(6)).train()
     assert (result.steps, result.refused) == (2, 1)
     assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 2]
     assert events(result.folder, "refusal")[0]["kind"] == "update"
@@ -533,7 +529,7 @@ def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monk
 
 
 def test_the_same_failure_before_the_first_step_is_found_by_the_smoke_test_and_nothing_is_written(build) -> None:
-    trainer = build([record("broken", [5, 999, 7])])
+    trainer = build([record("broken", [5, 999, 7])], smoke_test=True)
     with pytest.raises(SmokeTestError) as caught:
         trainer.train()
     assert caught.value.exit_status == 4
@@ -581,17 +577,16 @@ def test_data_without_a_sample_is_refused(build, data) -> None:
 
 
 def test_a_generator_trains_like_its_list(build) -> None:
-    trainers = [build(data, folder=f"run-{i}", num_epochs=2) for i, data in enumerate((texts(8), (r for r in texts(8))))]
+    trainers = [build(data, folder=f"run-{i}", num_epochs=2) for i, data in enumerate((texts(4), (r for r in texts(4))))]
     results = [trainer.train() for trainer in trainers]
     assert results[0].tokens == results[1].tokens
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))
 
 
 @pytest.mark.parametrize("smoke_test", [True, False])
-@pytest.mark.parametrize("count", [8, 50])
-def test_a_streamed_generator_loses_no_record(build, smoke_test, count) -> None:
-    data = texts(count)
-    trainer = build((r for r in data), streaming=True, smoke_test=smoke_test)
+def test_a_streamed_generator_loses_no_record(build, smoke_test) -> None:
+    data = texts(50)
+    trainer = build((r for r in data), streaming=True, smoke_test=smoke_test, batch_size=16)
     result = trainer.train()
     assert result.tokens == sum(len(r["text"]) + 2 for r in data)  # each text with its start and end token
 
@@ -677,11 +672,6 @@ def test_what_became_of_the_records_is_recorded_and_what_was_lost_is_said(build)
     assert line in events(result.folder, "warning")[-1]["message"] and f"warning: {line}" in said(trainer)
 
 
-def test_data_that_lose_nothing_are_not_warned_of(build) -> None:
-    result = build().train()
-    assert events(result.folder, "warning") == [] and events(result.folder, "data")[0]["skipped"] == {}
-
-
 def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build) -> None:
     for smoke_test in (True, False):
         trainer = build((r for r in [{"prompt": "a", "completion": ""}] * 3), streaming=True, smoke_test=smoke_test, folder=f"{smoke_test}")
@@ -690,7 +680,7 @@ def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build) -> None
 
 
 def test_a_run_on_the_logits_alone_reports_no_hidden_states_and_its_page_does_without(build) -> None:
-    trainer = build(strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2)
+    trainer = build(strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2, smoke_test=True)
     result = trainer.train()
     assert "smoke test passed" in said(trainer) and result.steps == 2
     for line in lines(result.folder, "metrics"):
@@ -702,11 +692,12 @@ def test_a_run_on_the_logits_alone_reports_no_hidden_states_and_its_page_does_wi
 def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
     results = {}
     for packing in (False, True):
-        trainer = build(texts(40), folder=f"run-{packing}", data_options={"packing": packing, "padding_side": "left"}, batch_size=4)
+        options = {"packing": packing, "padding_side": "left"}
+        trainer = build(texts(24), folder=f"run-{packing}", data_options=options, batch_size=4, smoke_test=packing)
         trainer.samples._config = replace(trainer.samples._config, max_length=40)  # rows for several texts; evaluation stays as it is
         trainer.total_steps = trainer._total_steps()
         results[packing] = trainer.train()
-        assert "smoke test passed" in said(trainer)
+        assert ("smoke test passed" in said(trainer)) == packing
         assert results[packing].steps == trainer.total_steps
     assert results[True].tokens == results[False].tokens
     assert results[True].steps < results[False].steps
@@ -724,12 +715,12 @@ def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> Non
     assert abs(replayed / len(names) - 0.5) < 4 * math.sqrt(0.25 / len(names))
     assert len(names) - replayed == 60
 
-    trainer = build(questions, replay_data=texts(9), data_options=options, eval_data=questions[:5], batch_size=4, folder="again")
+    trainer = build(questions, replay_data=texts(9), data_options=options, eval_data=questions[:2], batch_size=16, folder="again")
     result = trainer.train()
     data, replay = events(result.folder, "data")
     assert (data["source"], replay["source"]) == ("data", "replay data")
     assert data["records"] == 60 and replay["samples"] > 0
-    assert result.steps == trainer.total_steps == math.ceil(len(names) / 4)
+    assert result.steps == trainer.total_steps == math.ceil(len(names) / 16)
 
 
 def test_a_fifth_is_replayed_unless_told(build) -> None:
@@ -785,8 +776,8 @@ def broken_behind(count: int) -> Iterator[dict[str, str]]:
 )
 def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) -> None:
     monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)
-    data: Any = texts(300)
-    settings: dict[str, Any] = {"smoke_test": False}
+    data: Any = texts(100)
+    settings: dict[str, Any] = {"batch_size": 4}
 
     def act(call: int, batch: Batch) -> None:
         assert call or workers() == ["npt-data"]  # there is one at the start
@@ -798,9 +789,9 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
     if how == "max_steps":
         settings["max_steps"] = 3
     elif how == "data that break":
-        data, settings["streaming"] = broken_behind(100), True
+        data, settings["streaming"] = broken_behind(40), True
     elif how == "refusals":
-        data = [record(f"broken-{i}", [5, 999, 7 + i % 9]) for i in range(300)]
+        data = [record(f"broken-{i}", [5, 999, 7 + i % 9]) for i in range(100)]
     elif how == "a full disk":
         settings["save_steps"] = 2
 
@@ -842,7 +833,7 @@ def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokeniz
         assert tokenised.wait(timeout=60)
 
     replace_strategy(monkeypatch, act)
-    trainer = build(Stream(200), streaming=True, smoke_test=False, max_steps=20, batch_size=4)
+    trainer = build(Stream(200), streaming=True, max_steps=20, batch_size=4)
     first = trainer._first_batch()  # the first block, in this thread
     monkeypatch.setattr(type(tokenizer), "__call__", tokenise)
     trainer.train()
@@ -861,7 +852,7 @@ def test_a_signal_ends_the_run_after_saving(build, monkeypatch, number, status) 
             os.kill(os.getpid(), number)
 
     replace_strategy(monkeypatch, act)
-    trainer = build(texts(16), gradient_accumulation_steps=2, smoke_test=False)
+    trainer = build(texts(16), gradient_accumulation_steps=2)
     result = trainer.train()
     assert (result.steps, result.signal, result.exit_status, result.fidelity) == (2, number, status, None)
     assert checkpoints(result.folder) == ["step-00000002"]
@@ -877,16 +868,9 @@ def test_a_run_stopped_by_a_signal_equals_the_run_that_ended_there(build, monkey
     ended = build(texts(16), folder="ended", scheduler_type="constant", max_steps=3)
     ended.train()
     replace_strategy(monkeypatch, lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) if call == 2 else None)
-    stopped = build(texts(16), folder="stopped", scheduler_type="constant", max_steps=8, smoke_test=False)
+    stopped = build(texts(16), folder="stopped", scheduler_type="constant", max_steps=8)
     stopped.train()
     assert_same_weights(weights(stopped), weights(ended))
-
-
-def test_a_trainer_trains_once(build) -> None:
-    trainer = build(texts(6), max_steps=1)
-    trainer.train()
-    with pytest.raises(ConfigError, match="has trained already"):
-        trainer.train()
 
 
 def test_several_epochs_of_a_stream_that_can_be_read_once_are_refused(build) -> None:
@@ -910,8 +894,8 @@ def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
     for late in (False, True):
         monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
         broken = record("broken", [5, 999, 7])
-        data = [*texts(7), broken, *texts(4)]
-        trainer = build(data, folder=f"run-{late}", batch_size=1, smoke_test=False, save_steps=3, eval_steps=4, num_epochs=2)
+        data = [*texts(3), broken, *texts(2)]
+        trainer = build(data, folder=f"run-{late}", batch_size=1, save_steps=3, eval_steps=4, num_epochs=2)
         results.append(trainer.train())
         trainers.append(trainer)
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))
@@ -947,7 +931,7 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(build, 
         raise DataError("line 5 is broken")
 
     monkeypatch.setattr(Trainer, "_windows", breaking)
-    trainer = build(smoke_test=False)
+    trainer = build()
     with pytest.raises(DataError, match="line 5 is broken"):
         trainer.train()
     assert events(trainer.folder_path, "save")[-1]["step"] == 4
@@ -974,10 +958,12 @@ def test_a_frozen_adapter_is_refused_and_not_moved(build, load_model, tmp_path, 
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build) -> None:
+def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build, load_model) -> None:
     expected = build(max_steps=2, folder="on").train().folder / "metrics.jsonl"
     for off in (torch.no_grad, torch.inference_mode):
         with off():
-            folder = build(max_steps=2, folder=off.__name__).train().folder
+            model = load_model()
+            npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+            folder = build(model=model, max_steps=2, folder=off.__name__).train().folder
         losses = [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (expected, folder / "metrics.jsonl")]
         assert losses[0] == losses[1]
