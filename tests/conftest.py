@@ -27,6 +27,7 @@ from tiers import listed, slow
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
+from npt.config import QUANT_TYPES
 from npt.data import builtin
 from npt.data.batch import Batch, batch_from_tensors
 from npt.quant import load as loading
@@ -190,14 +191,13 @@ def load_model(llama_folder: Path) -> LoadModel:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
 
-    loaded: dict[str | None, LlamaForCausalLM] = {}
+    def read(quantization: str | None, **arguments: Any) -> LlamaForCausalLM:
+        return npt.load_base(str(llama_folder), quantization=quantization, device="cpu", **arguments)[0]
+
+    loaded = {quantization: read(quantization) for quantization in (*QUANT_TYPES, None)}  # now, before any test has anything patched
 
     def load(quantization: str | None = "nf4", **arguments: Any) -> LlamaForCausalLM:
-        if arguments:
-            return npt.load_base(str(llama_folder), quantization=quantization, device="cpu", **arguments)[0]
-        if quantization not in loaded:
-            loaded[quantization] = npt.load_base(str(llama_folder), quantization=quantization, device="cpu")[0]
-        return copied(loaded[quantization])
+        return read(quantization, **arguments) if arguments else copied(loaded[quantization])
 
     return load
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from bitsandbytes.functional import QuantState
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+from npt.quant import load as loading
 
 
 @torch.inference_mode(False)  # whatever the caller is in, as load_base
@@ -47,8 +49,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         vars(made).update({name: _copied(each, known) for name, each in vars(value).items()})
     elif isinstance(value, QuantState):
         known[id(value)] = made = copy.copy(value)
-        # The table of the second quantisation is one for all weights, as bitsandbytes has it.
-        vars(made).update({name: _copied(each, known) for name, each in vars(value).items() if name != "code" or value.nested})
+        vars(made).update({name: _copied(each, known) for name, each in vars(value).items()})
     elif isinstance(value, PreTrainedConfig | GenerationConfig | HfQuantizer):
         known[id(value)] = made = copy.deepcopy(value, known)
     else:
@@ -84,4 +85,4 @@ class Loads:
     @staticmethod
     def _of_libraries() -> tuple[Any, ...]:
         """What a test, or packing on another device, may have put in the place of a library's own."""
-        return AutoModelForCausalLM.from_pretrained, Bnb4BitHfQuantizer.get_quantize_ops
+        return loading.AutoModelForCausalLM.from_pretrained, Bnb4BitHfQuantizer.get_quantize_ops

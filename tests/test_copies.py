@@ -39,7 +39,7 @@ def tensors(model: Any) -> list[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             state = module.weight.quant_state
-            found += [state.absmax, state.code, state.offset, state.state2.absmax]
+            found += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
     return found
 
 
