@@ -85,6 +85,18 @@ def test_predicted_memory_is_what_is_measured(layers, training, monkeypatch) -> 
 
 
 @pytest.fixture
+def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is made of counts; a count takes a good part of a second."""
+    monkeypatch.setattr(Hollow, "peak_of", lambda self, act: 0)
+    count = Planner._count
+
+    def formula(planner: Planner, run: Any, name: Any, samples: int, depth: Depth) -> int:
+        return count(planner, run, name, samples, depth) + 100_000 * samples * (2 + depth.layers)
+
+    monkeypatch.setattr(Planner, "_count", formula)
+
+
+@pytest.fixture
 def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans without their evaluations, which these tests do not look at."""
     monkeypatch.setattr(Planner, "_evaluation", lambda planner, samples: [])
@@ -174,8 +186,8 @@ def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkey
 # --- what fits -------------------------------------------------------------------------------------------------------
 
 
-def test_what_fits_is_the_most_that_does_and_parts_are_even() -> None:
-    planner = planner_of(workload("5", batch_size=5, max_memory="1GiB"))
+def test_what_fits_is_the_most_that_does_and_parts_are_even(counted_by_a_formula) -> None:
+    planner = Planner(workload("5", batch_size=5, max_memory="1GiB"))
     peaks = {samples: planner.plan(samples).peak for samples in (1, 2, 4, 5)}
     assert sorted(peaks.values()) == list(peaks.values())
     for samples, peak in peaks.items():
@@ -185,8 +197,8 @@ def test_what_fits_is_the_most_that_does_and_parts_are_even() -> None:
         assert found.evaluated_at_once <= found.samples_at_once
 
 
-def test_where_one_sample_does_not_fit_what_takes_most_is_named_in_one_line() -> None:
-    planner = planner_of(workload("5", batch_size=2, max_memory="100KB"))
+def test_where_one_sample_does_not_fit_what_takes_most_is_named_in_one_line(counted_by_a_formula) -> None:
+    planner = Planner(workload("5", batch_size=2, max_memory="100KB"))
     with pytest.raises(ConfigError, match=r"--max_memory is 100KB, but one sample of 48 tokens .*most of it") as caught:
         planner.fitting(100_000)
     assert "\n" not in str(caught.value)
@@ -244,7 +256,7 @@ def test_no_setting_is_offered_that_would_be_refused(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("training_alone")
-def test_a_budget_that_is_still_to_be_spent_is_planned_evenly_and_halved_as_a_remedy(monkeypatch) -> None:
+def test_a_budget_that_is_still_to_be_spent_is_planned_evenly_and_halved_as_a_remedy(counted_by_a_formula, monkeypatch) -> None:
     looking_at(monkeypatch, "--rank_budget", "--adapter_rank")
     budget = workload("1,3,4", rank_budget=50)
     assert budget.approximate and budget.ranks == (17, 17, 17)
@@ -276,7 +288,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_what_its_weights_alone_keep_from_fitting_is_not_counted(monkeypatch) -> None:
+def test_what_its_weights_alone_keep_from_fitting_is_not_counted(counted_by_a_formula, monkeypatch) -> None:
     planned = replace(workload("11", count=12), quantization=None, stored=torch.float32)
     limit = Planner(planned)._fixed[0].bytes - 1
     packed = Planner(replace(planned, quantization="nf4", stored=torch.bfloat16)).plan(1).peak
@@ -285,7 +297,7 @@ def test_what_its_weights_alone_keep_from_fitting_is_not_counted(monkeypatch) ->
     assert len(counts) <= 5  # of the packed base: the logits, and training and evaluation at two depths
 
 
-def test_no_count_is_made_twice_for_the_remedies_of_a_run(monkeypatch) -> None:
+def test_no_count_is_made_twice_for_the_remedies_of_a_run(counted_by_a_formula, monkeypatch) -> None:
     planned = workload("2-5", batch_size=1, strategy="propagated")
     planner = Planner(planned)
     limit = planner.plan(1).peak - 1
