@@ -92,9 +92,12 @@ def test_an_error_of_the_call_comes_through_and_the_next_measurement_works():
 
 
 FIRST = """
-import gc, os, sys, torch
+import gc, os, sys
 from pathlib import Path
-import torch._dynamo, transformers.models.llama.modeling_llama, transformers.models.auto
+
+import npt.cost.measure, torch
+
+assert "bitsandbytes" in sys.modules
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -105,25 +108,13 @@ def call():
     del a, b
     torch.ones(32 << 20)
 
-def grown():
-    from npt.cost.measure import peak_bytes
-
-    peak_bytes(call, "cpu")  # what the profiler itself keeps
+if os.access("/proc/self/clear_refs", os.W_OK):
+    npt.cost.measure.peak_bytes(call, "cpu")  # what the profiler itself keeps
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     resident = status("VmRSS")
-    added = peak_bytes(call, "cpu").added
-    return f"{added} {status('VmHWM') - resident}"
-
-assert "bitsandbytes" not in sys.modules
-for module in ("npt.cost.measure", "npt.quant.load"):
-    child = os.fork()
-    if not child:
-        __import__(module)
-        if module == "npt.cost.measure" and os.access("/proc/self/clear_refs", os.W_OK):
-            Path(sys.argv[1]).write_text(grown())
-        sys.exit("bitsandbytes" not in sys.modules)
-    assert os.waitpid(child, 0)[1] == 0, module
+    added = npt.cost.measure.peak_bytes(call, "cpu").added
+    Path(sys.argv[1]).write_text(f"{added} {status('VmHWM') - resident}")
 """
 
 
@@ -135,8 +126,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(said=said, grown=grown)
 
 
-def test_whatever_is_imported_first_says_nothing(first: SimpleNamespace) -> None:
-    """bitsandbytes has something to say at its import, wherever that is; it is not among what both modules find imported."""
+def test_an_import_says_nothing(first: SimpleNamespace) -> None:
+    """bitsandbytes has something to say at its own on some machines."""
     said = first.said
     assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 

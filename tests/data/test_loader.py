@@ -21,7 +21,7 @@ from npt.data.loader import Ahead, Loaded, Loader, Other, Position
 from npt.data.samples import Place, Samples
 from npt.errors import DataError
 
-SHARED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SHARED = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 PAD = 2
 
 

@@ -21,7 +21,7 @@ from npt.data.loader import Loader, Other, Position
 from npt.data.mix import as_read, check_sources, evaluated_on, open_sources, parts_of
 from npt.errors import CheckpointError, ConfigError, DataError
 
-SHARED = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SHARED = settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 PAD = 2
 
 
