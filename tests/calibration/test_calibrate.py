@@ -25,7 +25,7 @@ from npt.calibration.report import calibration_table
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, ModelError, NotSupportedError, NPTError, NumericalError
 
-TOKENS = 1200
+TOKENS = 900
 
 
 def samples(count: int = 90, length: int = 24, seed: int = 0) -> list[Sample]:
@@ -57,7 +57,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def kl(model: Any, tokenizer: Any) -> tuple[float, float]:
-    fidelity = npt.evaluate(model, tokenizer, samples(32, seed=9), batch_size=8)
+    fidelity = npt.evaluate(model, tokenizer, samples(16, seed=9), batch_size=8)
     return fidelity.student.kl, fidelity.floor.kl
 
 
@@ -90,7 +90,7 @@ def test_figures_of_the_report_are_those_of_the_layer_itself(load_model, tokeniz
 def test_every_form_and_base_is_calibrated(quantization, modulation, load_model, tokenizer) -> None:
     model = student(load_model, quantization, layers="2", modulation=modulation)
     before = weights(model)
-    found = calibrate(model, tokenizer)
+    found = calibrate(model, tokenizer, rounds=1)
     layer = found.layers[2]
     assert layer.kl_after < layer.kl_before
     after = weights(model)
@@ -132,7 +132,7 @@ def test_balancing_leaves_alone_what_nothing_reads_and_what_reads_nothing() -> N
 @pytest.mark.parametrize("targets", [("gate",), ("up", "down")])
 def test_targets_that_are_not_modulated_get_nothing(targets, load_model, tokenizer) -> None:
     model = student(load_model, layers="2", targets=targets)
-    found = calibrate(model, tokenizer)
+    found = calibrate(model, tokenizer, rounds=1)
     assert found.layers[2].kl_after < found.layers[2].kl_before
     assert set(npt_layers(model)[0][1].npt.B) == set(targets)
 
@@ -307,7 +307,7 @@ def test_estimate_progress_and_table_are_shown(load_model, tokenizer) -> None:
     console = Console(file=io.StringIO(), width=140)
     found = calibrate(student(load_model), tokenizer, rounds=1, console=console)
     said = console.file.getvalue()
-    assert "calibrating layers 1-3 on 1,200 tokens: about" in said and "MiB of temporary disk" in said
+    assert "calibrating layers 1-3 on 900 tokens: about" in said and "MiB of temporary disk" in said
     assert said.count("layer 2: NMSE") == 1
     console.print(calibration_table(found))
     assert f"{found.layers[2].nmse_after:.5f}" in console.file.getvalue()

@@ -100,7 +100,8 @@ def test_rounds_never_make_the_held_out_cost_worse_than_the_linear_start(load_mo
     assert not any(value.any() for name, value in found[0].parameters.items() if name.startswith("M."))
 
 
-def test_a_step_agrees_with_the_dense_normal_equations(load_model) -> None:
+def test_a_step_agrees_with_the_dense_normal_equations(load_model, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "TOKENS", 250)
     problem, p = problem_of(load_model, teacher, targets=("down",), modulation="additive")
     p = linear_start(problem, p, 1e-1)
     step = gauss_newton_step(problem, p, damping=1e-6, steps=400)

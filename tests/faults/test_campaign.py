@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
 import json
@@ -15,9 +16,9 @@ from rich.console import Console
 import npt
 from npt.adapters import trained
 from npt.data import encoding
-from npt.distill import loop, strategies
+from npt.distill import loop, spikes, strategies
 from npt.distill.transaction import Transaction
-from npt.faults import bench, campaign, loops, runs
+from npt.faults import bench, campaign, cases, loops, runs, sight
 from npt.faults.bench import SMALL, clean_run, difference, run
 from npt.faults.campaign import clean_steps, comparison, find, judged, print_comparison, print_scorecard, summary
 from npt.faults.cases import all_cases
@@ -26,6 +27,22 @@ from npt.quant import linear
 
 CASES = all_cases()
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def four_layers():
+    """The bench's model without its last two layers, behind every place in which a case plants something, and shorter rows in long runs."""
+    model = copy.deepcopy(bench.embedded())
+    model.config.num_hidden_layers = 4
+    model.model.layers = model.model.layers[:4]
+    bench._clean_run.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bench, sight, runs):
+            patch.setattr(module, "embedded", lambda: model)
+        patch.setattr(cases, "LONG", replace(cases.LONG, rows=1, length=8))
+        patch.setattr(campaign, "LONG", cases.LONG)
+        yield
+    bench._clean_run.cache_clear()
 
 
 def case(id: str):
@@ -41,18 +58,28 @@ def at_once(id: str):
 
 # Each case in one of its reading modes, in turns: every pattern and every kind of refusal comes in both, and that a clean run is the
 # same one in both has a test of its own. debug/inject_fault.py judges every case in both.
-TURNS = [(case, case.modes[number % len(case.modes)]) for number, case in enumerate(CASES)]
+# Left out is what another case has too, with more around it: draw-two, -every, -all, -interrupted, -update, -spike and -loss plant the
+# same under a base that draws, gradient-nan is judged where plain loops are, and foreign-hook-nan refuses as foreign-lora-nan does.
+COVERED = {
+    *("gradient-nan", "gradient-two", "gradient-every", "gradient-all", "gradient-interrupted", "draw-gradient"),
+    *("gradient-minus-inf", "gradient-huge", "spike-gradient", "optimizer-first", "optimizer-write-weight", "loss-labels-mean"),
+    "foreign-lora-nan",
+}
+TURNS = [(case, case.modes[number % len(case.modes)]) for number, case in enumerate(c for c in CASES if c.id not in COVERED)]
 
 
 @pytest.mark.parametrize(("chosen", "late"), TURNS, ids=lambda v: v.id if isinstance(v, campaign.Case) else "late" if v else "at-once")
-def test_the_case_passes(chosen, late) -> None:
+def test_the_case_passes(chosen, late, monkeypatch) -> None:
+    if chosen.id == "run-after-nan":  # statistics of fewer windows, and as many fewer of them behind the fault
+        monkeypatch.setattr(spikes, "HISTORY", 40)
+        monkeypatch.setattr(cases, "replace", lambda of, **changes: replace(of, **{**changes, "windows": 42}))
     verdict = judged(replace(chosen, modes=(late,))).verdict
     assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (True, True, 0, "")
 
 
 def test_clean_steps_raise_no_alarm() -> None:
-    """More of them, than the statistics of spikes hold, are in the case run-after-nan."""
-    verdict = judged(clean_steps(50)).verdict
+    """More of them, than the statistics of spikes hold, are in the case run-after-nan, read at once."""
+    verdict = judged(replace(clean_steps(40), modes=(True,))).verdict
     assert verdict.passed and verdict.false_alarms == 0
 
 
@@ -60,20 +87,21 @@ def test_clean_steps_raise_no_alarm() -> None:
 
 
 @pytest.fixture
-def fresh_twins():
-    """Counterfactuals made while something is broken must not outlive the test."""
-    bench._clean_run.cache_clear()
+def sound_twins():
+    """The counterfactual is made before anything is broken, and none while something is."""
+    clean_run(SMALL, frozenset({(1, 1)}))
+    made = bench._clean_run.cache_info().misses
     yield
-    bench._clean_run.cache_clear()
+    assert bench._clean_run.cache_info().misses == made
 
 
-def test_a_fault_that_is_not_refused_is_missed(monkeypatch, fresh_twins) -> None:
+def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None:
     monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
     verdict = judged(at_once("data-label")).verdict
     assert not verdict.passed and not verdict.located
 
 
-def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, fresh_twins) -> None:
+def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, sound_twins) -> None:
     refuse = Transaction.refuse
 
     def careless(self, *arguments) -> None:
@@ -87,7 +115,7 @@ def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, fresh_twins) -> None
     assert "model.layers.1.npt.A" in verdict.detail
 
 
-def test_a_random_state_that_moved_is_harm(monkeypatch, fresh_twins) -> None:
+def test_a_random_state_that_moved_is_harm(monkeypatch, sound_twins) -> None:
     refuse = Transaction.refuse
 
     def careless(self, *arguments) -> None:
@@ -98,7 +126,7 @@ def test_a_random_state_that_moved_is_harm(monkeypatch, fresh_twins) -> None:
     assert "random state" in judged(at_once("data-label")).verdict.detail
 
 
-def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, fresh_twins) -> None:
+def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:
     honest = loop.find_fault
 
     def nervous(batch, vocabulary):
@@ -109,7 +137,7 @@ def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, fresh_tw
     assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)  # one in each reading mode
 
 
-def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, fresh_twins) -> None:
+def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -> None:
     explain = Transaction._first_bad
     monkeypatch.setattr(Transaction, "_first_bad", lambda self, norms: explain(self, norms.flip(0)))
     verdict = judged(at_once("gradient-nan")).verdict
@@ -186,21 +214,19 @@ def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:
 # --- the counterfactual is worth something ---------------------------------------------------------------------------
 
 
+def test_the_run_without_a_micro_batch_is_another_run() -> None:
+    assert clean_run(SMALL).difference(clean_run(SMALL, frozenset({(1, 1)}))) is not None
+    assert len(set(clean_run(SMALL).rates)) == SMALL.windows  # a schedule that moved by one step would be seen
+
+
 @pytest.mark.parametrize("late", [False, True])
-def test_the_run_without_a_micro_batch_is_another_run(late) -> None:
-    setting = bench.Setting(late=late)
-    assert clean_run(setting).difference(clean_run(setting, frozenset({(1, 1)}))) is not None
-    assert run(setting)[1].difference(clean_run(setting)) is None
-    assert len(set(clean_run(setting).rates)) == setting.windows  # a schedule that moved by one step would be seen
-
-
-def test_both_reading_modes_are_the_same_run() -> None:
-    assert run(bench.Setting(late=True))[1].difference(run(bench.Setting(late=False))[1]) is None
+def test_both_reading_modes_are_the_same_run(late) -> None:
+    assert not clean_run(SMALL).refusals and run(replace(SMALL, late=late))[1].difference(clean_run(SMALL)) is None
 
 
 def test_the_shared_base_is_never_changed() -> None:
     before = npt.base_hash(bench.embedded())
-    for id in ("weight-absmax", "weight-packed", "data-padding-nan", "activation-fp16"):
+    for id in ("weight-absmax", "weight-packed", "data-padding-nan"):
         judged(at_once(id))
     assert npt.base_hash(bench.embedded()) == before
 
@@ -239,7 +265,10 @@ def test_a_plain_loop_equals_itself() -> None:
 
 
 def test_the_figures_have_their_keys_and_add_up() -> None:
-    lines = [judged(case("data-label")), judged(campaign.Case("bad", "[x]", "-", lambda late: campaign.Verdict("harmed", False, False, 3)))]
+    lines = [
+        judged(at_once("data-label")),
+        judged(campaign.Case("bad", "[x]", "-", lambda late: campaign.Verdict("harmed", False, False, 3))),
+    ]
     figures = summary(lines)
     assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 2, 6)
     assert {"id", "name", "verdict", "located", "passed"} <= figures["cases"][0].keys()

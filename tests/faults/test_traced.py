@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import json
@@ -26,8 +27,20 @@ def case(id: str) -> Case:
     return found
 
 
-@pytest.mark.parametrize("planted", CASES, ids=lambda c: c.id)
-def test_the_planted_fault_is_found_exactly(planted) -> None:
+@pytest.fixture(scope="module")
+def shared_student():
+    """One for each setting: a trace and a plant leave it as it was."""
+    return functools.cache(traced.Student)
+
+
+# A bad element of a plain weight, and what only one pass shows, are planted in models of every kind by the tracer's own tests.
+COVERED = {"norm-weight", "embedding-row", "head-weight", "transient"}
+
+
+@pytest.mark.parametrize("planted", [c for c in CASES if c.id not in COVERED], ids=lambda c: c.id)
+def test_the_planted_fault_is_found_exactly(planted, shared_student, monkeypatch) -> None:
+    if planted.act is None:  # nothing is done to the student for good
+        monkeypatch.setattr(traced, "Student", shared_student)
     line = find_fault(planted)
     assert line.error == ""
     assert line.found == str(line.truth)
@@ -39,7 +52,8 @@ def test_the_planted_fault_is_found_exactly(planted) -> None:
     json.dumps(line.verdict.as_dict(), allow_nan=False)
 
 
-def test_the_clean_model_gives_no_alarm() -> None:
+def test_the_clean_model_gives_no_alarm(shared_student, monkeypatch) -> None:
+    monkeypatch.setattr(traced, "Student", shared_student)
     assert false_alarms() == 0
 
 
@@ -113,7 +127,8 @@ def test_nothing_found_and_a_tracer_that_breaks_do_not_pass(monkeypatch) -> None
     assert not line.passed and line.found == line.error == "RuntimeError: no idea"
 
 
-def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(monkeypatch) -> None:
+def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(shared_student, monkeypatch) -> None:
+    monkeypatch.setattr(traced, "Student", shared_student)
     verdict = find_fault(case("forward-log")).verdict
     monkeypatch.setattr(traced, "trace", lambda *_, **__: verdict)
     assert [find_fault(case(id)).passed for id in ("forward-log", "forward-sqrt", "slope-sqrt", "token-id")] == [True, False, False, False]
@@ -122,7 +137,7 @@ def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(monk
 
 def test_a_plant_is_what_makes_the_fault() -> None:
     """The same run without the plant is clean, so what is found is what was planted."""
-    for id in ("forward-log", "norm-epsilon", "slope-sqrt", "mask-bool"):
+    for id in ("norm-epsilon", "slope-sqrt"):
         line = find_fault(replace(case(id), plant=None))
         assert line.verdict is None and not line.passed
 

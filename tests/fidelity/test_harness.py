@@ -19,6 +19,7 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.cli.main import main
 from npt.config import NPTConfig
 from npt.errors import ConfigError, DataError, ModelError
+from npt.fidelity import harness
 from npt.fidelity.harness import find_tasks, lm_eval
 from npt.generation.view import mode_view
 
@@ -31,8 +32,11 @@ QUESTIONS = [
 ]
 
 
-def needs_the_harness() -> None:
+@pytest.fixture
+def the_harness(monkeypatch) -> None:
+    """It is there, and takes no stock of the machine, for which it starts a dozen programs with every call."""
     pytest.importorskip("lm_eval", reason="NOT TESTED: lm-evaluation-harness needs the extra `eval` (pip install -e '.[eval]')")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _results: None)
 
 
 def write_tasks(folder: Path) -> Path:
@@ -72,8 +76,8 @@ def log_probability(model, ids: list[int], first: int) -> float:
     return float(sum(rows[i - 1, ids[i]] for i in range(first, len(ids))))
 
 
+@pytest.mark.usefixtures("the_harness")
 def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> None:
-    needs_the_harness()
     model, tokenizer = student
     found = lm_eval(model, tokenizer, ["own_choice", "own_text"], tasks_path=write_tasks(tmp_path), batch_size=2)
     assert list(found) == ["teacher", "floor", "student"]
@@ -101,8 +105,8 @@ def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> Non
     assert len(perplexities) == 3  # three models, not one
 
 
+@pytest.mark.usefixtures("the_harness")
 def test_the_model_is_left_as_it_was(student, tmp_path) -> None:
-    needs_the_harness()
     model, tokenizer = student
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -118,8 +122,8 @@ def test_the_model_is_left_as_it_was(student, tmp_path) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.usefixtures("the_harness")
 def test_what_is_not_there_is_named(student, tmp_path) -> None:
-    needs_the_harness()
     tasks = write_tasks(tmp_path)
     with pytest.raises(ConfigError, match=r"'absent'.*there are: own_choice, own_text"):
         find_tasks(["own_text", "absent"], tasks)
@@ -128,8 +132,8 @@ def test_what_is_not_there_is_named(student, tmp_path) -> None:
         lm_eval(*student, ["own_text"], tasks_path=tasks)
 
 
-def test_the_verb_prints_the_scores(student, short_library, tmp_path, capsys) -> None:
-    needs_the_harness()
+@pytest.mark.usefixtures("the_harness")
+def test_the_verb_prints_the_scores(student, short_library, tmp_path, capsys, monkeypatch) -> None:
     model, tokenizer = student
     tasks = write_tasks(tmp_path)
     npt.save_adapter(model, tmp_path / "adapter")
@@ -139,9 +143,11 @@ def test_the_verb_prints_the_scores(student, short_library, tmp_path, capsys) ->
     found = json.loads(capsys.readouterr().out)["lm_eval"]
     expected = lm_eval(model, tokenizer, ["own_choice"], tasks_path=tasks, limit=2)
     assert {mode: scores["own_choice"] for mode, scores in found.items()} == {m: s["own_choice"] for m, s in expected.items()}
+    asked: list[list[str]] = []
+    monkeypatch.setattr(harness, "lm_eval", lambda model, tokenizer, names, **_: asked.append(names) or expected)
     assert main([*arguments, "--lm_eval", "own_choice,own_text", *some]) == 0
     out = capsys.readouterr().out
-    assert "lm-evaluation-harness" in out and "own_choice" in out and "own_text" in out
+    assert "lm-evaluation-harness" in out and "own_choice" in out and asked == [["own_choice", "own_text"]]
 
 
 def test_without_the_package_the_extra_is_named(student, tmp_path, monkeypatch) -> None:

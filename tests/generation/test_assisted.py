@@ -15,7 +15,7 @@ from npt.generation.assisted import Drafts, expected_acceptance, write_assisted
 from npt.generation.text import Decoding, write
 
 PROMPT = [9, 17, 40, 3, 77, 21, 8]
-LIMIT = 20
+LIMIT = 14
 
 
 class Names:
@@ -68,7 +68,7 @@ def test_a_draft_that_ends_the_text_is_accepted(load_model) -> None:
     text = alone(model, PROMPT, LIMIT)
     end = next(i for i, token in enumerate(text) if token not in text[:i] and i > 3)
     model.generation_config.eos_token_id = text[end]
-    for draft_tokens in (1, 3, 4, 5, 20):
+    for draft_tokens in (1, 3, 4, 5, LIMIT):
         written, drafts = write_assisted(model, Names(), PROMPT, Decoding(LIMIT), draft_tokens=draft_tokens)
         assert list(written.ids) == text[: end + 1] and written.ended
         assert drafts.acceptance == 1.0, draft_tokens
@@ -102,15 +102,15 @@ def test_the_drawn_expectation_is_the_overlap_of_what_is_drawn_from(endless, tem
 
 
 def test_drawn_drafts_are_accepted_as_often_as_expected(endless) -> None:
-    """Speculative sampling accepts a draft with probability sum(min(p, q)): over some hundred drafts, within four standard errors."""
+    """Speculative sampling accepts a draft with probability sum(min(p, q)): over some eighty drafts, within four standard errors."""
     accepted = judged = weighted = 0.0
-    for seed in range(4):
-        decoding = Decoding(60, temperature=0.6, top_p=0.9, seed=seed)
+    for seed in range(3):
+        decoding = Decoding(48, temperature=0.6, top_p=0.9, seed=seed)
         written, drafts = write_assisted(endless, Names(), PROMPT, decoding, draft_tokens=2)
         accepted, judged = accepted + drafts.accepted, judged + drafts.judged
         weighted += drafts.judged * expected_acceptance(endless, PROMPT, written.ids, decoding)
     expected = weighted / judged
-    assert judged > 130 and 0.3 < expected < 0.95
+    assert judged > 75 and 0.3 < expected < 0.95
     assert abs(accepted / judged - expected) < 4 * math.sqrt(expected * (1 - expected) / judged)
 
 

@@ -80,7 +80,7 @@ def test_a_static_cache_of_ones_own_takes_one_text_after_another(endless, mode) 
             assert generate(endless, [prompt], past_key_values=cache)[0] == [alone(endless, prompt, LIMIT)]
 
 
-@pytest.mark.parametrize(("mode", "prompts"), [("student", PROMPTS[1:2]), ("student", PROMPTS), ("teacher", PROMPTS[1:2])])
+@pytest.mark.parametrize(("mode", "prompts"), [("student", PROMPTS), ("teacher", PROMPTS[1:2])])
 def test_beam_search_with_a_cache_finds_what_it_finds_without(endless, mode, prompts) -> None:
     with adapter_mode(endless, mode):
         settings = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0}
@@ -142,7 +142,7 @@ def settings_of(name: str) -> dict:
 @each_backend
 def test_a_quantised_cache_costs_what_its_digits_cost(endless, name) -> None:
     settings, bound = settings_of(name), BACKENDS[name][1]
-    for prompt in PROMPTS[:2]:
+    for prompt in PROMPTS[1:2]:
         new = alone(endless, prompt, LIMIT)
         exact = logits_alone(endless, prompt, new)
         found = logits_forced(endless, prompt, new, QuantizedCache(config=endless.config, **settings))
@@ -189,12 +189,10 @@ def test_generate_uses_the_quantised_cache_that_is_asked_for(endless, name) -> N
 TEXTS = ["class Stack:\n    def __init__(self", "import os", "def read(path):\n"]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "view"), [(1, None), (3, npt.teacher_view), (3, npt.student_view)], ids=["model", "teacher", "student"]
-)
+@pytest.mark.parametrize(("batch_size", "view"), [(1, npt.student_view), (3, npt.teacher_view)], ids=["student", "teacher"])
 def test_the_pipeline_writes_the_models_own_text(tiny, batch_size, view) -> None:
     model, tokenizer = tiny
-    model = model if view is None else view(model)
+    model = view(model)
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
     found = pipe(TEXTS, batch_size=batch_size, max_new_tokens=LIMIT, do_sample=False, return_full_text=False)
     for text, (answer,) in zip(TEXTS, found, strict=True):
@@ -208,5 +206,5 @@ def test_the_pipeline_follows_the_mode(tiny) -> None:
     texts = {}
     for mode in ("student", "teacher"):
         with adapter_mode(model, mode):
-            texts[mode] = pipe(TEXTS[0], max_new_tokens=40, do_sample=False)[0]["generated_text"]
+            texts[mode] = pipe(TEXTS[0], max_new_tokens=20, do_sample=False)[0]["generated_text"]
     assert texts["student"] != texts["teacher"]

@@ -58,7 +58,7 @@ def texts(windowed, mode, _written) -> list[list[int]]:
     return _written[mode]
 
 
-@pytest.mark.parametrize("attention", [SDPA, "eager"])
+@pytest.mark.parametrize(("mode", "attention"), [("teacher", "eager"), ("student", SDPA)], indirect=["mode"])
 def test_prompts_of_unequal_length_give_what_each_gives_alone(windowed, mode, texts, monkeypatch, attention) -> None:
     monkeypatch.setattr(windowed.config, "_attn_implementation_internal", attention)
     seen: list[Tensor] = []
@@ -87,6 +87,7 @@ def test_a_prompt_has_a_key_for_every_query_whatever_it_is_padded_to(windowed, m
     assert all(bool((mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()) for mask in seen)
 
 
+@pytest.mark.parametrize("mode", ["student"], indirect=True)
 def test_transformers_own_generation_gives_it_too_padded_on_the_left(windowed, mode, texts) -> None:
     width = max(len(prompt) for prompt in PROMPTS)
     ids = torch.tensor([[2] * (width - len(prompt)) + prompt for prompt in PROMPTS])
@@ -101,14 +102,13 @@ def words() -> Any:
     return load_tokenizer()
 
 
-@pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[2]], ids=len)
+@pytest.mark.parametrize(("mode", "prompt"), [("teacher", PROMPTS[1]), ("student", PROMPTS[2])], indirect=["mode"], ids=["3", "11"])
 def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words, prompt) -> None:
     found = write(mode_view(windowed, mode), words, prompt, Decoding(max_new_tokens=NEW))
     assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))
 
 
-@pytest.mark.parametrize("prompt", [PROMPTS[1], PROMPTS[2]], ids=len)
-@pytest.mark.parametrize("drafted", [1, WINDOW + 2])
+@pytest.mark.parametrize(("prompt", "drafted"), [(PROMPTS[1], WINDOW + 2), (PROMPTS[2], 1)], ids=["3", "11"])
 def test_drafts_that_cross_the_window_leave_the_teachers_text(windowed, words, prompt, drafted) -> None:
     found, drafts = write_assisted(windowed, words, prompt, Decoding(max_new_tokens=NEW), draft_tokens=drafted)
     with npt.adapters_disabled(windowed):

@@ -412,16 +412,15 @@ def script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_the_script_says_which_layer_overflows(monkeypatch, capsys, overflowing) -> None:
-    arguments = ("--model_name", str(overflowing), "--samples", "2", "--max_length", "24", "--variants", "fp16,nf4-fp16,bf16")
-    assert script(monkeypatch, *arguments) == 0
+    arguments = ("--model_name", str(overflowing), "--samples", "2", "--max_length", "24")
+    assert script(monkeypatch, *arguments, "--variants", "fp16,nf4-fp16") == 0
     text = capsys.readouterr().out
     assert "the largest value of the fp32 pass is product in layer 3" in text and "beyond it" in text
     for name in ("fp16", "nf4-fp16"):
         assert f"\n{name}: the first NaN or Inf is in layer 3, product" in text
     assert text.count("layers that fail on the stream of fp32: 3\n") == 2
-    assert "\nbf16:" not in text
 
-    assert script(monkeypatch, *arguments, "--json") == 0
+    assert script(monkeypatch, *arguments, "--variants", "fp16,bf16", "--json") == 0
     read = json.loads(capsys.readouterr().out)["variants"]
     assert read["fp16"]["first_non_finite"]["layer"] == 3 and read["fp16"]["failing_layers"] == [3]
     assert read["fp16"]["kl"] is None and read["fp16"]["layers"][3]["update"]["mean"] is None

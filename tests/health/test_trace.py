@@ -298,8 +298,7 @@ def test_under_autocast_a_weight_that_does_not_fit_is_named_although_its_cast_wa
     assert verdict.operands[0].name == "1.last.weight"
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("backend", "whole"), [("eager", False), ("aot_eager", True)])
 def test_a_compiled_module_is_traced_as_if_it_were_not(backend, whole) -> None:
     for function, operation in ((log_of_zero, "log"), (root_of_zero, "div in SqrtBackward0"), (torch.sin, None)):
         torch._dynamo.reset()
@@ -550,6 +549,8 @@ def test_a_bad_element_of_any_weight_is_named_with_its_module_and_index(name) ->
     model = MODELS[name]() if name in MODELS else llama(name.split()[1])
     generator = torch.Generator().manual_seed(1)
     for weight, parameter in model.named_parameters():
+        if ".0." in weight:
+            continue  # of the same kind as those of layer 1
         index = tuple(int(torch.randint(n, (1,), generator=generator)) for n in parameter.shape)
         if "embed" in weight or "wte" in weight:
             index = (int(IDS[1, 4]), index[1])  # of a table a row that is read
@@ -573,7 +574,7 @@ def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> No
     for name, module in model.named_modules():
         if not name or name.endswith(("rotary_emb", "layers", "mlp", "self_attn")) or name == "model":
             continue
-        if "layers.0" in name or (attention == "eager" and "self_attn" not in name):
+        if "layers.0" in name or name.endswith(("k_proj", "up_proj")) or (attention == "eager" and "self_attn" not in name):
             continue  # modules of the same kind as others
 
         def spoil(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def take_steps(
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [*(("packed", way) for way in WAYS), ("full", "local"), ("left", "end_to_end"), ("right", "propagated")],
+    [("full", "local"), ("packed", "local"), ("left", "end_to_end"), ("right", "propagated")],
 )
 def test_a_clean_step_waits_for_nothing_and_is_the_cpus(kind, way) -> None:
     expected = take_steps(load_student(), kind, way, 2)
@@ -102,13 +102,13 @@ def test_a_clean_step_waits_for_nothing_and_is_the_cpus(kind, way) -> None:
 
 def test_late_flags_leave_the_bits_of_flags_read_at_once() -> None:
     def bad(number: int) -> bool:
-        return number in (1, 4, 5)  # one of a window, and a whole window
+        return number in (1, 2, 3)  # one of a window, and a whole window
 
     with simulated_cuda():
-        late, weights = take_steps(load_student("cuda"), "right", "local", 4, late=True, bad=bad)
-        once, others = take_steps(load_student("cuda"), "right", "local", 4, late=False, bad=bad)
-    assert [r.applied for r in late] == [r.applied for r in once] == [True, True, False, True]
-    assert [len(r.refusals) for r in late] == [len(r.refusals) for r in once] == [1, 0, 2, 0]
+        late, weights = take_steps(load_student("cuda"), "right", "local", 3, late=True, bad=bad)
+        once, others = take_steps(load_student("cuda"), "right", "local", 3, late=False, bad=bad)
+    assert [r.applied for r in late] == [r.applied for r in once] == [True, False, True]
+    assert [len(r.refusals) for r in late] == [len(r.refusals) for r in once] == [1, 2, 0]
     assert all(torch.equal(weights[name], value) for name, value in others.items())
 
 
@@ -124,17 +124,17 @@ def test_clean_steps_of_a_base_that_draws_wait_for_nothing() -> None:
     assert all(result.applied for result in found)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["local", "end_to_end"])
 def test_what_is_refused_late_leaves_those_behind_it_the_numbers_that_they_have_drawn(way) -> None:
     """What is refused is known a window late: by then the micro-batches behind it have drawn."""
     found = []
     with simulated_cuda():
         for micro_batch in (plain, passing_over("1-")):
             with mock.patch.object(Transaction, "micro_batch", micro_batch):
-                steps = take_steps(drawing_student(), "right", way, 3, bad=lambda number: number == 1)
+                steps = take_steps(drawing_student(), "right", way, 2, bad=lambda number: number == 1)
                 found.append(steps)
     (refused, weights), (passed_over, others) = found
-    assert [len(r.refusals) for r in refused] == [1, 0, 0]
+    assert [len(r.refusals) for r in refused] == [1, 0]
     assert not any(r.refusals for r in passed_over)
     assert all(torch.equal(weights[name], value) for name, value in others.items())
 

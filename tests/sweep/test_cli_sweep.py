@@ -20,6 +20,7 @@ from forked_work import Forked, forked_npt
 
 from npt.cli.main import main
 from npt.sweep import study
+from npt.sweep import worker as sweep_worker
 from npt.sweep.spec import read_design
 from npt.sweep.storage import Storage
 from npt.sweep.table import read_table
@@ -41,6 +42,12 @@ def start(spec: Path, folder: Path, *more: str) -> Forked:
 @pytest.fixture
 def forked_workers(monkeypatch) -> None:
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=forked_npt))
+    look_often(monkeypatch)
+
+
+def look_often(monkeypatch) -> None:
+    """Whether workers have ended, every tenth of a second."""
+    monkeypatch.setattr(study, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.1), monotonic=time.monotonic))
 
 
 def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, monkeypatch) -> None:
@@ -150,9 +157,10 @@ def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_b
     assert (progress.finished, progress.open) == (1, 0)
 
 
-def test_a_worker_is_in_a_process_group_of_its_own() -> None:
+def test_a_worker_is_in_a_process_group_of_its_own(monkeypatch) -> None:
     from npt.sweep.study import Crew
 
+    look_often(monkeypatch)
     code = "import os, sys; sys.exit(0 if os.getpgrp() == os.getpid() else 3)"
     assert Crew([sys.executable, "-c", code], 2, 1).wait(lambda: None) == 0
 
@@ -183,30 +191,28 @@ def test_a_study_whose_processes_are_killed_goes_on_where_it_was_and_repeats_not
     spec, tmp_path, capsys, monkeypatch, forked_workers
 ) -> None:
     content = yaml.safe_load(spec.read_text())
-    content["parts"]["forms"]["grid"]["learning_rate"] = [1e-3, 1e-2, 1e-1]
+    content["parts"]["forms"]["grid"]["learning_rate"] = [1e-3, 1e-1]
     content["parts"]["forms"]["seeds"] = [0]
     spec.write_text(yaml.safe_dump(content))
     folder = tmp_path / "study"
     first = start(spec, folder, "--workers", "2")
-    wait_for(2, folder)
+    wait_for(1, folder)
     for pid in (*children(first.pid), first.pid):  # both workers and the parent, in the middle of their trials
         os.kill(pid, signal.SIGKILL)
     first.wait()
     before = {key: row["ended"] for key, row in Storage(f"sqlite:///{folder / 'study.db'}", "small").rows().items()}
-    assert 2 <= len(before) < 6
+    assert 1 <= len(before) < 4
     # Trials in flight are waited for as long as a worker may be silent; here it need not be that long.
     monkeypatch.setitem(Storage.__init__.__kwdefaults__, "grace", 1.0)
+    monkeypatch.setattr(sweep_worker, "WAIT_SECONDS", 0.2)
     assert start(spec, folder, "--workers", "2").wait() == 0
-    assert "6 trials, 0 new" in folder.with_suffix(".log").read_text()
+    assert "4 trials, 0 new" in folder.with_suffix(".log").read_text()
     rows = Storage(f"sqlite:///{folder / 'study.db'}", "small").rows()
-    assert len(rows) == 6 and {key: rows[key]["ended"] for key in before} == before
+    assert len(rows) == 4 and {key: rows[key]["ended"] for key in before} == before
     table = read_table(folder)
-    assert Counter(row["outcome"] for row in table).total() == 6 and all(row["kl"] is not None for row in table)
-    # The same settings on the same base give the same figures, whichever worker computed them.
+    assert Counter(row["outcome"] for row in table).total() == 4 and all(row["kl"] is not None for row in table)
     assert main(["report", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["trials"] == 6 and "map-1-forms" in found["pictures"]
-    assert (folder / "report.html").is_file() and (folder / "figures" / "map-1-forms.svg").is_file()
+    assert json.loads(capsys.readouterr().out)["trials"] == 4 and (folder / "report.html").is_file()
 
 
 @pytest.mark.slow

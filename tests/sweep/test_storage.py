@@ -79,7 +79,7 @@ def wait_for(log: Path, lines: int, seconds: float = 60.0) -> list[str]:
 
 
 def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None:
-    log, count = tmp_path / "log", 8
+    log, count = tmp_path / "log", 6
     processes = [worker(url, count, log) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     taken = [line.split()[0] for line in log.read_text().splitlines()]
@@ -91,7 +91,7 @@ def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None
 
 
 def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(url: str, tmp_path: Path) -> None:
-    log, count = tmp_path / "log", 3
+    log, count = tmp_path / "log", 2
     hanging = worker(url, count, log, "hang")
     (lost,) = (line.split()[0] for line in wait_for(log, 1))
     hanging.send_signal(signal.SIGKILL)
@@ -102,10 +102,10 @@ def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(u
     assert Storage(url, "work").progress(trials(count).by_key).finished == count
 
 
-def test_a_study_that_is_finished_is_not_begun_again(url: str, tmp_path: Path) -> None:
+def test_a_study_that_is_finished_is_not_begun_again(file: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     for _ in range(2):
-        assert worker(url, 1, log).wait() == 0
+        assert worker(file, 1, log).wait() == 0
     assert len(log.read_text().splitlines()) == 1
 
 

@@ -66,7 +66,7 @@ def test_a_second_worker_finds_nothing_left_to_do(design, finished, tmp_path, la
 def test_two_workers_come_to_the_same_figures_as_one(design, finished, tmp_path, lab) -> None:
     other = Storage(f"sqlite:///{tmp_path / 'other.db'}", design.name)
     other.enqueue(design.trials)
-    for claims in (3, 9):  # the first one leaves after three trials
+    for claims in (1, 9):  # the first one leaves after a trial
         one, _ = worker(design, other, tmp_path, lab)
         for _ in range(claims):
             claim = other.claim(design.by_key)
@@ -185,13 +185,14 @@ def test_a_stop_in_the_middle_of_a_trial_gives_it_back_at_once(design, storage, 
     with pytest.raises(StoppedError):
         one.work()
     assert storage.progress(design.by_key).waiting == 4
-    assert worker(design, storage, tmp_path, lab)[0].work().finished == 4
+    taken = [storage.claim(design.by_key) for _ in range(4)]
+    assert {claim.key for claim in taken if claim} == design.by_key.keys()
 
 
 def test_trials_on_the_base_that_is_loaded_come_first(small, tmp_path) -> None:
     from npt.sweep.lab import Lab
 
-    grid = {"compute_dtype": ["fp32", "bf16"], "learning_rate": [1e-3, 1e-2]}
+    grid = {"compute_dtype": ["fp32", "bf16"], "learning_rate": [1e-3]}
     mixed = design_of({"name": "mixed", "settings": {**small, "max_steps": 2}, "parts": {"a": {"grid": grid}}}, "study.yaml")
     storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", "mixed")
     storage.enqueue(mixed.trials)
@@ -201,7 +202,7 @@ def test_trials_on_the_base_that_is_loaded_come_first(small, tmp_path) -> None:
     one.work()
     ends = {row["compute_dtype"]: row["trial"] for row in reversed(rows_of(mixed, storage.rows()))}
     order = [storage.rows()[trial.key]["ended"] for trial in mixed.trials]
-    assert max(order[2:]) <= min(order[:2]) and ends.keys() == {"fp32", "bf16"}
+    assert order[1] <= order[0] and ends.keys() == {"fp32", "bf16"}
 
 
 def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp_path, lab, monkeypatch) -> None:
