@@ -114,10 +114,10 @@ def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(short_library, 
     """Both streams of a briefly trained student: log-probability up for a statement, held-out KL under 0.01."""
     where = ["--model_name", "tiny", "--use_quantization"]
     adapter = ["--init", "random", "--adapter_rank", "32", "--additive_scale", "1.0", "--no_smoke_test"]
-    steps = ["--learning_rate", "0.01", "--max_steps", "30", "--warmup_steps", "5", "--batch_size", "4", "--max_length", "64"]
-    assert main(["pretrain", *where, *adapter, *steps, "--eval_samples", "2", "--output_dir", str(tmp_path / "run")]) == 0
+    steps = ["--learning_rate", "0.01", "--max_steps", "10", "--warmup_steps", "2", "--batch_size", "4", "--max_length", "32"]
+    assert main(["pretrain", *where, *adapter, *steps, "--eval_samples", "1", "--output_dir", str(tmp_path / "run")]) == 0
     capsys.readouterr()
-    where += ["--adapter", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--eval_samples", "6", "--max_length", "64"]
+    where += ["--adapter", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--eval_samples", "4", "--max_length", "64"]
     assert main(["consolidate", "--text", "The capital of Zubrowka is Lutz.", *where, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for stream in ("student", "teacher"):

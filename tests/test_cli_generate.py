@@ -19,7 +19,7 @@ from npt.cli import generate as verb
 from npt.cli.main import main
 
 PROMPT = "class Stack:\n    def __init__(self"
-NEW = 10
+NEW = 6
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def run_forked(code: str, arguments: list[str], modules: Path, scratch: Path) ->
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
             for name in [name for name in sys.modules if name.partition(".")[0] in ("npt", "transformers_modules")]:
                 del sys.modules[name]
-            sys.path.remove(dynamic_module_utils.HF_MODULES_CACHE)
+            sys.path[:] = [place for place in sys.path if place != dynamic_module_utils.HF_MODULES_CACHE]  # there once one was loaded
             dynamic_module_utils.HF_MODULES_CACHE = str(modules)
             sys.argv = arguments
             exec(compile(code, "script", "exec"), {"__name__": "__main__"})

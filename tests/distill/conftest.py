@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,17 @@ import pytest
 from stopped_runs import BAD, RARE, good, make_trainer, stop, with_row
 
 from npt.distill.trainer import Trainer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _unsynced() -> Iterator[None]:
+    """Leaves what is written to the kernel, which no test outlives: not a killed process but a lost machine would need it on the disk.
+
+    To wait for that is a quarter of a short run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 @pytest.fixture(scope="session")

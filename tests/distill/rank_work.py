@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from resumed_runs import without_report
 from rich.console import Console
 
 import npt
@@ -83,7 +84,7 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
     if what == "lack" and len(batch.input_ids) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if what == "sleep":
-        time.sleep(2)
+        time.sleep(1.5)
     sums = STRATEGIES["local"](model, batch, config)
     parameter = next(iter(adapter_parameters(model).values()))
     if what == "nan":
@@ -198,7 +199,7 @@ def trained(
 
     trainer.strategy = watching
     with mock.patch("npt.distill.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)):
-        result = trainer.train()
+        result = without_report(trainer).train()
     folder = Path(out)
     return {
         "steps": result.steps,

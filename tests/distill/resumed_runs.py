@@ -61,7 +61,7 @@ class Stream:
 class Runs:
     """Makes runs of one kind in folders below `place`, all on one model, whose adapters are attached anew for each.
 
-    data: a fresh data set at every call. settings: of training. data_settings: of the data. layers: that are converted.
+    data: a fresh data set at every call. settings: of training. data_settings: of the data. report: whether they write one at their end.
     """
 
     model: nn.Module
@@ -73,6 +73,7 @@ class Runs:
     adapter: dict[str, Any] = field(default_factory=lambda: {"rank": 2, "layers": "1,3"})
     eval_data: Iterable[Any] | None = None
     said: io.StringIO = field(default_factory=io.StringIO)
+    report: bool = False
 
     def trainer(self, folder: str | None, act: Act | None = None, **changed: Any) -> Trainer:
         """A trainer, with `act` done in front of every micro-batch."""
@@ -104,7 +105,7 @@ class Runs:
             teacher=teacher,
             any_base=any_base,
         )
-        return acting(trainer, act)
+        return acting(trainer if self.report else without_report(trainer), act)
 
     def run(self, folder: str | None, act: Act | None = None, **changed: Any) -> TrainResult:
         """The run to its end."""
@@ -123,6 +124,13 @@ class Runs:
 
     def outcome(self, folder: str) -> Outcome:
         return outcome(self.place / folder)
+
+
+def without_report(trainer: Trainer) -> Trainer:
+    """The trainer, whose run writes no report at its end, nor what only that is made of."""
+    trainer._write_report = lambda folder: None
+    trainer._measure_modulation = lambda folder, step: None
+    return trainer
 
 
 def acting(trainer: Trainer, act: Act | None) -> Trainer:

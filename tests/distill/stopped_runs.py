@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from resumed_runs import without_report
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -62,7 +63,7 @@ def make_trainer(
     model = copy.deepcopy(_loaded(str(base), quantization, use_fp16, compute_dtype))
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, "seed": 3, **config}
-    return Trainer(
+    trainer = Trainer(
         model,
         NoTokenizer(),
         data,
@@ -71,6 +72,7 @@ def make_trainer(
         eval_data=good(1),
         console=Console(file=io.StringIO(), width=200),
     )
+    return without_report(trainer)
 
 
 def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from resumed_runs import without_report
 from rich.console import Console
 
 import npt
@@ -46,8 +47,8 @@ def build(base: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
             model = copy.deepcopy(base)
             npt.attach(model, NPTConfig(**{"rank": 4, "layers": "1,3", "init": "calibrated", "additive_scale": 1.0, **(form or {})}))
         settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2, "calibration_tokens": 300}
-        settings |= {"smoke_test": False, "eval_samples": 2, **config}
-        return Trainer(
+        settings |= {"smoke_test": False, "eval_samples": 2, "calibration_rounds": 0, **config}
+        trainer = Trainer(
             model,
             tokenizer,
             texts(60) if data is None else data,
@@ -56,6 +57,7 @@ def build(base: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
             eval_data=eval_data,
             console=Console(file=io.StringIO(), width=200),
         )
+        return without_report(trainer)
 
     return make
 
@@ -74,11 +76,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Sample]]:
     return found
 
 
-@pytest.mark.parametrize("limited", [False, True])
-def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_adapters_as_they_were(build, monkeypatch, limited) -> None:
+def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_adapters_as_they_were(build, monkeypatch) -> None:
     trainer = build(batch_size=4, smoke_test=False, max_steps=1)
-    if limited:
-        trainer.passes.samples = 2  # as --max_memory has it
+    trainer.passes.samples = 2  # as --max_memory has it
     before = {name: p.detach().clone() for name, p in adapter_parameters(trainer.model).items()}
     sizes: list[int] = []
     original = starting.calibrate
@@ -92,14 +92,14 @@ def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_
 
     monkeypatch.setattr(starting, "calibrate", calibrate)
     trainer.train()
-    assert sizes == ([2, 1] if limited else [4, 2, 1])
-    assert trainer.calibration is not None and trainer.passes.samples == (2 if limited else 4)
+    assert sizes == [2, 1]
+    assert trainer.calibration is not None and trainer.passes.samples == 2
     events = [json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()]
-    assert [e["during"] for e in events if e["event"] == "out_of_memory"] == ["the calibration"] * (len(sizes) - 1)
+    assert [e["during"] for e in events if e["event"] == "out_of_memory"] == ["the calibration"]
 
 
 def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
-    trainer = build()
+    trainer = build(calibration_rounds=1)
     result = trainer.train()
     assert result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
     record = json.loads((result.folder / "run.json").read_text())["calibration"]
@@ -111,7 +111,7 @@ def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
 
 
 def test_held_out_samples_are_never_calibrated_on(build, calls) -> None:
-    build(max_steps=1, calibration_tokens=5000).train()
+    build(max_steps=1, calibration_tokens=1000).train()
     (given,) = calls
     assert len(given) > 40 and not any(sample.heldout for sample in given)
 
@@ -171,10 +171,10 @@ def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(bui
 @pytest.mark.parametrize("stream", [False, True])
 def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_the_fits_own_figure_is_said(build, calls, stream) -> None:
     """A list keeps nine tenths of its steps at least; of a stream nothing is known but that something comes behind them."""
-    few = texts(26)
+    few = texts(14)
     trainer = build(Stream(few) if stream else few, eval_data=texts(2, seed=1), smoke_test=False, max_steps=None, calibration_tokens=2000)
     seen = seen_by(trainer)
-    assert seen == order_of(trainer) and trainer.total_steps in (13, None)
+    assert seen == order_of(trainer) and trainer.total_steps in (7, None)
     said = trainer.console.file.getvalue()
     assert "begins behind" not in said and said.count("the first losses are those of tokens that were fitted") == 1
     mean = sum(trainer.calibration.nmse.values()) / 2
@@ -182,7 +182,7 @@ def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_
 
 
 def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(build, calls) -> None:
-    trainer = build(texts(80), eval_data=texts(2, seed=1), smoke_test=False, max_steps=None, num_epochs=2, batch_size=4)
+    trainer = build(texts(80), eval_data=texts(2, seed=1), smoke_test=False, max_steps=None, num_epochs=2, batch_size=8)
     first, second = order_of(trainer), [sample.id for sample in trainer.samples.epoch(1)]
     seen = seen_by(trainer)
     (given,) = calls
@@ -198,20 +198,22 @@ def test_a_random_start_is_not_calibrated_and_training_begins_at_the_first_sampl
 
 def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path) -> None:
     """Neither are those trained on then, nor is the run longer."""
-    settings = {"smoke_test": False, "num_epochs": 2, "eval_data": texts(2, seed=1), "save_steps": 5, "batch_size": 8}
-    whole = build(texts(80), max_steps=None, output_dir=str(tmp_path / "whole"), **settings)
+    settings = {"smoke_test": False, "num_epochs": 2, "eval_data": texts(2, seed=1), "save_steps": 3, "batch_size": 4}
+    settings["calibration_tokens"] = 110
+    whole = build(texts(32), max_steps=None, output_dir=str(tmp_path / "whole"), **settings)
     seen = seen_by(whole)
-    part = build(texts(80), max_steps=None, **settings)
+    assert len(seen) < 2 * 32
+    part = build(texts(32), max_steps=None, **settings)
     strategy, count = part.strategy, iter(range(1000))
 
     def stopping(*arguments: Any) -> Any:
-        if next(count) == 7:
+        if next(count) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return strategy(*arguments)
 
     part.strategy = stopping
     assert part.train().signal == signal.SIGTERM
-    again = build(texts(80), max_steps=None, resume="auto", **settings)
+    again = build(texts(32), max_steps=None, resume="auto", **settings)
     assert again.total_steps == whole.total_steps
     rest = seen_by(again)
     assert seen[-len(rest) :] == rest

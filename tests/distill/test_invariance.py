@@ -34,7 +34,7 @@ CONFIGS = {
     "local": TrainConfig(strategy="local", regularization_lambda=0.3),
     "end_to_end with logits": TrainConfig(strategy="end_to_end", regularization_lambda=0.3, logit_kl_weight=0.5),
 }
-PROPERTY = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+PROPERTY = settings(deadline=None, max_examples=7, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 Result = tuple[dict[str, Tensor], int]
 """Sums and gradients by name, and the tokens they are of."""

@@ -219,7 +219,7 @@ def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_ev
     assert runs.outcome("run").state["step"] == made[0].applied_steps == 2
 
 
-@pytest.mark.parametrize("slow", [[0], [2, 0, 0, 1], [NEVER]])
+@pytest.mark.parametrize("slow", [[2, 0, 0, 1], [NEVER]])
 def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs, monkeypatch, slow):
     """Once a window is launched its sums can not be read any more: behind them there may be windows that nobody has waited for."""
     lines = {}

@@ -229,11 +229,10 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], s
             assert difference.median() < 1e-6 and difference.max() < 1e-3 * steps, name
 
 
-@pytest.mark.parametrize(("kind", "call"), [("cpu", 0), ("cuda", 1)])
-def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_parts(runs, kind, call) -> None:
-    """In the second micro-batch as in the first: what was computed of the window before it is computed again."""
-    here = runs(data=lambda: records(8))
-    here.run("lacking", lacking(call, kind=kind))
+def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_parts(runs) -> None:
+    """In its second micro-batch: what was computed of the window before it is computed again."""
+    here = runs(data=lambda: records(8), settings={"strategy": "propagated"})
+    here.run("lacking", lacking(1, kind="cpu"))
     in_parts(here.trainer("parts"), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
     (event,) = events(here.place / "lacking", "out_of_memory")
@@ -242,7 +241,7 @@ def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_par
     assert events(here.place / "parts", "out_of_memory") == []
 
 
-@pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
+@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 def test_memory_that_runs_out_in_backward_leaves_no_gradient_behind(runs, strategy) -> None:
     here = runs(data=lambda: records(8))
     in_backward(here.trainer("lacking", strategy=strategy), 1).train()
@@ -276,7 +275,7 @@ def test_smaller_parts_change_nothing_but_rounding(runs) -> None:
 
 
 def test_lack_upon_lack_halves_until_one_sample_is_left(runs) -> None:
-    here = runs(settings={"batch_size": 8, "gradient_accumulation_steps": 1})
+    here = runs(data=lambda: records(12), settings={"batch_size": 8, "gradient_accumulation_steps": 1})
     here.run("lacking", lambda number, batch: ask("cpu") if len(batch.input_ids) > 1 else None)
     in_parts(here.trainer("parts"), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
@@ -284,9 +283,9 @@ def test_lack_upon_lack_halves_until_one_sample_is_left(runs) -> None:
 
 
 def test_a_run_that_is_killed_after_halving_goes_on_with_what_it_was_halved_to(runs) -> None:
-    here = runs()
+    here = runs(data=lambda: records(12))
     here.run("whole", lacking(2))
-    assert here.killed("parts", lambda number, batch: [lacking(2)(number, batch), at_kill(number, 14)]) == -signal.SIGKILL
+    assert here.killed("parts", lambda number, batch: [lacking(2)(number, batch), at_kill(number, 9)]) == -signal.SIGKILL
     here.run("parts", resume="auto")
     assert events(here.place / "parts", "resume")[0]["step"] > 1
     here.outcome("parts").assert_equal(here.outcome("whole"))
@@ -300,7 +299,7 @@ def at_kill(number: int, call: int) -> None:
 
 def test_refusals_are_counted_once_and_at_their_place_whatever_is_begun_again(runs) -> None:
     """Windows of three, in which something is refused in front of the call that memory does not do for."""
-    here = runs(data=lambda: with_faults(records(30)), settings={"batch_size": 2, "gradient_accumulation_steps": 3})
+    here = runs(data=lambda: with_faults(records(24)), settings={"batch_size": 2, "gradient_accumulation_steps": 3})
     whole: list[Any] = []
     for name, act in (("whole", None), ("lacking", lacking(*range(2, 40), more_than=1))):
         here.run(name, act)
@@ -308,7 +307,7 @@ def test_refusals_are_counted_once_and_at_their_place_whatever_is_begun_again(ru
         whole.append((found, {k: here.outcome(name).state[k] for k in ("micro_batches", "refused_by_kind", "in_a_row", "position")}))
     assert whole[0] == whole[1] and len(whole[0][0]) > 3
     assert len(events(here.place / "lacking", "out_of_memory")) == 1
-    assert any(RARE in record["input_ids"] for record in with_faults(records(30)))
+    assert any(RARE in record["input_ids"] for record in with_faults(records(24)))
 
 
 def test_what_one_sample_at_a_time_does_not_fit_into_ends_with_one_line_and_what_was_trained_is_saved(runs) -> None:
@@ -363,7 +362,7 @@ def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) ->
 
 def test_one_rank_of_two_halves_by_itself_and_both_hold_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
     windows = [["good a", "lack b", "good c", "lack d"], ["good e", "lack f", "good g", "good h"]]
-    plans = [{"out": str(tmp_path / f"loop-{late}"), "windows": windows, "late": late} for late in (False, True)]
+    plans = [{"out": str(tmp_path / f"loop-{late}"), "windows": windows, "late": late} for late in (True,)]
     together = values(several(2, loops, str(tiny_folder), plans))
     alone = values(several(1, loops, str(tiny_folder), [{**plan, "out": f"{plan['out']}-alone"} for plan in plans]))
     for number in range(len(plans)):

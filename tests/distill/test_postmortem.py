@@ -157,13 +157,13 @@ def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> No
 def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_was_not(trainer, poisoned_folder, monkeypatch) -> None:
     """A share counts from the fiftieth micro-batch on, and that one was accepted."""
     bad, fine = (collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7))))
-    windows = [Window(0, [bad])] * 12 + [Window(0, [fine])] * 60
+    windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
     monkeypatch.setattr(Trainer, "_windows", lambda self: (window for window in windows))
-    folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100))
+    folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100, max_refused_share=0.05))
     record = said(folder)
-    assert record["reason"].startswith("12 of 50 micro-batches refused")
+    assert record["reason"].startswith("3 of 50 micro-batches refused")
     assert record["sample_ids"] == [["bad"]] and record["refusals"][0]["kind"] == "loss"
-    assert record["step"] == record["counters"]["steps"] == 38
+    assert record["step"] == record["counters"]["steps"] == 47
     found = replay(folder)
     assert found.reproduced and found.classification == "data"
 

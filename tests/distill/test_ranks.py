@@ -125,9 +125,8 @@ def test_a_window_without_survivors_on_any_rank_is_no_step(train: Loops) -> None
         assert [line["lr"] for line in ranks[0]["metrics"]] == [line["lr"] for line in never[0]["metrics"]]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_random_windows_leave_no_trace_of_what_was_refused_in_them(size: int) -> None:
-    assert values(several(size, random_windows, 8)) == [[]] * size
+def test_random_windows_leave_no_trace_of_what_was_refused_in_them() -> None:
+    assert values(several(3, random_windows, 6)) == [[]] * 3
 
 
 def test_too_many_refusals_end_all_ranks_with_one_bundle_of_the_whole_window(train: Loops, tmp_path: Path) -> None:
@@ -214,35 +213,34 @@ def run(base: str, tmp_path: Path) -> Callable[..., list[Ended]]:
 
 
 def test_accumulation_and_ranks_make_one_window_and_lose_or_repeat_no_sample(base: str, tmp_path: Path, run: Any) -> None:
-    alone = {k: trained(Ranks(), base, str(tmp_path / f"k{k}"), count=24, batch_size=8 // k, gradient_accumulation_steps=k) for k in (1, 8)}
-    ranks = values(run("ranks", count=24, batch_size=1, gradient_accumulation_steps=4))
-    assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == sorted(f"{r['id']}@0" for r in records(24))
+    alone = trained(Ranks(), base, str(tmp_path / "alone"), count=16, batch_size=1, gradient_accumulation_steps=8)
+    ranks = values(run("ranks", count=16, batch_size=1, gradient_accumulation_steps=4))
+    assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == sorted(f"{r['id']}@0" for r in records(16))
     assert ranks[0]["metrics"] == ranks[1]["metrics"] and ranks[1]["said"] == ""
-    for other in alone.values():
-        assert other["tokens"] == ranks[0]["tokens"] and other["steps"] == ranks[0]["steps"] == 3
-        for line, expected in zip(ranks[0]["metrics"], other["metrics"], strict=True):
-            for key in ("loss", "loss_nmse", "grad_norm", "layers.1.nmse", "layers.3.nmse"):
-                assert line[key] == pytest.approx(expected[key], rel=1e-4), key  # fp32 sums in another order, then steps of Adam
+    assert alone["tokens"] == ranks[0]["tokens"] and alone["steps"] == ranks[0]["steps"] == 2
+    for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
+        for key in ("loss", "loss_nmse", "grad_norm", "layers.1.nmse", "layers.3.nmse"):
+            assert line[key] == pytest.approx(expected[key], rel=1e-4), key  # fp32 sums in another order, then steps of Adam
     assert_equal(ranks[0]["weights"], ranks[1]["weights"])
-    assert_close(alone[8]["weights"], ranks[0]["weights"], steps=3)
+    assert_close(alone["weights"], ranks[0]["weights"], steps=2)
     assert ranks[0]["fidelity"] == ranks[1]["fidelity"]
 
 
 def test_the_loss_on_the_logits_is_a_mean_over_what_all_ranks_predicted(base: str, tmp_path: Path, run: Any) -> None:
-    config = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "count": 16}
+    config = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "count": 8}
     alone = trained(Ranks(), base, str(tmp_path / "alone"), gradient_accumulation_steps=4, **config)
     ranks = values(run("ranks", gradient_accumulation_steps=2, **config))
-    assert len(ranks[0]["metrics"]) == 2
+    assert len(ranks[0]["metrics"]) == 1
     for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
         assert line["loss_kl"] == pytest.approx(expected["loss_kl"], rel=1e-4)  # fp32 sums in another order, then steps of Adam
 
 
 def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_rounding(base: str, tmp_path: Path, run: Any) -> None:
-    config = {"gradient_accumulation_steps": 2, "save_steps": 2, "count": 24}
+    config = {"gradient_accumulation_steps": 2, "save_steps": 1, "count": 16}
     whole = values(run("whole", **config))
-    first = values(run("parts", plant="term", at=4, **config))  # inside the third window
-    assert [part["status"] for part in first] == [143, 143] and first[0]["steps"] == 2
-    checkpoint = tmp_path / "parts" / "checkpoints" / "step-00000002"
+    first = values(run("parts", plant="term", at=2, **config))  # inside the second window
+    assert [part["status"] for part in first] == [143, 143] and first[0]["steps"] == 1
+    checkpoint = tmp_path / "parts" / "checkpoints" / "step-00000001"
     saved = read_checkpoint(checkpoint)
     assert {name for name in saved.headers if name.startswith("rng.")} == {"rng.0.cpu", "rng.1.cpu"}
     alone = trained(Ranks(), base, str(tmp_path / "alone"), resume=str(checkpoint), **{**config, "gradient_accumulation_steps": 4})
@@ -250,9 +248,9 @@ def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_roundi
     assert_equal(whole[0]["weights"], second[0]["weights"], second[1]["weights"])
     assert [line["loss"] for line in whole[0]["metrics"]] == [line["loss"] for line in second[0]["metrics"]]
     for rank in (0, 1):
-        assert first[rank]["seen"][:8] + second[rank]["seen"] == whole[rank]["seen"]
+        assert first[rank]["seen"][:4] + second[rank]["seen"] == whole[rank]["seen"]
     assert alone["tokens"] == whole[0]["tokens"] and alone["steps"] == whole[0]["steps"]
-    assert_close(alone["weights"], whole[0]["weights"], steps=3)
+    assert_close(alone["weights"], whole[0]["weights"], steps=2)
     (resumed,) = (e for e in alone["events"] if e["event"] == "resume")
     assert resumed["changed"]["processes"] == [2, 1]
 
@@ -275,9 +273,9 @@ def test_ranks_with_other_settings_are_refused_by_name_before_anything_is_writte
 
 
 def test_a_save_that_fails_on_rank_0_leaves_the_ranks_in_step(run: Any) -> None:
-    ranks = values(run("run", plant="second save", save_steps=2, gradient_accumulation_steps=2))
-    assert [e["step"] for e in ranks[0]["events"] if e["event"] == "save_failed"] == [4]
-    assert [rank["steps"] for rank in ranks] == [5, 5]
+    ranks = values(run("run", plant="second save", save_steps=1, gradient_accumulation_steps=2, count=24))
+    assert [e["step"] for e in ranks[0]["events"] if e["event"] == "save_failed"] == [2]
+    assert [rank["steps"] for rank in ranks] == [3, 3]
     assert_equal(ranks[0]["weights"], ranks[1]["weights"])
 
 
@@ -288,10 +286,10 @@ def test_a_first_save_that_fails_ends_both(run: Any) -> None:
 
 
 def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(run: Any, tmp_path: Path) -> None:
-    ended = run("run", plant="weight", at=3, save_steps=5, gradient_accumulation_steps=1)
+    ended = run("run", plant="weight", at=1, save_steps=2, gradient_accumulation_steps=1)
     for one in ended:
         assert one.kind == "RankError" and one.status == 6
-        assert "rank 1 holds other adapters or moments than rank 0 at step 5" in str(one.error)
+        assert "rank 1 holds other adapters or moments than rank 0 at step 2" in str(one.error)
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 

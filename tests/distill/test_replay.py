@@ -41,12 +41,9 @@ def places(refusals: Any) -> list[tuple[str, int | None]]:
 # --- what is found -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_sample_that_overflows_is_the_data_and_its_window_is_computed_in_the_state_that_the_run_had(
-    trainer, poisoned_folder, late
-) -> None:
+def test_a_sample_that_overflows_is_the_data_and_its_window_is_computed_in_the_state_that_the_run_had(trainer, poisoned_folder) -> None:
     """In windows of two, so that the other micro-batch was stepped on, and read late the window behind it as well."""
-    found = replay(stop(trainer(poisoned_folder, [*good(9), BAD], gradient_accumulation_steps=2, learning_rate=0.1), late))
+    found = replay(stop(trainer(poisoned_folder, [*good(9), BAD], gradient_accumulation_steps=2, learning_rate=0.1), late=True))
     assert found.classification == "data" and found.reproduced and found.same_fault
     ((kind, index),) = places(found.found)
     assert kind == "loss" and found.verdicts[0][0] == index
@@ -393,7 +390,7 @@ def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_
     data.write_text("".join(json.dumps({"id": f"row-{i}", "input_ids": row}) + "\n" for i, row in enumerate(rows)))
     run = tmp_path / "run"
     settings = ["--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_consecutive_bad", "1", "--no_smoke_test"]
-    small = ["--max_length", "16", "--eval_samples", "2", "--use_quantization", "--init", "random"]
+    small = ["--max_length", "16", "--eval_samples", "1", "--use_quantization", "--init", "random", "--layers", "7"]
     source_of_run = ["--model_name", str(base), "--dataset_name", str(data), "--output_dir", str(run)]
     ended = Program(["pretrain", *source_of_run, *settings, *small], tmp_path / "errors")
     assert ended.wait() == 3, ended.errors.read_text()

@@ -40,17 +40,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "settings": {"num_epochs": 2, "gradient_accumulation_steps": 2, "batch_size": 1, "save_steps": 2, "warmup_steps": 2},
     },
     "refusals of data and of NaN in windows of three": {
-        "data": lambda: with_faults(records(20)),
+        "data": lambda: with_faults(records(17)),
         "settings": {"gradient_accumulation_steps": 3, "batch_size": 1, "save_steps": 3, "eval_steps": 4, "weight_decay": 0.1},
         "eval_data": records(3, seed=7),  # of one sample no figure has an error
     },
     "a stream, packed, over epochs": {
-        "data": lambda: Stream(with_faults(records(16))),
+        "data": lambda: Stream(with_faults(records(10))),
         "settings": {"num_epochs": 2, "gradient_accumulation_steps": 2, "regularization_lambda": 0.1},
         "data_settings": {"streaming": True, "packing": True},
     },
     "stages, each with its own strategy": {
-        "data": lambda: with_faults(records(16)),
+        "data": lambda: with_faults(records(14)),
         "settings": {
             "stages": "local:0.3,propagated:0.4,end_to_end:0.3",
             "logit_kl_weight": 0.5,
@@ -132,10 +132,11 @@ def test_a_run_that_is_interrupted_again_and_again_is_the_run_that_was_not(runs,
     """Every process is stopped a few micro-batches on, in another place of a window each time, until one comes to the end."""
     here, whole = runs(kind), wholes(kind)
     seen = whole.seen
+    stops = (5, 4, 9, 8)  # odd and even, and every remainder of three
     for process in range(60):
         again: list[tuple[str, ...]] = []
 
-        def act(number: int, batch: Batch, stop: int = 3 + process % 4, again: list[Any] = again) -> None:
+        def act(number: int, batch: Batch, stop: int = stops[process % 4], again: list[Any] = again) -> None:
             again.append(batch.sample_ids)
             at(stop)(number, batch)
 
@@ -165,15 +166,10 @@ def whole(wholes: Callable[[str], Whole]) -> Runs:
     return wholes("refusals of data and of NaN in windows of three").runs
 
 
-@pytest.mark.parametrize(("stop", "kill"), [(1, True), (7, False), (11, True)])
-def test_stopped_or_killed_at_any_micro_batch_it_goes_on_exactly(whole, stop, kill) -> None:
-    folder = f"{'killed' if kill else 'stopped'}-{stop}"
-    if kill:
-        assert whole.killed(folder, at(stop, signal.SIGKILL)) == -signal.SIGKILL
-    else:
-        assert whole.run(folder, at(stop)).exit_status == 143
-    whole.run(folder, resume="auto")
-    whole.outcome(folder).assert_equal(whole.outcome("whole"))
+def test_killed_in_the_middle_of_a_window_it_goes_on_exactly(whole) -> None:
+    assert whole.killed("killed", at(11, signal.SIGKILL)) == -signal.SIGKILL
+    whole.run("killed", resume="auto")
+    whole.outcome("killed").assert_equal(whole.outcome("whole"))
 
 
 def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(runs, monkeypatch) -> None:
@@ -196,7 +192,7 @@ def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(run
 
     for name in operations:
         monkeypatch.setattr(os, name, counted(name))
-    for first in range(3, 400, 23):
+    for first in range(3, 400, 31):
         folder, limit = f"killed-{first}", first
         if here.killed(folder, nothing) == 0:
             break
@@ -205,7 +201,7 @@ def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(run
         limit = 0
         assert here.killed(folder, nothing, resume="auto") == 0
         here.outcome(folder).assert_equal(here.outcome("whole"))
-    assert kills > 6
+    assert kills > 4
 
 
 def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
@@ -213,10 +209,9 @@ def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
     monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=True))
     here = runs("refusals of data and of NaN in windows of three")
     here.run("whole")
-    for stop in (4, 13):
-        here.run(f"part-{stop}", at(stop))
-        here.run(f"part-{stop}", resume="auto")
-        here.outcome(f"part-{stop}").assert_equal(here.outcome("whole"))
+    here.run("part", at(10))
+    here.run("part", resume="auto")
+    here.outcome("part").assert_equal(here.outcome("whole"))
 
 
 def test_a_run_that_had_ended_is_taken_up_without_another_step(runs) -> None:
@@ -434,13 +429,13 @@ def test_the_best_adapters_of_a_new_folder_are_its_own(runs) -> None:
 
 
 def test_best_is_what_evaluated_best_the_last_evaluation_included(runs) -> None:
-    here = runs(settings={"batch_size": 2, "eval_steps": 2, "num_epochs": 2, "save_total_limit": 1, "save_steps": 1})
+    here = runs(settings={"batch_size": 2, "eval_steps": 2, "save_total_limit": 1, "save_steps": 1})
     result = here.run("run")
     kls = {e["step"]: e["student"]["kl"] for e in events(result.folder, "evaluation")}
     kls[result.steps] = result.fidelity.student.kl
     best = strict(result.folder / "best" / "fidelity.json")
-    assert len(kls) == 5 and (best["step"], best["student"]["kl"]) == min(kls.items(), key=lambda item: item[1])
-    assert checkpoint_names(result.folder) == ["step-00000010"]
+    assert len(kls) == 3 and (best["step"], best["student"]["kl"]) == min(kls.items(), key=lambda item: item[1])
+    assert checkpoint_names(result.folder) == ["step-00000005"]
 
 
 def refused(call: Callable[[], Any], error: type[Exception], *parts: str) -> None:

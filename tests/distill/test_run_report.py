@@ -22,8 +22,8 @@ from npt.fidelity.modulation import Modulation
 
 @pytest.fixture
 def here(load_model: Any, tmp_path: Path) -> Runs:
-    """Runs of twelve records."""
-    return Runs(load_model(), tmp_path, lambda: records(12), eval_data=records(2, seed=7))
+    """Runs of six records."""
+    return Runs(load_model(), tmp_path, lambda: records(6), eval_data=records(2, seed=7), report=True)
 
 
 def text(folder: Path) -> str:
@@ -47,8 +47,8 @@ def test_a_finished_run_has_a_report_and_what_it_is_made_of(here) -> None:
 
 def test_a_run_that_gives_up_has_a_report_with_its_refusals_and_its_post_mortem(here) -> None:
     def poisoned() -> list[dict[str, Any]]:
-        made = records(12)
-        for record in made[4:]:
+        made = records(6)
+        for record in made[1:]:
             record["input_ids"][1] = 999
         return made
 
@@ -79,12 +79,12 @@ def test_a_run_that_ends_with_an_error_has_a_report_and_raises_it(here) -> None:
 
 
 def test_a_resumed_run_has_one_report_of_all_its_steps(here) -> None:
-    here.killed("run", at(5, signal.SIGKILL), save_steps=2)
+    here.killed("run", at(3, signal.SIGKILL), save_steps=2)
     assert not (here.place / "run" / "report.html").exists()
     write_report(here.place / "run")
     assert "No end is on record" in text(here.place / "run")
     folder = here.run("run", resume="auto").folder
-    assert "Finished at step 12" in text(folder) and "12 logged steps" in text(folder) and "resumed" in text(folder)
+    assert "Finished at step 6" in text(folder) and "6 logged steps" in text(folder) and "resumed" in text(folder)
 
 
 def test_a_report_that_cannot_be_written_is_warned_of_and_changes_nothing(here, monkeypatch) -> None:
@@ -149,6 +149,6 @@ def test_a_second_signal_does_not_wait_for_a_report(here) -> None:
 def test_a_student_of_a_broken_base_has_a_report_all_the_same(poisoned_folder, tmp_path) -> None:
     model = npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
     held_out = [{"id": "rare", "input_ids": [5, RARE, 6, 7]}, *records(3, seed=4)]
-    folder = Runs(model, tmp_path, lambda: records(6), eval_data=held_out).run("run", max_steps=2).folder
+    folder = Runs(model, tmp_path, lambda: records(6), eval_data=held_out, report=True).run("run", max_steps=2).folder
     assert "Finished at step 2" in text(folder)
     assert (folder / "modulation.json").is_file()

@@ -54,9 +54,9 @@ def test_a_run_on_a_sharded_base_is_that_on_a_whole_one(base: str, tmp_path: Pat
     settings = {
         "smoke_test": True,
         "gradient_accumulation_steps": 2,
-        "save_steps": 2,
-        "eval_steps": 2,
-        "count": 21,
+        "save_steps": 1,
+        "eval_steps": 1,
+        "count": 13,
     }  # the last window is uneven
     whole, sharded = (values(several(2, run, base, str(tmp_path / name), name == "sharded", **settings)) for name in ("whole", "sharded"))
     for one, other in zip(whole, sharded, strict=True):
@@ -100,11 +100,8 @@ def test_a_post_mortem_of_a_sharded_base_is_that_of_a_whole_one(base: str, tmp_p
         assert found[0][key] == found[1][key], key
 
 
-@pytest.mark.parametrize("plant", ["raise", "kill", "term"])
+@pytest.mark.parametrize("plant", ["raise", "kill"])
 def test_a_rank_that_ends_early_ends_the_other_too(base: str, tmp_path: Path, plant: str) -> None:
-    ended = several(2, run, base, str(tmp_path / "run"), True, plant=plant, at=3, gradient_accumulation_steps=2)
-    if plant == "term":
-        assert [one["status"] for one in values(ended)] == [143, 143]
-    else:
-        assert ended[0].kind == "RankError" and "rank 1" in str(ended[0].error), ended[0].trace
-        assert ended[0].seconds < 15  # far below the timeout of 20
+    ended = several(2, run, base, str(tmp_path / "run"), True, plant=plant, at=1, gradient_accumulation_steps=2, count=13)
+    assert ended[0].kind == "RankError" and "rank 1" in str(ended[0].error), ended[0].trace
+    assert ended[0].seconds < 15  # far below the timeout of 20

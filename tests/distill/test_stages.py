@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from resumed_runs import Runs, lines, records
+from resumed_runs import Runs, at, lines, records
 
 import npt
 from npt.adapters.attach import adapter_parameters
@@ -121,7 +121,7 @@ def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any)
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_a_kept_residual_learns_from_the_unquantised_base_what_quantisation_has_cost(here, llama_folder, precision) -> None:
     adapter = {"rank": 8, "residual": "keep", "layers": "all"}
-    result = taught(here, "run", precision, llama_folder, adapter=adapter, max_steps=60, num_epochs=20).train()
+    result = taught(here, "run", precision, llama_folder, adapter=adapter, max_steps=40, num_epochs=20).train()
     metrics = [line["loss_nmse"] for line in lines(result.folder, "metrics")]
     assert sum(metrics[-8:]) < 0.9 * sum(metrics[:8])  # means of an epoch each
     settings = read_json(result.folder / "run.json", ConfigError)["settings"]
@@ -184,7 +184,7 @@ def test_a_boundary_that_moves_on_resume_begins_its_stage_with_fresh_limits(here
     """Saved in `local`; with fewer steps in all the next one is `end_to_end`, whose loss the limits of `local` would refuse."""
     monkeypatch.setattr("npt.distill.spikes.MINIMUM", 4)
     settings = {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 20.0, "skip_spikes": True, "num_epochs": 20, "save_steps": 12}
-    here.run("run", max_steps=40, **settings)
+    here.run("run", at(13), max_steps=40, **settings)
     checkpoint = str(here.place / "run" / "checkpoints" / "step-00000012")
     result = here.run("new", max_steps=20, resume=checkpoint, **settings)
     assert [(e["step"], e["strategy"]) for e in lines(result.folder, "events") if e["event"] == "stage"] == [(12, "end_to_end")]
