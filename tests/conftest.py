@@ -18,24 +18,28 @@ os.environ["NPT_DEVICE"] = "cpu"
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from copies import Loads, copied
 from tiers import listed, slow
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import npt
-from npt.config import QUANT_TYPES
-from npt.data import builtin
-from npt.data.batch import Batch, batch_from_tensors
-from npt.quant import load as loading
+# torch and transformers are imported where they are used: the process that hands tests to workers needs neither, and they take seconds.
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+    from npt.data.batch import Batch
 
 VOCAB = 128
 
-# Makes torch's pool of threads anew in a fork; threads that load weights there would otherwise do it all at once, and now and then fail.
-os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
+def _pool_made_anew() -> None:
+    """Make torch's pool of threads anew in a fork: threads that load weights would otherwise do it all at once, and now and then fail."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_pool_made_anew)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -54,6 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in by_rule:
             item.add_marker(pytest.mark.slow)
+    import torch
+
     everything = config.getoption("--slow") or any("::" in argument for argument in config.args)
     unwanted = [
         item for item in items if ("slow" in item.keywords and not everything) or ("gpu" in item.keywords and not torch.cuda.is_available())
@@ -104,12 +110,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Results that do not depend on how many cores share a sum; at these sizes one thread is also the fastest."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _loads() -> Iterator[None]:
     """Read and pack a checkpoint once, and give copies: in `npt.load_base`, whoever calls it."""
+    from copies import Loads
+
+    from npt.quant import load as loading
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "_read_weights", Loads(loading._read_weights))
         yield
@@ -118,12 +130,17 @@ def _loads() -> Iterator[None]:
 @pytest.fixture
 def real_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads and packs at every load, for tests that are about that."""
+    from npt.quant import load as loading
+
     monkeypatch.setattr(loading, "_read_weights", loading._read_weights.read)
 
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with grouped-query attention, saved in bf16: D 64, F 128, 4 layers, V 128. It has no tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -165,6 +182,8 @@ def tokenizer() -> FakeTokenizer:
 @pytest.fixture(scope="session")
 def _few_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The beginnings of the first files of either split of the standard library, some 90 KB of 12 MB."""
+    from npt.data import builtin
+
     folder = tmp_path_factory.mktemp("library")
     for split, count in (("train", 24), ("heldout", 6)):
         for name, text in itertools.islice(builtin.builtin_files(split), count):
@@ -176,17 +195,25 @@ def _few_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def short_library(_few_sources: Path) -> Iterator[None]:
     """Makes the built-in text a short one, in processes that are forked here as well: to read and tokenise all of it takes seconds."""
+    from npt.data import builtin
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builtin, "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(_few_sources)}))
         yield
 
 
-LoadModel = Callable[..., LlamaForCausalLM]
+LoadModel = Callable[..., "LlamaForCausalLM"]
 
 
 @pytest.fixture(scope="session")
 def load_model(llama_folder: Path) -> LoadModel:
     """A fresh copy of the random Llama at every call, as `npt.load_base` would give it; NF4 unless told otherwise."""
+    from copies import copied
+
+    import npt
+    from npt.config import QUANT_TYPES
+    from npt.quant import load as loading
+
     # load_base wants a tokenizer beside the weights; the embedded model's serves.
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
@@ -205,6 +232,10 @@ def load_model(llama_folder: Path) -> LoadModel:
 @pytest.fixture
 def batch() -> Batch:
     """Three rows of 9, 5 and 7 valid tokens, padded on the right to 9."""
+    import torch
+
+    from npt.data.batch import batch_from_tensors
+
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (3, 9), generator=generator)
     mask = torch.ones(3, 9, dtype=torch.int64)
