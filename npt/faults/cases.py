@@ -396,7 +396,7 @@ def gradient_cases() -> list[Case]:
         return costs_itself(id, name, plants.gradient_fault(index, value), "gradient", [f"{TENSOR} has norm {says} (1 of"], compare=True)
 
     return [
-        one("gradient-nan", "NaN in one tensor, micro-batch 2 of 4", NAN, "nan"),
+        one("gradient-nan", "NaN in one tensor, micro-batch 2 of 3", NAN, "nan"),
         one("gradient-inf", "+Inf in one tensor", INF, "inf"),
         one("gradient-minus-inf", "-Inf in one tensor", -INF, "inf", (0, 0)),
         one("gradient-large", "a finite 1e20 in one tensor", 1e20, "inf"),
@@ -414,7 +414,7 @@ def gradient_cases() -> list[Case]:
         costs_itself(
             "gradient-every", "one micro-batch in every window", NAN_GRADIENT, "gradient", [TENSOR], places=((0, 2), (1, 0), (2, 1))
         ),
-        Case("gradient-all", "every micro-batch of a window", "four refusals, no step", nothing_at_all(1, NAN_GRADIENT)),
+        Case("gradient-all", "every micro-batch of a window", "three refusals, no step", nothing_at_all(1, NAN_GRADIENT)),
         Case(
             "gradient-interrupted",
             "an exception in the middle of a micro-batch",
@@ -489,7 +489,7 @@ def drawing_cases() -> list[Case]:
         Case(
             "draw-all",
             "every micro-batch of a window under a base that draws",
-            "four refusals, no step",
+            "three refusals, no step",
             nothing_at_all(1, NAN_GRADIENT, draws),
         ),
         costs_its_window(
