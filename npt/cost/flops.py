@@ -151,17 +151,6 @@ def training_flops(
     )
 
 
-def two_model_flops(shape: Shape, length: int, *, checkpointing: bool = False) -> float:
-    """What distillation with a teacher and a student model costs per token, end to end with a loss on the logits.
-
-    Args:
-        shape, length: as for `floor_flops`.
-        checkpointing: the student's layers are computed once more in backward.
-    """
-    passes = (3 if checkpointing else 2) * layer_flops(shape, length) + _layer_backward(shape, length)
-    return shape.layers * passes + 3.0 * 2.0 * shape.head_weights
-
-
 def count_flops(act: Callable[[], Any]) -> int:
     """The floating-point operations of all matrix products that a call makes, backward passes in it included.
 

@@ -58,9 +58,3 @@ def _sources(root: Path) -> Iterator[str]:
         folders[:] = [name for name in folders if name not in _EXCLUDED]
         below = Path(folder).relative_to(root)
         yield from ((below / name).as_posix() for name in names if name.endswith(".py"))
-
-
-def builtin_text(split: str = "train", root: Path | None = None) -> Iterator[dict[str, str]]:
-    """The split as records {"text", "path"}: what `--dataset_name builtin` (the default) reads."""
-    for relative, text in builtin_files(split, root):
-        yield {"text": text, "path": relative}

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from npt.data.builtin import builtin_files, builtin_text, is_heldout
+from npt.data.builtin import builtin_files, is_heldout
 from npt.errors import DataError
 
 
@@ -61,12 +61,6 @@ def test_the_order_is_that_of_the_paths_and_of_every_pass(library):
 
 def test_the_text_is_the_files(library):
     assert all(text == (library / path).read_text() for path, text in builtin_files("train", library))
-
-
-def test_records_carry_text_and_path(library):
-    records = list(builtin_text("heldout", library))
-    assert [record["path"] for record in records] == paths("heldout", library)
-    assert all(record["text"] and set(record) == {"text", "path"} for record in records)
 
 
 def test_this_machine_has_both_splits():
