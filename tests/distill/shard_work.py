@@ -113,21 +113,8 @@ def run(
 
 
 def from_the_command_line(_: Ranks, out: str) -> int:
-    arguments = [
-        "--use_quantization",
-        "--max_length",
-        "16",
-        "--batch_size",
-        "1",
-        "--eval_samples",
-        "1",
-        "--no_smoke_test",
-        "--max_steps",
-        "1",
-        "--init",
-        "random",
-    ]
-    return main(["pretrain", *arguments, "--output_dir", out, "--shard_base"])
+    short = "--use_quantization --init random --no_smoke_test --max_steps 1 --max_length 16 --batch_size 1 --eval_samples 1"
+    return main(["pretrain", *short.split(), "--output_dir", out, "--shard_base"])
 
 
 def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import shutil
@@ -43,11 +42,6 @@ def with_row(folder: Path, to: Path, row: int, value: float) -> Path:
     return to
 
 
-@functools.cache
-def _loaded(base: str, quantization: str | None, use_fp16: bool, compute_dtype: str) -> Any:
-    return npt.load_base(base, quantization=quantization, device="cpu", use_fp16=use_fp16, compute_dtype=compute_dtype)[0]
-
-
 def make_trainer(
     base: Path,
     data: Iterable[Any],
@@ -60,7 +54,7 @@ def make_trainer(
     **config: Any,
 ) -> Trainer:
     """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
-    model = copy.deepcopy(_loaded(str(base), quantization, use_fp16, compute_dtype))
+    model, _ = npt.load_base(str(base), quantization=quantization, device="cpu", use_fp16=use_fp16, compute_dtype=compute_dtype)
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, "seed": 3, **config}
     trainer = Trainer(

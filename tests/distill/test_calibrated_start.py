@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import os
@@ -32,19 +31,13 @@ def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
     return [{"text": "".join(source.choices("abcdefgh", k=20)), "id": f"text-{i}"} for i in range(count)]
 
 
-@pytest.fixture(scope="module")
-def base(load_model: Callable[..., Any]) -> Any:
-    """To be copied."""
-    return load_model("nf4")
-
-
 @pytest.fixture
-def build(base: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
     """A trainer of layers 1 and 3 with a calibrated start, if nothing else is said."""
 
     def make(data: Any = None, *, model: Any = None, form: dict[str, Any] | None = None, eval_data: Any = None, **config: Any) -> Trainer:
         if model is None:
-            model = copy.deepcopy(base)
+            model = load_model()
             npt.attach(model, NPTConfig(**{"rank": 4, "layers": "1,3", "init": "calibrated", "additive_scale": 1.0, **(form or {})}))
         settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2, "calibration_tokens": 300}
         settings |= {"smoke_test": False, "eval_samples": 2, "calibration_rounds": 0, **config}
@@ -221,8 +214,8 @@ def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path)
     assert all(torch.equal(value, expected[name]) for name, value in adapter_parameters(again.model).items())
 
 
-def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(build, base, calls, tokenizer, tmp_path) -> None:
-    solved, loaded = copy.deepcopy(base), copy.deepcopy(base)
+def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(build, load_model, calls, tokenizer, tmp_path) -> None:
+    solved, loaded = load_model(), load_model()
     npt.attach(solved, NPTConfig(rank=4, layers="1,3", init="calibrated"))
     npt.calibrate(solved, tokenizer, texts(20), 200, batch_size=2, rounds=0)
     npt.save_adapter(solved, tmp_path / "adapter")

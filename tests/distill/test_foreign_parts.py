@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -67,8 +66,7 @@ def by_modules(model: Any, batch: Batch, strategy: str) -> tuple[Tensor, dict[st
 @pytest.fixture(scope="module")
 def fresh(load_model: Callable[..., Any]) -> Callable[[], Any]:
     """A 4-bit base of which nobody has changed anything, anew at every call."""
-    loaded = load_model("nf4")
-    return lambda: copy.deepcopy(loaded)
+    return load_model
 
 
 @pytest.fixture(scope="module")

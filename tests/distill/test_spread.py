@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import json
@@ -31,16 +30,10 @@ from npt.fidelity.modulation import measure_modulation
 from npt.health.diagnose import diagnose
 
 
-@pytest.fixture(scope="module")
-def base(load_model) -> Any:
-    """On the CPU: to be copied."""
-    return load_model()
-
-
 @pytest.fixture
-def models(base) -> Iterator[tuple[Any, ...]]:
+def models(load_model) -> Iterator[tuple[Any, ...]]:
     """The random Llama in NF4 three times: on one GPU, and twice with its upper half on another."""
-    one, two, three = (copy.deepcopy(base) for _ in range(3))
+    one, two, three = (load_model() for _ in range(3))
     with simulated_cuda(devices=2):
         yield to_cuda(one), spread(two, 2), spread(three, 2)
 
@@ -176,10 +169,10 @@ def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) ->
 @pytest.mark.parametrize(
     "way", [{"token_weighting": "disagreement"}, {"strategy": "propagated"}, {"strategy": "end_to_end", "logit_kl_weight": 1.0}], ids=str
 )
-def test_a_spread_student_learns_from_a_teacher_on_one_device(base, llama_folder, batch, way) -> None:
+def test_a_spread_student_learns_from_a_teacher_on_one_device(load_model, llama_folder, batch, way) -> None:
     teacher = npt.load_teacher(str(llama_folder), "bf16", device="cpu")
     config = TrainConfig(**way)
-    one, two = copy.deepcopy(base), copy.deepcopy(base)
+    one, two = load_model(), load_model()
     with simulated_cuda(devices=2):
         to_cuda(teacher)
         here = batch.to(torch.device("cuda"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -248,12 +246,6 @@ def energy_sum(layer: nn.Module, a: Tensor, batch: Batch) -> Tensor:
     return (energy * batch.attention_mask).sum()
 
 
-@pytest.fixture(scope="module")
-def loaded(load_model) -> Callable[[str | None], nn.Module]:
-    """Each base once: to be looked at, and copied where adapters are attached."""
-    return functools.cache(load_model)
-
-
 def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConfig) -> tuple[MicroBatch, dict[str, Tensor]]:
     """The same sums and gradients, with one autograd graph over everything and the untouched base as the teacher."""
     with torch.no_grad(), watching(base) as teacher:
@@ -298,8 +290,8 @@ def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConf
     ids=lambda v: v if v is None or isinstance(v, str) else form_id(v),
 )
 @pytest.mark.parametrize(("name", "kl"), [("local", 0.0), ("propagated", 0.0), ("end_to_end", 0.7)])
-def test_losses_and_gradients_equal_the_plain_reference(loaded, batch, quantization, form, name, kl) -> None:
-    base, model = loaded(quantization), copy.deepcopy(loaded(quantization))
+def test_losses_and_gradients_equal_the_plain_reference(load_model, batch, quantization, form, name, kl) -> None:
+    base, model = load_model(quantization), load_model(quantization)
     npt.attach(model, form)
     move_adapters(model)
     config = config_for(name, kl)
@@ -309,8 +301,8 @@ def test_losses_and_gradients_equal_the_plain_reference(loaded, batch, quantizat
 
 
 @pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
-def test_every_loss_and_weight_equals_the_plain_reference(loaded, batch, name, own) -> None:
-    base, model = loaded("nf4"), copy.deepcopy(loaded("nf4"))
+def test_every_loss_and_weight_equals_the_plain_reference(load_model, batch, name, own) -> None:
+    base, model = load_model(), load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     move_adapters(model)
     config = config_for(name, **own)
@@ -324,8 +316,8 @@ def test_every_loss_and_weight_equals_the_plain_reference(loaded, batch, name, o
     [("nf4", "keep"), (None, "modulate")],  # None: the student learns from another model that is unquantised as well
 )
 @pytest.mark.parametrize(("name", "own"), [*((name, {}) for name in NAMES), ("propagated", {"loss": "nmse_update"}), *VARIANTS[-2:]])
-def test_a_teacher_of_its_own_teaches_what_it_computes(loaded, batch, name, own, quantization, residual) -> None:
-    teacher, model = copy.deepcopy(loaded(None)), copy.deepcopy(loaded(quantization))
+def test_a_teacher_of_its_own_teaches_what_it_computes(load_model, batch, name, own, quantization, residual) -> None:
+    teacher, model = load_model(None), load_model(quantization)
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(1.01)
@@ -450,9 +442,9 @@ def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(student,
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("quantization", "form"), [("nf4", FORMS[0]), (None, FORMS[0]), ("nf4", FORMS[2])], ids=["nf4", "none", "some"])
-def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(loaded, batch, name, quantization, form) -> None:
-    before = loaded(quantization).state_dict()
-    model = copy.deepcopy(loaded(quantization))
+def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(load_model, batch, name, quantization, form) -> None:
+    before = load_model(quantization).state_dict()
+    model = load_model(quantization)
     npt.attach(model, form)
     move_adapters(model)
     _, gradients = run(model, batch, config_for(name))
@@ -468,8 +460,8 @@ def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_leave_the_layer_end_to_end_only(loaded, batch, name) -> None:
-    model = copy.deepcopy(loaded("nf4"))
+def test_gradients_leave_the_layer_end_to_end_only(load_model, batch, name) -> None:
+    model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     move_adapters(model)
     _, before = run(model, batch, config_for(name))
@@ -490,8 +482,8 @@ def test_the_mode_of_the_layers_and_the_random_state_stay(student, batch, name) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_layers_up_to_the_last_converted_one_run(loaded, batch, name) -> None:
-    model = copy.deepcopy(loaded("nf4"))
+def test_only_the_layers_up_to_the_last_converted_one_run(load_model, batch, name) -> None:
+    model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1"))
 
     def fail(*_: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ class World:
 
 def pytest_generate_tests(metafunc):
     """Every test of this small world holds for flags that are read at once and for flags that are read one window late."""
-    if "load_model" not in metafunc.fixturenames and "base" not in metafunc.fixturenames:
+    if "load_model" not in metafunc.fixturenames:
         metafunc.parametrize("_reading", [False, True], ids=["at once", "late"], indirect=True, scope="module")
 
 
@@ -472,13 +471,8 @@ def test_tensors_of_two_dtypes_make_one_step() -> None:
 # --- with the real strategies ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def base(load_model: Callable[..., nn.Module]) -> nn.Module:
-    return load_model()
-
-
-def student(base: nn.Module) -> nn.Module:
-    model = copy.deepcopy(base)
+def student(load_model: Callable[..., nn.Module]) -> nn.Module:
+    model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -525,14 +519,14 @@ LOSSES: tuple[dict[str, Any], ...] = (
     [(LOSSES[0], True), *((settings, False) for settings in LOSSES)],  # rows of one length are the easy case
     ids=lambda s: ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else f"equal {s}",
 )
-def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_loss(base, settings, equal) -> None:
+def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_loss(load_model, settings, equal) -> None:
     some = eight_samples(equal)
     config = TrainConfig(regularization_lambda=0.1, **settings)
-    start = {name: p.detach().clone() for name, p in adapter_parameters(student(base)).items()}
+    start = {name: p.detach().clone() for name, p in adapter_parameters(student(load_model)).items()}
     steps, results = [], []
     for rows in (8, 4, 1):
         groups = [some[i : i + rows] for i in range(0, 8, rows)]
-        parameters, _, result = one_step(student(base), config, groups, lambda p: torch.optim.SGD(p, lr=1.0))
+        parameters, _, result = one_step(student(load_model), config, groups, lambda p: torch.optim.SGD(p, lr=1.0))
         assert result.applied and result.micro_batches == 8 // rows
         steps.append({key: start[key] - p.detach() for key, p in parameters.items()})
         results.append(result)
@@ -553,14 +547,14 @@ def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_
     [(LOSSES[0], math.nan), (LOSSES[2], math.inf), (LOSSES[6], -math.inf), (LOSSES[7], math.nan)],
     ids=lambda s: ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else str(s),
 )
-def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(base, settings, poison) -> None:
+def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(load_model, settings, poison) -> None:
     """Token weights are made of their own documents, so they remember nothing of it either."""
     config = TrainConfig(**settings)
     clean = [s for s in eight_samples(equal=False) if 3 not in s.input_ids]
     broken = Sample("broken", (3, 5, 4))
     states = []
     for groups in ([clean[:2], [broken], clean[2:]], [clean[:2], clean[2:]]):
-        model = student(base)
+        model = student(load_model)
         model.model.embed_tokens.weight.data[3] = poison
         parameters, optimizer, result = one_step(model, config, groups, lambda p: torch.optim.AdamW(p, lr=1.0, fused=True))
         assert result.applied
