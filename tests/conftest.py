@@ -242,3 +242,21 @@ def batch() -> Batch:
     mask[1, 5:] = 0
     mask[2, 7:] = 0
     return batch_from_tensors(ids * mask + 2 * (1 - mask), mask)
+
+
+@pytest.fixture
+def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of memory by a formula, for tests of what is made of counts; to count takes a good part of a second each time.
+
+    tests/distill/test_plan.py holds counts to measurements.
+    """
+    from npt.cost.hollow import Hollow
+    from npt.distill.plan import Planner
+
+    count = Planner._count
+
+    def formula(planner: Planner, run: Any, name: Any, samples: int, depth: Any) -> int:
+        return count(planner, run, name, samples, depth) + 100_000 * samples * (2 + depth.layers)
+
+    monkeypatch.setattr(Hollow, "peak_of", lambda self, act: 0)
+    monkeypatch.setattr(Planner, "_count", formula)

@@ -9,7 +9,6 @@ import pytest
 
 import npt
 from npt.cli.main import main
-from npt.distill.plan import Planner
 
 
 @pytest.fixture(autouse=True)
@@ -124,13 +123,10 @@ def test_flags_that_cannot_be_are_refused_by_the_parser(arguments: list[str], ca
 
 
 @pytest.fixture(autouse=True)
-def _counted_by_a_formula(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan is shown, asked for and compared by does not depend on what was counted, which takes seconds: tests/distill/test_plan.py.
-
-    Tests that ask for `counted` count.
-    """
+def _counted_by_a_formula(request: pytest.FixtureRequest) -> None:
+    """What a plan is shown, asked for and compared by does not depend on what was counted. Tests that ask for `counted` count."""
     if "counted" not in request.fixturenames:
-        monkeypatch.setattr(Planner, "_count", lambda planner, run, name, samples, depth: 100_000 * samples * (2 + depth.layers))
+        request.getfixturevalue("counted_by_a_formula")
 
 
 @pytest.fixture

@@ -106,8 +106,7 @@ def test_the_command_in_a_comment_says_the_memory_beside_it(monkeypatch, capsys)
     assert shown(9 * adapters) == found[4]
 
 
-def test_a_presets_base_gives_way_to_a_shape_and_flags_win_over_a_preset(monkeypatch, capsys):
-    monkeypatch.setattr(Planner, "_count", lambda planner, run, name, samples, depth: 1000 * samples * depth.layers)  # none is looked at
+def test_a_presets_base_gives_way_to_a_shape_and_flags_win_over_a_preset(counted_by_a_formula, capsys):
     assert (
         main(
             ["doctor", "--plan", "--no_trial", "--device", "cpu", "--config", "tiny", "--shape", "embedded", "--batch_size", "2", "--json"]

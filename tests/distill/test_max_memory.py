@@ -18,6 +18,9 @@ from npt.distill import trainer as module
 from npt.distill.plan import Planner
 from npt.errors import ConfigError
 
+# What is done about a plan does not depend on what was counted.
+pytestmark = pytest.mark.usefixtures("counted_by_a_formula")
+
 
 @pytest.fixture(scope="module")
 def base(tiny_folder: Path) -> nn.Module:
@@ -29,12 +32,6 @@ def runs(base: nn.Module, tmp_path: Path) -> Runs:
     """22 records over two epochs in micro-batches of four, three a window: the last one of an epoch has two."""
     settings = {"batch_size": 4, "gradient_accumulation_steps": 3, "num_epochs": 2, "scheduler_type": "constant", "save_steps": 1}
     return Runs(base, tmp_path, data=lambda: records(22), settings=settings)
-
-
-@pytest.fixture(autouse=True)
-def _counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done about a plan does not depend on what was counted, which takes seconds: tests/distill/test_plan.py."""
-    monkeypatch.setattr(Planner, "_count", lambda planner, run, name, samples, depth: 100_000 * samples * (2 + depth.layers))
 
 
 @pytest.fixture

@@ -85,18 +85,6 @@ def test_predicted_memory_is_what_is_measured(layers, training, monkeypatch) -> 
 
 
 @pytest.fixture
-def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is made of counts; a count takes a good part of a second."""
-    monkeypatch.setattr(Hollow, "peak_of", lambda self, act: 0)
-    count = Planner._count
-
-    def formula(planner: Planner, run: Any, name: Any, samples: int, depth: Depth) -> int:
-        return count(planner, run, name, samples, depth) + 100_000 * samples * (2 + depth.layers)
-
-    monkeypatch.setattr(Planner, "_count", formula)
-
-
-@pytest.fixture
 def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans without their evaluations, which these tests do not look at."""
     monkeypatch.setattr(Planner, "_evaluation", lambda planner, samples: [])
