@@ -1,7 +1,9 @@
-"""How near to its teacher a student is after the closed-form start, and after a short training from it.
+"""How near to its teacher a student is after the closed-form start, and after a short training from
+it.
 
-Every case converts the embedded model on an NF4 base, calibrates on the built-in text's training files and is measured on its held-out
-files. For scale the same tokens are measured between the unquantised model and its NF4 form: what 4-bit storage costs by itself.
+Every case converts the embedded model on an NF4 base, calibrates on the built-in text's training
+files and is measured on its held-out files. For scale the same tokens are measured between the
+unquantised model and its NF4 form: what 4-bit storage costs by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from npt.fidelity.metrics import Figures, compare_tokens, figures, per_sample_su
 
 @dataclass(frozen=True)
 class Case:
-    """What is converted, and how. rank: D / 4 is 48 of the embedded model's 192. steps: of training behind it."""
+    """What is converted, and how. rank: D / 4 is 48 of the embedded model's 192. steps: of training
+    behind it.
+    """
 
     name: str
     layers: str
@@ -74,11 +78,18 @@ class Bench:
         self.model, self.tokenizer = npt.load_base("tiny", quantization="nf4")
         records = open_source(self.data)
         self.heldout = evaluation_samples(
-            records, self.tokenizer, self.data, samples, self.model.config.vocab_size, own_heldout(self.data)
+            records,
+            self.tokenizer,
+            self.data,
+            samples,
+            self.model.config.vocab_size,
+            own_heldout(self.data),
         )[0]
 
     def training_samples(self) -> Samples:
-        return Samples(open_source(self.data), self.tokenizer, self.data, seed=self.seed, hold_out=False)
+        return Samples(
+            open_source(self.data), self.tokenizer, self.data, seed=self.seed, hold_out=False
+        )
 
     def quantisation(self) -> dict[str, Any]:
         """The NF4 model as a student of the unquantised one."""
@@ -87,12 +98,23 @@ class Bench:
         with torch.no_grad():
             for host_batch in batches(self.heldout, 8, pad_id_of(self.tokenizer)):
                 batch = host_batch.to(self.model.device)
-                inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
-                ours, theirs = (m.model(**inputs).last_hidden_state[:, :-1] for m in (self.model, full))
+                inputs = {
+                    "input_ids": batch.input_ids,
+                    "attention_mask": batch.attention_mask,
+                    "use_cache": False,
+                }
+                ours, theirs = (
+                    m.model(**inputs).last_hidden_state[:, :-1] for m in (self.model, full)
+                )
                 targets = batch.labels[:, 1:]
                 valid = (targets != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
                 per_token = compare_tokens(
-                    ours[valid], theirs[valid], targets[valid], self.model.lm_head, full.config.vocab_size, full.lm_head
+                    ours[valid],
+                    theirs[valid],
+                    targets[valid],
+                    self.model.lm_head,
+                    full.config.vocab_size,
+                    full.lm_head,
                 )
                 parts.append(per_sample_sums(per_token, valid.nonzero()[:, 0], len(targets)))
         return figures(torch.cat(parts)).as_dict()
@@ -121,7 +143,11 @@ class Bench:
                 seed=self.seed,
                 console=self.console,
             )
-            found: dict[str, Any] = {**asdict(case), "calibrated": self._figures(), "seconds": time.perf_counter() - started}
+            found: dict[str, Any] = {
+                **asdict(case),
+                "calibrated": self._figures(),
+                "seconds": time.perf_counter() - started,
+            }
             found["calibration"] = calibration.as_dict()
             if case.steps:
                 found["trained"] = self._trained(case)
@@ -135,7 +161,12 @@ class Bench:
 
     def _trained(self, case: Case) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            settings = {**TRAINING, "max_steps": case.steps, "seed": self.seed + 1, "output_dir": str(Path(folder) / "run")}
+            settings = {
+                **TRAINING,
+                "max_steps": case.steps,
+                "seed": self.seed + 1,
+                "output_dir": str(Path(folder) / "run"),
+            }
             heldout: list[Sample] = self.heldout[: TRAINING["eval_samples"]]
             trainer = npt.Trainer(
                 self.model,
@@ -153,8 +184,9 @@ class Bench:
 def shown(f: dict[str, Any]) -> str:
     numbers = Figures(**f)
     return (
-        f"ratio {numbers.perplexity_ratio:.4f} ± {numbers.perplexity_ratio_se:.4f}, KL {numbers.kl:.5f} ± {numbers.kl_se:.5f}, "
-        f"top-1 {100 * numbers.top1:.1f} ± {100 * numbers.top1_se:.1f}%"
+        f"ratio {numbers.perplexity_ratio:.4f} ± {numbers.perplexity_ratio_se:.4f}, KL"
+        f" {numbers.kl:.5f} ± {numbers.kl_se:.5f}, top-1 {100 * numbers.top1:.1f} ±"
+        f" {100 * numbers.top1_se:.1f}%"
     )
 
 
@@ -162,29 +194,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--tokens", type=int, default=65536, help="to calibrate on")
-    parser.add_argument("--eval_samples", type=int, default=64, help="held-out samples of 256 tokens")
-    parser.add_argument("--steps", type=int, help="of training, in place of each case's own; 0 for none")
+    parser.add_argument(
+        "--eval_samples", type=int, default=64, help="held-out samples of 256 tokens"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="of training, in place of each case's own; 0 for none"
+    )
     parser.add_argument("--rounds", type=int, help="of Gauss-Newton, in place of each case's own")
-    parser.add_argument("--cases", help="numbers of the cases, from 0, comma-separated; default all")
+    parser.add_argument(
+        "--cases", help="numbers of the cases, from 0, comma-separated; default all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    cases = CASES if args.cases is None else [CASES[int(number)] for number in args.cases.split(",")]
+    cases = (
+        CASES if args.cases is None else [CASES[int(number)] for number in args.cases.split(",")]
+    )
     bench = Bench(args.tokens, args.eval_samples, args.seed, loud=not args.json)
     quantisation = bench.quantisation()
     if not args.json:
         print(f"NF4 against fp32: {shown(quantisation)}", flush=True)
     results = []
     for case in cases:
-        given = {name: value for name in ("steps", "rounds") if (value := getattr(args, name)) is not None}
+        given = {
+            name: value
+            for name in ("steps", "rounds")
+            if (value := getattr(args, name)) is not None
+        }
         case = replace(case, **given)
         found = bench.measure(case)
         results.append(found)
         if not args.json:
-            print(f"{case.name}: {shown(found['calibrated'])}, {found['seconds']:.0f} s", flush=True)
+            print(
+                f"{case.name}: {shown(found['calibrated'])}, {found['seconds']:.0f} s", flush=True
+            )
             if "trained" in found:
-                print(f"  after {case.steps} steps: {shown(found['trained'])}, {found['seconds_in_all']:.0f} s in all", flush=True)
+                print(
+                    f"  after {case.steps} steps: {shown(found['trained'])},"
+                    f" {found['seconds_in_all']:.0f} s in all",
+                    flush=True,
+                )
     if args.json:
-        print(json.dumps({"tokens": args.tokens, "threads": torch.get_num_threads(), "quantisation": quantisation, "cases": results}))
+        print(
+            json.dumps(
+                {
+                    "tokens": args.tokens,
+                    "threads": torch.get_num_threads(),
+                    "quantisation": quantisation,
+                    "cases": results,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

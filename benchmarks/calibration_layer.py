@@ -101,7 +101,10 @@ def measure(
     form = NPTConfig(layers="0", rank=rank, init="calibrated")
     npt.attach(model, form)
     draw = random.Random(seed)
-    data = [Sample(f"random-{n}", tuple(draw.randrange(VOCAB) for _ in range(LENGTH))) for n in range(-(-tokens // LENGTH))]
+    data = [
+        Sample(f"random-{n}", tuple(draw.randrange(VOCAB) for _ in range(LENGTH)))
+        for n in range(-(-tokens // LENGTH))
+    ]
     batch_size = max(1, min(BATCH_SIZE, len(data) // 2))  # one batch at least is held out
     place: torch.device = next(model.parameters()).device
     work = plan(form, config, (0,), (rank,), tokens, rounds, batch=(batch_size, LENGTH))
@@ -121,7 +124,9 @@ def measure(
     ):
         wait_for(place)
         processor, started = time.process_time(), time.perf_counter()
-        found = npt.calibrate(model, tokenizer, data, tokens, rounds=rounds, batch_size=batch_size, seed=seed)
+        found = npt.calibrate(
+            model, tokenizer, data, tokens, rounds=rounds, batch_size=batch_size, seed=seed
+        )
         wait_for(place)
         seconds, processor = time.perf_counter() - started, time.process_time() - processor
     on_gpu = place.type == "cuda"

@@ -1,22 +1,26 @@
-"""What a run loses when it is killed: training processes ended by SIGKILL at random instants, resumed until they are through.
+"""What a run loses when it is killed: training processes ended by SIGKILL at random instants,
+resumed until they are through.
 
     python benchmarks/crash.py [--kills 100] [--json]
 
-One run is made without interruption. Then the same run is started again and again with `--resume auto` and killed after a random
-time, saves included, which are a large part of it: a checkpoint after every step, rotation that leaves one, an evaluation every
-fourth. A run that comes to its end is compared with the first one: adapters, moments, random state, counters, position, metrics and
-figures, byte for byte; then the next one begins. Most processes are forked from one that has imported all and computed nothing,
-which saves them eight seconds each; one in ten is a fresh interpreter. None is forked from this one: packing a base is enough to start
-OpenMP's threads, which a fork does not take along, and the child would wait for them for ever.
+One run is made without interruption. Then the same run is started again and again with `--resume
+auto` and killed after a random time, saves included, which are a large part of it: a checkpoint
+after every step, rotation that leaves one, an evaluation every fourth. A run that comes to its end
+is compared with the first one: adapters, moments, random state, counters, position, metrics and
+figures, byte for byte; then the next one begins. Most processes are forked from one that has
+imported all and computed nothing, which saves them eight seconds each; one in ten is a fresh
+interpreter. None is forked from this one: packing a base is enough to start OpenMP's threads, which
+a fork does not take along, and the child would wait for them for ever.
 
     kills       processes that were killed
     resumed     kills after which the next process went on from the newest checkpoint there was
     bit_equal   kills behind a run that ended equal to the uninterrupted one
-    lost        processes that failed, and kills after which a checkpoint was missing that had been reported, or one that stood
+    lost        processes that failed, and kills after which a checkpoint was missing that had been
+    reported, or one that stood
                 under its name did not verify
 
-Then single bits are flipped in all files of a finished checkpoint, in turn: `bit_flips_found` of `bit_flips` were refused by a
-message that names the file.
+Then single bits are flipped in all files of a finished checkpoint, in turn: `bit_flips_found` of
+`bit_flips` were refused by a message that names the file.
 """
 
 from __future__ import annotations
@@ -72,13 +76,18 @@ class Figures:
 
 def result_of(folder: Path) -> dict[str, Any]:
     """Everything that a run came to, but for what depends on the clock or on where it is."""
-    (checkpoint,) = (path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-"))
+    (checkpoint,) = (
+        path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-")
+    )
     state = json.loads((checkpoint / "state.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "step": checkpoint.name,
         "state": {name: value for name, value in state.items() if name != "settings"},
-        "metrics": [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines],
+        "metrics": [
+            {name: value for name, value in line.items() if name != "tokens_per_second"}
+            for line in lines
+        ],
         "fidelity": json.loads((folder / "fidelity.json").read_text()),
         "moments": (checkpoint / "state.safetensors").read_bytes(),
         "adapter": (checkpoint / "adapter" / "adapter_model.safetensors").read_bytes(),
@@ -99,7 +108,8 @@ class Campaign:
         self.place, self.steps = place, steps
         self.source = random.Random(seed)
         self.figures = Figures()
-        self.pending: list[int] = []  # steps that the next process has to go on from, of kills since the last one that said so
+        # steps that the next process has to go on from, of kills since the last one that said so
+        self.pending: list[int] = []
 
     def make_reference(self) -> None:
         """The run without interruption, and how long it takes."""
@@ -109,7 +119,10 @@ class Campaign:
             raise SystemExit(f"the uninterrupted run ended with {status}")
         self.reference = result_of(folder)
         times = json.loads((self.place / "times.json").read_text())
-        self.seconds, self.figures.saving_share = times["all"], round(times["saving"] / times["all"], 3)
+        self.seconds, self.figures.saving_share = (
+            times["all"],
+            round(times["saving"] / times["all"], 3),
+        )
 
     def kill(self, kills: int, fresh_every: int) -> None:
         """Runs until so many processes have been killed, and the last of them to its end."""
@@ -133,7 +146,8 @@ class Campaign:
         fresh = kill and fresh_every > 0 and figures.kills % fresh_every == fresh_every - 1
         figures.fresh_processes += fresh
         process = fresh_process(folder, self.steps) if fresh else forked_process(folder, self.steps)
-        wait_for(lambda: crash_run.alive(folder).exists() or ended(process) is not None)  # until then there is nothing to lose
+        # until then there is nothing to lose
+        wait_for(lambda: crash_run.alive(folder).exists() or ended(process) is not None)
         crash_run.alive(folder).unlink(missing_ok=True)
         status = wait(process, self.source.uniform(0.0, 1.2 * self.seconds) if kill else None)
         self._check_resumption(folder, said)
@@ -148,7 +162,9 @@ class Campaign:
         return False
 
     def _check_resumption(self, folder: Path, said: int) -> None:
-        """Whether the process that has just ended went on from where it had to, if it came so far as to say it."""
+        """Whether the process that has just ended went on from where it had to, if it came so far
+        as to say it.
+        """
         found = resumptions(folder)
         if found == said or not self.pending:
             return
@@ -157,11 +173,15 @@ class Campaign:
         self.figures.resumed += good
         self.figures.lost += len(self.pending) - good
         if good != len(self.pending):
-            self.figures.problems.append(f"{folder.name} went on from step {step}, not from {self.pending}")
+            self.figures.problems.append(
+                f"{folder.name} went on from step {step}, not from {self.pending}"
+            )
         self.pending.clear()
 
     def _check_what_stands(self, folder: Path) -> None:
-        """After a kill: everything under a checkpoint's name verifies, and the last one that was reported is there."""
+        """After a kill: everything under a checkpoint's name verifies, and the last one that was
+        reported is there.
+        """
         below = folder / "checkpoints"
         found, broken = newest_good(below)
         step = 0 if found is None else found.step
@@ -172,11 +192,17 @@ class Campaign:
         self.figures.killed_before_the_first_checkpoint += found is None
         if broken or step < saved:
             self.figures.lost += 1
-            self.figures.problems.append(f"{folder.name}: {broken or f'step {saved} was saved, {step} stands'}")
+            self.figures.problems.append(
+                f"{folder.name}: {broken or f'step {saved} was saved, {step} stands'}"
+            )
 
     def flip_bits(self, flips: int) -> None:
         """Single bits of every file of a finished checkpoint, in turn."""
-        (checkpoint,) = (path for path in (self.place / "reference" / "checkpoints").iterdir() if path.name.startswith("step-"))
+        (checkpoint,) = (
+            path
+            for path in (self.place / "reference" / "checkpoints").iterdir()
+            if path.name.startswith("step-")
+        )
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
         for number in range(flips):
             path = files[number % len(files)]
@@ -189,7 +215,10 @@ class Campaign:
             try:
                 verify_checkpoint(checkpoint)
             except CheckpointError as error:
-                named = path.relative_to(checkpoint).as_posix() in str(error) or path.name == "manifest.json"
+                named = (
+                    path.relative_to(checkpoint).as_posix() in str(error)
+                    or path.name == "manifest.json"
+                )
                 self.figures.bit_flips_found += named
             path.write_bytes(original)
         verify_checkpoint(checkpoint)
@@ -252,7 +281,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--kills", type=int, default=100, help="processes to kill")
     parser.add_argument("--bit_flips", type=int, default=240)
-    parser.add_argument("--fresh_every", type=int, default=FRESH_EVERY, help="every so many kills hit a fresh interpreter; 0 for none")
+    parser.add_argument(
+        "--fresh_every",
+        type=int,
+        default=FRESH_EVERY,
+        help="every so many kills hit a fresh interpreter; 0 for none",
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="of the run")
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
     args = parser.parse_args(arguments)
@@ -267,15 +301,24 @@ def main(arguments: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(asdict(figures)))
     else:
-        print(f"{figures.kills} kills in {figures.runs} runs, {figures.fresh_processes} of them of fresh interpreters")
-        print(f"{figures.killed_in_a_save} in a save (saves are {figures.saving_share:.0%} of a run)")
+        print(
+            f"{figures.kills} kills in {figures.runs} runs, {figures.fresh_processes} of them of"
+            " fresh interpreters"
+        )
+        print(
+            f"{figures.killed_in_a_save} in a save (saves are {figures.saving_share:.0%} of a run)"
+        )
         print(f"{figures.killed_before_the_first_checkpoint} before the first checkpoint")
         print(
-            f"{figures.resumed} resumed from the newest checkpoint, {figures.bit_equal} in runs that ended bit-equal, {figures.lost} lost"
+            f"{figures.resumed} resumed from the newest checkpoint, {figures.bit_equal} in runs"
+            f" that ended bit-equal, {figures.lost} lost"
         )
         print(f"bit flips found: {figures.bit_flips_found} of {figures.bit_flips}")
         print("\n".join(figures.problems) or f"no problem in {figures.seconds:.0f} s")
-    complete = figures.kills == figures.resumed == figures.bit_equal and figures.bit_flips == figures.bit_flips_found
+    complete = (
+        figures.kills == figures.resumed == figures.bit_equal
+        and figures.bit_flips == figures.bit_flips_found
+    )
     return 0 if complete and not figures.lost else 1
 
 

@@ -31,7 +31,9 @@ def work(folder: Path, steps: int, timed: bool = False) -> None:
     """
     model, tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
     alive(folder).touch()
-    sys.exit(_timed(model, tokenizer, folder, steps) if timed else run(model, tokenizer, folder, steps))
+    sys.exit(
+        _timed(model, tokenizer, folder, steps) if timed else run(model, tokenizer, folder, steps)
+    )
 
 
 def alive(folder: Path) -> Path:
@@ -60,7 +62,15 @@ def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
     )
     data = npt.DataConfig(max_length=16, packing=True)
     console = Console(file=io.StringIO())
-    trainer = npt.Trainer(model, tokenizer, records(30), config, data_config=data, eval_data=records(1, seed=1), console=console)
+    trainer = npt.Trainer(
+        model,
+        tokenizer,
+        records(30),
+        config,
+        data_config=data,
+        eval_data=records(1, seed=1),
+        console=console,
+    )
     return trainer.train().exit_status
 
 

@@ -1,10 +1,12 @@
-"""What the loaders do with files that nobody wrote: adapters, checkpoints and post-mortem bundles, changed at random.
+"""What the loaders do with files that nobody wrote: adapters, checkpoints and post-mortem bundles,
+changed at random.
 
     python benchmarks/fuzz.py [--inputs 100000] [--json]
 
-Each input is a valid folder with one file changed: bits, bytes and pieces of it; values anywhere in its JSON; names, dtypes, shapes
-and offsets in the header of its tensors; or it is missing, a folder, or another one's. In most of the checkpoints the sums are made
-right again, so that what stands behind them is reached. Whatever comes of it, it has to be read or refused by an error of one
+Each input is a valid folder with one file changed: bits, bytes and pieces of it; values anywhere in
+its JSON; names, dtypes, shapes and offsets in the header of its tensors; or it is missing, a
+folder, or another one's. In most of the checkpoints the sums are made right again, so that what
+stands behind them is reached. Whatever comes of it, it has to be read or refused by an error of one
 line that is meant for the user, in less than SLOW seconds, with the model as it was.
 
     inputs      that were tried
@@ -46,7 +48,22 @@ from npt.errors import NPTError, TooManyRefusalsError
 
 SLOW = 5.0
 MODEL = "tiny"
-NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, -0.0, 1e308, 1e-320, 2**31, 2**62, 2**63, 2**64, -(2**63), 10**30]
+NUMBERS: list[Any] = [
+    0,
+    1,
+    -1,
+    2,
+    0.5,
+    -0.0,
+    1e308,
+    1e-320,
+    2**31,
+    2**62,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+]
 TEXTS: list[Any] = [
     "",
     "x",
@@ -64,7 +81,22 @@ TEXTS: list[Any] = [
     "0-99999999999",
 ]
 OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], [0] * 1000]
-DTYPES = ["F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL", "F8_E4M3", "F4", "Q4", "", 3, None]
+DTYPES = [
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    "I64",
+    "I32",
+    "U8",
+    "BOOL",
+    "F8_E4M3",
+    "F4",
+    "Q4",
+    "",
+    3,
+    None,
+]
 
 
 @dataclass
@@ -100,18 +132,35 @@ class Fuzzer:
         self.base = npt.base_identity(self.model)
         self.record = read_checkpoint(checkpoint).record
         self.parameters = adapter_parameters(self.model)
-        self.before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.before = {
+            name: parameter.detach().clone() for name, parameter in self.parameters.items()
+        }
         self.targets = [
             self._target("adapter", checkpoint / "adapter", place, self._read_adapter),
             self._target("checkpoint", checkpoint, place, self._read_checkpoint, right_sums),
             self._target("bundle", bundle, place, self._read_bundle),
         ]
-        self.others = [path.read_bytes() for target in self.targets for path in sorted(target.folder.rglob("*")) if path.is_file()]
+        self.others = [
+            path.read_bytes()
+            for target in self.targets
+            for path in sorted(target.folder.rglob("*"))
+            if path.is_file()
+        ]
 
-    def _target(self, name: str, folder: Path, place: Path, read: Callable[[Path], Any], finish: Any = None) -> Target:
+    def _target(
+        self, name: str, folder: Path, place: Path, read: Callable[[Path], Any], finish: Any = None
+    ) -> Target:
         copy = Path(shutil.copytree(folder, place / name))
-        files = sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file() and path.suffix != ".md")
-        target = Target(name, copy, read, files) if finish is None else Target(name, copy, read, files, finish)
+        files = sorted(
+            path.relative_to(copy).as_posix()
+            for path in copy.rglob("*")
+            if path.is_file() and path.suffix != ".md"
+        )
+        target = (
+            Target(name, copy, read, files)
+            if finish is None
+            else Target(name, copy, read, files, finish)
+        )
         target.read(copy)  # what is changed is valid
         return target
 
@@ -173,7 +222,9 @@ class Fuzzer:
 
 
 def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
-    """A checkpoint and a bundle: of a run that takes three steps and then meets two samples that it refuses."""
+    """A checkpoint and a bundle: of a run that takes three steps and then meets two samples that it
+    refuses.
+    """
 
     def break_down(strategy: Callable[..., Any]) -> Callable[..., Any]:
         calls = iter(range(10**6))
@@ -190,11 +241,18 @@ def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
 
     data = [{"input_ids": [3 + (7 * i + j) % 90 for j in range(5)]} for i in range(6)]
     config = npt.TrainConfig(
-        batch_size=1, save_steps=3, max_consecutive_bad=2, skip_spikes=True, smoke_test=False, output_dir=str(place / "run")
+        batch_size=1,
+        save_steps=3,
+        max_consecutive_bad=2,
+        skip_spikes=True,
+        smoke_test=False,
+        output_dir=str(place / "run"),
     )
     settings = npt.DataConfig(max_length=8)
     console = Console(file=io.StringIO())
-    trainer = npt.Trainer(model, tokenizer, data, config, data_config=settings, eval_data=data[:1], console=console)
+    trainer = npt.Trainer(
+        model, tokenizer, data, config, data_config=settings, eval_data=data[:1], console=console
+    )
     trainer.strategy = break_down(trainer.strategy)
     with contextlib.suppress(TooManyRefusalsError):
         trainer.train()
@@ -212,7 +270,8 @@ def right_sums(folder: Path, source: random.Random) -> None:
         write_manifest(folder)
 
 
-# --- changes -----------------------------------------------------------------------------------------------------------
+# --- changes
+# -----------------------------------------------------------------------------------------------------------
 
 
 def change(path: Path, content: bytes, source: random.Random, others: list[bytes]) -> None:
@@ -254,7 +313,9 @@ def changed_bytes(content: bytes, source: random.Random) -> bytes:
         elif way == 4:
             del made[at:]
         else:
-            made[at : at + length] = bytes([source.choice([0, 255, 0x22, 0x5B, 0x7B, 0x7D])]) * min(length, 4096)
+            made[at : at + length] = bytes([source.choice([0, 255, 0x22, 0x5B, 0x7B, 0x7D])]) * min(
+                length, 4096
+            )
     return bytes(made)
 
 
@@ -265,7 +326,9 @@ def changed_json(content: bytes, source: random.Random) -> bytes:
     text = json.dumps(value)
     way = source.random()
     if way < 0.02:
-        return text.replace("1", source.choice(["NaN", "Infinity", "1e999", "1" * 5000, "01", "1.", "0x1"]), 1).encode()
+        return text.replace(
+            "1", source.choice(["NaN", "Infinity", "1e999", "1" * 5000, "01", "1.", "0x1"]), 1
+        ).encode()
     if way < 0.03:
         return (source.choice(["[", '{"a":']) * source.choice([10, 500, 50_000]) + text).encode()
     return text.encode()
@@ -304,12 +367,22 @@ def changed_value(value: Any, source: random.Random) -> Any:
 
 
 def changed_tensors(content: bytes, source: random.Random) -> bytes:
-    """The header of a safetensors file: entries, dtypes, shapes, offsets, its own length; or numbers behind it."""
+    """The header of a safetensors file: entries, dtypes, shapes, offsets, its own length; or
+    numbers behind it.
+    """
     (length,) = struct.unpack("<Q", content[:8])
     header, body = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
     way = source.random()
     if way < 0.15:
-        return struct.pack("<Q", source.choice([0, 1, length - 1, length + 1, 2**20, 101 << 20, 2**40, 2**63, 2**64 - 1])) + content[8:]
+        return (
+            struct.pack(
+                "<Q",
+                source.choice(
+                    [0, 1, length - 1, length + 1, 2**20, 101 << 20, 2**40, 2**63, 2**64 - 1]
+                ),
+            )
+            + content[8:]
+        )
     if way < 0.35 and len(body) >= 8:  # numbers that are not finite, or far away
         at = source.randrange(len(body) // 4) * 4
         number = source.choice([float("nan"), float("inf"), -float("inf"), 3e38, -1.0, 1e-45])
@@ -334,14 +407,22 @@ def change_header(header: dict[str, Any], size: int, source: random.Random) -> N
     if way == 0:
         entry["dtype"] = source.choice(DTYPES)
     elif way == 1 and isinstance(entry.get("shape"), list):
-        entry["shape"] = source.choice([entry["shape"][::-1], [*entry["shape"], 1], [2**40, 2**40], [0], [], [-1], ["1"], None])
+        entry["shape"] = source.choice(
+            [entry["shape"][::-1], [*entry["shape"], 1], [2**40, 2**40], [0], [], [-1], ["1"], None]
+        )
     elif way == 2:
-        entry["data_offsets"] = source.choice([[0, size], [0, 0], [size, size + 4], [4, 0], [-1, 3], [0, 2**63], [0], None, [0.5, 4]])
+        entry["data_offsets"] = source.choice(
+            [[0, size], [0, 0], [size, size + 4], [4, 0], [-1, 3], [0, 2**63], [0], None, [0.5, 4]]
+        )
     elif way == 3:
         del header[name]
         return
     elif way == 4:
-        header[source.choice([*map(str, TEXTS), name + "x", name.replace("rng", "RNG"), name.replace("7", "8")])] = header.pop(name)
+        header[
+            source.choice(
+                [*map(str, TEXTS), name + "x", name.replace("rng", "RNG"), name.replace("7", "8")]
+            )
+        ] = header.pop(name)
         return
     elif way == 5:
         header[source.choice([name + "x", "rng.1.cpu", "spikes.x", "stranger"])] = entry
@@ -360,7 +441,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--inputs", type=int, default=100_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first input, to try one again")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first input, to try one again"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     memory = Path("/dev/shm")
@@ -380,8 +463,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(figures))
     else:
         for name, outcomes in fuzzer.by_target.items():
-            print(f"{name}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}")
-        print(f"{figures['inputs']} inputs in {figures['seconds']} s, {figures['failures']} failures")
+            print(
+                f"{name}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}"
+            )
+        print(
+            f"{figures['inputs']} inputs in {figures['seconds']} s, {figures['failures']} failures"
+        )
     for failure in fuzzer.failures[:20]:
         print(failure, file=sys.stderr)
     return 1 if fuzzer.failures else 0

@@ -1,13 +1,17 @@
-"""Everything that only a GPU shows, in one command: PASS or FAIL a line, figures as JSON and as rows of RESULTS.md.
+"""Everything that only a GPU shows, in one command: PASS or FAIL a line, figures as JSON and as
+rows of RESULTS.md.
 
     python benchmarks/gpu_check.py --output FOLDER                 at most ten minutes on one card
-    python benchmarks/gpu_check.py --output FOLDER --only 3,5      some sections; the others' results in FOLDER stay
-    python benchmarks/gpu_check.py --output FOLDER --small         tiny shapes, in minutes and without a GPU
+    python benchmarks/gpu_check.py --output FOLDER --only 3,5      some sections; the others'
+    results in FOLDER stay python benchmarks/gpu_check.py --output FOLDER --small         tiny
+    shapes, in minutes and without a GPU
 
-FOLDER/gpu_check.json and FOLDER/RESULTS.md are written anew as each section ends, so that a run which is cut off leaves all that it had
-found. MISS is a figure that misses its target, and no failure. Sections that take a GPU say so where there is none.
+FOLDER/gpu_check.json and FOLDER/RESULTS.md are written anew as each section ends, so that a run
+which is cut off leaves all that it had found. MISS is a figure that misses its target, and no
+failure. Sections that take a GPU say so where there is none.
 
-Exit status: 0 nothing failed; 1 a section failed; 2 wrong arguments; 3 nothing failed, but --minutes did not do for all sections.
+Exit status: 0 nothing failed; 1 a section failed; 2 wrong arguments; 3 nothing failed, but
+--minutes did not do for all sections.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [place for place in (str(ROOT), str(ROOT / "benchmarks")) if place not in sys.path]  # a checkout need not be installed
+# a checkout need not be installed
+sys.path[:0] = [place for place in (str(ROOT), str(ROOT / "benchmarks")) if place not in sys.path]
 
 import torch  # noqa: E402
 from gpu_sections import SECTIONS  # noqa: E402
@@ -32,12 +37,23 @@ from gpu_sections.runner import Bench, Report, Section, run_sections  # noqa: E4
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
     """The flags, and the sections that they select, in the order in which they run."""
     numbers = ", ".join(f"{s.number} {s.name}" for s in sorted(SECTIONS, key=lambda s: s.number))
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], epilog=f"sections: {numbers}")
-    parser.add_argument("--output", type=Path, required=True, help="folder for gpu_check.json and RESULTS.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0], epilog=f"sections: {numbers}"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for gpu_check.json and RESULTS.md"
+    )
     parser.add_argument("--small", action="store_true", help="tiny models and shapes")
     parser.add_argument("--only", help="numbers of sections, comma-separated; default all")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all sections; what is left then is not reached")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default the GPU, if there is one")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="for all sections; what is left then is not reached",
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="default the GPU, if there is one"
+    )
     args = parser.parse_args(argv)
     chosen = list(SECTIONS)
     if args.only is not None:
@@ -47,7 +63,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
             parser.error(f"--only names {unknown[0]!r}; choose from {numbers}")
         chosen = [s for s in SECTIONS if str(s.number) in wanted]
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda, but torch finds no GPU here; see nvidia-smi, and whether torch is built for this driver")
+        parser.error(
+            "--device is cuda, but torch finds no GPU here; see nvidia-smi, and whether torch is"
+            " built for this driver"
+        )
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.small:
@@ -70,7 +89,9 @@ def main(argv: list[str] | None = None) -> int:
         bench = Bench(device, args.small, Path(folder) / "work")
         bench.folder.mkdir()
         report = Report(args.output, machine(device), args.small)
-        return run_sections(chosen, bench, report, args.minutes, lambda line: print(line, flush=True))
+        return run_sections(
+            chosen, bench, report, args.minutes, lambda line: print(line, flush=True)
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""What the guards cost: a training step through the transaction over the same step without any guard.
+"""What the guards cost: a training step through the transaction over the same step without any
+guard.
 
     python benchmarks/guards.py [--json]
 
-Both loops run in one process on the same model, the same batches and the same strategy, windows interleaved (guarded,
-plain, plain, guarded, ...), so that a slow moment of the machine hits both. The plain loop is what one writes without
-guards: sum the gradients, divide, clip, step. The guarded one is the product's: host check of the batch, scratch gradients,
-flags, history, spike limits, verification and restore. `ratio` is the median over pairs of guarded time / plain time.
+Both loops run in one process on the same model, the same batches and the same strategy, windows
+interleaved (guarded, plain, plain, guarded, ...), so that a slow moment of the machine hits both.
+The plain loop is what one writes without guards: sum the gradients, divide, clip, step. The guarded
+one is the product's: host check of the batch, scratch gradients, flags, history, spike limits,
+verification and restore. `ratio` is the median over pairs of guarded time / plain time.
 
-`added_synchronisations` counts, per step, how often the guarded loop makes the host wait for the device and the plain one does not, as
-`npt.cost.waits` sees it. The guarded loop is then the one that runs on a GPU, flags one window late, on a CPU too.
+`added_synchronisations` counts, per step, how often the guarded loop makes the host wait for the
+device and the plain one does not, as `npt.cost.waits` sees it. The guarded loop is then the one
+that runs on a GPU, flags one window late, on a CPU too.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Bench:
 
     def __init__(self, model: Any, windows: list[list[Batch]]):
         self.model = model
-        # What a batch finds about itself on the host it has found here: on a CPU that looks like a wait.
+        # What a batch finds about itself on the host it has found here: on a CPU that looks like a
+        # wait.
         self.windows = [[batch.to(torch.device("cpu")) for batch in window] for window in windows]
         self.device = next(model.parameters()).device
         self.config = npt.TrainConfig()
@@ -58,7 +62,9 @@ class Bench:
     def strategy(self, batch: Batch) -> MicroBatch:
         return STRATEGIES["local"](self.model, batch.to(self.device), self.config)
 
-    def guarded(self, late: bool | None = None, check: bool = True) -> Callable[[list[Batch]], None]:
+    def guarded(
+        self, late: bool | None = None, check: bool = True
+    ) -> Callable[[list[Batch]], None]:
         transaction: Transaction[MicroBatch] = Transaction(
             self.parameters, self.optimizer(), 0.5, [1e-4], spikes=SpikeGuard(10.0), late=late
         )
@@ -112,7 +118,9 @@ class Bench:
             parameter.grad = None
 
 
-def builtin_bench(model_name: str, batch_size: int, length: int, accumulation: int, windows: int = 8) -> Bench:
+def builtin_bench(
+    model_name: str, batch_size: int, length: int, accumulation: int, windows: int = 8
+) -> Bench:
     """A base by name on full rows of the built-in text."""
     model, tokenizer = npt.load_base(model_name, quantization="nf4")
     npt.attach(model, npt.NPTConfig())
@@ -123,7 +131,9 @@ def builtin_bench(model_name: str, batch_size: int, length: int, accumulation: i
     return Bench(model, [[next(stream) for _ in range(accumulation)] for _ in range(windows)])
 
 
-def random_bench(model: Any, batch_size: int, length: int, accumulation: int, windows: int = 4) -> Bench:
+def random_bench(
+    model: Any, batch_size: int, length: int, accumulation: int, windows: int = 4
+) -> Bench:
     """A base with random weights on rows of random tokens."""
     npt.attach(model, npt.NPTConfig())
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +158,8 @@ def measure(bench: Bench, pairs: int) -> dict[str, Any]:
         times = {first: bench.time(first, window), second: bench.time(second, window)}
         ratios.append(times[guarded] / times[plain])
         plain_times.append(times[plain])
-    # The check of a batch reads tensors that are on the host anyway; on a CPU that cannot be told from a wait, so it is left out.
+    # The check of a batch reads tensors that are on the host anyway; on a CPU that cannot be told
+    # from a wait, so it is left out.
     added = bench.waits(bench.guarded(late=True, check=False)) - bench.waits(bench.plain())
     quartiles = statistics.quantiles(ratios, n=4)
     return {
@@ -171,14 +182,25 @@ def main() -> None:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40, help="timed pairs of windows")
     args = parser.parse_args()
-    figures = measure(builtin_bench(args.model_name, args.batch_size, args.max_length, args.gradient_accumulation_steps), args.pairs)
+    figures = measure(
+        builtin_bench(
+            args.model_name, args.batch_size, args.max_length, args.gradient_accumulation_steps
+        ),
+        args.pairs,
+    )
     if args.json:
         print(json.dumps(figures))
     else:
         low, high = figures["ratio_quartiles"]
-        print(f"guarded step / plain step: {figures['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}, {args.pairs} pairs)")
+        print(
+            f"guarded step / plain step: {figures['ratio']:.3f} (quartiles {low:.3f} to {high:.3f},"
+            f" {args.pairs} pairs)"
+        )
         print(f"host waits added per step: {figures['added_synchronisations']:g}")
-        print(f"plain step: {figures['plain_step_seconds']:.3f} s on {figures['device']}, {figures['threads']} threads")
+        print(
+            f"plain step: {figures['plain_step_seconds']:.3f} s on {figures['device']},"
+            f" {figures['threads']} threads"
+        )
 
 
 if __name__ == "__main__":

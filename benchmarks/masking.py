@@ -1,14 +1,18 @@
-"""What it costs to count what a mask leaves out: the same data trained with their mask, and with the mask ignored.
+"""What it costs to count what a mask leaves out: the same data trained with their mask, and with
+the mask ignored.
 
     python benchmarks/masking.py [--json]
 
-Padding: texts of 16 to 64 tokens in rows of 256, trained layer by layer (`local`, NMSE) on their tokens, and on the padding as if it
-were text. Prompts: 64 tokens of prompt and 32 of completion, trained through the whole student on the logits of the completions, and
-of the prompts as well; by KL against the teacher and by cross-entropy with the text, with prompts that are text like the completions
-and with prompts of random tokens, as are keys, hashes and encoded files. Start, data, order and steps are the same in each pair.
+Padding: texts of 16 to 64 tokens in rows of 256, trained layer by layer (`local`, NMSE) on their
+tokens, and on the padding as if it were text. Prompts: 64 tokens of prompt and 32 of completion,
+trained through the whole student on the logits of the completions, and of the prompts as well; by
+KL against the teacher and by cross-entropy with the text, with prompts that are text like the
+completions and with prompts of random tokens, as are keys, hashes and encoded files. Start, data,
+order and steps are the same in each pair.
 
-What is measured is the student on held-out data with the mask as it should be: of texts their tokens, of prompts with completions the
-completions. Standard errors are over the held-out samples; each arm is trained once.
+What is measured is the student on held-out data with the mask as it should be: of texts their
+tokens, of prompts with completions the completions. Standard errors are over the held-out samples;
+each arm is trained once.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ BATCH_SIZE = 8
 RATE, CLIP = 1e-2, 0.5
 
 Loss = Callable[[LlamaForCausalLM, Batch], int]
-"""Leaves the gradient of a summed loss in the adapters and returns the count that it is to be divided by."""
+"""Leaves the gradient of a summed loss in the adapters and returns the count that it is to be
+divided by.
+"""
 
 
 def nmse(model: LlamaForCausalLM, batch: Batch) -> int:
@@ -57,8 +63,12 @@ def predictions(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, 
     scored = (targets != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
     inputs = model_inputs(model, batch)
     with torch.no_grad(), adapter_mode(model, "teacher"):
-        teacher = model.lm_head(model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][scored])
-    student = model.lm_head(model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][scored])
+        teacher = model.lm_head(
+            model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][scored]
+        )
+    student = model.lm_head(
+        model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][scored]
+    )
     return student, teacher, targets[scored]
 
 
@@ -78,7 +88,9 @@ def cross_entropy(model: LlamaForCausalLM, batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What a mask leaves out, and the loss that counts it where the mask is ignored. prompt: the kind of it, None of short texts."""
+    """What a mask leaves out, and the loss that counts it where the mask is ignored. prompt: the
+    kind of it, None of short texts.
+    """
 
     left_out: str
     loss: Loss
@@ -110,7 +122,9 @@ class Bench:
         length = LONG if case.prompt is None else PROMPT + COMPLETION
         data = npt.DataConfig(dataset_split=split, max_length=length)
         drawn = random.Random(split)
-        for sample in Samples(open_source(data), self.tokenizer, data, seed=1, hold_out=False).epoch(0):
+        for sample in Samples(
+            open_source(data), self.tokenizer, data, seed=1, hold_out=False
+        ).epoch(0):
             ids = sample.input_ids
             if len(ids) < length:
                 continue
@@ -123,9 +137,17 @@ class Bench:
 
     def batch(self, case: Case, samples: Sequence[Sample], masked: bool) -> Batch:
         if case.prompt is not None:
-            return collate(samples if masked else [replace(s, labels=None) for s in samples], self.pad_id)
+            return collate(
+                samples if masked else [replace(s, labels=None) for s in samples], self.pad_id
+            )
         batch = collate(samples, self.pad_id, side=case.side, length=ROW)
-        return batch if masked else batch_from_tensors(batch.input_ids, torch.ones_like(batch.attention_mask), batch.sample_ids)
+        return (
+            batch
+            if masked
+            else batch_from_tensors(
+                batch.input_ids, torch.ones_like(batch.attention_mask), batch.sample_ids
+            )
+        )
 
     def arm(self, case: Case, masked: bool) -> dict[str, Any]:
         """Train one arm and measure it, with the floor beside it."""
@@ -148,7 +170,12 @@ class Bench:
         npt.detach(self.model)
         keys = ("perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se", "top1", "top1_se")
         figures = {key: round(getattr(fidelity.student, key), 4) for key in keys}
-        return {**figures, "counted": counted, "floor_kl": round(fidelity.floor.kl, 4), "tokens": fidelity.student.tokens}
+        return {
+            **figures,
+            "counted": counted,
+            "floor_kl": round(fidelity.floor.kl, 4),
+            "tokens": fidelity.student.tokens,
+        }
 
 
 def main() -> None:
@@ -159,15 +186,23 @@ def main() -> None:
     bench = Bench(args.samples)
     cases: list[dict[str, Any]] = []
     for case in CASES:
-        masked = cases[0]["masked"] if case.side == "left" else bench.arm(case, masked=True)  # padding that is left out has no side
+        # padding that is left out has no side
+        masked = cases[0]["masked"] if case.side == "left" else bench.arm(case, masked=True)
         arms: dict[str, Any] = {"masked": masked, "ignored": bench.arm(case, masked=False)}
-        cases.append({"left_out": case.left_out, "loss": case.loss.__name__, "steps": case.steps, **arms})
+        cases.append(
+            {"left_out": case.left_out, "loss": case.loss.__name__, "steps": case.steps, **arms}
+        )
         if not args.json:
-            print(f"{case.left_out}, {case.loss.__name__} (KL of the floor {arms['masked']['floor_kl']:.3f}):")
+            print(
+                f"{case.left_out}, {case.loss.__name__} (KL of the floor"
+                f" {arms['masked']['floor_kl']:.3f}):"
+            )
             for name, arm in arms.items():
                 ratio = f"{arm['perplexity_ratio']:.3f} ± {arm['perplexity_ratio_se']:.3f}"
                 print(
-                    f"  {name:8} {arm['counted']:7,} counted, perplexity ratio {ratio}, KL {arm['kl']:.3f} ± {arm['kl_se']:.3f}", flush=True
+                    f"  {name:8} {arm['counted']:7,} counted, perplexity ratio {ratio}, KL"
+                    f" {arm['kl']:.3f} ± {arm['kl_se']:.3f}",
+                    flush=True,
                 )
     if args.json:
         print(json.dumps({"cases": cases, "batch_size": BATCH_SIZE, "samples": args.samples}))

@@ -2,11 +2,13 @@
 
     python benchmarks/recording.py [--json]
 
-Steps of the local strategy (forward and backward of one micro-batch) on the embedded model in NF4, one process, the same batches,
-one thread. Three kinds of step are timed in turn, so that a slow moment of the machine hits all of them: plain on a model that no
-recorder has been on, recorded on another copy of it (the recorder's hooks put on, the step, hooks taken off, the numbers read and
-written to a file, as a run does at a chosen step), and plain on that copy behind it. `ratio` is the median of recorded / plain,
-`ratio_after` that of plain behind a recording / plain, and `hooks_left` counts what is still on the copy's modules and parameters.
+Steps of the local strategy (forward and backward of one micro-batch) on the embedded model in NF4,
+one process, the same batches, one thread. Three kinds of step are timed in turn, so that a slow
+moment of the machine hits all of them: plain on a model that no recorder has been on, recorded on
+another copy of it (the recorder's hooks put on, the step, hooks taken off, the numbers read and
+written to a file, as a run does at a chosen step), and plain on that copy behind it. `ratio` is the
+median of recorded / plain, `ratio_after` that of plain behind a recording / plain, and `hooks_left`
+counts what is still on the copy's modules and parameters.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Bench:
 def hooks_left(model: nn.Module) -> int:
     """Hooks on modules and parameters, and observers of NPT layers."""
     modules = sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) + (getattr(module, "observer", None) is not None)
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + (getattr(module, "observer", None) is not None)
         for module in model.modules()
     )
     return modules + sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
@@ -106,7 +110,8 @@ def main() -> None:
                 lambda batch=batch: watched.plain(batch),
             ]
             times = [0.0] * 3
-            for i in (1, 2, 0) if number % 2 == 0 else (1, 0, 2):  # each of the plain ones as often behind the recorded one
+            # each of the plain ones as often behind the recorded one
+            for i in (1, 2, 0) if number % 2 == 0 else (1, 0, 2):
                 times[i] = watched.time(steps[i])
             if number:  # the first round makes allocations and imports
                 ratios.append(times[1] / times[0])
@@ -130,11 +135,20 @@ def main() -> None:
         print(json.dumps(figures))
     else:
         low, high = figures["ratio_quartiles"]
-        print(f"recorded step / plain step: {figures['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}, {args.rounds} rounds)")
+        print(
+            f"recorded step / plain step: {figures['ratio']:.3f} (quartiles {low:.3f} to"
+            f" {high:.3f}, {args.rounds} rounds)"
+        )
         low, high = figures["ratio_after_quartiles"]
-        print(f"plain step behind a recording / plain step: {figures['ratio_after']:.3f} (quartiles {low:.3f} to {high:.3f})")
+        print(
+            f"plain step behind a recording / plain step: {figures['ratio_after']:.3f} (quartiles"
+            f" {low:.3f} to {high:.3f})"
+        )
         print(f"hooks left: {figures['hooks_left']}; rows of a record: {figures['rows']}")
-        print(f"plain step: {figures['plain_step_seconds']:.3f} s on {figures['device']}, {figures['threads']} threads")
+        print(
+            f"plain step: {figures['plain_step_seconds']:.3f} s on {figures['device']},"
+            f" {figures['threads']} threads"
+        )
 
 
 if __name__ == "__main__":

@@ -1,24 +1,37 @@
-"""Speed, memory and arithmetic of a training step against what one would otherwise run, in one process.
+"""Speed, memory and arithmetic of a training step against what one would otherwise run, in one
+process.
 
-    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json | --markdown] [--output FOLDER] [--fill FILE]
+    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json | --markdown] [--output FOLDER]
+    [--fill FILE]
 
-Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's step is first taken twice under
-instruments, which also warms it up: once with its matrix products counted, once with its memory followed. Then all are timed in turn,
-in reversed order every other round, so that a slow moment of the machine hits all of them and none is always behind the same other.
+Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's
+step is first taken twice under instruments, which also warms it up: once with its matrix products
+counted, once with its memory followed. Then all are timed in turn, in reversed order every other
+round, so that a slow moment of the machine hits all of them and none is always behind the same
+other.
 
-    tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the lowest and the highest
+    tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the
+        lowest and the highest
     speed_ratio         tokens/s over those of two_model in the same round: likewise
-    peak_bytes          what the run holds before the step (its own models, adapters, gradients, moments, tokens) and how far live tensor
-                        memory rises in the step above what was live before it. Other runs' bases, which are in memory as well, are in
-                        neither, so this is what the run would take alone. A base that two of its models share counts once
+    peak_bytes          what the run holds before the step (its own models, adapters, gradients,
+    moments, tokens) and how far live tensor
+                        memory rises in the step above what was live before it. Other runs' bases,
+                        which are in memory as well, are in
+                        neither, so this is what the run would take alone. A base that two of its
+                        models share counts once
     memory_ratio        peak_bytes over those of two_model
-    flops_per_token     counted, not calculated; floor_flops_per_token is what the arithmetic of ours cannot do without
-                        (npt/cost/flops.py), low-rank products included, formula_flops_per_token the same without these
-    roofline_share      flops_per_token * tokens_per_second over the speed of plain square products, measured before and behind the rounds
+    flops_per_token     counted, not calculated; floor_flops_per_token is what the arithmetic of
+    ours cannot do without
+                        (npt/cost/flops.py), low-rank products included, formula_flops_per_token the
+                        same without these
+    roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
+    measured before and behind the rounds
 
-A step is one row of 1,024 tokens unless told otherwise; the sweep also has the same tokens in shorter rows, where attention is cheaper.
+A step is one row of 1,024 tokens unless told otherwise; the sweep also has the same tokens in
+shorter rows, where attention is cheaper.
 
-`--sweep` varies the tokens of a batch, the length of its rows and the number of converted layers one by one (`speed_sweep.py`).
+`--sweep` varies the tokens of a batch, the length of its rows and the number of converted layers
+one by one (`speed_sweep.py`).
 
 Run it on a machine that does nothing else.
 """
@@ -27,7 +40,8 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler warns of memory that was there before it came, which is meant
+# the profiler warns of memory that was there before it came, which is meant
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
 import json
@@ -67,7 +81,9 @@ def timed(step: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def in_turns(
+    steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
     """Seconds of each step in every round; every other round goes through them backwards."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
@@ -81,7 +97,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[str, Any]:
-    """What a run's step costs whatever the machine's speed: two steps, of which the second finds the optimizer's moments in place."""
+    """What a run's step costs whatever the machine's speed: two steps, of which the second finds
+    the optimizer's moments in place.
+    """
     losses: list[torch.Tensor] = []
 
     def step() -> None:
@@ -91,7 +109,10 @@ def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[st
     flops = count_flops(step)
     held = storage_bytes(tensors_of(*run.holds, batch))
     peak = held + peak_bytes(step, batch.input_ids.device).added
-    note(f"{run.name}: {flops / batch.tokens / 1e6:.1f} MFLOP/token, peak {peak / 2**20:.0f} MiB ({time.perf_counter() - started:.0f} s)")
+    note(
+        f"{run.name}: {flops / batch.tokens / 1e6:.1f} MFLOP/token, peak {peak / 2**20:.0f} MiB"
+        f" ({time.perf_counter() - started:.0f} s)"
+    )
     return {
         "held_bytes": held,
         "peak_bytes": peak,
@@ -106,14 +127,20 @@ def floors(setting: Setting, name: str) -> dict[str, float]:
     shape, config = SHAPES[setting.shape], npt.NPTConfig(rank=setting.rank, layers=setting.layers)
     strategy = "local" if name == "local" else "end_to_end"
     scored = (setting.length - 1) / setting.length if name == "end_to_end_kl" else 0.0
-    formula = floor_flops(shape, setting.length, resolve_layers(setting.layers, shape.layers), strategy, logits=scored)
+    formula = floor_flops(
+        shape, setting.length, resolve_layers(setting.layers, shape.layers), strategy, logits=scored
+    )
     return {
-        "floor_flops_per_token": training_flops(shape, setting.length, config, strategy, logits=scored),
+        "floor_flops_per_token": training_flops(
+            shape, setting.length, config, strategy, logits=scored
+        ),
         "formula_flops_per_token": formula,
     }
 
 
-def measure(setting: Setting, names: tuple[str, ...], rounds: int, note: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    setting: Setting, names: tuple[str, ...], rounds: int, note: Callable[[str], None]
+) -> dict[str, Any]:
     """All figures of one comparison."""
     device = torch.device(setting.device)
     batch = make_batch(setting)
@@ -130,20 +157,37 @@ def measure(setting: Setting, names: tuple[str, ...], rounds: int, note: Callabl
             }
         except torch.OutOfMemoryError:
             run.forget()
-            missing[run.name] = "it does not fit into the device's memory beside the other runs' bases"
+            missing[run.name] = (
+                "it does not fit into the device's memory beside the other runs' bases"
+            )
             note(f"{run.name} is left out: {missing[run.name]}")
     before = matmul_roofline(device)
-    note(f"roofline {before.flops_per_second / 1e9:.0f} GFLOP/s; timing {rounds} rounds of {len(found)} steps")
-    seconds = in_turns({run.name: lambda run=run: run.step(batch) for run in runs if run.name in found}, rounds, device)  # type: ignore[misc]
+    note(
+        f"roofline {before.flops_per_second / 1e9:.0f} GFLOP/s; timing {rounds} rounds of"
+        f" {len(found)} steps"
+    )
+    seconds = in_turns(
+        {
+            run.name: lambda run=run: run.step(batch)  # type: ignore[misc]
+            for run in runs
+            if run.name in found
+        },
+        rounds,
+        device,
+    )
     roofline = max(before, matmul_roofline(device), key=lambda r: r.flops_per_second)
     for name, row in found.items():
         speeds = spread([batch.tokens / s for s in seconds[name]])
         row["tokens_per_second"] = speeds["median"]
         row["tokens_per_second_range"] = [speeds["low"], speeds["high"]]
         row["step_seconds"] = seconds[name]
-        row["roofline_share"] = row["flops_per_token"] * speeds["median"] / roofline.flops_per_second
+        row["roofline_share"] = (
+            row["flops_per_token"] * speeds["median"] / roofline.flops_per_second
+        )
         if BASELINE in found:
-            row["speed_ratio"] = spread([theirs / s for s, theirs in zip(seconds[name], seconds[BASELINE], strict=True)])
+            row["speed_ratio"] = spread(
+                [theirs / s for s, theirs in zip(seconds[name], seconds[BASELINE], strict=True)]
+            )
             row["memory_ratio"] = row["peak_bytes"] / found[BASELINE]["peak_bytes"]
     return {
         "shape": setting.shape,
@@ -176,7 +220,10 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or "unknown",
+    )
 
 
 def make_setting(args: argparse.Namespace) -> Setting:
@@ -186,16 +233,30 @@ def make_setting(args: argparse.Namespace) -> Setting:
         ConfigError: flags that do not go together.
     """
     if args.tokens < 1 or args.length < 2 or args.tokens % args.length:
-        raise ConfigError(f"--tokens is {args.tokens} and --length {args.length}; the tokens of a step are whole rows of 2 tokens at least")
+        raise ConfigError(
+            f"--tokens is {args.tokens} and --length {args.length}; the tokens of a step are whole"
+            " rows of 2 tokens at least"
+        )
     if args.repeats < 1:
         raise ConfigError(f"--repeats is {args.repeats}; it is 1 at least")
     shape = SHAPES[args.shape]
     resolve_layers(args.layers, shape.layers)
     if not 1 <= args.rank <= shape.hidden:
-        raise ConfigError(f"--rank is {args.rank}; it lies between 1 and the hidden size, {shape.hidden}")
+        raise ConfigError(
+            f"--rank is {args.rank}; it lies between 1 and the hidden size, {shape.hidden}"
+        )
     device = args.device or default_device().type
     quantization = None if args.quantization == "none" else args.quantization
-    return Setting(args.shape, args.layers, args.rank, args.tokens // args.length, args.length, quantization, device, args.seed)
+    return Setting(
+        args.shape,
+        args.layers,
+        args.rank,
+        args.tokens // args.length,
+        args.length,
+        quantization,
+        device,
+        args.seed,
+    )
 
 
 def make_folder(folder: Path) -> None:
@@ -208,7 +269,10 @@ def make_folder(folder: Path) -> None:
         write_text(folder / ".writable", "")
         (folder / ".writable").unlink()
     except OSError as error:
-        raise ConfigError(f"--output is {folder}, which cannot be written to: {error.strerror}; name another folder") from error
+        raise ConfigError(
+            f"--output is {folder}, which cannot be written to: {error.strerror}; name another"
+            " folder"
+        ) from error
 
 
 def write_all(figures: dict[str, Any], folder: Path) -> None:
@@ -234,13 +298,28 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     parser.add_argument("--runs", default=",".join(RUNS), help="which of them, comma-separated")
     parser.add_argument("--quantization", default="nf4", choices=["nf4", "fp4", "none"])
-    parser.add_argument("--matmul_precision", default="highest", choices=["highest", "high"], help="high: TF32 where the device has it")
+    parser.add_argument(
+        "--matmul_precision",
+        default="highest",
+        choices=["highest", "high"],
+        help="high: TF32 where the device has it",
+    )
     parser.add_argument("--threads", type=int, help="of the CPU; default torch's")
     parser.add_argument("--device", help="default the first CUDA device, else the CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sweep", action="store_true", help="vary tokens, length and converted layers as well")
-    parser.add_argument("--output", type=Path, help="folder for the figures, the tables and the plots, under the shape's name")
-    parser.add_argument("--fill", type=Path, help="text whose place for this shape is given the tables, such as benchmarks/RESULTS.md")
+    parser.add_argument(
+        "--sweep", action="store_true", help="vary tokens, length and converted layers as well"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for the figures, the tables and the plots, under the shape's name",
+    )
+    parser.add_argument(
+        "--fill",
+        type=Path,
+        help="text whose place for this shape is given the tables, such as benchmarks/RESULTS.md",
+    )
     return parser
 
 
@@ -269,7 +348,8 @@ def main(argv: list[str] | None = None) -> int:
     figures = measure(setting, names, args.repeats, note)
     if args.sweep:
         figures["sweep"] = sweep(setting, args.repeats, note, in_turns)
-    print(json.dumps(figures) if args.json else markdown(figures), flush=True)  # first: nothing that fails behind it loses them
+    # first: nothing that fails behind it loses them
+    print(json.dumps(figures) if args.json else markdown(figures), flush=True)
     if args.output is not None:
         write_all(figures, args.output)
     if args.fill is not None:

@@ -1,28 +1,37 @@
-"""What `speed.py` compares: a training step of each kind, on bases with the same weights and the same tokens.
+"""What `speed.py` compares: a training step of each kind, on bases with the same weights and the
+same tokens.
 
-Ours run through `npt.distill.strategies`. The others are what one writes without this package, as plainly as their libraries allow and
-with nothing that holds them up: the same SDPA attention, the same packed weights and fp32 products, no padding and so no mask, fused AdamW,
-the same clipping, one backward, and no value read back from the device.
+Ours run through `npt.distill.strategies`. The others are what one writes without this package, as
+plainly as their libraries allow and with nothing that holds them up: the same SDPA attention, the
+same packed weights and fp32 products, no padding and so no mask, fused AdamW, the same clipping,
+one backward, and no value read back from the device.
 
-    local                   each layer is fed the teacher's state, its gradient stays inside; NMSE of every layer
+    local                   each layer is fed the teacher's state, its gradient stays inside; NMSE
+    of every layer
     end_to_end              gradients through the whole student, NMSE of every layer, no logits
     end_to_end_kl           the same with KL(teacher, student) on the logits of every token
-    two_model               two models; the student runs through transformers' own forward with `output_hidden_states`; NMSE of every layer
+    two_model               two models; the student runs through transformers' own forward with
+    `output_hidden_states`; NMSE of every layer
                             and KL(teacher, student) on the logits
-    two_model_hidden        the same without a loss on the logits, which are computed all the same: no gradient crosses lm_head
+    two_model_hidden        the same without a loss on the logits, which are computed all the same:
+        no gradient crosses lm_head
     two_model_checkpointed  two_model with gradient checkpointing of the student
-    peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by `disable_adapter`, KL on the logits
+    peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by
+    `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
 
-Of transformers' hidden states the last comes behind the final norm, so that the two-model runs compare the last layer there. Its lm_head
-runs in all of them, as it does for everybody who calls a causal language model.
+Of transformers' hidden states the last comes behind the final norm, so that the two-model runs
+compare the last layer there. Its lm_head runs in all of them, as it does for everybody who calls a
+causal language model.
 
-LoRA is on the modules that NPT modulates, at the same rank. Its tensors are not as many: an NPT layer has one A for all targets, and B and
-M for each, LoRA an A and a B for each. They start at random: at LoRA's usual start the student is its teacher, and the gradient is zero.
+LoRA is on the modules that NPT modulates, at the same rank. Its tensors are not as many: an NPT
+layer has one A for all targets, and B and M for each, LoRA an A and a B for each. They start at
+random: at LoRA's usual start the student is its teacher, and the gradient is zero.
 
-Three bases with the same weights are in memory: the teacher of the two-model runs; one with NPT adapters, which is their student and the
-only base of ours; and one inside PEFT, which puts its layers around the base's own. Each kind of step has an optimizer of its own. Steps on
-the same adapters train them in turn, which changes values and no cost.
+Three bases with the same weights are in memory: the teacher of the two-model runs; one with NPT
+adapters, which is their student and the only base of ours; and one inside PEFT, which puts its
+layers around the base's own. Each kind of step has an optimizer of its own. Steps on the same
+adapters train them in turn, which changes values and no cost.
 """
 
 from __future__ import annotations
@@ -76,9 +85,9 @@ class Setting:
 class Run:
     """A kind of training step.
 
-    step: forward, backward and the optimizer's step on a batch; gradients are gone behind it. It returns the loss, on the device.
-    holds: everything that this kind alone would need in memory, the batch left out.
-    trainable: what its optimizer moves.
+    step: forward, backward and the optimizer's step on a batch; gradients are gone behind it. It
+    returns the loss, on the device. holds: everything that this kind alone would need in memory,
+    the batch left out. trainable: what its optimizer moves.
     """
 
     name: str
@@ -95,13 +104,17 @@ class Run:
 def make_base(setting: Setting) -> Any:
     """A fresh base; equal settings give equal weights."""
     config = llama_config(SHAPES[setting.shape], setting.length)
-    return random_base(config, quantization=setting.quantization, device=setting.device, seed=setting.seed)
+    return random_base(
+        config, quantization=setting.quantization, device=setting.device, seed=setting.seed
+    )
 
 
 def make_batch(setting: Setting) -> Batch:
     """Full rows of random tokens."""
     generator = torch.Generator().manual_seed(setting.seed)
-    ids = torch.randint(SHAPES[setting.shape].vocab, (setting.batch_size, setting.length), generator=generator)
+    ids = torch.randint(
+        SHAPES[setting.shape].vocab, (setting.batch_size, setting.length), generator=generator
+    )
     return batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device(setting.device))
 
 
@@ -125,30 +138,48 @@ class Student:
         """One of OURS or TWO_MODELS."""
         optimizer = _optimizer(self.parameters)
         if name in OURS:
-            return Run(name, self._strategy_step(name, optimizer), (self.model, optimizer), self.parameters)
+            return Run(
+                name, self._strategy_step(name, optimizer), (self.model, optimizer), self.parameters
+            )
         step = self._two_model_step(optimizer, kl=name != "two_model_hidden")
         if name == "two_model_checkpointed":
             step = self._checkpointed(step)
         return Run(name, step, (self.model, self.teacher, optimizer), self.parameters)
 
-    def _strategy_step(self, name: str, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
+    def _strategy_step(
+        self, name: str, optimizer: torch.optim.Optimizer
+    ) -> Callable[[Batch], Tensor]:
         strategy = "local" if name == "local" else "end_to_end"
-        config = npt.TrainConfig(strategy=strategy, logit_kl_weight=1.0 if name == "end_to_end_kl" else 0.0)
+        config = npt.TrainConfig(
+            strategy=strategy, logit_kl_weight=1.0 if name == "end_to_end_kl" else 0.0
+        )
 
         def step(batch: Batch) -> Tensor:
             sums = STRATEGIES[strategy](self.model, batch, config)
-            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], sums.tokens)
+            torch._foreach_div_(
+                [p.grad for p in self.parameters if p.grad is not None], sums.tokens
+            )
             return _finish(sums.loss / sums.tokens, self.parameters, optimizer)
 
         return step
 
-    def _two_model_step(self, optimizer: torch.optim.Optimizer, kl: bool) -> Callable[[Batch], Tensor]:
+    def _two_model_step(
+        self, optimizer: torch.optim.Optimizer, kl: bool
+    ) -> Callable[[Batch], Tensor]:
         def step(batch: Batch) -> Tensor:
             with torch.no_grad():
-                taught = self.teacher(input_ids=batch.input_ids, use_cache=False, output_hidden_states=True)
-            learnt = self.model(input_ids=batch.input_ids, use_cache=False, output_hidden_states=True)
+                taught = self.teacher(
+                    input_ids=batch.input_ids, use_cache=False, output_hidden_states=True
+                )
+            learnt = self.model(
+                input_ids=batch.input_ids, use_cache=False, output_hidden_states=True
+            )
             losses = [
-                nmse(learnt.hidden_states[i + 1].flatten(0, 1), taught.hidden_states[i + 1].flatten(0, 1))[0] / batch.tokens
+                nmse(
+                    learnt.hidden_states[i + 1].flatten(0, 1),
+                    taught.hidden_states[i + 1].flatten(0, 1),
+                )[0]
+                / batch.tokens
                 for i in self.converted
             ]
             loss = torch.stack(losses).mean()
@@ -163,7 +194,9 @@ class Student:
         """The step with checkpointing on, which transformers does in training mode only."""
 
         # transformers 5.17 knows the second name alone; newer versions call it deprecated.
-        kind = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+        kind = (
+            "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+        )
 
         def checkpointed(batch: Batch) -> Tensor:
             getattr(self.model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
@@ -197,7 +230,8 @@ class LoRA:
             task_type="CAUSAL_LM",
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an old name of checkpointing
+            # PEFT asks transformers for an old name of checkpointing
+            warnings.simplefilter("ignore", FutureWarning)
             self.model = get_peft_model(make_base(setting), config)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
@@ -213,11 +247,18 @@ class LoRA:
             return _finish(loss.detach(), self.parameters, optimizer)
 
         def cross_entropy(batch: Batch) -> Tensor:
-            loss = self.model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss
+            loss = self.model(
+                input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False
+            ).loss
             loss.backward()
             return _finish(loss.detach(), self.parameters, optimizer)
 
-        return Run(name, distill if name == "peft_lora_distill" else cross_entropy, (self.model, optimizer), self.parameters)
+        return Run(
+            name,
+            distill if name == "peft_lora_distill" else cross_entropy,
+            (self.model, optimizer),
+            self.parameters,
+        )
 
 
 def make_runs(setting: Setting, names: tuple[str, ...] = RUNS) -> tuple[list[Run], dict[str, str]]:
@@ -230,7 +271,11 @@ def make_runs(setting: Setting, names: tuple[str, ...] = RUNS) -> tuple[list[Run
             lora = LoRA(setting, student.converted)
             runs |= {name: lora.run(name) for name in names if name in PEFT}
         except ImportError:
-            missing = {name: f"PEFT is not installed: {install_command('peft')}" for name in names if name in PEFT}
+            missing = {
+                name: f"PEFT is not installed: {install_command('peft')}"
+                for name in names
+                if name in PEFT
+            }
     return [runs[name] for name in names if name in runs], missing
 
 
@@ -238,7 +283,9 @@ def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
-def _finish(loss: Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensor:
+def _finish(
+    loss: Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Tensor:
     nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
@@ -247,5 +294,7 @@ def _finish(loss: Tensor, parameters: list[nn.Parameter], optimizer: torch.optim
 
 def _kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(teacher || student) per token, as torch has it, over the logits of all tokens at once."""
-    student, teacher = (F.log_softmax(logits.flatten(0, 1).float(), dim=-1) for logits in (student, teacher))
+    student, teacher = (
+        F.log_softmax(logits.flatten(0, 1).float(), dim=-1) for logits in (student, teacher)
+    )
     return F.kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Which number format carries a base, and where would it overflow? fp32 against bf16, fp16 and 4 bit, layer by layer.
+"""Which number format carries a base, and where would it overflow? fp32 against bf16, fp16 and 4
+bit, layer by layer.
 
     python debug/compare_precision.py                                     the embedded model
     python debug/compare_precision.py --model_name FOLDER --samples 32
     python debug/compare_precision.py --variants bf16,nf4 --json          some variants, all figures
 
-Held-out text runs through the base once per variant, one variant in memory at a time. Nothing is written.
+Held-out text runs through the base once per variant, one variant in memory at a time. Nothing is
+written.
 """
 
 import argparse
@@ -19,16 +21,43 @@ from npt.flags import OneLineParser, add_settings, build
 from npt.health.headroom import VARIANTS, compare_precision
 from npt.health.headroom_table import print_precision
 
-DATA = ("num_samples", "packing", "prompt_column", "completion_column", "replay_dataset", "replay_ratio", "dataset_mix")
+DATA = (
+    "num_samples",
+    "packing",
+    "prompt_column",
+    "completion_column",
+    "replay_dataset",
+    "replay_ratio",
+    "dataset_mix",
+)
 
 
 def main() -> int:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--model_name", default="tiny", help="'tiny' (embedded), a folder, or a hub id (default: tiny)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), metavar="LIST", help="number formats (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=16, metavar="INT", help="held-out samples (default: 16)")
-    parser.add_argument("--batch_size", type=int, default=4, metavar="INT", help="samples at a time (default: 4)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
+    parser = OneLineParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model_name",
+        default="tiny",
+        help="'tiny' (embedded), a folder, or a hub id (default: tiny)",
+    )
+    parser.add_argument(
+        "--variants",
+        default=",".join(VARIANTS),
+        metavar="LIST",
+        help="number formats (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=16, metavar="INT", help="held-out samples (default: 16)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=4, metavar="INT", help="samples at a time (default: 4)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON instead of tables"
+    )
     add_settings(parser, DataConfig, leave_out=DATA)
     given = vars(parser.parse_args())
     progress = make_console(stderr=True)
@@ -39,7 +68,9 @@ def main() -> int:
             count=given["samples"],
             batch_size=given["batch_size"],
             variants=[v.strip() for v in given["variants"].split(",")],
-            watch=lambda variant: progress.print(f"{variant} ...") if progress.is_terminal else None,
+            watch=lambda variant: (
+                progress.print(f"{variant} ...") if progress.is_terminal else None
+            ),
         )
     except NPTError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)

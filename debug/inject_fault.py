@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""The fault campaign: does a training step survive what can go wrong, and is it said exactly what went wrong?
+"""The fault campaign: does a training step survive what can go wrong, and is it said exactly what
+went wrong?
 
     python debug/inject_fault.py --list              the cases, and what has to be said about each
-    python debug/inject_fault.py --case gradient-nan one of them
-    python debug/inject_fault.py --all               all of them and 1,000 clean steps, on the embedded model
-    python debug/inject_fault.py --compare           the same faults in plain loops
+    python debug/inject_fault.py --case gradient-nan one of them python debug/inject_fault.py --all
+    all of them and 1,000 clean steps, on the embedded model python debug/inject_fault.py --compare
+    the same faults in plain loops
 
-Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every case passed, else 1.
+Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
+case passed, else 1.
 """
 
 import argparse
@@ -15,24 +17,41 @@ import sys
 import torch
 
 from npt.console import make_console
-from npt.faults.campaign import Line, campaign, comparison, every_case, find, print_comparison, print_scorecard, summary
+from npt.faults.campaign import (
+    Line,
+    campaign,
+    comparison,
+    every_case,
+    find,
+    print_comparison,
+    print_scorecard,
+    summary,
+)
 from npt.files import to_json
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="the cases and their ground truth")
     what.add_argument("--case", metavar="ID", help="run one case")
     what.add_argument("--all", action="store_true", help="run every case and the clean steps")
-    what.add_argument("--compare", action="store_true", help="run the faults that plain loops can meet against them")
+    what.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the faults that plain loops can meet against them",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)  # at these sizes the fastest, and one order of summation
     console, cases = make_console(), every_case()
     if given.list:
         if given.json:
-            print(to_json([{"id": c.id, "name": c.name, "truth": c.truth} for c in cases], indent=2))
+            print(
+                to_json([{"id": c.id, "name": c.name, "truth": c.truth} for c in cases], indent=2)
+            )
         else:
             for c in cases:
                 console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)

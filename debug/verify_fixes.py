@@ -1,11 +1,14 @@
 #!/usr/bin/env python
-"""Are the earlier causes of NaN gone, on your model and with your settings? Each is provoked, and looked at where it would show.
+"""Are the earlier causes of NaN gone, on your model and with your settings? Each is provoked, and
+looked at where it would show.
 
     python debug/verify_fixes.py                                        the embedded model in 4 bit
-    python debug/verify_fixes.py --model_name FOLDER --adapter_rank 64  your own, with the flags of a training run
-    python debug/verify_fixes.py --no_use_quantization --json           unquantised, all figures
+    python debug/verify_fixes.py --model_name FOLDER --adapter_rank 64  your own, with the flags of
+    a training run python debug/verify_fixes.py --no_use_quantization --json           unquantised,
+    all figures
 
-The base is loaded in 4 bit unless told otherwise. Nothing is written. The exit status is 0 when every check passed, else 1.
+The base is loaded in 4 bit unless told otherwise. Nothing is written. The exit status is 0 when
+every check passed, else 1.
 """
 
 import argparse
@@ -28,13 +31,33 @@ TRAINING = ("strategy", "logit_kl_weight", "weight_decay", "regularization_lambd
 
 
 def main() -> int:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON instead of a table")
-    parser.add_argument("--use_quantization", action="store_true", default=True, help="load the base in 4 bit (default)")
-    parser.add_argument("--no_use_quantization", dest="use_quantization", action="store_false", help="load the base as it is stored")
+    parser = OneLineParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the checks as JSON instead of a table"
+    )
+    parser.add_argument(
+        "--use_quantization",
+        action="store_true",
+        default=True,
+        help="load the base in 4 bit (default)",
+    )
+    parser.add_argument(
+        "--no_use_quantization",
+        dest="use_quantization",
+        action="store_false",
+        help="load the base as it is stored",
+    )
     unused = [flag_of(f) for f in fields(TrainConfig) if flag_of(f) not in TRAINING]
     add_settings(
-        parser, BaseConfig, NPTConfig, TrainConfig, leave_out=("use_quantization", "share_embeddings", "device_map", "shard_base", *unused)
+        parser,
+        BaseConfig,
+        NPTConfig,
+        TrainConfig,
+        leave_out=("use_quantization", "share_embeddings", "device_map", "shard_base", *unused),
     )
     given = vars(parser.parse_args())
     console, progress = make_console(), make_console(stderr=True)
@@ -43,7 +66,9 @@ def main() -> int:
         if progress.is_terminal:
             progress.print(f"{check.name}: {'passed' if check.passed else 'FAILED'}")
 
-    warnings.showwarning = lambda message, *_, **__: progress.print(f"warning: {message}", soft_wrap=True)
+    warnings.showwarning = lambda message, *_, **__: progress.print(
+        f"warning: {message}", soft_wrap=True
+    )
     try:
         settings = build(BaseConfig, given)
         if settings.model_name == "tiny":

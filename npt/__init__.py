@@ -1,6 +1,8 @@
-"""NPT: distil Neuro-Plastic adapters into quantised language models, with training steps that no NaN can poison.
+"""NPT: distil Neuro-Plastic adapters into quantised language models, with training steps that no
+NaN can poison.
 
-The public names are imported when they are first used, so that `npt --help` and a wrong flag do not wait for torch.
+The public names are imported when they are first used, so that `npt --help` and a wrong flag do not
+wait for torch.
 """
 
 from __future__ import annotations
@@ -12,14 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from npt.version import __version__
 
-# Without the optional package `kernels`, whose CPU code is not used here, bitsandbytes warns at its import on some CPUs.
+# Without the optional package `kernels`, whose CPU code is not used here, bitsandbytes warns at its
+# import on some CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # bitsandbytes before 0.50 checks sizes by a function that torch has deprecated, in every call.
 warnings.filterwarnings("ignore", message="_check_is_size will be removed", category=FutureWarning)
 
 if TYPE_CHECKING:
     from npt.adapters.attach import AttachReport, adapter_mode, adapters_disabled, attach, detach
-    from npt.adapters.consolidate import consolidate, consolidated, consolidation_disabled, unconsolidate, update_from
+    from npt.adapters.consolidate import (
+        consolidate,
+        consolidated,
+        consolidation_disabled,
+        unconsolidate,
+        update_from,
+    )
     from npt.adapters.consolidated_files import load_consolidated, save_consolidated
     from npt.adapters.export import export
     from npt.adapters.io import load_adapter, save_adapter

@@ -1,4 +1,6 @@
-"""Other names of flags: those of transformers' and PEFT's scripts, which fingers type, and those that this toolkit once had."""
+"""Other names of flags: those of transformers' and PEFT's scripts, which fingers type, and those
+that this toolkit once had.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,20 @@ ALIASES = {
 """A flag by each of its other names."""
 
 RETIRED = {
-    "mixed_precision": "a 4-bit base computes in fp32, or its products in bf16 (--compute_dtype bf16); --use_fp16 is for unquantised ones",
+    "mixed_precision": (
+        "a 4-bit base computes in fp32, or its products in bf16 (--compute_dtype bf16); --use_fp16"
+        " is for unquantised ones"
+    ),
     "optimizer_type": "the optimizer is AdamW, whose moments stay in fp32",
-    "modulation_scale": "--additive_scale scales the additive term, --mult_bound bounds the multiplicative one",
+    "modulation_scale": (
+        "--additive_scale scales the additive term, --mult_bound bounds the multiplicative one"
+    ),
     "log_file": "a run writes metrics.jsonl and events.jsonl into --output_dir",
     "fp16": "--use_fp16 computes an unquantised base in fp16; a 4-bit base computes in fp32",
-    "bf16": "--compute_dtype bf16 rounds the products of a 4-bit base to bf16; all else computes in fp32",
+    "bf16": (
+        "--compute_dtype bf16 rounds the products of a 4-bit base to bf16; all else computes in"
+        " fp32"
+    ),
     "save_strategy": "--save_steps says how often",
     "eval_strategy": "--eval_steps says how often",
     "evaluation_strategy": "--eval_steps says how often",
@@ -37,7 +47,8 @@ RETIRED = {
 
 
 def canonical(name: str, known: Collection[str]) -> str:
-    """The known flag that a name means, without dashes in front; the name itself where it means none.
+    """The known flag that a name means, without dashes in front; the name itself where it means
+    none.
 
     Args:
         name: as it was written; dashes within it stand for underscores, and `no_` in front negates.
@@ -53,7 +64,8 @@ def canonical(name: str, known: Collection[str]) -> str:
 
 
 def hint(name: str, known: Collection[str], mark: str = "--") -> str:
-    """What to add to a message about an unknown flag: `; did you mean --rank?`, or what there is in its place; or nothing.
+    """What to add to a message about an unknown flag: `; did you mean --rank?`, or what there is in
+    its place; or nothing.
 
     Args:
         name: as it was written, without dashes in front.

@@ -9,14 +9,16 @@ from rich.console import Console
 
 
 class QuietConsole(Console):
-    """A console that falls silent when nobody reads it any more, as in `npt pretrain | head`: printing never ends a run.
+    """A console that falls silent when nobody reads it any more, as in `npt pretrain | head`:
+    printing never ends a run.
 
     rich's own answer to a broken pipe is to exit the program.
     """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at exit goes there
+        # what Python flushes at exit goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def silent_console() -> Console:
@@ -25,7 +27,11 @@ def silent_console() -> Console:
 
 
 def make_console(stderr: bool = False) -> Console:
-    """A console that prints text as it is (a path may hold square brackets); where the output is no terminal it is wide enough
-    for a table's rows to stay on one line."""
+    """A console that prints text as it is (a path may hold square brackets); where the output is no
+    terminal it is wide enough for a table's rows to stay on one line."""
     console = QuietConsole(stderr=stderr, markup=False, highlight=False)
-    return console if console.is_terminal else QuietConsole(stderr=stderr, markup=False, highlight=False, width=120)
+    return (
+        console
+        if console.is_terminal
+        else QuietConsole(stderr=stderr, markup=False, highlight=False, width=120)
+    )

@@ -1,7 +1,8 @@
 """Errors a user can cause, each with the exit status it ends the program with.
 
-The command line prints their message as one line and no traceback (`--debug` shows it). A message names the thing, the
-values and the remedy. Anything that is *our* fault stays an `assert` or a plain exception and shows its traceback.
+The command line prints their message as one line and no traceback (`--debug` shows it). A message
+names the thing, the values and the remedy. Anything that is *our* fault stays an `assert` or a
+plain exception and shows its traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import re
 
 
 def article(word: str) -> str:
-    """`a` or `an`, by how the word begins: an int, a str, an NPTLayer (spelt), a uint8, an 8-bit one."""
+    """`a` or `an`, by how the word begins: an int, a str, an NPTLayer (spelt), a uint8, an 8-bit
+    one.
+    """
     word = word.lstrip("'\"")
     if re.match(r"uni|uint|use|utf", word.lower()):
         return "a"
@@ -54,7 +57,9 @@ class PrecisionError(NPTError, RuntimeError):
 
 
 class NoMemoryError(NPTError, RuntimeError):
-    """One sample at a time does not fit into memory. Where fewer samples would, fewer are computed at once, and nothing is raised."""
+    """One sample at a time does not fit into memory. Where fewer samples would, fewer are computed
+    at once, and nothing is raised.
+    """
 
 
 class AdapterFileError(NPTError, ValueError):
@@ -74,7 +79,9 @@ class BundleError(NPTError, ValueError):
 
 
 class CheckpointError(NPTError, ValueError):
-    """A checkpoint that cannot be resumed from: its files, its form, or settings that do not go with it."""
+    """A checkpoint that cannot be resumed from: its files, its form, or settings that do not go
+    with it.
+    """
 
     exit_status = 5
 
@@ -82,7 +89,8 @@ class CheckpointError(NPTError, ValueError):
 class StoppedError(BaseException):
     """A signal ended the work before there was anything to save, or after all of it was saved.
 
-    Like KeyboardInterrupt it is no `Exception`: a signal may arrive inside a library that turns all of those into its own.
+    Like KeyboardInterrupt it is no `Exception`: a signal may arrive inside a library that turns all
+    of those into its own.
     """
 
     def __init__(self, number: int):
@@ -91,7 +99,9 @@ class StoppedError(BaseException):
 
 
 class RankError(NPTError, RuntimeError):
-    """Another process of the run failed, and this one ends as it does; or it was lost, or is no longer like the others: status 6."""
+    """Another process of the run failed, and this one ends as it does; or it was lost, or is no
+    longer like the others: status 6.
+    """
 
     def __init__(self, message: str, exit_status: int = 6):
         super().__init__(message)
@@ -99,7 +109,9 @@ class RankError(NPTError, RuntimeError):
 
 
 class TooManyRefusalsError(NPTError, RuntimeError):
-    """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem was written."""
+    """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem
+    was written.
+    """
 
     exit_status = 3
 
@@ -124,16 +136,22 @@ _NO_MEMORY = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_NOT_INITIALIZED",
 )
-"""What torch says where it has no error of its own for this. A library that finds no room for its own state is not initialised."""
+"""What torch says where it has no error of its own for this. A library that finds no room for its
+own state is not initialised.
+"""
 
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device. By names, so that torch need not be loaded to ask."""
+    """Whether an allocation failed, on any device. By names, so that torch need not be loaded to
+    ask.
+    """
     if isinstance(error, NPTError):  # which may quote such an error
         return False
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

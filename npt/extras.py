@@ -36,7 +36,9 @@ def install_command(extra: str) -> str:
 
 
 def lacking(package: str) -> str:
-    """Return the end of a message about a feature whose package is missing: what it needs and the command that installs it."""
+    """Return the end of a message about a feature whose package is missing: what it needs and the
+    command that installs it.
+    """
     return f"needs {package}, which is not installed; {install_command(EXTRAS[package])}"
 
 

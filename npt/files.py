@@ -16,15 +16,21 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL, OLD = ".partial", ".old"
-"""What the names of temporary files and folders end in: what is being made, and what is being replaced by it."""
+"""What the names of temporary files and folders end in: what is being made, and what is being
+replaced by it.
+"""
 
-_LEFT_OVER = re.compile(rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL)
+_LEFT_OVER = re.compile(
+    rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL
+)
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2(2)
 
 
 def finite_or_null(value: Any) -> Any:
-    """`value` with every NaN and infinity, at any depth, replaced by None: JSON has no word for them."""
+    """`value` with every NaN and infinity, at any depth, replaced by None: JSON has no word for
+    them.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -40,7 +46,9 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically: a sibling temporary file, synced, then renamed over it."""
+    """Replace `path` by `content` atomically: a sibling temporary file, synced, then renamed over
+    it.
+    """
     path = Path(path)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
     try:
@@ -66,11 +74,13 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a sibling temporary folder to fill; it becomes `path` when the block ends well, and is removed when it does not.
+    """Yield a sibling temporary folder to fill; it becomes `path` when the block ends well, and is
+    removed when it does not.
 
-    An existing `path` is replaced as a whole, in one operation where the file system knows how to exchange two names. Files come
-    out with the modes that the umask gives. A process that is killed within may leave the temporary folder, or the old one beside
-    it: `clean` removes the one and puts the other back.
+    An existing `path` is replaced as a whole, in one operation where the file system knows how to
+    exchange two names. Files come out with the modes that the umask gives. A process that is killed
+    within may leave the temporary folder, or the old one beside it: `clean` removes the one and
+    puts the other back.
     """
     path = Path(path)
     made = _make_parents(path.parent)
@@ -103,7 +113,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder so that nobody ever sees half of it under its name; what a killed process leaves of it `clean` removes.
+    """Remove a folder so that nobody ever sees half of it under its name; what a killed process
+    leaves of it `clean` removes.
 
     Raises:
         OSError: it could not be renamed, and is still there.
@@ -116,7 +127,8 @@ def remove_folder(path: Path) -> None:
 def clean(folder: Path) -> list[str]:
     """Clear away what killed processes left directly below a folder that nobody else is writing to.
 
-    A folder that was about to be replaced, and whose successor never took its name, gets the name back.
+    A folder that was about to be replaced, and whose successor never took its name, gets the name
+    back.
 
     Returns:
         The names that were put back.
@@ -126,7 +138,11 @@ def clean(folder: Path) -> list[str]:
         match = _LEFT_OVER.fullmatch(item.name)
         if match is None:
             continue
-        if match["kind"] == OLD and (item / match["name"]).exists() and not (item.parent / match["name"]).exists():
+        if (
+            match["kind"] == OLD
+            and (item / match["name"]).exists()
+            and not (item.parent / match["name"]).exists()
+        ):
             os.replace(item / match["name"], item.parent / match["name"])
             back.append(match["name"])
         if item.is_dir() and not item.is_symlink():
@@ -137,7 +153,9 @@ def clean(folder: Path) -> list[str]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change names in one operation; False where the system or the file system cannot."""
+    """Let two folders change names in one operation; False where the system or the file system
+    cannot.
+    """
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -146,7 +164,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Make a folder and those above it; the folders in which one was made, which have to be synced for it to last."""
+    """Make a folder and those above it; the folders in which one was made, which have to be synced
+    for it to last.
+    """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return [place.parent for place in missing]

@@ -1,4 +1,6 @@
-"""Command-line flags and YAML entries, made from the settings' dataclasses: one list of names, types and help texts."""
+"""Command-line flags and YAML entries, made from the settings' dataclasses: one list of names,
+types and help texts.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,30 @@ from npt.presets import presets, settings_file
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and status 2; that knows other names of its flags (npt/aliases.py), and whose
-    `--help` leaves out what few runs need, which `--help_all` shows."""
+    """An argument parser whose errors are one line, and status 2; that knows other names of its
+    flags (npt/aliases.py), and whose `--help` leaves out what few runs need, which `--help_all`
+    shows."""
 
     def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
         super().__init__(*arguments, **named)
-        self._takes_others = takes_others  # whether flags that it does not know are somebody else's, and handed out
+        # whether flags that it does not know are somebody else's, and handed out
+        self._takes_others = takes_others
         self._show_all = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = list(sys.argv[1:] if args is None else args)
         until = given.index("--") if "--" in given else len(given)
-        found, left = super().parse_known_args([*map(self._spelled, given[:until]), *given[until:]], namespace)
+        found, left = super().parse_known_args(
+            [*map(self._spelled, given[:until]), *given[until:]], namespace
+        )
         if left and self._subparsers is None and not self._takes_others:
             self.error(self._unknown(left[0]))
         return found, left
 
     def _flags(self) -> list[str]:
-        return [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+        return [
+            name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")
+        ]
 
     def _spelled(self, argument: str) -> str:
         """An argument, a flag by its own name."""
@@ -53,7 +61,11 @@ class OneLineParser(argparse.ArgumentParser):
         return f"there is no flag {argument.partition('=')[0]}{hint(name, self._flags())}"
 
     def format_help(self) -> str:
-        rare = [action for action in self._actions if getattr(action, _RARE, False) and action.help != argparse.SUPPRESS]
+        rare = [
+            action
+            for action in self._actions
+            if getattr(action, _RARE, False) and action.help != argparse.SUPPRESS
+        ]
         if not rare or self._show_all:
             return super().format_help()
         helps, epilog = [action.help for action in rare], self.epilog
@@ -93,14 +105,24 @@ class _Words(argparse.Action):
         setattr(namespace, self.dest, ",".join(values))
 
 
-def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()) -> None:
-    """Add a flag for every field of the dataclasses; one that is not given stays out of the parsed namespace.
+def add_settings(
+    parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()
+) -> None:
+    """Add a flag for every field of the dataclasses; one that is not given stays out of the parsed
+    namespace.
 
-    A boolean setting takes an optional value (`--smoke_test false`) and has a negation (`--no_smoke_test`).
+    A boolean setting takes an optional value (`--smoke_test false`) and has a negation
+    (`--no_smoke_test`).
     """
     groups: dict[str, Any] = {}
     if "--help_all" not in parser._option_string_actions:
-        parser.add_argument("--help_all", nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help="show every flag and exit")
+        parser.add_argument(
+            "--help_all",
+            nargs=0,
+            action=_HelpAll,
+            default=argparse.SUPPRESS,
+            help="show every flag and exit",
+        )
     for cls in classes:
         hints = hints_of(cls)
         for f in fields(cls):
@@ -115,12 +137,36 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Ite
             kind = _plain_type(hints[f.name])
             help = f"{f.metadata.get('help', '')} (default: {_shown(f)})"
             if kind is bool:
-                group.add_argument(f"--{name}", nargs="?", const=True, type=_boolean, default=argparse.SUPPRESS, metavar="BOOL", help=help)
-                group.add_argument(f"--no_{name}", dest=name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-            elif kind is tuple and f.metadata["group"] == "trackers":  # transformers' scripts take `--report_to wandb tensorboard`
-                group.add_argument(f"--{name}", nargs="+", action=_Words, default=argparse.SUPPRESS, metavar="LIST", help=help)
+                group.add_argument(
+                    f"--{name}",
+                    nargs="?",
+                    const=True,
+                    type=_boolean,
+                    default=argparse.SUPPRESS,
+                    metavar="BOOL",
+                    help=help,
+                )
+                group.add_argument(
+                    f"--no_{name}",
+                    dest=name,
+                    action="store_false",
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )
+            # transformers' scripts take `--report_to wandb tensorboard`
+            elif kind is tuple and f.metadata["group"] == "trackers":
+                group.add_argument(
+                    f"--{name}",
+                    nargs="+",
+                    action=_Words,
+                    default=argparse.SUPPRESS,
+                    metavar="LIST",
+                    help=help,
+                )
             elif kind is tuple:
-                group.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar="LIST", help=help)
+                group.add_argument(
+                    f"--{name}", default=argparse.SUPPRESS, metavar="LIST", help=help
+                )
             else:
                 choices = f.metadata.get("choices")
                 group.add_argument(
@@ -135,7 +181,9 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type, leave_out: Ite
                 setattr(action, _RARE, not f.metadata["often"])
 
 
-def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None) -> dict[str, Any]:
+def read_yaml(
+    path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None
+) -> dict[str, Any]:
     """Settings from a YAML mapping of flag names, without dashes, to values.
 
     Args:
@@ -144,12 +192,15 @@ def read_yaml(path: str, classes: Iterable[type], extra: Mapping[str, type] | No
         extra: further flags and their types.
 
     Raises:
-        ConfigError: unreadable, not YAML, not a mapping, an unknown name, or a value of another type.
+        ConfigError: unreadable, not YAML, not a mapping, an unknown name, or a value of another
+            type.
     """
     where = f"--config {path}"
     file = settings_file(path)
     if not file.exists():
-        raise ConfigError(f"{where} is neither a file nor one of the presets {', '.join(presets())}")
+        raise ConfigError(
+            f"{where} is neither a file nor one of the presets {', '.join(presets())}"
+        )
     content = yaml_content(str(file), where)
     if content is None:
         return {}
@@ -171,15 +222,22 @@ def yaml_content(path: str, where: str) -> Any:
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(
+            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        raise ConfigError(f"{where} is not valid YAML: {place}{getattr(error, 'problem', error)}") from error
+        raise ConfigError(
+            f"{where} is not valid YAML: {place}{getattr(error, 'problem', error)}"
+        ) from error
 
 
 def checked_settings(
-    where: str, content: Mapping[Any, Any], classes: Iterable[type], extra: Mapping[str, type] | None = None
+    where: str,
+    content: Mapping[Any, Any],
+    classes: Iterable[type],
+    extra: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
     """Settings by flag name, each known and of its type.
 
@@ -200,9 +258,13 @@ def checked_settings(
     for written, value in content.items():
         name = canonical(str(written), kinds)
         if name not in kinds:
-            raise ConfigError(f"{where}: there is no setting {written!r}{hint(str(written), kinds, mark='')}")
+            raise ConfigError(
+                f"{where}: there is no setting {written!r}{hint(str(written), kinds, mark='')}"
+            )
         if name in settings:
-            raise ConfigError(f"{where}: {name} stands there twice, once as {written}; drop one of the two")
+            raise ConfigError(
+                f"{where}: {name} stands there twice, once as {written}; drop one of the two"
+            )
         settings[name] = _typed(where, name, value, kinds[name])
     return settings
 
@@ -213,7 +275,11 @@ def build(cls: type, given: Mapping[str, Any]) -> Any:
 
 
 def _typed(where: str, name: str, value: Any, kind: type) -> Any:
-    if value is None or (kind is not str and isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
+    if value is None or (
+        kind is not str
+        and isinstance(value, kind)
+        and not (kind is int and isinstance(value, bool))
+    ):
         return value
     try:
         if kind is tuple:
@@ -222,13 +288,20 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
             return _boolean(str(value))
         if kind in (int, float) and not isinstance(value, bool):
             return kind(value) if isinstance(value, str) or kind(value) == value else _fail()
-        if kind is str and isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+        if (
+            kind is str
+            and isinstance(value, list)
+            and not any(isinstance(item, dict | list) for item in value)
+        ):
             return ",".join(map(str, value))  # layers: [3, 5]
         if kind is str and not isinstance(value, dict | list):
             return str(value)
-    except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):  # a whole number that is infinite overflows
+    # a whole number that is infinite overflows
+    except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
         pass
-    raise ConfigError(f"{where}: {name} is {value!r}, expected {'a list' if kind is tuple else kind.__name__}")
+    raise ConfigError(
+        f"{where}: {name} is {value!r}, expected {'a list' if kind is tuple else kind.__name__}"
+    )
 
 
 def _fail() -> NoReturn:
@@ -270,5 +343,8 @@ def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given.get("safe_mode", False):
         return plain
     if given.get("modulation", "additive") != "additive":
-        raise ConfigError(f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one of the two")
+        raise ConfigError(
+            f"--safe_mode is the additive form, but --modulation is {given['modulation']}; drop one"
+            " of the two"
+        )
     return {**plain, "modulation": "additive"}

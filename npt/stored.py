@@ -1,4 +1,5 @@
-"""Reading JSON and safetensors that may come from somebody else: never a pickle, bounded, and every fault one line.
+"""Reading JSON and safetensors that may come from somebody else: never a pickle, bounded, and every
+fault one line.
 
 Names in such a file are compared with names that are known, and lead nowhere on disk.
 """
@@ -44,7 +45,9 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is no file")
         if found.st_size > JSON_BYTES:
-            raise ValueError(f"{found.st_size} bytes are more than the {JSON_BYTES} that it may have")
+            raise ValueError(
+                f"{found.st_size} bytes are more than the {JSON_BYTES} that it may have"
+            )
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
     except (OSError, ValueError, RecursionError) as problem:
         raise error(f"{path} cannot be read: {problem}; copy it again") from problem
@@ -54,7 +57,12 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
 
 
 def check_entries(
-    path: Path, prefix: str, found: Mapping[str, Any], wanted: Mapping[str, tuple[type, ...]], error: type[NPTError], exact: bool = True
+    path: Path,
+    prefix: str,
+    found: Mapping[str, Any],
+    wanted: Mapping[str, tuple[type, ...]],
+    error: type[NPTError],
+    exact: bool = True,
 ) -> None:
     """Check that an object out of a JSON file has the wanted entries, each of a wanted type.
 
@@ -68,7 +76,9 @@ def check_entries(
     odd = sorted(set(wanted) - set(found)) or (sorted(set(found) - set(wanted)) if exact else [])
     if odd:
         kind = "missing" if odd[0] in wanted else "unknown"
-        raise error(f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} such); copy it again")
+        raise error(
+            f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} such); copy it again"
+        )
     for key, kinds in wanted.items():
         value = found[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -76,12 +86,18 @@ def check_entries(
             raise error(f"{path}: {prefix}{key} is {shown(value)}, expected {names}; copy it again")
 
 
-def check_names(path: Path, found: Iterable[str], wanted: Iterable[str], error: type[NPTError]) -> None:
-    """Check that the tensors in a file are the wanted ones, no more and no fewer; the first that is not is named."""
+def check_names(
+    path: Path, found: Iterable[str], wanted: Iterable[str], error: type[NPTError]
+) -> None:
+    """Check that the tensors in a file are the wanted ones, no more and no fewer; the first that is
+    not is named.
+    """
     have, need = set(found), set(wanted)
     for kind, names in (("lacks the", need - have), ("has the extra", have - need)):
         if names:
-            raise error(f"{path} {kind} tensor {shown(min(names))} ({len(names)} such); copy it again")
+            raise error(
+                f"{path} {kind} tensor {shown(min(names))} ({len(names)} such); copy it again"
+            )
 
 
 def described(header: Header) -> str:

@@ -1,4 +1,6 @@
-"""Shared fixtures: a random Llama small enough for exhaustive checks, 4-bit on the CPU as the normal case."""
+"""Shared fixtures: a random Llama small enough for exhaustive checks, 4-bit on the CPU as the
+normal case.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# One thread: products this small gain nothing from a second one, and two processes with two threads each wait for one another. And
-# tests fork processes that compute: those of a process with a second thread of OpenMP would wait for it for ever.
+# One thread: products this small gain nothing from a second one, and two processes with two threads
+# each wait for one another. And tests fork processes that compute: those of a process with a second
+# thread of OpenMP would wait for it for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Read by npt.quant.device, in processes that tests start as well.
 os.environ["NPT_DEVICE"] = "cpu"
@@ -23,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tiers import listed, slow
 
-# torch and transformers are imported where they are used: the process that hands tests to workers needs neither, and they take seconds.
+# torch and transformers are imported where they are used: the process that hands tests to workers
+# needs neither, and they take seconds.
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
@@ -33,7 +37,9 @@ VOCAB = 128
 
 
 def _pool_made_anew() -> None:
-    """Make torch's pool of threads anew in a fork: threads that load weights would otherwise do it all at once, and now and then fail."""
+    """Make torch's pool of threads anew in a fork: threads that load weights would otherwise do it
+    all at once, and now and then fail.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -43,8 +49,14 @@ os.register_at_fork(after_in_child=_pool_made_anew)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    parser.addoption("--slow", action="store_true", help="run everything, the tests marked slow too")
-    parser.addoption("--no-skips", action="store_true", help="a test that would be skipped fails: what it lacks has to be installed")
+    parser.addoption(
+        "--slow", action="store_true", help="run everything, the tests marked slow too"
+    )
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="a test that would be skipped fails: what it lacks has to be installed",
+    )
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds for a test; obeyed where pytest-timeout is installed")
 
@@ -62,7 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     everything = config.getoption("--slow") or any("::" in argument for argument in config.args)
     unwanted = [
-        item for item in items if ("slow" in item.keywords and not everything) or ("gpu" in item.keywords and not torch.cuda.is_available())
+        item
+        for item in items
+        if ("slow" in item.keywords and not everything)
+        or ("gpu" in item.keywords and not torch.cuda.is_available())
     ]
     config.hook.pytest_deselected(items=unwanted)
     kept = set(items) - set(unwanted)
@@ -74,11 +89,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     outcome = yield
     report = outcome.get_result()
     if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--no-skips"):
-        report.outcome, report.longrepr = "failed", f"skipped, where nothing may be: {report.longrepr[-1]}"
+        report.outcome, report.longrepr = (
+            "failed",
+            f"skipped, where nothing may be: {report.longrepr[-1]}",
+        )
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there for good, libraries and tests by the million objects, out of every later search for garbage."""
+    """Leave what is there for good, libraries and tests by the million objects, out of every later
+    search for garbage.
+    """
     gc.collect()
     gc.freeze()
 
@@ -91,7 +111,9 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Count what the workers of pytest-xdist deselected, each of them the same, in the closing line of the process that prints it."""
+    """Count what the workers of pytest-xdist deselected, each of them the same, in the closing line
+    of the process that prints it.
+    """
     count = getattr(node, "workeroutput", {}).get("deselected", 0)
     if count and not hasattr(node.config, "_deselected"):
         node.config._deselected = True
@@ -100,7 +122,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Choose the device of a test before its fixtures run, those of its module included: a GPU only if it is marked `gpu`."""
+    """Choose the device of a test before its fixtures run, those of its module included: a GPU only
+    if it is marked `gpu`.
+    """
     if item.get_closest_marker("gpu") is None:
         os.environ["NPT_DEVICE"] = "cpu"
     else:
@@ -109,7 +133,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Results that do not depend on how many cores share a sum; at these sizes one thread is also the fastest."""
+    """Results that do not depend on how many cores share a sum; at these sizes one thread is also
+    the fastest.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -137,7 +163,9 @@ def real_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with grouped-query attention, saved in bf16: D 64, F 128, 4 layers, V 128. It has no tokenizer."""
+    """A random Llama with grouped-query attention, saved in bf16: D 64, F 128, 4 layers, V 128. It
+    has no tokenizer.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -150,7 +178,8 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        initializer_range=0.15,  # large enough that attention and MLP matter beside the residual stream
+        # large enough that attention and MLP matter beside the residual stream
+        initializer_range=0.15,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,
@@ -162,16 +191,22 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakeTokenizer:
-    """Characters as tokens, folded into the small vocabulary: the few members that the package asks a tokenizer for."""
+    """Characters as tokens, folded into the small vocabulary: the few members that the package asks
+    a tokenizer for.
+    """
 
     bos_token_id, eos_token_id, pad_token_id = 0, 1, 2
 
-    def __call__(self, texts: str | list[str], add_special_tokens: bool = True, **_: Any) -> dict[str, list]:
+    def __call__(
+        self, texts: str | list[str], add_special_tokens: bool = True, **_: Any
+    ) -> dict[str, list]:
         def encode(text: str) -> list[int]:
             start = [self.bos_token_id] if add_special_tokens else []
             return [*start, *(3 + ord(c) % (VOCAB - 3) for c in text)]
 
-        return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(t) for t in texts]}
+        return {
+            "input_ids": encode(texts) if isinstance(texts, str) else [encode(t) for t in texts]
+        }
 
 
 @pytest.fixture
@@ -181,7 +216,9 @@ def tokenizer() -> FakeTokenizer:
 
 @pytest.fixture(scope="session")
 def _few_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The beginnings of the first files of either split of the standard library, some 90 KB of 12 MB."""
+    """The beginnings of the first files of either split of the standard library, some 90 KB of 12
+    MB.
+    """
     from npt.data import builtin
 
     folder = tmp_path_factory.mktemp("library")
@@ -194,11 +231,15 @@ def _few_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def short_library(_few_sources: Path) -> Iterator[None]:
-    """Makes the built-in text a short one, in processes that are forked here as well: to read and tokenise all of it takes seconds."""
+    """Makes the built-in text a short one, in processes that are forked here as well: to read and
+    tokenise all of it takes seconds.
+    """
     from npt.data import builtin
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builtin, "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(_few_sources)}))
+        patch.setattr(
+            builtin, "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(_few_sources)})
+        )
         yield
 
 
@@ -207,7 +248,9 @@ LoadModel = Callable[..., "LlamaForCausalLM"]
 
 @pytest.fixture(scope="session")
 def load_model(llama_folder: Path) -> LoadModel:
-    """A fresh copy of the random Llama at every call, as `npt.load_base` would give it; NF4 unless told otherwise."""
+    """A fresh copy of the random Llama at every call, as `npt.load_base` would give it; NF4 unless
+    told otherwise.
+    """
     from copies import copied
 
     import npt
@@ -219,9 +262,12 @@ def load_model(llama_folder: Path) -> LoadModel:
         shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
 
     def read(quantization: str | None, **arguments: Any) -> LlamaForCausalLM:
-        return npt.load_base(str(llama_folder), quantization=quantization, device="cpu", **arguments)[0]
+        return npt.load_base(
+            str(llama_folder), quantization=quantization, device="cpu", **arguments
+        )[0]
 
-    loaded = {quantization: read(quantization) for quantization in (*QUANT_TYPES, None)}  # now, before any test has anything patched
+    # now, before any test has anything patched
+    loaded = {quantization: read(quantization) for quantization in (*QUANT_TYPES, None)}
 
     def load(quantization: str | None = "nf4", **arguments: Any) -> LlamaForCausalLM:
         return read(quantization, **arguments) if arguments else copied(loaded[quantization])
@@ -246,7 +292,8 @@ def batch() -> Batch:
 
 @pytest.fixture
 def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of memory by a formula, for tests of what is made of counts; to count takes a good part of a second each time.
+    """Plans of memory by a formula, for tests of what is made of counts; to count takes a good part
+    of a second each time.
 
     tests/distill/test_plan.py holds counts to measurements.
     """

@@ -1,4 +1,6 @@
-"""Copies of a loaded base that nothing tells from another load of it: to load and pack one takes ten times as long."""
+"""Copies of a loaded base that nothing tells from another load of it: to load and pack one takes
+ten times as long.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,19 @@ from npt.quant import load as loading
 
 @torch.inference_mode(False)  # whatever the caller is in, as load_base
 def copied(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a base as it was loaded: no tensor, module, container or configuration that could be written to is shared.
+    """Return a copy of a base as it was loaded: no tensor, module, container or configuration that
+    could be written to is shared.
 
-    `copy.deepcopy` takes half as long as loading, leaves a packed weight without its module, and its statistics there twice, once for the
-    weight and once for the module.
+    `copy.deepcopy` takes half as long as loading, leaves a packed weight without its module, and
+    its statistics there twice, once for the weight and once for the module.
     """
-    known: dict[int, Any] = {id(old): old.__class__.__new__(old.__class__) for old in model.modules()}
+    known: dict[int, Any] = {
+        id(old): old.__class__.__new__(old.__class__) for old in model.modules()
+    }
     for old in model.modules():
-        vars(known[id(old)]).update({name: _copied(value, known) for name, value in vars(old).items()})
+        vars(known[id(old)]).update(
+            {name: _copied(value, known) for name, value in vars(old).items()}
+        )
     return known[id(model)]
 
 
@@ -45,7 +52,9 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
             made.update(value)
         return made
     if isinstance(value, torch.Tensor):
-        known[id(value)] = made = torch.Tensor._make_subclass(value.__class__, value.detach().clone(), value.requires_grad)
+        known[id(value)] = made = torch.Tensor._make_subclass(
+            value.__class__, value.detach().clone(), value.requires_grad
+        )
         vars(made).update({name: _copied(each, known) for name, each in vars(value).items()})
     elif isinstance(value, QuantState):
         known[id(value)] = made = copy.copy(value)
@@ -71,10 +80,15 @@ class Loads:
 
     def __call__(self, name: str, source: str, arguments: Mapping[str, Any]) -> Any:
         folder = Path(source)
-        on_cpu = arguments["device_map"] == {"": torch.device("cpu")} and not _get_current_dispatch_mode_stack()
+        on_cpu = (
+            arguments["device_map"] == {"": torch.device("cpu")}
+            and not _get_current_dispatch_mode_stack()
+        )
         if not on_cpu or not folder.is_dir() or self._of_libraries() != self.libraries:
             return self.read(name, source, arguments)
-        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+        files = sorted(
+            (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()
+        )
         key = (source, repr(files), repr(sorted(arguments.items())))
         if key not in self.pristine:
             if len(self.pristine) == 8:

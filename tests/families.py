@@ -33,7 +33,8 @@ _SIZE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.15,  # large enough that attention and MLP matter beside the residual stream
+    # large enough that attention and MLP matter beside the residual stream
+    "initializer_range": 0.15,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -45,20 +46,32 @@ MAKE = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZE, sliding_window=None, head_dim=8)),
     "mistral, window": lambda: MistralForCausalLM(MistralConfig(**_SIZE, sliding_window=WINDOW)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZE)),
-    "qwen2, window": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)),
+    "qwen2, window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**_SIZE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZE, head_dim=16)),
     "qwen3, window": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**_SIZE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+        Qwen3Config(
+            **_SIZE,
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+        )
     ),
     "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**_SIZE)),
     "smollm3, window": lambda: SmolLM3ForCausalLM(
-        SmolLM3Config(**_SIZE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=WINDOW)
+        SmolLM3Config(
+            **_SIZE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=WINDOW
+        )
     ),
 }
 
 
 def save_base(name: str, folder: Path) -> Path:
-    """A base of this family in a new folder, in bf16, with biases and norms away from their start, and a tokenizer."""
+    """A base of this family in a new folder, in bf16, with biases and norms away from their start,
+    and a tokenizer.
+    """
     torch.manual_seed(0)
     model = MAKE[name]()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""The program in a process of its own, forked from this one: killed and signalled as any other, without the seconds that imports take."""
+"""The program in a process of its own, forked from this one: killed and signalled as any other,
+without the seconds that imports take.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from npt.cli.main import main
 
 
 class Program:
-    """`npt ARGUMENTS`, begun. Its standard error goes to the file `errors`; all else nowhere, or, if it is `read`, into `out`, a pipe."""
+    """`npt ARGUMENTS`, begun. Its standard error goes to the file `errors`; all else nowhere, or,
+    if it is `read`, into `out`, a pipe.
+    """
 
     def __init__(self, arguments: list[str], errors: Path, read: bool = False):
         self.errors = errors
@@ -34,14 +38,18 @@ class Program:
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Its exit status; of one that a signal ended that signal's number, negative. A test's own limit of time ends what hangs."""
+        """Its exit status; of one that a signal ended that signal's number, negative. A test's own
+        limit of time ends what hangs.
+        """
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def wait_for(self, begun: Callable[[], bool]) -> None:
         """Until something is there, which has to come before the program's end."""
         deadline = time.monotonic() + 120
         while not begun():
-            assert os.waitpid(self.pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline, self.errors.read_text()
+            assert os.waitpid(self.pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline, (
+                self.errors.read_text()
+            )
             time.sleep(0.005)
 
 

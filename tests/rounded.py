@@ -1,4 +1,6 @@
-"""A 4-bit base as another kind of device would have packed it: the same codes, statistics that are rounded otherwise."""
+"""A 4-bit base as another kind of device would have packed it: the same codes, statistics that are
+rounded otherwise.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def flip_last_bit(tensor: torch.Tensor) -> None:
 
 
 def round_otherwise(model: Any) -> Any:
-    """Change the last bit of a number in every statistic that another device may round otherwise, in place."""
+    """Change the last bit of a number in every statistic that another device may round otherwise,
+    in place.
+    """
     for _, module in quantized_linears(model):
         state = module.weight.quant_state
         for tensor in (state.absmax, state.offset, state.state2.absmax):

@@ -1,4 +1,6 @@
-"""Small tokenizers of the kinds that put a space in front of a text: as SentencePiece models are converted, and byte-level ones."""
+"""Small tokenizers of the kinds that put a space in front of a text: as SentencePiece models are
+converted, and byte-level ones.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import LlamaConfig, LlamaTokenizer, PreTrainedTokenizerFast
 
 from npt.quant.random_base import random_base
@@ -31,7 +41,10 @@ def _bpe() -> dict[str, Any]:
     """Vocabulary and merges, by pieces of words that a space begins."""
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.train_from_iterator(_TEXT, trainers.BpeTrainer(vocab_size=520, special_tokens=SPECIAL + _BYTES, show_progress=False))
+    made.train_from_iterator(
+        _TEXT,
+        trainers.BpeTrainer(vocab_size=520, special_tokens=SPECIAL + _BYTES, show_progress=False),
+    )
     return json.loads(made.to_str())["model"]
 
 
@@ -46,14 +59,20 @@ def _of(model: Any, *, normalizer: Any = None, pre_tokenizer: Any = None, decode
     if pre_tokenizer is not None:
         backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoder
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
     made.add_special_tokens({"additional_special_tokens": SPECIAL[3:]})
     return made
 
 
 def _metaspace_bpe(scheme: str, split: bool = True) -> Any:
-    model = models.BPE(_bpe()["vocab"], _merges(), unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    model = models.BPE(
+        _bpe()["vocab"], _merges(), unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     steps += [decoders.Strip(" ", 1, 0)] if scheme != "never" else []
     space = pre_tokenizers.Metaspace("▁", scheme, split)
@@ -61,9 +80,18 @@ def _metaspace_bpe(scheme: str, split: bool = True) -> Any:
 
 
 def _llama_2() -> Any:
-    """As transformers 4 converted Llama 2 and Mistral 0.1: the space comes with normalisation, and there is no pre-tokenizer."""
-    model = models.BPE(_bpe()["vocab"], _merges(), unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    """As transformers 4 converted Llama 2 and Mistral 0.1: the space comes with normalisation, and
+    there is no pre-tokenizer.
+    """
+    model = models.BPE(
+        _bpe()["vocab"], _merges(), unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     space = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return _of(model, normalizer=space, decoder=decoders.Sequence(steps))
 
@@ -77,10 +105,17 @@ def _unigram(scheme: str) -> Any:
     space = pre_tokenizers.Metaspace("▁", scheme)
     trained.pre_tokenizer = space
     trained.train_from_iterator(
-        _TEXT, trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+        _TEXT,
+        trainers.UnigramTrainer(
+            vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        ),
     )
     pieces = [(piece, score) for piece, score in json.loads(trained.to_str())["model"]["vocab"]]
-    return _of(models.Unigram(pieces, unk_id=UNK, byte_fallback=False), pre_tokenizer=space, decoder=decoders.Metaspace("▁", scheme))
+    return _of(
+        models.Unigram(pieces, unk_id=UNK, byte_fallback=False),
+        pre_tokenizer=space,
+        decoder=decoders.Metaspace("▁", scheme),
+    )
 
 
 def _byte_level(prefix: bool) -> Any:
@@ -89,11 +124,16 @@ def _byte_level(prefix: bool) -> Any:
     trained.pre_tokenizer = level
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trained.train_from_iterator(
-        _TEXT, trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+        _TEXT,
+        trainers.BpeTrainer(
+            vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     model = json.loads(trained.to_str())["model"]
     merges = [(left, right) for left, right in model["merges"]]
-    return _of(models.BPE(model["vocab"], merges), pre_tokenizer=level, decoder=decoders.ByteLevel())
+    return _of(
+        models.BPE(model["vocab"], merges), pre_tokenizer=level, decoder=decoders.ByteLevel()
+    )
 
 
 PREFIXING = {
@@ -123,7 +163,12 @@ def tokenizer_of(kind: str) -> Any:
 def speaker_of(kind: str) -> Any:
     """A random model in 4 bit that writes words which begin with a space, and nothing else."""
     tokenizer = tokenizer_of(kind)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = random_base(LlamaConfig(vocab_size=len(tokenizer), **size), device="cpu")
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     spaced = [i for i, piece in enumerate(pieces) if piece[0] in "▁Ġ" and len(piece) > 3]

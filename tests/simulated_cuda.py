@@ -210,11 +210,15 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, result)
     if device.type == "cpu":
         return _to_host(state, result, kwargs)
-    return _mapped(lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result)
+    return _mapped(
+        lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result
+    )
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree_map`, which takes longer over the arguments of a small operation than the operation takes."""
+    """`tree_map`, which takes longer over the arguments of a small operation than the operation
+    takes.
+    """
     kind = type(tree)
     if kind is tuple or kind is list:
         return kind([_mapped(change, part) for part in tree])
@@ -234,7 +238,11 @@ def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not func._schema.returns:
         return None
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [given[a.name] for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        given[a.name]
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
@@ -247,7 +255,9 @@ def _held(leaf: Any) -> Any:
     return leaf
 
 
-def _notice_wait(state: _State, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+def _notice_wait(
+    state: _State, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
+) -> None:
     """Count what makes the host wait on CUDA. A copy from the host waits as well, unless it is
     non-blocking and from pinned memory."""
     if name in READS or (name in SHAPED_BY_VALUES and kwargs.get("output_size") is None):
@@ -483,7 +493,9 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     ),
     "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": lambda state, device=None: None,
-    "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)],
+    "get_rng_state_all": lambda: [
+        torch.zeros(16, dtype=torch.uint8) for _ in range(_running().devices)
+    ],
     "set_rng_state_all": lambda states: None,
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
@@ -527,7 +539,9 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", _tells_pinned))
         stack.enter_context(mock.patch.object(torch, "autocast", no_autocast))
         stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", is_enabled))
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True))
+        stack.enter_context(
+            mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True)
+        )
         stack.enter_context(_Functions())
         stack.enter_context(_Operations())
         try:
@@ -549,7 +563,8 @@ def no_waits() -> Iterator[None]:
 
 
 def to_cuda(model: Any, place: Callable[[str], int] = lambda name: 0) -> Any:
-    """Move a model's parameters, quantisation statistics and buffers to simulated devices, in place.
+    """Move a model's parameters, quantisation statistics and buffers to simulated devices, in
+    place.
 
     Args:
         model: on the CPU, 4-bit or not.
@@ -591,7 +606,13 @@ def spread(model: Any, first_away: int) -> Any:
         return int(path in away or ".".join(path.split(".")[:3]) in away)
 
     to_cuda(model, place)
-    parts = (model.model.embed_tokens, model.model.rotary_emb, *layers, model.model.norm, model.lm_head)
+    parts = (
+        model.model.embed_tokens,
+        model.model.rotary_emb,
+        *layers,
+        model.model.norm,
+        model.lm_head,
+    )
     # Weights are where they belong; accelerate would move them through torch's own CUDA calls.
     with mock.patch.object(AlignDevicesHook, "init_hook", lambda _, module: module):
         for part in parts:

@@ -48,7 +48,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--resume_from_checkpoint", "auto"], {"resume": "auto"}),
         (["--report_to", "wandb"], {"report_to": "wandb"}),
         (["--report-to", "wandb", "tensorboard"], {"report_to": "wandb,tensorboard"}),
-        (["--report_to=wandb,mlflow", "--lr", "1"], {"report_to": "wandb,mlflow", "learning_rate": 1.0}),
+        (
+            ["--report_to=wandb,mlflow", "--lr", "1"],
+            {"report_to": "wandb,mlflow", "learning_rate": 1.0},
+        ),
         (["--report_to", "none"], {"report_to": "none"}),
     ],
     ids=" ".join,
@@ -58,7 +61,10 @@ def test_the_names_that_transformers_scripts_have_are_taken(written, expected):
 
 
 def test_values_are_left_as_they_are():
-    assert parse("--output_dir", "my-runs", "--dataset_name=a-b-c=d") == {"output_dir": "my-runs", "dataset_name": "a-b-c=d"}
+    assert parse("--output_dir", "my-runs", "--dataset_name=a-b-c=d") == {
+        "output_dir": "my-runs",
+        "dataset_name": "a-b-c=d",
+    }
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,10 @@ def test_values_are_left_as_they_are():
         (["--save-step", "1"], "there is no flag --save-step; did you mean --save_steps?"),
         (["--per_device_train_batch", "1"], "did you mean --per_device_train_batch_size?"),
         (["--zzz"], "there is no flag --zzz (see npt pretrain --help)"),
-        (["--mixed_precision", "fp16"], "there is no flag --mixed_precision; a 4-bit base computes in fp32"),
+        (
+            ["--mixed_precision", "fp16"],
+            "there is no flag --mixed_precision; a 4-bit base computes in fp32",
+        ),
         (["--optimizer-type=adamw"], "there is no flag --optimizer-type; the optimizer is AdamW"),
         (["--modulation_scale", "0.1"], "--additive_scale"),
         (["--log_file", "x.log"], "metrics.jsonl"),
@@ -76,9 +85,15 @@ def test_values_are_left_as_they_are():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_flag_that_there_is_not_is_one_line_with_what_was_meant_and_the_verbs_own_help(capsys, written, said):
+def test_a_flag_that_there_is_not_is_one_line_with_what_was_meant_and_the_verbs_own_help(
+    capsys, written, said
+):
     line = refused(capsys, *written)
-    assert line.startswith("npt pretrain: error: ") and said in line and line.endswith("(see npt pretrain --help)")
+    assert (
+        line.startswith("npt pretrain: error: ")
+        and said in line
+        and line.endswith("(see npt pretrain --help)")
+    )
 
 
 def test_no_other_name_hides_a_flag():
@@ -90,12 +105,20 @@ def test_no_other_name_hides_a_flag():
 def test_a_file_of_settings_takes_them_too_and_none_twice(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("per-device-train-batch-size: 8\nload_in_4bit: true\nreport_to: [wandb]\n")
-    assert read_yaml(str(file), CLASSES) == {"batch_size": 8, "use_quantization": True, "report_to": ("wandb",)}
+    assert read_yaml(str(file), CLASSES) == {
+        "batch_size": 8,
+        "use_quantization": True,
+        "report_to": ("wandb",),
+    }
     file.write_text("batch_size: 8\nper_device_train_batch_size: 4\n")
-    with pytest.raises(ConfigError, match="batch_size stands there twice, once as per_device_train_batch_size"):
+    with pytest.raises(
+        ConfigError, match="batch_size stands there twice, once as per_device_train_batch_size"
+    ):
         read_yaml(str(file), CLASSES)
     file.write_text("mixed_precision: fp16\n")
-    with pytest.raises(ConfigError, match="there is no setting 'mixed_precision'; a 4-bit base computes in fp32"):
+    with pytest.raises(
+        ConfigError, match="there is no setting 'mixed_precision'; a 4-bit base computes in fp32"
+    ):
         read_yaml(str(file), CLASSES)
 
 
@@ -115,7 +138,9 @@ def test_help_has_what_most_runs_need_and_says_where_the_rest_is(capsys):
     short, every = helped(capsys, "pretrain", "--help"), helped(capsys, "pretrain", "--help-all")
     often = [flag_of(f) for cls in CLASSES for f in fields(cls) if f.metadata["often"]]
     assert 20 <= len(often) <= 30
-    assert [name for name in FLAGS if f"--{name} " in short] == [name for name in FLAGS if name in often]
+    assert [name for name in FLAGS if f"--{name} " in short] == [
+        name for name in FLAGS if name in often
+    ]
     assert f"{len(FLAGS) - len(often)} more flags: npt pretrain --help_all" in short
     assert all(f"--{name} " in every for name in FLAGS)
     assert all(title in every for title in GROUPS.values())

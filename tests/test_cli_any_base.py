@@ -1,4 +1,6 @@
-"""`--any_base`: a verb that loads an adapter refuses another base, and with the flag takes it and says so."""
+"""`--any_base`: a verb that loads an adapter refuses another base, and with the flag takes it and
+says so.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,26 @@ VERBS = {
     "generate": ("generate", "--prompt", "def f(x", "--max_new_tokens", "2"),
     "trace": ("trace", "--max_length", "32", "--batch_size", "1"),
     "transplant": ("transplant", "--text_from", "import os", "--text_to", "def f(x"),
-    "collect": ("collect", "--max_length", "32", "--max_new_tokens", "4", "--num_prompts", "2", "--output"),
-    "consolidate": ("consolidate", "--text", "x = 1", "--eval_samples", "4", "--max_length", "32", "--output"),
+    "collect": (
+        "collect",
+        "--max_length",
+        "32",
+        "--max_new_tokens",
+        "4",
+        "--num_prompts",
+        "2",
+        "--output",
+    ),
+    "consolidate": (
+        "consolidate",
+        "--text",
+        "x = 1",
+        "--eval_samples",
+        "4",
+        "--max_length",
+        "32",
+        "--output",
+    ),
 }
 
 
@@ -46,8 +66,13 @@ def fp4(_fp4, monkeypatch):
 
 
 def call(adapter: Path, verb: str, tmp_path: Path, *flags: str) -> int:
-    command = [*VERBS[verb], *([str(tmp_path / "output.jsonl")] if VERBS[verb][-1] == "--output" else [])]
-    return main([*command, "--use_quantization", "--quant_type", "fp4", "--adapter", str(adapter), *flags])
+    command = [
+        *VERBS[verb],
+        *([str(tmp_path / "output.jsonl")] if VERBS[verb][-1] == "--output" else []),
+    ]
+    return main(
+        [*command, "--use_quantization", "--quant_type", "fp4", "--adapter", str(adapter), *flags]
+    )
 
 
 def test_every_verb_that_loads_an_adapter_has_the_flag() -> None:
@@ -63,11 +88,17 @@ def test_another_base_is_refused_with_the_remedy(adapter, fp4, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_another_base_is_taken_with_a_warning_and_is_in_the_json(adapter, fp4, tmp_path, capsys, monkeypatch, verb) -> None:
-    """The adapter is looked for once: a run that is going on may have another best one the next time, and a hub takes its time."""
+def test_another_base_is_taken_with_a_warning_and_is_in_the_json(
+    adapter, fp4, tmp_path, capsys, monkeypatch, verb
+) -> None:
+    """The adapter is looked for once: a run that is going on may have another best one the next
+    time, and a hub takes its time.
+    """
     looked: list[Path] = []
     inside = hub._inside
-    monkeypatch.setattr(hub, "_inside", lambda path, mark: looked.append(path) or inside(path, mark))
+    monkeypatch.setattr(
+        hub, "_inside", lambda path, mark: looked.append(path) or inside(path, mark)
+    )
     assert call(adapter, verb, tmp_path, "--any_base", "--json") == 0
     assert looked == [adapter]
     out, err = capsys.readouterr()
@@ -82,13 +113,27 @@ def test_another_base_is_taken_with_a_warning_and_is_in_the_json(adapter, fp4, t
 
 
 def test_nothing_is_said_of_the_adapters_own_base(adapter, capsys) -> None:
-    assert main([*VERBS["transplant"], "--use_quantization", "--adapter", str(adapter), "--any_base", "--json"]) == 0
+    assert (
+        main(
+            [
+                *VERBS["transplant"],
+                "--use_quantization",
+                "--adapter",
+                str(adapter),
+                "--any_base",
+                "--json",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "other_base" not in json.loads(out) and "--any_base" not in err
 
 
 @pytest.mark.parametrize(
-    ("command", "remedy"), [(("trace", "--any_base"), "--adapter"), (("pretrain", "--any_base"), "--resume")], ids=["trace", "pretrain"]
+    ("command", "remedy"),
+    [(("trace", "--any_base"), "--adapter"), (("pretrain", "--any_base"), "--resume")],
+    ids=["trace", "pretrain"],
 )
 def test_without_an_adapter_or_a_checkpoint_the_flag_is_refused(capsys, command, remedy) -> None:
     assert main(list(command)) == 2

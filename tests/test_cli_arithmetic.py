@@ -30,7 +30,9 @@ SHORT = [
 ]
 
 
-def test_the_matmul_precision_holds_during_the_run_is_recorded_and_given_back(tmp_path, monkeypatch):
+def test_the_matmul_precision_holds_during_the_run_is_recorded_and_given_back(
+    tmp_path, monkeypatch
+):
     seen = []
     fill = loop.fill_gradients
 
@@ -41,13 +43,17 @@ def test_the_matmul_precision_holds_during_the_run_is_recorded_and_given_back(tm
     monkeypatch.setattr(loop, "fill_gradients", watched)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert main([*SHORT, "--output_dir", str(tmp_path / "run"), "--matmul_precision", "high"]) == 0
+        assert (
+            main([*SHORT, "--output_dir", str(tmp_path / "run"), "--matmul_precision", "high"]) == 0
+        )
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
     assert seen == ["high"]
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["precision"]["matmul_precision"] == record["settings"]["matmul_precision"] == "high"
+    assert (
+        record["precision"]["matmul_precision"] == record["settings"]["matmul_precision"] == "high"
+    )
     errors = record["product_errors"]
     assert set(errors) == {"highest", "high"} and "down_proj" in errors["high"]
     # fp32 sums of at most 512 products, and TF32, with 11 bits, where a device has it

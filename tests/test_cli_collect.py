@@ -30,7 +30,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"def function_{i}(x):\n"}) + "\n" for i in range(PROMPTS)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"def function_{i}(x):\n"}) + "\n" for i in range(PROMPTS))
+    )
     return path
 
 
@@ -53,21 +55,34 @@ def whole(adapter: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
     return path
 
 
-def test_the_disagreements_are_written_and_summed_up(adapter: Path, prompts: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_disagreements_are_written_and_summed_up(
+    adapter: Path, prompts: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures = json.loads(whole.with_name("printed").read_text())
     records = [json.loads(line) for line in whole.read_text().splitlines()]
     assert figures["prompts"] == PROMPTS and figures["disagreements"] == len(records) > 0
     assert figures["kl"] > 0 and 0 < figures["acceptance"] < 1 and figures["signal"] is None
-    assert all(r["completion"] != r["student"] and 0 <= r["position"] < r["tokens"] <= 8 for r in records)
+    assert all(
+        r["completion"] != r["student"] and 0 <= r["position"] < r["tokens"] <= 8 for r in records
+    )
     before = content(whole)
     assert main(command(adapter, prompts, whole)) == 0
-    assert f"{PROMPTS} prompts, {PROMPTS} of them earlier: the student leaves its teacher in {len(records)}" in capsys.readouterr().out
+    assert (
+        f"{PROMPTS} prompts, {PROMPTS} of them earlier: the student leaves its teacher in"
+        f" {len(records)}" in capsys.readouterr().out
+    )
     assert content(whole) == before
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
 def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
-    adapter: Path, prompts: Path, whole: Path, tmp_path: Path, number: int, status: int, capsys: pytest.CaptureFixture[str]
+    adapter: Path,
+    prompts: Path,
+    whole: Path,
+    tmp_path: Path,
+    number: int,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "failures.jsonl"
     program = Program(command(adapter, prompts, path), tmp_path / "errors")
@@ -79,12 +94,40 @@ def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
     assert content(path) == content(whole)
 
 
-def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_trains_on_what_was_collected(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--data", str(whole), "--max_length", "40"]) == 0
     assert "⟦<s>def function_" in capsys.readouterr().out
     folder = tmp_path / "run"
-    arguments = ["--dataset_name", str(whole), "--max_length", "40", "--batch_size", "2", "--eval_samples", "2", "--log_steps", "1"]
-    assert main(["pretrain", "--use_quantization", "--init", "random", *arguments, "--max_steps", "2", "--output_dir", str(folder)]) == 0
+    arguments = [
+        "--dataset_name",
+        str(whole),
+        "--max_length",
+        "40",
+        "--batch_size",
+        "2",
+        "--eval_samples",
+        "2",
+        "--log_steps",
+        "1",
+    ]
+    assert (
+        main(
+            [
+                "pretrain",
+                "--use_quantization",
+                "--init",
+                "random",
+                *arguments,
+                "--max_steps",
+                "2",
+                "--output_dir",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2]
     assert all(line["loss"] is not None and line["refused_total"] == 0 for line in metrics)
@@ -95,7 +138,10 @@ BAD = {
     "no room": (["--max_new_tokens", "39"], ["--max_new_tokens", "39", "40"]),
     "longer than the model": (["--max_length", "2000"], ["2000", "1024"]),
     "missing data": (["--dataset_name", "none.jsonl"], ["none.jsonl"]),
-    "held-out text": (["--dataset_name", "builtin", "--dataset_split", "heldout"], ["heldout", "'train'"]),
+    "held-out text": (
+        ["--dataset_name", "builtin", "--dataset_split", "heldout"],
+        ["heldout", "'train'"],
+    ),
     "a file of others": (["--output", "others.jsonl"], ["others.jsonl", "others.jsonl.state"]),
     "a seed beyond 31 bits": (["--seed", "99999999999"], ["99999999999"]),
 }
@@ -125,13 +171,19 @@ def test_bad_input_is_one_line_and_status_2(
 def test_another_base_is_an_adapter_that_does_not_fit(
     adapter: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [a for a in command(adapter, prompts, tmp_path / "failures.jsonl") if a != "--use_quantization"]
+    arguments = [
+        a
+        for a in command(adapter, prompts, tmp_path / "failures.jsonl")
+        if a != "--use_quantization"
+    ]
     assert main([*arguments, "--no_use_quantization"]) == 5
     assert "was trained on another base" in capsys.readouterr().err
     assert not (tmp_path / "failures.jsonl").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--output", "failures.txt"], ["--packing"], ["--num_prompts", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--output", "failures.txt"], ["--packing"], ["--num_prompts", "0"]]
+)
 def test_flags_that_cannot_be_are_refused_by_the_parser(
     adapter: Path, prompts: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

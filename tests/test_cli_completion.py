@@ -25,8 +25,10 @@ def written(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_without_shtab_the_message_names_the_extra(capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err == (
-        "npt: error: npt completion needs shtab, which is not installed; pip install 'npt-distill[completion]'\n"
+    assert (
+        capsys.readouterr().err
+        == "npt: error: npt completion needs shtab, which is not installed; pip install"
+        " 'npt-distill[completion]'\n"
     )
 
 
@@ -38,15 +40,25 @@ def test_an_unknown_shell_is_one_line(capsys) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_knows_verbs_flags_and_presets_and_its_shell_can_read_it(shell, capsys, tmp_path) -> None:
+def test_a_script_knows_verbs_flags_and_presets_and_its_shell_can_read_it(
+    shell, capsys, tmp_path
+) -> None:
     text = written(shell, capsys)
-    for word in (*(verb.__name__.rpartition(".")[2] for verb in VERBS), "learning_rate", "end_to_end", "swanlab", *presets()):
+    for word in (
+        *(verb.__name__.rpartition(".")[2] for verb in VERBS),
+        "learning_rate",
+        "end_to_end",
+        "swanlab",
+        *presets(),
+    ):
         assert word in text, word
     assert "no_smoke_test" not in text  # negations are there to be typed
     (tmp_path / "script").write_text(text)
     program = shutil.which(shell)
     if program is not None:
-        ran = subprocess.run([program, "-n", str(tmp_path / "script")], capture_output=True, text=True, timeout=60)
+        ran = subprocess.run(
+            [program, "-n", str(tmp_path / "script")], capture_output=True, text=True, timeout=60
+        )
         assert (ran.returncode, ran.stderr) == (0, "")
 
 
@@ -84,13 +96,22 @@ def test_bash_completes_verbs_flags_choices_presets_trackers_and_files(capsys, t
         "npt replay ": {"runs"},
         "npt completion z": {"zsh"},
     }
-    ran = subprocess.run(["bash", "-c", ASK, "bash", "./script", *expected], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        ["bash", "-c", ASK, "bash", "./script", *expected],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     found = dict(line.split("=", 1) for line in ran.stdout.splitlines())
     assert {line: set(words.split()) for line, words in found.items()} == expected, ran.stderr
 
 
 def test_a_script_is_written_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("shtab")
-    code = "import sys, json; from npt.cli.main import main; main(['completion', 'bash']); print(json.dumps('torch' in sys.modules))"
+    code = (
+        "import sys, json; from npt.cli.main import main; main(['completion', 'bash']);"
+        " print(json.dumps('torch' in sys.modules))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert json.loads(ran.stdout.splitlines()[-1]) is False

@@ -25,11 +25,28 @@ def adapter(load_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def call(llama_folder, adapter, tmp_path, capsys):
     """`npt consolidate` on a small text, by its exit status and what it said."""
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": f"sentence number {i} of a short text"}) for i in range(400)))
+    (tmp_path / "text.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"sentence number {i} of a short text"}) for i in range(400))
+    )
 
     def run(*flags: str, adapter: Path = adapter, output: str = "out") -> tuple[int, str, str]:
-        where = ["--adapter", str(adapter), "--output", str(tmp_path / output), "--model_name", str(llama_folder), "--use_quantization"]
-        text = ["--dataset_name", str(tmp_path / "text.jsonl"), "--eval_samples", "8", "--max_length", "32"]
+        where = [
+            "--adapter",
+            str(adapter),
+            "--output",
+            str(tmp_path / output),
+            "--model_name",
+            str(llama_folder),
+            "--use_quantization",
+        ]
+        text = [
+            "--dataset_name",
+            str(tmp_path / "text.jsonl"),
+            "--eval_samples",
+            "8",
+            "--max_length",
+            "32",
+        ]
         capsys.readouterr()
         status = main(["consolidate", *where, *text, *flags])
         said = capsys.readouterr()
@@ -40,33 +57,64 @@ def call(llama_folder, adapter, tmp_path, capsys):
 
 @pytest.fixture(autouse=True)
 def small_vocabulary(monkeypatch, tokenizer):
-    """The random Llama has 128 tokens; the embedded model's tokenizer, which stands beside it, has more."""
+    """The random Llama has 128 tokens; the embedded model's tokenizer, which stands beside it, has
+    more.
+    """
     from npt.quant import load
 
     tokenizer.decode = lambda ids: f"<{ids[0]}>"
     monkeypatch.setattr(load, "load_tokenizer", lambda name: tokenizer)
 
 
-def test_writes_a_folder_that_loads_again_and_reports_both_sides(call, load_model, adapter, tmp_path):
+def test_writes_a_folder_that_loads_again_and_reports_both_sides(
+    call, load_model, adapter, tmp_path
+):
     status, out, _ = call("--text", "a fact", "--alpha", "0.5", "--max_kl", "0.02")
     assert status == 0
-    for words in ("Recall: log-probability of the fact without its context, 6 tokens", "Forgetting: change on", "(0.5 was asked for"):
+    for words in (
+        "Recall: log-probability of the fact without its context, 6 tokens",
+        "Forgetting: change on",
+        "(0.5 was asked for",
+    ):
         assert words in " ".join(out.split())
     model = load_model()
     npt.load_adapter(model, tmp_path / "out")
     (update,) = npt.consolidated(model)
-    assert update.record["text"] == "a fact" and update.record["targets"] == ["down"] and 0 < update.record["alpha"] < 0.5
+    assert (
+        update.record["text"] == "a fact"
+        and update.record["targets"] == ["down"]
+        and 0 < update.record["alpha"] < 0.5
+    )
 
 
 def test_json_has_every_figure_and_nothing_else_on_stdout(call):
-    status, out, _ = call("--text", "a fact", "--context", "it is told that ", "--targets", "gate,down", "--layers", "2", "--json")
+    status, out, _ = call(
+        "--text",
+        "a fact",
+        "--context",
+        "it is told that ",
+        "--targets",
+        "gate,down",
+        "--layers",
+        "2",
+        "--json",
+    )
     found = json.loads(out)
-    assert status == 0 and (found["layers"], found["targets"], found["token"]) == ("2", ["gate", "down"], 22)
+    assert status == 0 and (found["layers"], found["targets"], found["token"]) == (
+        "2",
+        ["gate", "down"],
+        22,
+    )
     for stream in ("student", "teacher"):
         recall, forgetting = found["recall"][stream], found["forgetting"][stream]
-        assert recall["gain"] == pytest.approx(recall["after"] - recall["before"]) and recall["tokens"] == 6
+        assert (
+            recall["gain"] == pytest.approx(recall["after"] - recall["before"])
+            and recall["tokens"] == 6
+        )
         assert 0 < forgetting["kl"] < 0.05 and math.isfinite(forgetting["kl_se"])
-        assert forgetting["perplexity_ratio"] == pytest.approx(forgetting["perplexity_after"] / forgetting["perplexity_before"])
+        assert forgetting["perplexity_ratio"] == pytest.approx(
+            forgetting["perplexity_after"] / forgetting["perplexity_before"]
+        )
     assert found["updates"] == 1 and found["asked_alpha"] == 0.5 and found["max_kl"] == 0.01
 
 
@@ -85,7 +133,11 @@ def test_a_search_takes_the_best_of_what_it_tried(call):
     found = json.loads(out)
     best = found["tried"][0]
     assert status == 0 and best["gain"] == max(c["gain"] for c in found["tried"])
-    assert (found["token"], found["targets"], found["layers"]) == (best["token"], list(best["targets"]), best["layers"])
+    assert (found["token"], found["targets"], found["layers"]) == (
+        best["token"],
+        list(best["targets"]),
+        best["layers"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,11 +151,17 @@ def test_a_search_takes_the_best_of_what_it_tried(call):
         (("--text", "abc", "--targets", "sideways"), 2, "--targets is sideways"),
         (("--text", "abc", "--eval_samples", "1"), 2, "1 sample of held-out text is too few"),
         (("--text", "abc", "--search", "--max_kl", "inf"), 2, "needs a finite bound"),
-        (("--undo", "--text", "abc", "--token", "0", "--search"), 2, "so --text, --token, --search mean nothing beside it"),
+        (
+            ("--undo", "--text", "abc", "--token", "0", "--search"),
+            2,
+            "so --text, --token, --search mean nothing beside it",
+        ),
         (("--undo",), 2, "1 updates are to be taken back, the model has 0"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(call, tmp_path, flags, status, message):
+def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(
+    call, tmp_path, flags, status, message
+):
     got, _, err = call(*flags)
     assert got == status and message in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
@@ -111,14 +169,60 @@ def test_what_cannot_work_is_said_in_one_line_and_nothing_is_written(call, tmp_p
 
 @pytest.mark.slow
 def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(short_library, tmp_path, capsys):
-    """Both streams of a briefly trained student: log-probability up for a statement, held-out KL under 0.01."""
+    """Both streams of a briefly trained student: log-probability up for a statement, held-out KL
+    under 0.01.
+    """
     where = ["--model_name", "tiny", "--use_quantization"]
-    adapter = ["--init", "random", "--adapter_rank", "32", "--additive_scale", "1.0", "--no_smoke_test"]
-    steps = ["--learning_rate", "0.01", "--max_steps", "10", "--warmup_steps", "2", "--batch_size", "4", "--max_length", "32"]
-    assert main(["pretrain", *where, *adapter, *steps, "--eval_samples", "1", "--output_dir", str(tmp_path / "run")]) == 0
+    adapter = [
+        "--init",
+        "random",
+        "--adapter_rank",
+        "32",
+        "--additive_scale",
+        "1.0",
+        "--no_smoke_test",
+    ]
+    steps = [
+        "--learning_rate",
+        "0.01",
+        "--max_steps",
+        "10",
+        "--warmup_steps",
+        "2",
+        "--batch_size",
+        "4",
+        "--max_length",
+        "32",
+    ]
+    assert (
+        main(
+            [
+                "pretrain",
+                *where,
+                *adapter,
+                *steps,
+                "--eval_samples",
+                "1",
+                "--output_dir",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
-    where += ["--adapter", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--eval_samples", "4", "--max_length", "64"]
-    assert main(["consolidate", "--text", "The capital of Zubrowka is Lutz.", *where, "--json"]) == 0
+    where += [
+        "--adapter",
+        str(tmp_path / "run"),
+        "--output",
+        str(tmp_path / "out"),
+        "--eval_samples",
+        "4",
+        "--max_length",
+        "64",
+    ]
+    assert (
+        main(["consolidate", "--text", "The capital of Zubrowka is Lutz.", *where, "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     for stream in ("student", "teacher"):
         assert found["recall"][stream]["gain"] > 0, stream

@@ -14,7 +14,9 @@ from npt.cli import main as module
     [(0.1, None, None), (1.9, None, "PASSIVE"), (1.9, "ACTIVE", "ACTIVE")],
     ids=["alone", "beside others", "somebody has said how"],
 )
-def test_they_sleep_where_others_compute_and_nobody_has_said_how(monkeypatch, load, set_before, expected):
+def test_they_sleep_where_others_compute_and_nobody_has_said_how(
+    monkeypatch, load, set_before, expected
+):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)

@@ -14,16 +14,38 @@ from npt.data.mix import DATASETS
 from npt.errors import ConfigError
 
 WEB_TEXT = DATASETS["slimpajama"]["dataset_name"]
-SHORT = ["--use_quantization", "--max_steps", "1", "--max_length", "32", "--eval_samples", "2", "--batch_size", "2", "--layers", "6-7"]
+SHORT = [
+    "--use_quantization",
+    "--max_steps",
+    "1",
+    "--max_length",
+    "32",
+    "--eval_samples",
+    "2",
+    "--batch_size",
+    "2",
+    "--layers",
+    "6-7",
+]
 
 
 class TestStart:
     def test_it_is_solved_where_nothing_is_said_and_what_goes_with_it_follows(self):
         found = with_defaults({"model_name": "some/base"})
-        expected = {"init": "calibrated", "additive_scale": 1.0, "learning_rate": 3e-4, "strategy": "end_to_end", "logit_kl_weight": 1.0}
+        expected = {
+            "init": "calibrated",
+            "additive_scale": 1.0,
+            "learning_rate": 3e-4,
+            "strategy": "end_to_end",
+            "logit_kl_weight": 1.0,
+        }
         assert expected.items() <= found.given.items() and found.fallback
         (line,) = found.said
-        assert "the start is solved" in line and "--learning_rate 0.0003" in line and "--init random" in line
+        assert (
+            "the start is solved" in line
+            and "--learning_rate 0.0003" in line
+            and "--init random" in line
+        )
         assert "adapter_rank" not in found.given and "max_steps" not in found.given
 
     @pytest.mark.parametrize(
@@ -39,14 +61,26 @@ class TestStart:
     )
     def test_it_is_random_where_none_can_be_solved_and_says_why(self, flags, reason):
         found = with_defaults({**flags, "init": "auto"})
-        assert found.given["init"] == "random" and "learning_rate" not in found.given and not found.fallback
+        assert (
+            found.given["init"] == "random"
+            and "learning_rate" not in found.given
+            and not found.fallback
+        )
         assert "a random start" in found.said[0] and reason in found.said[0]
 
     def test_what_is_given_stays_and_what_is_asked_for_is_not_said(self):
-        given = {"init": "calibrated", "learning_rate": 1e-5, "loss": "mse", "adapter_rank": 4, "num_epochs": 2, "save_steps": 7}
+        given = {
+            "init": "calibrated",
+            "learning_rate": 1e-5,
+            "loss": "mse",
+            "adapter_rank": 4,
+            "num_epochs": 2,
+            "save_steps": 7,
+        }
         found = with_defaults(given)
         assert given.items() <= found.given.items() and found.said == () and not found.fallback
-        assert "strategy" not in found.given and "max_steps" not in found.given  # the objective and the length were given otherwise
+        # the objective and the length were given otherwise
+        assert "strategy" not in found.given and "max_steps" not in found.given
 
     def test_a_random_start_keeps_the_fields_own_rate_and_scale(self):
         assert with_defaults({"init": "random", "model_name": "some/base"}).given == {
@@ -54,49 +88,91 @@ class TestStart:
         }  # fmt: skip
 
     def test_the_embedded_model_ends_in_minutes(self):
-        assert with_defaults({}).given.items() >= {"adapter_rank": 48, "max_steps": 150, "calibration_tokens": 32768}.items()
+        assert (
+            with_defaults({}).given.items()
+            >= {"adapter_rank": 48, "max_steps": 150, "calibration_tokens": 32768}.items()
+        )
         assert with_defaults({"init": "random"}).given["max_steps"] == 600
         assert "max_steps" not in with_defaults({"dataset_name": "mine.jsonl"}).given
 
     def test_a_run_that_is_taken_up_keeps_what_it_began_with(self):
-        before = {"init": "random", "additive_scale": 0.1, "learning_rate": 0.01, "strategy": "local", "adapter_rank": 16}
+        before = {
+            "init": "random",
+            "additive_scale": 0.1,
+            "learning_rate": 0.01,
+            "strategy": "local",
+            "adapter_rank": 16,
+        }
         found = with_defaults({"learning_rate": 0.02}, before)
-        assert {"init": "random", "additive_scale": 0.1, "strategy": "local", "learning_rate": 0.02}.items() <= found.given.items()
+        assert {
+            "init": "random",
+            "additive_scale": 0.1,
+            "strategy": "local",
+            "learning_rate": 0.02,
+        }.items() <= found.given.items()
 
     def test_beside_an_adapter_its_form_is_left_alone(self):
         found = with_defaults({"adapter": "RUN"}).given
-        assert not found.keys() & {"init", "additive_scale", "adapter_rank"} and found["learning_rate"] == 3e-4
+        assert (
+            not found.keys() & {"init", "additive_scale", "adapter_rank"}
+            and found["learning_rate"] == 3e-4
+        )
 
 
 class TestData:
     def test_the_embedded_text_is_of_the_embedded_model_alone(self):
         assert with_data({}, "tiny").given == {} and with_data({}, "tiny").said == ()
         found = with_data({}, "some/llama")
-        assert found.given == {"dataset_name": WEB_TEXT, "streaming": True} and "no --dataset_name" in found.said[0]
+        assert (
+            found.given == {"dataset_name": WEB_TEXT, "streaming": True}
+            and "no --dataset_name" in found.said[0]
+        )
 
     def test_short_names_are_written_out_and_flags_beside_them_win(self, tmp_path, monkeypatch):
         for name, flags in DATASETS.items():
             assert with_data({"dataset_name": name}, "tiny").given == flags
-        found = with_data({"dataset_name": "wikitext", "dataset_config": "wikitext-2-raw-v1"}, "tiny").given
-        assert found == {"dataset_name": "Salesforce/wikitext", "dataset_config": "wikitext-2-raw-v1"}
+        found = with_data(
+            {"dataset_name": "wikitext", "dataset_config": "wikitext-2-raw-v1"}, "tiny"
+        ).given
+        assert found == {
+            "dataset_name": "Salesforce/wikitext",
+            "dataset_config": "wikitext-2-raw-v1",
+        }
         monkeypatch.chdir(tmp_path)
         Path("wikitext").mkdir()
         assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
 
     def test_a_mixture_is_a_data_set_and_stands_beside_no_other(self):
         mixed = {"dataset_mix": "builtin:1,wikitext:1"}
-        assert with_data(mixed, "some/llama").given == mixed and with_data(mixed, "some/llama").said == ()
+        assert (
+            with_data(mixed, "some/llama").given == mixed
+            and with_data(mixed, "some/llama").said == ()
+        )
         for name in ("builtin", "other.txt"):
-            with pytest.raises(ConfigError, match=f"--dataset_name is {name} and --dataset_mix builtin:1,wikitext:1; name that"):
+            with pytest.raises(
+                ConfigError,
+                match=f"--dataset_name is {name} and --dataset_mix builtin:1,wikitext:1; name that",
+            ):
                 with_data({"dataset_name": name, **mixed}, "tiny")
-        assert "max_steps" not in with_defaults(mixed).given  # those of a run on the embedded text alone
+        # those of a run on the embedded text alone
+        assert "max_steps" not in with_defaults(mixed).given
 
     def test_a_mixture_wins_over_a_files_data_set_and_a_data_set_over_its_mixture(self):
-        assert over({"dataset_name": "builtin", "seed": 1}, {"dataset_mix": "a:1,b:1"}) == {"dataset_mix": "a:1,b:1", "seed": 1}
-        assert over({"dataset_mix": "a:1,b:1"}, {"dataset_name": "builtin"}) == {"dataset_name": "builtin"}
-        assert over({"dataset_name": "c", "seed": 1}, {"seed": 2}) == {"dataset_name": "c", "seed": 2}
+        assert over({"dataset_name": "builtin", "seed": 1}, {"dataset_mix": "a:1,b:1"}) == {
+            "dataset_mix": "a:1,b:1",
+            "seed": 1,
+        }
+        assert over({"dataset_mix": "a:1,b:1"}, {"dataset_name": "builtin"}) == {
+            "dataset_name": "builtin"
+        }
+        assert over({"dataset_name": "c", "seed": 1}, {"seed": 2}) == {
+            "dataset_name": "c",
+            "seed": 2,
+        }
 
-    def test_another_base_without_data_and_without_a_hub_is_one_line_that_names_the_flag(self, tmp_path, capsys, monkeypatch):
+    def test_another_base_without_data_and_without_a_hub_is_one_line_that_names_the_flag(
+        self, tmp_path, capsys, monkeypatch
+    ):
         import datasets
 
         def unreachable(*_: object, **__: object) -> None:
@@ -105,7 +181,14 @@ class TestData:
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
         from npt.quant.load import EMBEDDED_FOLDER
 
-        run = ["pretrain", "--model_name", str(EMBEDDED_FOLDER), "--output_dir", str(tmp_path / "run"), *SHORT]
+        run = [
+            "pretrain",
+            "--model_name",
+            str(EMBEDDED_FOLDER),
+            "--output_dir",
+            str(tmp_path / "run"),
+            *SHORT,
+        ]
         assert main([*run, "--dataset_name", "alpaca"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "tatsu-lab/alpaca" in line and "give --dataset_name a local file" in line
@@ -118,18 +201,37 @@ class TestData:
 
 def test_too_little_text_for_a_solved_start_begins_at_random_and_says_so(tmp_path, capsys):
     data = tmp_path / "little.jsonl"
-    data.write_text("".join(json.dumps({"input_ids": [3, 4 + i, 5, 6 + i]}) + "\n" for i in range(12)))
+    data.write_text(
+        "".join(json.dumps({"input_ids": [3, 4 + i, 5, 6 + i]}) + "\n" for i in range(12))
+    )
     run = ["pretrain", "--dataset_name", str(data), "--output_dir", str(tmp_path / "run"), *SHORT]
     assert main(run) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "a random start, because of too little text" in out
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
     assert settings["init"] == "random" and settings["additive_scale"] == NPTConfig().additive_scale
-    assert main([*run, "--resume", "auto", "--max_steps", "2"]) == 0  # it is not asked for a solved start now
+    # it is not asked for a solved start now
+    assert main([*run, "--resume", "auto", "--max_steps", "2"]) == 0
 
 
 def test_too_little_text_for_a_start_that_was_asked_for_is_an_error(tmp_path, capsys):
     data = tmp_path / "little.jsonl"
-    data.write_text("".join(json.dumps({"input_ids": [3, 4 + i, 5, 6 + i]}) + "\n" for i in range(12)))
-    assert main(["pretrain", "--dataset_name", str(data), "--init", "calibrated", "--output_dir", str(tmp_path / "run"), *SHORT]) == 2
+    data.write_text(
+        "".join(json.dumps({"input_ids": [3, 4 + i, 5, 6 + i]}) + "\n" for i in range(12))
+    )
+    assert (
+        main(
+            [
+                "pretrain",
+                "--dataset_name",
+                str(data),
+                "--init",
+                "calibrated",
+                "--output_dir",
+                str(tmp_path / "run"),
+                *SHORT,
+            ]
+        )
+        == 2
+    )
     assert "calibration has" in capsys.readouterr().err

@@ -32,15 +32,26 @@ def broken(tmp_path: Path) -> Path:
     return path
 
 
-def test_sound_data_end_0_with_counts_and_samples(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_data_end_0_with_counts_and_samples(
+    sound: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--data", str(sound)]) == 0
     out, err = capsys.readouterr()
-    for words in ("records", "60", "padding, batches of 4", "0 outside", "⟦<s>x_", "no problem found"):
+    for words in (
+        "records",
+        "60",
+        "padding, batches of 4",
+        "0 outside",
+        "⟦<s>x_",
+        "no problem found",
+    ):
         assert words in out
     assert out.count(" tokens: ⟦") == 3 and err == ""
 
 
-def test_broken_data_end_2_with_every_line_column_and_problem(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_data_end_2_with_every_line_column_and_problem(
+    broken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--data", str(broken)]) == 2
     out = capsys.readouterr().out
     assert f"{broken}, line 2, column 9: not JSON (Expecting ':' delimiter)" in out
@@ -55,15 +66,22 @@ def test_json_is_all_of_standard_output(broken: Path, capsys: pytest.CaptureFixt
     assert (values["samples"], values["trainable"]) == (2, False)
 
 
-def test_ids_outside_the_vocabulary_end_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_outside_the_vocabulary_end_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ids.jsonl"
     path.write_text('{"input_ids": [5, 99999]}\n')
     assert main(["doctor", "--data", str(path)]) == 2
-    assert "1 ids outside the vocabulary [0, 2048), the first in sample ids.jsonl:1@0" in capsys.readouterr().out
+    assert (
+        "1 ids outside the vocabulary [0, 2048), the first in sample ids.jsonl:1@0"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_data_may_be_named_as_in_training(sound: Path, before: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_may_be_named_as_in_training(
+    sound: Path, before: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     named = ["--dataset_name", str(sound)]
     assert main(["doctor", *(["--data", *named] if not before else [*named, "--data"])]) == 0
     one = capsys.readouterr().out
@@ -72,10 +90,24 @@ def test_data_may_be_named_as_in_training(sound: Path, before: bool, capsys: pyt
 
 
 def test_the_flags_of_training_hold(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--max_length", "4", "--packing", "--batch_size", "3", "--max_records", "10", "--json"]
+    arguments = [
+        "--max_length",
+        "4",
+        "--packing",
+        "--batch_size",
+        "3",
+        "--max_records",
+        "10",
+        "--json",
+    ]
     assert main(["doctor", "--data", str(sound), *arguments]) == 0
     values = json.loads(capsys.readouterr().out)["data"]
-    assert (values["records"], values["longest"], values["packing"], values["batch_size"]) == (10, 4, True, 3)
+    assert (values["records"], values["longest"], values["packing"], values["batch_size"]) == (
+        10,
+        4,
+        True,
+        3,
+    )
 
 
 def test_the_seed_chooses_the_samples(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +118,9 @@ def test_the_seed_chooses_the_samples(sound: Path, capsys: pytest.CaptureFixture
     assert shown[0] == shown[1] != shown[2]
 
 
-def test_replayed_data_are_looked_at_as_well(sound: Path, broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replayed_data_are_looked_at_as_well(
+    sound: Path, broken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--data", str(sound), "--replay_dataset", str(broken), "--json"]) == 2
     values = json.loads(capsys.readouterr().out)
     assert (values["data"]["trainable"], values["replay"]["trainable"]) == (True, False)
@@ -112,19 +146,27 @@ def test_bad_input_is_one_line_and_status_2(case: str, capsys: pytest.CaptureFix
     assert [word for word in named if word not in err] == []
 
 
-@pytest.mark.parametrize("arguments", [["--seed", "-1"], ["--batch_size", "0"], ["--max_records", "0"], ["--num_samples", "3"]])
-def test_flags_that_cannot_be_are_refused_by_the_parser(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["--seed", "-1"], ["--batch_size", "0"], ["--max_records", "0"], ["--num_samples", "3"]],
+)
+def test_flags_that_cannot_be_are_refused_by_the_parser(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--data", *arguments])
     assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
-# --- plans -----------------------------------------------------------------------------------------------------------
+# --- plans
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def _counted_by_a_formula(request: pytest.FixtureRequest) -> None:
-    """What a plan is shown, asked for and compared by does not depend on what was counted. Tests that ask for `counted` count."""
+    """What a plan is shown, asked for and compared by does not depend on what was counted. Tests
+    that ask for `counted` count.
+    """
     if "counted" not in request.fixturenames:
         request.getfixturevalue("counted_by_a_formula")
 
@@ -134,7 +176,15 @@ def counted() -> None:
     """Counts on models without numbers, as outside of these tests."""
 
 
-PLAN = ["doctor", "--plan", "--shape", "64,160,6,4,2,500", "--max_length", "32", "--use_quantization"]
+PLAN = [
+    "doctor",
+    "--plan",
+    "--shape",
+    "64,160,6,4,2,500",
+    "--max_length",
+    "32",
+    "--use_quantization",
+]
 
 
 def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict:
@@ -146,7 +196,10 @@ def test_a_plan_shows_every_term_of_memory_and_every_part_of_time_in_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([*PLAN, "--strategy", "end_to_end", "--logit_kl_weight", "0.5", "--layers", "1,3"]) == 0
+    assert (
+        main([*PLAN, "--strategy", "end_to_end", "--logit_kl_weight", "0.5", "--layers", "1,3"])
+        == 0
+    )
     out, err = capsys.readouterr()
     for words in (
         "base, NF4",
@@ -157,12 +210,20 @@ def test_a_plan_shows_every_term_of_memory_and_every_part_of_time_in_80_columns(
         "; it fits into the",
     ):
         assert words in out
-    for words in ("converted layers (2)", "layers in front of them (1)", "other layers (3)", "optimizer step", "tokens per second"):
+    for words in (
+        "converted layers (2)",
+        "layers in front of them (1)",
+        "other layers (3)",
+        "optimizer step",
+        "tokens per second",
+    ):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80 and err == ""
 
 
-def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     plan = plan_of(capsys, "--no_trial", "--gradient_accumulation_steps", "3")
     memory = plan["memory"]
     for phase, size in memory["phases"].items():
@@ -171,8 +232,12 @@ def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(capsys: pytest.C
     assert (plan["time"], plan["measured"], plan["tokens_per_step"]) == ({}, {}, 3 * 4 * 32)
 
 
-def test_a_plan_is_shown_against_what_is_measured(counted: None, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = plan_of(capsys, "--no_trial", "--measure", "--stages", "local:0.5,propagated:0.5", "--layers", "4,5")["measured"]
+def test_a_plan_is_shown_against_what_is_measured(
+    counted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = plan_of(
+        capsys, "--no_trial", "--measure", "--stages", "local:0.5,propagated:0.5", "--layers", "4,5"
+    )["measured"]
     assert list(measured) == ["local", "propagated"]
     for found in measured.values():
         assert abs(found["errors"]["step"]) < 0.15 and found["seconds"] > 0
@@ -180,15 +245,25 @@ def test_a_plan_is_shown_against_what_is_measured(counted: None, capsys: pytest.
 
 
 def test_the_embedded_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--plan", "--no_trial", "--max_length", "32", "--layers", "7", "--json"]) == 0
+    assert (
+        main(["doctor", "--plan", "--no_trial", "--max_length", "32", "--layers", "7", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["plan"]["name"] == "tiny"
 
 
-def test_a_budget_of_ranks_is_planned_and_said_to_be_approximate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_of_ranks_is_planned_and_said_to_be_approximate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     calibrated = ["--no_trial", "--layers", "1,3,4", "--init", "calibrated"]
-    small, large = (plan_of(capsys, *calibrated, "--rank_budget", budget) for budget in ("9", "100"))
+    small, large = (
+        plan_of(capsys, *calibrated, "--rank_budget", budget) for budget in ("9", "100")
+    )
     assert (small["ranks"], large["ranks"]) == ([3, 3, 3], [34, 34, 34])
-    assert small["ranks_are_approximate"] and small["memory"]["peak_bytes"] < large["memory"]["peak_bytes"]
+    assert (
+        small["ranks_are_approximate"]
+        and small["memory"]["peak_bytes"] < large["memory"]["peak_bytes"]
+    )
     assert main([*PLAN, *calibrated, "--rank_budget", "9"]) == 0
     assert "--rank_budget 9 is planned as if it were spent evenly" in capsys.readouterr().out
 
@@ -210,11 +285,28 @@ def test_a_calibrated_start_is_forecast(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_limit_shows_what_training_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     whole = plan_of(capsys, "--no_trial")["memory"]
     limited = plan_of(capsys, "--no_trial", "--max_memory", str(whole["phases"]["micro-batch"] - 1))
-    assert limited["fits"] and limited["memory"]["samples_at_once"] == 2 and whole["samples_at_once"] == 4
+    assert (
+        limited["fits"]
+        and limited["memory"]["samples_at_once"] == 2
+        and whole["samples_at_once"] == 4
+    )
 
 
-def test_what_does_not_fit_ends_2_with_the_settings_that_would(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["doctor", "--plan", "--shape", "64,160,6,4,2,500", "--max_length", "32", "--batch_size", "1", "--layers", "5"]
+def test_what_does_not_fit_ends_2_with_the_settings_that_would(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [
+        "doctor",
+        "--plan",
+        "--shape",
+        "64,160,6,4,2,500",
+        "--max_length",
+        "32",
+        "--batch_size",
+        "1",
+        "--layers",
+        "5",
+    ]
     assert main([*arguments, "--no_trial", "--json"]) == 0
     limit = str(json.loads(capsys.readouterr().out)["plan"]["memory"]["peak_bytes"] - 1)
     assert main([*arguments, "--no_trial", "--max_memory", limit]) == 2
@@ -224,24 +316,52 @@ def test_what_does_not_fit_ends_2_with_the_settings_that_would(capsys: pytest.Ca
     assert "--measure" in capsys.readouterr().err
 
 
-def test_data_and_plan_may_be_asked_for_together(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--data", str(sound), "--plan", "--no_trial", "--max_length", "32", "--json"]) == 0
+def test_data_and_plan_may_be_asked_for_together(
+    sound: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            ["doctor", "--data", str(sound), "--plan", "--no_trial", "--max_length", "32", "--json"]
+        )
+        == 0
+    )
     assert set(json.loads(capsys.readouterr().out)) == {"data", "plan"}
 
 
 BAD_PLANS = {
-    "a flag of plans without one": (["--data", "--adapter_rank", "4"], ["--adapter_rank", "--plan"]),
+    "a flag of plans without one": (
+        ["--data", "--adapter_rank", "4"],
+        ["--adapter_rank", "--plan"],
+    ),
     "a shape without a plan": (["--data", "--shape", "llama-3.1-8b"], ["--shape", "--plan"]),
     "an unknown shape": (["--plan", "--shape", "gpt"], ["gpt", "llama-3.1-8b"]),
-    "a shape and a model": (["--plan", "--shape", "cpu-0.2b", "--model_name", "tiny"], ["cpu-0.2b", "tiny"]),
+    "a shape and a model": (
+        ["--plan", "--shape", "cpu-0.2b", "--model_name", "tiny"],
+        ["cpu-0.2b", "tiny"],
+    ),
     "layers out of range": (["--plan", "--layers", "40"], ["40", "0 to 7"]),
-    "a size without a unit that is known": (["--plan", "--max_memory", "10 gigs"], ["max_memory", "10 gigs", "10GiB"]),
+    "a size without a unit that is known": (
+        ["--plan", "--max_memory", "10 gigs"],
+        ["max_memory", "10 gigs", "10GiB"],
+    ),
     "several devices": (["--plan", "--device_map", "auto"], ["--device_map"]),
     "no GPU": (["--plan", "--device", "cuda"], ["--device", "GPU"]),
-    "a safe mode that is none": (["--plan", "--safe_mode", "--modulation", "multiplicative"], ["--safe_mode", "multiplicative"]),
-    "a budget that nothing spends": (["--plan", "--rank_budget", "20"], ["--rank_budget", "--init calibrated"]),
-    "a budget that is too small": (["--plan", "--init", "calibrated", "--layers", "all", "--rank_budget", "2"], ["--rank_budget is 2"]),
-    "a shape beyond all bounds": (["--plan", "--shape", f"64,160,{10**30},4,2,500"], ["--shape", "from 1 to"]),
+    "a safe mode that is none": (
+        ["--plan", "--safe_mode", "--modulation", "multiplicative"],
+        ["--safe_mode", "multiplicative"],
+    ),
+    "a budget that nothing spends": (
+        ["--plan", "--rank_budget", "20"],
+        ["--rank_budget", "--init calibrated"],
+    ),
+    "a budget that is too small": (
+        ["--plan", "--init", "calibrated", "--layers", "all", "--rank_budget", "2"],
+        ["--rank_budget is 2"],
+    ),
+    "a shape beyond all bounds": (
+        ["--plan", "--shape", f"64,160,{10**30},4,2,500"],
+        ["--shape", "from 1 to"],
+    ),
 }
 
 

@@ -28,23 +28,56 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(adapter: Path, *arguments: str) -> list[str]:
-    return ["evaluate", "--adapter", str(adapter), "--max_length", "32", "--eval_samples", "3", *arguments]
+    return [
+        "evaluate",
+        "--adapter",
+        str(adapter),
+        "--max_length",
+        "32",
+        "--eval_samples",
+        "3",
+        *arguments,
+    ]
 
 
-WHOLE = ["--use_quantization", "--divergence_prompts", "2", "--max_new_tokens", "4", "--attribution"]
+WHOLE = [
+    "--use_quantization",
+    "--divergence_prompts",
+    "2",
+    "--max_new_tokens",
+    "4",
+    "--attribution",
+]
 
 
-def test_all_that_is_asked_for_is_in_the_json(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_asked_for_is_in_the_json(
+    adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(adapter, *WHOLE, "--json")) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert found["heldout"] is True and found["layers"].keys() == {"4", "6"} and found["unconverted_layers"].keys() == {"5", "7"}
+    assert (
+        found["heldout"] is True
+        and found["layers"].keys() == {"4", "6"}
+        and found["unconverted_layers"].keys() == {"5", "7"}
+    )
     assert found["divergence"]["prompts"] == 2 and found["divergence"]["max_new_tokens"] == 4
-    assert found["attribution"].keys() == {"unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt"}
+    assert found["attribution"].keys() == {
+        "unquantized_to_4bit",
+        "4bit_to_npt",
+        "unquantized_to_npt",
+    }
     assert found["attribution"]["4bit_to_npt"] == found["student"]
-    assert 0 < found["attribution"]["unquantized_to_4bit"]["kl"] < found["attribution"]["unquantized_to_npt"]["kl"]
+    assert (
+        0
+        < found["attribution"]["unquantized_to_4bit"]["kl"]
+        < found["attribution"]["unquantized_to_npt"]["kl"]
+    )
     memory = found["attribution_memory"]
-    assert memory["unquantized_model_bytes"] == 3_542_208 * 4 and memory["kept_head_bytes"] == 2048 * 192 * 4
+    assert (
+        memory["unquantized_model_bytes"] == 3_542_208 * 4
+        and memory["kept_head_bytes"] == 2048 * 192 * 4
+    )
     assert memory["kept_state_bytes"] == found["teacher"]["tokens"] * 192 * 4
     assert "is gone; kept of it are final states" in err
     read = Fidelity.from_dict(found)
@@ -54,17 +87,33 @@ def test_all_that_is_asked_for_is_in_the_json(adapter: Path, capsys: pytest.Capt
 def test_the_tables_show_it(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(adapter, *WHOLE)) == 0
     out = capsys.readouterr().out
-    for part in ("floor (attention dropped)", "reverse KL", "top-5", "student, free", "unquantised to 4-bit", "behind 2 prompts"):
+    for part in (
+        "floor (attention dropped)",
+        "reverse KL",
+        "top-5",
+        "student, free",
+        "unquantised to 4-bit",
+        "behind 2 prompts",
+    ):
         assert part in out, part
 
 
-def test_nothing_more_is_measured_than_is_asked_for(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_more_is_measured_than_is_asked_for(
+    adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(adapter, "--use_quantization", "--json")) == 0
-    assert not json.loads(capsys.readouterr().out).keys() & {"divergence", "attribution", "attribution_memory", "lm_eval"}
+    assert not json.loads(capsys.readouterr().out).keys() & {
+        "divergence",
+        "attribution",
+        "attribution_memory",
+        "lm_eval",
+    }
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_original_may_run_in_sixteen_bits(adapter: Path, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_original_may_run_in_sixteen_bits(
+    adapter: Path, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(adapter, "--use_quantization", "--attribution", precision, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["attribution"]["unquantized_to_4bit"]["kl"] > 0
@@ -72,14 +121,29 @@ def test_the_original_may_run_in_sixteen_bits(adapter: Path, precision: str, cap
 
 
 BAD = {
-    "attribution of an unquantised base": (["--attribution", "--no_use_quantization"], ["--attribution", "--use_quantization"]),
+    "attribution of an unquantised base": (
+        ["--attribution", "--no_use_quantization"],
+        ["--attribution", "--use_quantization"],
+    ),
     "a precision that is none": (["--attribution", "int8"], ["int8", "fp32"]),
-    "a folder of tasks without tasks": (["--lm_eval_tasks_path", "x"], ["--lm_eval_tasks_path", "--lm_eval"]),
-    "a folder of tasks that is none": (["--lm_eval", "a", "--lm_eval_tasks_path", "/no/such"], ["/no/such"]),
+    "a folder of tasks without tasks": (
+        ["--lm_eval_tasks_path", "x"],
+        ["--lm_eval_tasks_path", "--lm_eval"],
+    ),
+    "a folder of tasks that is none": (
+        ["--lm_eval", "a", "--lm_eval_tasks_path", "/no/such"],
+        ["/no/such"],
+    ),
     "no task": (["--lm_eval", ","], ["--lm_eval", "no task"]),
     "fewer than no prompts": (["--divergence_prompts", "-1"], ["-1"]),
-    "a length of no continuation": (["--max_new_tokens", "8"], ["--max_new_tokens is 8", "--divergence_prompts"]),
-    "prompts that are no number": (["--divergence_prompts", "many"], ["many", "not a whole number"]),
+    "a length of no continuation": (
+        ["--max_new_tokens", "8"],
+        ["--max_new_tokens is 8", "--divergence_prompts"],
+    ),
+    "prompts that are no number": (
+        ["--divergence_prompts", "many"],
+        ["many", "not a whole number"],
+    ),
     "a continuation as long as the model": (
         ["--use_quantization", "--divergence_prompts", "2", "--max_new_tokens", "1024"],
         ["max_new_tokens", "1024"],
@@ -88,7 +152,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(adapter: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_status_2(
+    adapter: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, named = BAD[case]
     try:
         status = main(command(adapter, *arguments))

@@ -44,8 +44,12 @@ def base():
 
 
 @pytest.fixture
-def written(adapter: Path, base, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """What a call writes to standard output and standard error; `--json` read. The base is loaded once for all calls."""
+def written(
+    adapter: Path, base, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """What a call writes to standard output and standard error; `--json` read. The base is loaded
+    once for all calls.
+    """
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
 
     def call(*arguments: str, prompt: str | None = PROMPT):
@@ -64,7 +68,9 @@ def own_text(student, mode: str) -> str:
     model, tokenizer = student
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     with adapter_mode(model, mode):
-        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        new = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False
+        )
     return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -83,13 +89,18 @@ def test_the_prompt_may_be_piped_in(written, student, monkeypatch) -> None:
 def test_the_json_holds_text_and_settings(written, student) -> None:
     found, _ = written("--json")
     assert found["prompt"] == PROMPT and found["student"]["text"] == own_text(student, "student")
-    assert found["student"]["tokens"] == len(found["student"]["ids"]) == NEW and found["student"]["finish"] == "length"
+    assert (
+        found["student"]["tokens"] == len(found["student"]["ids"]) == NEW
+        and found["student"]["finish"] == "length"
+    )
     assert found["settings"] == {"max_new_tokens": NEW, "temperature": 0.0, "top_p": 1.0, "seed": 0}
 
 
 def test_drawing_follows_its_seed(written) -> None:
     drawn = ["--temperature", "1.0", "--json"]
-    one, again, other = (written(*drawn, "--seed", seed)[0]["student"]["ids"] for seed in ("1", "1", "2"))
+    one, again, other = (
+        written(*drawn, "--seed", seed)[0]["student"]["ids"] for seed in ("1", "1", "2")
+    )
     assert one == again != other
 
 
@@ -100,7 +111,10 @@ def test_a_comparison_says_where_the_two_part(written, student) -> None:
     tokenizer = student[1]
     assert found["parts_at"] == position
     assert found["teacher_token"] == tokenizer.decode([teacher[position]]) != found["student_token"]
-    assert (found["teacher"]["text"], found["student"]["text"]) == (own_text(student, "teacher"), own_text(student, "student"))
+    assert (found["teacher"]["text"], found["student"]["text"]) == (
+        own_text(student, "teacher"),
+        own_text(student, "student"),
+    )
     out, _ = written("--compare")
     assert f"they part behind {position} tokens" in out and "teacher" in out and "student" in out
 
@@ -109,19 +123,31 @@ def test_a_comparison_says_where_the_two_part(written, student) -> None:
 def test_two_texts_stand_beside_or_below_one_another(width, beside, monkeypatch) -> None:
     out = io.StringIO()
     verb._print_texts(
-        Console(file=out, width=width, markup=False), "prompt ", {"teacher": ("same ", "left"), "student": ("same ", "right")}
+        Console(file=out, width=width, markup=False),
+        "prompt ",
+        {"teacher": ("same ", "left"), "student": ("same ", "right")},
     )
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    assert bool([line for line in lines if "prompt same left" in line and "prompt same right" in line]) is beside
-    assert [line for line in lines if "prompt same left" in line] and [line for line in lines if "prompt same right" in line]
+    assert (
+        bool([line for line in lines if "prompt same left" in line and "prompt same right" in line])
+        is beside
+    )
+    assert [line for line in lines if "prompt same left" in line] and [
+        line for line in lines if "prompt same right" in line
+    ]
 
 
 @pytest.mark.parametrize("width", [120, 80])
 def test_empty_lines_in_a_row_are_counted_and_not_printed(width, monkeypatch) -> None:
-    """A student that was hardly trained may write an end of line until the limit, and the table would be as long."""
+    """A student that was hardly trained may write an end of line until the limit, and the table
+    would be as long.
+    """
     out = io.StringIO()
-    texts = {"teacher": ("one\n\ntwo\n", "three"), "student": ("one\n\ntwo\n", " \n\t\n" * 30 + "four" + "\n" * 61)}
+    texts = {
+        "teacher": ("one\n\ntwo\n", "three"),
+        "student": ("one\n\ntwo\n", " \n\t\n" * 30 + "four" + "\n" * 61),
+    }
     verb._print_texts(Console(file=out, width=width, markup=False), "prompt ", texts)
     shown = out.getvalue()
     assert len(shown.splitlines()) < 30
@@ -140,17 +166,32 @@ def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
 
 def test_two_texts_keep_the_space_behind_their_prompt() -> None:
     tokenizer = tokenizer_of("llama 2")
-    prompt, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("The question", "The question answer is 42"))
+    prompt, ids = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in ("The question", "The question answer is 42")
+    )
     new = tuple(ids[len(prompt) :])
     for position in (None, *range(len(new) + 1)):
         assert "".join(verb._split(tokenizer, prompt, new, position)) == " answer is 42"
 
 
-def test_texts_that_are_the_same_are_said_to_be(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_that_are_the_same_are_said_to_be(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.attach(model, npt.NPTConfig(rank=2, residual="keep"))
     folder = npt.save_adapter(model, tmp_path / "adapter")
-    arguments = ["generate", "--adapter", str(folder), "--use_quantization", "--prompt", PROMPT, "--max_new_tokens", "4", "--compare"]
+    arguments = [
+        "generate",
+        "--adapter",
+        str(folder),
+        "--use_quantization",
+        "--prompt",
+        PROMPT,
+        "--max_new_tokens",
+        "4",
+        "--compare",
+    ]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parts_at"] is None and found["teacher"]["ids"] == found["student"]["ids"]
@@ -162,7 +203,10 @@ def test_assisted_text_is_the_teachers_with_its_acceptance(written, student) -> 
     found, _ = written("--assisted", "--json", "--draft_tokens", "3")
     assert found["assisted"]["text"] == found["teacher"]["text"] == own_text(student, "teacher")
     figures = found["assisted"]
-    assert figures["same_as_teacher"] is True and 0 < figures["accepted"] <= figures["judged"] <= figures["drafted"]
+    assert (
+        figures["same_as_teacher"] is True
+        and 0 < figures["accepted"] <= figures["judged"] <= figures["drafted"]
+    )
     assert figures["acceptance"] == pytest.approx(figures["accepted"] / figures["judged"])
     assert 0 < figures["expected_acceptance"] <= 1
     out, err = written("--assisted")
@@ -177,19 +221,31 @@ BAD = {
     "drafts without assistance": (["--draft_tokens", "3"], ["--draft_tokens", "--assisted"]),
     "a temperature below 0": (["--temperature", "-1"], ["temperature", "-1.0"]),
     "a share without drawing": (["--top_p", "0.5"], ["top_p", "temperature"]),
-    "a seed beyond 31 bits": (["--temperature", "1", "--seed", "99999999999"], ["seed", "99999999999"]),
+    "a seed beyond 31 bits": (
+        ["--temperature", "1", "--seed", "99999999999"],
+        ["seed", "99999999999"],
+    ),
     "no such adapter": (["--adapter", "/no/such/folder"], ["/no/such/folder"]),
-    "more tokens than positions": (["--use_quantization", "--max_new_tokens", "2000"], ["max_new_tokens 2000", "1024"]),
+    "more tokens than positions": (
+        ["--use_quantization", "--max_new_tokens", "2000"],
+        ["max_new_tokens 2000", "1024"],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line(adapter: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    adapter: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, named = BAD[case]
     assert main(["generate", "--adapter", str(adapter), "--prompt", "x", *arguments]) in (2, 5)
     out, err = capsys.readouterr()
     error = err.splitlines()[-1]
-    assert not out.strip("x\n") and error.startswith("npt: error: ") and [word for word in named if word not in error] == []
+    assert (
+        not out.strip("x\n")
+        and error.startswith("npt: error: ")
+        and [word for word in named if word not in error] == []
+    )
 
 
 def test_no_prompt_at_a_terminal_is_said(adapter: Path, monkeypatch, capsys) -> None:

@@ -22,17 +22,39 @@ SHORT = ["--max_steps", "1", "--max_length", "32", "--eval_samples", "2", "--bat
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a form that no default has, away from its start."""
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=3, layers="5,7", targets=("down", "gate"), init="calibrated"))
+    npt.attach(
+        model, npt.NPTConfig(rank=3, layers="5,7", targets=("down", "gate"), init="calibrated")
+    )
     with torch.no_grad():
         for seed, parameter in enumerate(adapter_parameters(model).values()):
-            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+            parameter.copy_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            )
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "first")
 
 
-def test_it_begins_with_the_adapters_numbers_form_and_base_and_trains_them(adapter, tmp_path, capsys):
-    assert main(["pretrain", "--adapter", str(adapter), "--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-6", *SHORT]) == 0
+def test_it_begins_with_the_adapters_numbers_form_and_base_and_trains_them(
+    adapter, tmp_path, capsys
+):
+    assert (
+        main(
+            [
+                "pretrain",
+                "--adapter",
+                str(adapter),
+                "--output_dir",
+                str(tmp_path / "run"),
+                "--learning_rate",
+                "1e-6",
+                *SHORT,
+            ]
+        )
+        == 0
+    )
     out = " ".join(capsys.readouterr().out.split())
-    assert "base tiny: NF4" in out and "goes on from" in out and "converted 2 of 8 layers (5,7)" in out
+    assert (
+        "base tiny: NF4" in out and "goes on from" in out and "converted 2 of 8 layers (5,7)" in out
+    )
     before, after = load_file(adapter / WEIGHTS), load_file(tmp_path / "run" / "adapter" / WEIGHTS)
     assert before.keys() == after.keys()
     moved = [float((after[name] - before[name]).abs().max()) for name in before]
@@ -46,29 +68,60 @@ def test_a_second_phase_is_resumed_from_its_own_checkpoint(adapter, tmp_path):
     assert main([*run, "--resume", "auto"]) == 0
     first = load_file(tmp_path / "run" / "adapter" / WEIGHTS)
     assert main([*run, "--resume", "auto", "--max_steps", "2"]) == 0
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     assert [e["step"] for e in events if e["event"] == "save"] == [1, 2]
-    assert any(not torch.equal(first[name], tensor) for name, tensor in load_file(tmp_path / "run" / "adapter" / WEIGHTS).items())
+    assert any(
+        not torch.equal(first[name], tensor)
+        for name, tensor in load_file(tmp_path / "run" / "adapter" / WEIGHTS).items()
+    )
 
 
 REFUSED = {
     "another rank": (["--adapter_rank", "4"], "--adapter_rank is 4, but --adapter", "has 3"),
     "another form": (["--safe_mode"], "--modulation is additive, but --adapter", "has both"),
-    "a start that is solved": (["--calibration_tokens", "512"], "--calibration_tokens is about a start that is solved", "drop one"),
-    "a budget of ranks": (["--rank_budget", "8"], "--rank_budget is about a start that is solved", "drop one"),
+    "a start that is solved": (
+        ["--calibration_tokens", "512"],
+        "--calibration_tokens is about a start that is solved",
+        "drop one",
+    ),
+    "a budget of ranks": (
+        ["--rank_budget", "8"],
+        "--rank_budget is about a start that is solved",
+        "drop one",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_not_go_on_from_it_is_refused_in_one_line(adapter, tmp_path, capsys, case):
     given, *said = REFUSED[case]
-    assert main(["pretrain", "--adapter", str(adapter), "--output_dir", str(tmp_path / "run"), *SHORT, *given]) == 2
+    assert (
+        main(
+            [
+                "pretrain",
+                "--adapter",
+                str(adapter),
+                "--output_dir",
+                str(tmp_path / "run"),
+                *SHORT,
+                *given,
+            ]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert all(part in line for part in said), line
     assert not (tmp_path / "run").exists()
 
 
 def test_what_is_no_adapter_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    assert main(["pretrain", "--adapter", str(tmp_path), "--output_dir", str(tmp_path / "run"), *SHORT]) == 5
+    assert (
+        main(
+            ["pretrain", "--adapter", str(tmp_path), "--output_dir", str(tmp_path / "run"), *SHORT]
+        )
+        == 5
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert "holds no adapter_config.json" in line

@@ -75,20 +75,31 @@ def test_json_holds_the_verdict_and_nothing_else_on_standard_output(broken_base,
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"fault", "batches", "traced"} and found["batches"] == 1
     fault = found["fault"]
-    assert (fault["cause"], fault["layer"], fault["index"], fault["value"]) == ("corrupt weight", 3, [9], "nan")
+    assert (fault["cause"], fault["layer"], fault["index"], fault["value"]) == (
+        "corrupt weight",
+        3,
+        [9],
+        "nan",
+    )
     assert fault["sample"] and fault["row"] == 0
 
 
 def test_json_of_a_sound_base_has_no_fault(capsys) -> None:
     assert run("--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"fault": None, "batches": 1, "traced": "the model's own pass"}
+    assert json.loads(capsys.readouterr().out) == {
+        "fault": None,
+        "batches": 1,
+        "traced": "the model's own pass",
+    }
 
 
 @pytest.mark.parametrize("strategy", [None, "local", "end_to_end"])
 def test_an_adapters_training_step_is_traced(adapter, strategy, capsys) -> None:
     extra = [] if strategy is None else ["--strategy", strategy]
     assert run("--use_quantization", "--adapter", str(adapter), *extra) == 0
-    assert f"no fault in 1 batch of a training step ({strategy or 'local'})" in capsys.readouterr().out
+    assert (
+        f"no fault in 1 batch of a training step ({strategy or 'local'})" in capsys.readouterr().out
+    )
 
 
 def test_an_adapter_that_training_overflows_with_is_found(huge_adapter, capsys) -> None:
@@ -101,20 +112,30 @@ def test_an_adapter_that_training_overflows_with_is_found(huge_adapter, capsys) 
 def test_a_limit_is_handed_on(capsys) -> None:
     assert run("--limit", "50", "--json") == 1
     fault = json.loads(capsys.readouterr().out)["fault"]
-    assert fault["cause"] == "beyond the limit" and fault["reached"] == "more than 50" and abs(fault["value"]) > 50
+    assert (
+        fault["cause"] == "beyond the limit"
+        and fault["reached"] == "more than 50"
+        and abs(fault["value"]) > 50
+    )
     assert run("--limit", "1e12") == 0
 
 
 def test_another_batch_is_looked_at_until_one_is_bad(tmp_path: Path, capsys) -> None:
     file = tmp_path / "ids.jsonl"
     rows = [*[[5, 6, 7]] * 20, [5, 99_999, 7]]
-    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8"
+    )
     arguments = ["--dataset_name", str(file), "--streaming", "--batch_size", "1", "--json"]
     assert run(*arguments, "--batches", "99") == 1
     found = json.loads(capsys.readouterr().out)
     before = found["batches"] - 1  # where the shuffle has put it
     assert 0 < before < 21
-    assert (found["fault"]["cause"], found["fault"]["token"], found["fault"]["value"]) == ("token id", 1, 99_999)
+    assert (found["fault"]["cause"], found["fault"]["token"], found["fault"]["value"]) == (
+        "token id",
+        1,
+        99_999,
+    )
     assert run(*arguments, "--batches", str(before)) == 0
 
 
@@ -139,7 +160,11 @@ def test_wrong_flags_are_one_line_and_status_2(case, capsys) -> None:
 
 
 REFUSED = {
-    "a strategy without an adapter": (["--strategy", "local"], 2, ["--strategy local", "--adapter"]),
+    "a strategy without an adapter": (
+        ["--strategy", "local"],
+        2,
+        ["--strategy local", "--adapter"],
+    ),
     "an unknown model": (["--model_name", "./no/such"], 2, ["./no/such", "--model_name"]),
     "a missing file": (["--dataset_name", "none.txt"], 2, ["none.txt", "--dataset_name"]),
     "a folder without an adapter": (["--adapter", "/none"], 5, ["/none", "adapter_config.json"]),

@@ -11,7 +11,10 @@ from npt.cli.main import main
 def adapter(tmp_path_factory) -> Path:
     """Of the embedded model, strong enough that a transplant shows."""
     model, _ = npt.load_base("tiny", quantization="nf4")
-    npt.attach(model, npt.NPTConfig(layers="4-7", rank=8, init_std_a=0.2, init_std_b=0.2, additive_scale=1.0))
+    npt.attach(
+        model,
+        npt.NPTConfig(layers="4-7", rank=8, init_std_a=0.2, init_std_b=0.2, additive_scale=1.0),
+    )
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "strong")
 
 
@@ -22,16 +25,36 @@ def call(adapter: Path, *flags: str) -> int:
 def test_shows_what_comes_next_and_how_far_it_moved(adapter, capsys):
     assert call(adapter, "--text_from", "import os", "--text_to", "def f(x", "--top", "3") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "modulated as token" in out and "KL to the transplanted distribution" in out and "%" in out
+    assert (
+        "modulated as token" in out and "KL to the transplanted distribution" in out and "%" in out
+    )
 
 
 def test_json_has_the_tokens_and_the_divergences(adapter, capsys):
-    assert call(adapter, "--text_from", "import os", "--text_to", "def f(x", "--token_to", "1", "--top", "3", "--json") == 0
+    assert (
+        call(
+            adapter,
+            "--text_from",
+            "import os",
+            "--text_to",
+            "def f(x",
+            "--token_to",
+            "1",
+            "--top",
+            "3",
+            "--json",
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["token_to"] == 1 and found["to"] == "def"
     for name in ("donor", "receiver", "transplanted"):
         tokens = found["top"][name]
-        assert len(tokens) == 3 and 0 < tokens[0]["probability"] < 1 and tokens[0]["probability"] >= tokens[2]["probability"]
+        assert (
+            len(tokens) == 3
+            and 0 < tokens[0]["probability"] < 1
+            and tokens[0]["probability"] >= tokens[2]["probability"]
+        )
     assert found["kl"]["receiver_to_transplanted"] > 0
 
 

@@ -14,13 +14,14 @@ NAN, INF = math.nan, math.inf
 DOCUMENTED = set(
     """
     model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
-    use_quantization quant_type use_fp16 compute_dtype matmul_precision share_embeddings strategy loss
-    dataset_name dataset_config dataset_split text_column prompt_column completion_column streaming
-    num_samples max_length packing padding_side replay_dataset replay_ratio dataset_mix hidden_weight
-    batch_size gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs max_steps
-    warmup_steps scheduler_type max_grad_norm max_consecutive_bad seed
-    output_dir log_steps eval_steps save_steps save_total_limit resume use_wandb use_tensorboard run_name
-    smoke_test trace_steps trace_every
+    use_quantization quant_type use_fp16 compute_dtype matmul_precision share_embeddings
+    strategy loss dataset_name dataset_config dataset_split text_column prompt_column
+    completion_column streaming num_samples max_length packing padding_side replay_dataset
+    replay_ratio dataset_mix hidden_weight batch_size gradient_accumulation_steps learning_rate
+    weight_decay regularization_lambda num_epochs max_steps warmup_steps scheduler_type
+    max_grad_norm max_consecutive_bad seed output_dir log_steps eval_steps save_steps
+    save_total_limit resume use_wandb use_tensorboard run_name smoke_test trace_steps
+    trace_every
     """.split()  # noqa: SIM905 - read as the documentation writes them
 )
 
@@ -30,102 +31,312 @@ BAD_VALUES = [
     (NPTConfig, {"rank": 0}, "--adapter_rank is 0; it must be at least 1"),
     (NPTConfig, {"rank": -3}, "--adapter_rank is -3"),
     (NPTConfig, {"ranks": ()}, "--ranks is ()"),
-    (NPTConfig, {"ranks": (4, 0)}, "--ranks is (4, 0); give each converted layer a whole number of at least 1"),
+    (
+        NPTConfig,
+        {"ranks": (4, 0)},
+        "--ranks is (4, 0); give each converted layer a whole number of at least 1",
+    ),
     (NPTConfig, {"ranks": (4, 1.5)}, "--ranks is (4, 1.5)"),
     (NPTConfig, {"ranks": "4,,5"}, "--ranks is '4,,5'; write whole numbers like 8,16,32"),
     (TrainConfig, {"calibration_tokens": 0}, "--calibration_tokens is 0"),
     (TrainConfig, {"calibration_rounds": -1}, "--calibration_rounds is -1"),
-    (TrainConfig, {"calibration_inputs": "both"}, "--calibration_inputs is 'both'; choose from teacher, propagated"),
+    (
+        TrainConfig,
+        {"calibration_inputs": "both"},
+        "--calibration_inputs is 'both'; choose from teacher, propagated",
+    ),
     (TrainConfig, {"rank_budget": 0}, "--rank_budget is 0"),
     (NPTConfig, {"targets": "gate,side"}, "--targets is 'side'; choose from gate, up, down"),
-    (NPTConfig, {"targets": ()}, "--targets is (); name each of gate, up, down at most once, and one at least"),
+    (
+        NPTConfig,
+        {"targets": ()},
+        "--targets is (); name each of gate, up, down at most once, and one at least",
+    ),
     (NPTConfig, {"targets": " , "}, "--targets is ()"),
     (NPTConfig, {"targets": "up,up"}, "--targets is ('up', 'up')"),
-    (NPTConfig, {"modulation": "none"}, "--modulation is 'none'; choose from both, additive, multiplicative"),
+    (
+        NPTConfig,
+        {"modulation": "none"},
+        "--modulation is 'none'; choose from both, additive, multiplicative",
+    ),
     (
         TrainConfig,
         {"report_to": "neptune"},
-        "--report_to is 'neptune'; choose from wandb, tensorboard, comet_ml, aim, mlflow, clearml, dvclive",
+        (
+            "--report_to is 'neptune'; choose from wandb, tensorboard, comet_ml, aim, mlflow,"
+            " clearml, dvclive"
+        ),
     ),
-    (TrainConfig, {"report_to": ["none", "wandb"]}, "--report_to is none,wandb; write none, or the trackers"),
+    (
+        TrainConfig,
+        {"report_to": ["none", "wandb"]},
+        "--report_to is none,wandb; write none, or the trackers",
+    ),
     (TrainConfig, {"report_to": 3}, "--report_to is 3; expected tuple or unset"),
     (TrainConfig, {"sample_steps": 0, "use_wandb": True}, "--sample_steps is 0"),
-    (TrainConfig, {"sample_steps": 5}, "--sample_steps 5 means nothing without a tracker (--report_to); add it or drop the other"),
-    (TrainConfig, {"wandb_tags": "a,b", "use_tensorboard": True}, "--wandb_tags a,b means nothing without --report_to wandb"),
-    (TrainConfig, {"wandb_entity": "team", "report_to": "mlflow"}, "--wandb_entity team means nothing without --report_to wandb"),
+    (
+        TrainConfig,
+        {"sample_steps": 5},
+        "--sample_steps 5 means nothing without a tracker (--report_to); add it or drop the other",
+    ),
+    (
+        TrainConfig,
+        {"wandb_tags": "a,b", "use_tensorboard": True},
+        "--wandb_tags a,b means nothing without --report_to wandb",
+    ),
+    (
+        TrainConfig,
+        {"wandb_entity": "team", "report_to": "mlflow"},
+        "--wandb_entity team means nothing without --report_to wandb",
+    ),
     (NPTConfig, {"residual": "drop"}, "--residual is 'drop'; choose from modulate, keep"),
     (NPTConfig, {"init": "zero"}, "--init is 'zero'; choose from random, calibrated"),
     *[
-        (NPTConfig, {"mult_bound": v}, f"--mult_bound is {v}; it must lie above 0 and be at most 0.999")
+        (
+            NPTConfig,
+            {"mult_bound": v},
+            f"--mult_bound is {v}; it must lie above 0 and be at most 0.999",
+        )
         for v in (0.0, 1.0, -0.5, 1.5, NAN, INF)
     ],
-    *[(NPTConfig, {"additive_scale": v}, f"--additive_scale is {v}; it must be a positive number") for v in (0.0, -0.1, NAN, INF)],
+    *[
+        (NPTConfig, {"additive_scale": v}, f"--additive_scale is {v}; it must be a positive number")
+        for v in (0.0, -0.1, NAN, INF)
+    ],
     *[
         (NPTConfig, {n: v}, f"--{n} is {v}; it must be a finite")
         for n in ("init_std_a", "init_std_b", "init_std_m")
         for v in (-0.1, NAN, INF)
     ],
-    (NPTConfig, {"mult_form": "tanh"}, "--mult_form is 'tanh'; choose from sigmoid, half_sigmoid, one_plus_tanh, unbounded"),
+    (
+        NPTConfig,
+        {"mult_form": "tanh"},
+        "--mult_form is 'tanh'; choose from sigmoid, half_sigmoid, one_plus_tanh, unbounded",
+    ),
     (NPTConfig, {"init_a": "xavier"}, "--init_a is 'xavier'; choose from normal, kaiming"),
-    (NPTConfig, {"mult_form": "unbounded", "modulation": "additive"}, "--mult_form unbounded means nothing without --modulation both"),
-    (NPTConfig, {"init_std_m": 0.1, "modulation": "additive"}, "--init_std_m 0.1 means nothing without --modulation both"),
-    (NPTConfig, {"mult_form": "one_plus_tanh", "mult_bound": 0.3}, "--mult_bound 0.3 means nothing without --mult_form sigmoid"),
-    (NPTConfig, {"init_a": "kaiming", "init_std_a": 0.1}, "--init_std_a 0.1 means nothing without --init_a normal"),
-    (NPTConfig, {"init": "calibrated", "mult_form": "unbounded"}, "--init calibrated solves the sigmoid form"),
-    (NPTConfig, {"residual": "keep", "init_std_m": 0.1}, "--residual keep starts equal to its base"),
-    (NPTConfig, {"residual": "keep", "mult_form": "half_sigmoid"}, "--residual keep starts equal to its base"),
+    (
+        NPTConfig,
+        {"mult_form": "unbounded", "modulation": "additive"},
+        "--mult_form unbounded means nothing without --modulation both",
+    ),
+    (
+        NPTConfig,
+        {"init_std_m": 0.1, "modulation": "additive"},
+        "--init_std_m 0.1 means nothing without --modulation both",
+    ),
+    (
+        NPTConfig,
+        {"mult_form": "one_plus_tanh", "mult_bound": 0.3},
+        "--mult_bound 0.3 means nothing without --mult_form sigmoid",
+    ),
+    (
+        NPTConfig,
+        {"init_a": "kaiming", "init_std_a": 0.1},
+        "--init_std_a 0.1 means nothing without --init_a normal",
+    ),
+    (
+        NPTConfig,
+        {"init": "calibrated", "mult_form": "unbounded"},
+        "--init calibrated solves the sigmoid form",
+    ),
+    (
+        NPTConfig,
+        {"residual": "keep", "init_std_m": 0.1},
+        "--residual keep starts equal to its base",
+    ),
+    (
+        NPTConfig,
+        {"residual": "keep", "mult_form": "half_sigmoid"},
+        "--residual keep starts equal to its base",
+    ),
     (BaseConfig, {"quant_type": "int4"}, "--quant_type is 'int4'; choose from nf4, fp4"),
-    (BaseConfig, {"matmul_precision": "low"}, "--matmul_precision is 'low'; choose from auto, highest, high"),
-    *[(DataConfig, {"max_length": v}, f"--max_length is {v}; it must be a finite number of at least 2") for v in (1, 0, -5)],
-    *[(DataConfig, {"num_samples": v}, f"--num_samples is {v}; it must be a finite number of at least 1") for v in (0, -1)],
-    (DataConfig, {"padding_side": "both"}, "--padding_side is 'both'; choose from right, left"),
-    (DataConfig, {"completion_column": "a"}, "--completion_column is 'a' without --prompt_column; name both"),
-    (DataConfig, {"prompt_column": "a", "completion_column": "a"}, "--prompt_column and --completion_column are both 'a'; they are two"),
+    (
+        BaseConfig,
+        {"matmul_precision": "low"},
+        "--matmul_precision is 'low'; choose from auto, highest, high",
+    ),
     *[
-        (DataConfig, {"dataset_mix": f"a:1,b:{v}"}, f"--dataset_mix gives 'b' the weight {v}; weights are finite numbers above 0")
+        (
+            DataConfig,
+            {"max_length": v},
+            f"--max_length is {v}; it must be a finite number of at least 2",
+        )
+        for v in (1, 0, -5)
+    ],
+    *[
+        (
+            DataConfig,
+            {"num_samples": v},
+            f"--num_samples is {v}; it must be a finite number of at least 1",
+        )
+        for v in (0, -1)
+    ],
+    (DataConfig, {"padding_side": "both"}, "--padding_side is 'both'; choose from right, left"),
+    (
+        DataConfig,
+        {"completion_column": "a"},
+        "--completion_column is 'a' without --prompt_column; name both",
+    ),
+    (
+        DataConfig,
+        {"prompt_column": "a", "completion_column": "a"},
+        "--prompt_column and --completion_column are both 'a'; they are two",
+    ),
+    *[
+        (
+            DataConfig,
+            {"dataset_mix": f"a:1,b:{v}"},
+            f"--dataset_mix gives 'b' the weight {v}; weights are finite numbers above 0",
+        )
         for v in (0, -0.5, NAN, INF)
     ],
-    (DataConfig, {"dataset_mix": "a,b:1"}, "--dataset_mix names 'a' without a weight; write sources with weights, like a.jsonl:0.7"),
+    (
+        DataConfig,
+        {"dataset_mix": "a,b:1"},
+        "--dataset_mix names 'a' without a weight; write sources with weights, like a.jsonl:0.7",
+    ),
     (DataConfig, {"dataset_mix": ""}, "--dataset_mix names '' without a weight"),
     (DataConfig, {"dataset_mix": "a:1,b:2,"}, "--dataset_mix names '' without a weight"),
-    (DataConfig, {"dataset_mix": r"C:\data\x.txt,b:1"}, r"--dataset_mix gives 'C' the weight '\\data\\x.txt', which is no number"),
-    (DataConfig, {"dataset_mix": "a:1,b:"}, "--dataset_mix gives 'b' the weight '', which is no number"),
+    (
+        DataConfig,
+        {"dataset_mix": r"C:\data\x.txt,b:1"},
+        r"--dataset_mix gives 'C' the weight '\\data\\x.txt', which is no number",
+    ),
+    (
+        DataConfig,
+        {"dataset_mix": "a:1,b:"},
+        "--dataset_mix gives 'b' the weight '', which is no number",
+    ),
     (DataConfig, {"dataset_mix": "a:1,a:2"}, "--dataset_mix names 'a' twice; add its weights up"),
-    (DataConfig, {"dataset_mix": "a:1"}, "--dataset_mix names one source, 'a'; use --dataset_name, or add another"),
-    (DataConfig, {"dataset_mix": "a:1,b:1e9"}, "--dataset_mix gives 'a' a share of 1e-09; 1e-06 is the least, leave it out"),
-    (DataConfig, {"dataset_mix": "a:1,b:1", "dataset_name": "c"}, "--dataset_mix does not go with --dataset_name c; name the source"),
-    (DataConfig, {"dataset_mix": "a:1,b:1", "dataset_config": "c"}, "--dataset_mix does not go with --dataset_config c; write it behind"),
-    (DataConfig, {"dataset_mix": "a:1,b:1", "replay_dataset": "c"}, "--dataset_mix does not go with --replay_dataset c; name it in"),
+    (
+        DataConfig,
+        {"dataset_mix": "a:1"},
+        "--dataset_mix names one source, 'a'; use --dataset_name, or add another",
+    ),
+    (
+        DataConfig,
+        {"dataset_mix": "a:1,b:1e9"},
+        "--dataset_mix gives 'a' a share of 1e-09; 1e-06 is the least, leave it out",
+    ),
+    (
+        DataConfig,
+        {"dataset_mix": "a:1,b:1", "dataset_name": "c"},
+        "--dataset_mix does not go with --dataset_name c; name the source",
+    ),
+    (
+        DataConfig,
+        {"dataset_mix": "a:1,b:1", "dataset_config": "c"},
+        "--dataset_mix does not go with --dataset_config c; write it behind",
+    ),
+    (
+        DataConfig,
+        {"dataset_mix": "a:1,b:1", "replay_dataset": "c"},
+        "--dataset_mix does not go with --replay_dataset c; name it in",
+    ),
     *[
-        (DataConfig, {"replay_dataset": "x", "replay_ratio": v}, f"--replay_ratio is {v}; it is a share, between 0 and 1")
+        (
+            DataConfig,
+            {"replay_dataset": "x", "replay_ratio": v},
+            f"--replay_ratio is {v}; it is a share, between 0 and 1",
+        )
         for v in (0.0, 1.0, -0.2, 1.5, NAN, INF)
     ],
-    (TrainConfig, {"strategy": "global"}, "--strategy is 'global'; choose from local, propagated, end_to_end"),
-    (TrainConfig, {"loss": "mae"}, "--loss is 'mae'; choose from nmse, nmse_update, direction, mse, smooth_l1, cosine"),
-    (TrainConfig, {"logit_loss": "tv"}, "--logit_loss is 'tv'; choose from kl, reverse_kl, jsd, cross_entropy"),
-    (TrainConfig, {"token_weighting": "loss"}, "--token_weighting is 'loss'; choose from none, disagreement"),
-    *[(TrainConfig, {"cosine_weight": v}, f"--cosine_weight is {v}; it is a share, from 0 to 1") for v in (-0.1, 1.1, NAN)],
-    *[(TrainConfig, {"jsd_weight": v}, f"--jsd_weight is {v}; it is a share between 0 and 1, both left out") for v in (0.0, 1.0, NAN)],
+    (
+        TrainConfig,
+        {"strategy": "global"},
+        "--strategy is 'global'; choose from local, propagated, end_to_end",
+    ),
+    (
+        TrainConfig,
+        {"loss": "mae"},
+        "--loss is 'mae'; choose from nmse, nmse_update, direction, mse, smooth_l1, cosine",
+    ),
+    (
+        TrainConfig,
+        {"logit_loss": "tv"},
+        "--logit_loss is 'tv'; choose from kl, reverse_kl, jsd, cross_entropy",
+    ),
+    (
+        TrainConfig,
+        {"token_weighting": "loss"},
+        "--token_weighting is 'loss'; choose from none, disagreement",
+    ),
     *[
-        (TrainConfig, {**LOGITS, "logit_temperature": v}, f"--logit_temperature is {v}; it must lie between 0.001 and 1000.0")
+        (TrainConfig, {"cosine_weight": v}, f"--cosine_weight is {v}; it is a share, from 0 to 1")
+        for v in (-0.1, 1.1, NAN)
+    ],
+    *[
+        (
+            TrainConfig,
+            {"jsd_weight": v},
+            f"--jsd_weight is {v}; it is a share between 0 and 1, both left out",
+        )
+        for v in (0.0, 1.0, NAN)
+    ],
+    *[
+        (
+            TrainConfig,
+            {**LOGITS, "logit_temperature": v},
+            f"--logit_temperature is {v}; it must lie between 0.001 and 1000.0",
+        )
         for v in (0.0, -1.0, 1e-4, 1e4, NAN, INF)
     ],
-    (TrainConfig, {"smooth_l1_beta": 2.0}, "--smooth_l1_beta 2.0 means nothing without --loss smooth_l1; add it or drop the other"),
-    (TrainConfig, {"cosine_weight": 0.1}, "--cosine_weight 0.1 means nothing without --loss cosine"),
-    (TrainConfig, {"logit_loss": "jsd"}, "--logit_loss jsd means nothing without a --logit_kl_weight above 0"),
-    (TrainConfig, {"logit_temperature": 2.0}, "--logit_temperature 2.0 means nothing without a --logit_kl_weight above 0"),
-    (TrainConfig, {**LOGITS, "logit_loss": "cross_entropy", "logit_temperature": 2.0}, "--logit_temperature 2.0 means nothing without"),
-    (TrainConfig, {**LOGITS, "jsd_weight": 0.1}, "--jsd_weight 0.1 means nothing without --logit_loss jsd"),
-    (TrainConfig, {"layer_weights": "cubic"}, "--layer_weights is 'cubic'; choose from uniform, linear, or give numbers like 1,2,4"),
+    (
+        TrainConfig,
+        {"smooth_l1_beta": 2.0},
+        "--smooth_l1_beta 2.0 means nothing without --loss smooth_l1; add it or drop the other",
+    ),
+    (
+        TrainConfig,
+        {"cosine_weight": 0.1},
+        "--cosine_weight 0.1 means nothing without --loss cosine",
+    ),
+    (
+        TrainConfig,
+        {"logit_loss": "jsd"},
+        "--logit_loss jsd means nothing without a --logit_kl_weight above 0",
+    ),
+    (
+        TrainConfig,
+        {"logit_temperature": 2.0},
+        "--logit_temperature 2.0 means nothing without a --logit_kl_weight above 0",
+    ),
+    (
+        TrainConfig,
+        {**LOGITS, "logit_loss": "cross_entropy", "logit_temperature": 2.0},
+        "--logit_temperature 2.0 means nothing without",
+    ),
+    (
+        TrainConfig,
+        {**LOGITS, "jsd_weight": 0.1},
+        "--jsd_weight 0.1 means nothing without --logit_loss jsd",
+    ),
+    (
+        TrainConfig,
+        {"layer_weights": "cubic"},
+        "--layer_weights is 'cubic'; choose from uniform, linear, or give numbers like 1,2,4",
+    ),
     (TrainConfig, {"layer_weights": "1,,2"}, "--layer_weights is '1,,2'; choose from"),
     (TrainConfig, {"layer_weights": ""}, "--layer_weights is ''; choose from"),
     *[
-        (TrainConfig, {"layer_weights": v}, f"--layer_weights is {v}; weights are finite numbers above 0")
+        (
+            TrainConfig,
+            {"layer_weights": v},
+            f"--layer_weights is {v}; weights are finite numbers above 0",
+        )
         for v in ("1,0", "1,-2", "nan,1", "1,inf", "0")
     ],
-    (TrainConfig, {"scheduler_type": "step"}, "--scheduler_type is 'step'; choose from cosine, linear, constant"),
+    (
+        TrainConfig,
+        {"scheduler_type": "step"},
+        "--scheduler_type is 'step'; choose from cosine, linear, constant",
+    ),
     *[
-        (TrainConfig, {name: low - 1}, f"--{name} is {low - 1}; it must be a finite number of at least {low}")
+        (
+            TrainConfig,
+            {name: low - 1},
+            f"--{name} is {low - 1}; it must be a finite number of at least {low}",
+        )
         for name, low in {
             "batch_size": 1,
             "gradient_accumulation_steps": 1,
@@ -143,7 +354,11 @@ BAD_VALUES = [
         }.items()
     ],
     *[
-        (TrainConfig, {name: value}, f"--{name} is {value}; it must be a finite number of at least 0.0")
+        (
+            TrainConfig,
+            {name: value},
+            f"--{name} is {value}; it must be a finite number of at least 0.0",
+        )
         for name in ("weight_decay", "regularization_lambda", "logit_kl_weight")
         for value in (-1.0, NAN, INF)
     ],
@@ -153,34 +368,86 @@ BAD_VALUES = [
         for value in (0.0, -1.0, NAN, INF)
     ],
     *[
-        (TrainConfig, {"trace_steps": v}, f"--trace_steps is {v!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix 1-5,8")
+        (
+            TrainConfig,
+            {"trace_steps": v},
+            (
+                f"--trace_steps is {v!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a"
+                " mix 1-5,8"
+            ),
+        )
         for v in ("", "0", "0-3", "3-1", "1,,2", "1-", "-2", "1.5", "all", "1;2")
     ],
-    (TrainConfig, {"hidden_weight": 0.0}, "--hidden_weight is 0, but --strategy local trains on hidden states alone; raise it, or use"),
-    (TrainConfig, {"hidden_weight": 0, "strategy": "propagated"}, "--hidden_weight is 0, but --strategy propagated trains on hidden"),
-    (TrainConfig, {"hidden_weight": 0, "strategy": "end_to_end"}, "--hidden_weight and --logit_kl_weight are both 0, which leaves nothing"),
+    (
+        TrainConfig,
+        {"hidden_weight": 0.0},
+        (
+            "--hidden_weight is 0, but --strategy local trains on hidden states alone; raise it,"
+            " or use"
+        ),
+    ),
+    (
+        TrainConfig,
+        {"hidden_weight": 0, "strategy": "propagated"},
+        "--hidden_weight is 0, but --strategy propagated trains on hidden",
+    ),
+    (
+        TrainConfig,
+        {"hidden_weight": 0, "strategy": "end_to_end"},
+        "--hidden_weight and --logit_kl_weight are both 0, which leaves nothing",
+    ),
     (
         TrainConfig,
         {"hidden_weight": 0, "stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
         "--hidden_weight is 0, but --strategy local",
     ),
-    (TrainConfig, {"hidden_weight": 0, "loss": "mse", **LOGITS}, "--loss mse means nothing without a --hidden_weight above 0"),
-    (TrainConfig, {"hidden_weight": 0, "layer_weights": "linear", **LOGITS}, "--layer_weights linear means nothing without a --hidden"),
-    *[(TrainConfig, {"hidden_weight": v}, f"--hidden_weight is {v}; it must be a finite number") for v in (-1.0, NAN, INF)],
-    (TrainConfig, {"logit_kl_weight": 0.5}, "--logit_kl_weight is 0.5 with --strategy local, which computes no logits"),
+    (
+        TrainConfig,
+        {"hidden_weight": 0, "loss": "mse", **LOGITS},
+        "--loss mse means nothing without a --hidden_weight above 0",
+    ),
+    (
+        TrainConfig,
+        {"hidden_weight": 0, "layer_weights": "linear", **LOGITS},
+        "--layer_weights linear means nothing without a --hidden",
+    ),
+    *[
+        (TrainConfig, {"hidden_weight": v}, f"--hidden_weight is {v}; it must be a finite number")
+        for v in (-1.0, NAN, INF)
+    ],
+    (
+        TrainConfig,
+        {"logit_kl_weight": 0.5},
+        "--logit_kl_weight is 0.5 with --strategy local, which computes no logits",
+    ),
     (
         TrainConfig,
         {"stages": "local:0.5,propagated:0.5", "logit_kl_weight": 1.0},
         "--logit_kl_weight is 1.0 with --strategy local,propagated, which computes no logits",
     ),
     *[
-        (TrainConfig, {"stages": v}, f"--stages is {v!r}; write strategies with shares, like local:0.7,end_to_end:0.3")
+        (
+            TrainConfig,
+            {"stages": v},
+            f"--stages is {v!r}; write strategies with shares, like local:0.7,end_to_end:0.3",
+        )
         for v in ("", "local", "local:", "local:half", "local:0.5;end_to_end:0.5", "local:0.5,")
     ],
-    *[(TrainConfig, {"stages": f"local:{v}"}, f"--stages gives local a share of {float(v)}") for v in ("0", "-1", "2", "nan", "inf")],
+    *[
+        (TrainConfig, {"stages": f"local:{v}"}, f"--stages gives local a share of {float(v)}")
+        for v in ("0", "-1", "2", "nan", "inf")
+    ],
     (TrainConfig, {"stages": "local:0.5"}, "--stages has shares that sum to 0.5"),
-    (TrainConfig, {"stages": "local:1", "strategy": "propagated"}, "--strategy is propagated and --stages is local:1"),
-    (BaseConfig, {"teacher_precision": "bf16"}, "--teacher_precision is bf16, but the base is not quantised"),
+    (
+        TrainConfig,
+        {"stages": "local:1", "strategy": "propagated"},
+        "--strategy is propagated and --stages is local:1",
+    ),
+    (
+        BaseConfig,
+        {"teacher_precision": "bf16"},
+        "--teacher_precision is bf16, but the base is not quantised",
+    ),
 ]
 
 # As a YAML file or a caller may hand them in.
@@ -210,7 +477,10 @@ WRONG_TYPES = [
 
 
 def cases(table):
-    ids = [f"{config.__name__}-{','.join(f'{key}={value!r}' for key, value in settings.items())}" for config, settings, _ in table]
+    ids = [
+        f"{config.__name__}-{','.join(f'{key}={value!r}' for key, value in settings.items())}"
+        for config, settings, _ in table
+    ]
     return pytest.mark.parametrize(("config", "settings", "message"), table, ids=ids)
 
 
@@ -280,7 +550,14 @@ def test_lists_of_targets_and_layers_may_be_written_in_either_way(settings, attr
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [("1,2,3", [1, 2, 3]), ("1-5,8", [1, 2, 3, 4, 5, 8]), (" 7 - 9 ,2", [7, 8, 9, 2]), ("4", [4]), ("3-3", [3]), ("01", [1])],
+    [
+        ("1,2,3", [1, 2, 3]),
+        ("1-5,8", [1, 2, 3, 4, 5, 8]),
+        (" 7 - 9 ,2", [7, 8, 9, 2]),
+        ("4", [4]),
+        ("3-3", [3]),
+        ("01", [1]),
+    ],
 )
 def test_steps_are_read_as_lists_and_ranges(text, steps):
     assert [step for chosen in parse_steps(text) for step in chosen] == steps
@@ -291,7 +568,9 @@ def test_a_range_of_steps_takes_no_memory():
     assert 10**12 in steps and 10**12 + 1 not in steps
 
 
-@pytest.mark.parametrize(("given", "held"), [(3, "3"), ([1, 2, 8], "1,2,8"), ((4,), "4"), ("1-3", "1-3")])
+@pytest.mark.parametrize(
+    ("given", "held"), [(3, "3"), ([1, 2, 8], "1,2,8"), ((4,), "4"), ("1-3", "1-3")]
+)
 def test_steps_to_trace_may_be_written_as_numbers_too(given, held):
     assert TrainConfig(trace_steps=given).trace_steps == held
 
@@ -311,7 +590,9 @@ def test_the_original_form_can_be_written():
 
 def test_quantisation_is_a_switch_and_a_code():
     assert BaseConfig().quantization is None
-    with pytest.raises(ConfigError, match="--quant_type fp4 means nothing without --use_quantization"):
+    with pytest.raises(
+        ConfigError, match="--quant_type fp4 means nothing without --use_quantization"
+    ):
         BaseConfig(quant_type="fp4")
     assert BaseConfig(use_quantization=True).quantization == "nf4"
     assert BaseConfig(use_quantization=True, quant_type="fp4").quantization == "fp4"
@@ -320,7 +601,15 @@ def test_quantisation_is_a_switch_and_a_code():
 def test_settings_at_their_bounds_are_accepted():
     NPTConfig(rank=1, mult_bound=1e-6, additive_scale=1e-9, init_std_a=0.0, init_std_b=0.0)
     DataConfig(max_length=2, num_samples=1)
-    TrainConfig(warmup_steps=0, seed=0, weight_decay=0.0, batch_size=1, log_steps=1, save_total_limit=1, max_steps=None)
+    TrainConfig(
+        warmup_steps=0,
+        seed=0,
+        weight_decay=0.0,
+        batch_size=1,
+        log_steps=1,
+        save_total_limit=1,
+        max_steps=None,
+    )
     TrainConfig(strategy="end_to_end", logit_kl_weight=0.5)
     TrainConfig(loss="cosine", cosine_weight=0.0)
     TrainConfig(loss="cosine", cosine_weight=1.0)
@@ -329,7 +618,14 @@ def test_settings_at_their_bounds_are_accepted():
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("uniform", None), ("linear", None), ("1, 2,0.5", (1.0, 2.0, 0.5)), ([3, 1], (3.0, 1.0)), ((2.5,), (2.5,)), ("4", (4.0,))],
+    [
+        ("uniform", None),
+        ("linear", None),
+        ("1, 2,0.5", (1.0, 2.0, 0.5)),
+        ([3, 1], (3.0, 1.0)),
+        ((2.5,), (2.5,)),
+        ("4", (4.0,)),
+    ],
 )
 def test_layer_weights_are_a_word_or_a_list(given, expected):
     assert TrainConfig(layer_weights=given).layer_weight_list == expected
@@ -352,7 +648,9 @@ def test_sizes_of_memory_are_read_in_both_kinds_of_units(text, size) -> None:
     assert TrainConfig(max_memory=text).max_memory_bytes == size
 
 
-@pytest.mark.parametrize("text", ["", "10G", "GiB", "-1GiB", "0", "0.0001KB", "1e9", "nan", "10GiB8", 0, True, "1" * 30])
+@pytest.mark.parametrize(
+    "text", ["", "10G", "GiB", "-1GiB", "0", "0.0001KB", "1e9", "nan", "10GiB8", 0, True, "1" * 30]
+)
 def test_what_is_no_size_is_refused_with_an_example(text) -> None:
     with pytest.raises(ConfigError, match="--max_memory"):
         TrainConfig(max_memory=text)
@@ -360,5 +658,11 @@ def test_what_is_no_size_is_refused_with_an_example(text) -> None:
 
 def test_trackers_are_named_by_commas_or_a_list_and_none_is_said_last() -> None:
     assert TrainConfig(report_to="wandb, tensorboard,wandb").report_to == ("wandb", "tensorboard")
-    assert TrainConfig(report_to=["wandb,mlflow", "aim"], wandb_tags=["a", "b"]).report_to == ("wandb", "mlflow", "aim")
-    assert TrainConfig(report_to="none", use_wandb=True, sample_steps=5, wandb_group="study").report_to == ("none",)
+    assert TrainConfig(report_to=["wandb,mlflow", "aim"], wandb_tags=["a", "b"]).report_to == (
+        "wandb",
+        "mlflow",
+        "aim",
+    )
+    assert TrainConfig(
+        report_to="none", use_wandb=True, sample_steps=5, wandb_group="study"
+    ).report_to == ("none",)

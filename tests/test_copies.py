@@ -22,15 +22,33 @@ def described(model: Any) -> list:
         return numbers.setdefault(id(thing), len(numbers))
 
     parts: list = [model.config.to_dict(), sorted(vars(model))]
-    for key, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for key, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
         known = (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
         parts.append((key, type(tensor), known, sorted(vars(tensor)), one(tensor)))
     for key, module in model.named_modules():
         parts.append((key, type(module), module.training, sorted(vars(module))))
         if isinstance(module, Linear4bit):
             state = module.weight.quant_state
-            parts.append((sorted(vars(module.weight)), module.weight.module is module, one(state), one(module.quant_state)))
-            parts.append((one(state.state2.code), sorted(vars(state)), state.dtype, state.shape, state.quant_type))
+            parts.append(
+                (
+                    sorted(vars(module.weight)),
+                    module.weight.module is module,
+                    one(state),
+                    one(module.quant_state),
+                )
+            )
+            parts.append(
+                (
+                    one(state.state2.code),
+                    sorted(vars(state)),
+                    state.dtype,
+                    state.shape,
+                    state.quant_type,
+                )
+            )
     return parts
 
 
@@ -39,15 +57,27 @@ def tensors(model: Any) -> list[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             state = module.weight.quant_state
-            found += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+            found += [
+                state.absmax,
+                state.code,
+                state.offset,
+                state.state2.absmax,
+                state.state2.code,
+            ]
     return found
 
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("name", ["tiny", "random"])
-def test_is_what_another_load_would_be(name: str, quantization: str | None, llama_folder: Path, load_model: Any) -> None:
+def test_is_what_another_load_would_be(
+    name: str, quantization: str | None, llama_folder: Path, load_model: Any
+) -> None:
     name = str(llama_folder) if name == "random" else name
-    arguments: dict = {"device_map": {"": torch.device("cpu")}, "attn_implementation": "sdpa", "dtype": "auto"}
+    arguments: dict = {
+        "device_map": {"": torch.device("cpu")},
+        "attn_implementation": "sdpa",
+        "dtype": "auto",
+    }
     if quantization:
         arguments["quantization_config"] = loading.packing_config(quantization)
     real: Loads = loading._read_weights  # type: ignore[assignment]

@@ -1,4 +1,6 @@
-"""Short forms of the campaigns in `benchmarks/`: kills at random instants, flipped bits, files that nobody wrote."""
+"""Short forms of the campaigns in `benchmarks/`: kills at random instants, flipped bits, files that
+nobody wrote.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ def benchmark(name: str) -> ModuleType:
 
 
 def with_openmp(act: Callable[[], int]) -> int:
-    """The status of an act of a forked process in which OpenMP has a second thread, as it has by default where something has computed."""
+    """The status of an act of a forked process in which OpenMP has a second thread, as it has by
+    default where something has computed.
+    """
     pid = os.fork()
     if not pid:
         status = 70
         try:
-            os.environ.update(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="PASSIVE")  # for its own children; spinning they would cost fourfold
+            # for its own children; spinning they would cost fourfold
+            os.environ.update(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="PASSIVE")
             torch.set_num_threads(2)
             before = len(os.listdir("/proc/self/task"))
             (torch.ones(1 << 20) + 1).sum()
@@ -47,16 +52,33 @@ def with_openmp(act: Callable[[], int]) -> int:
 
 
 def test_killed_at_random_instants_a_run_loses_nothing(tmp_path: Path) -> None:
-    """From a process with OpenMP's threads: a child forked behind them would wait for ever for those that it does not have."""
+    """From a process with OpenMP's threads: a child forked behind them would wait for ever for
+    those that it does not have.
+    """
 
     def campaign() -> int:
         with (tmp_path / "figures").open("w") as out, contextlib.redirect_stdout(out):
-            return benchmark("crash").main(["--kills", "3", "--bit_flips", "40", "--fresh_every", "0", "--steps", "4", "--json"])
+            return benchmark("crash").main(
+                [
+                    "--kills",
+                    "3",
+                    "--bit_flips",
+                    "40",
+                    "--fresh_every",
+                    "0",
+                    "--steps",
+                    "4",
+                    "--json",
+                ]
+            )
 
     status = with_openmp(campaign)
     figures = json.loads((tmp_path / "figures").read_text())
     assert status == 0, figures["problems"]
-    assert {name: figures[name] for name in ("kills", "resumed", "bit_equal", "lost", "bit_flips", "bit_flips_found")} == {
+    assert {
+        name: figures[name]
+        for name in ("kills", "resumed", "bit_equal", "lost", "bit_flips", "bit_flips_found")
+    } == {
         "kills": 3,
         "resumed": 3,
         "bit_equal": 3,
@@ -66,12 +88,17 @@ def test_killed_at_random_instants_a_run_loses_nothing(tmp_path: Path) -> None:
     }
 
 
-def test_files_changed_at_random_are_read_or_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_changed_at_random_are_read_or_refused_in_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     status = benchmark("fuzz").main(["--inputs", "450", "--seed", "1", "--json"])
     out, error = capfd.readouterr()
     figures = json.loads(out)
     assert status == 0, error
-    assert figures["inputs"] == 450 == figures["read"] + figures["refused"] and figures["failures"] == 0
+    assert (
+        figures["inputs"] == 450 == figures["read"] + figures["refused"]
+        and figures["failures"] == 0
+    )
     outcomes = {name: set(found) for name, found in figures["by_loader"].items()}
     assert outcomes == {name: {"read", "refused"} for name in ("adapter", "checkpoint", "bundle")}
 
@@ -80,7 +107,11 @@ def test_the_campaigns_find_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     """A loader that stumbles, and sums that nobody compares."""
     fuzz, crash = benchmark("fuzz"), benchmark("crash")
     monkeypatch.setattr(
-        fuzz, "read_bundle", lambda folder: json.loads((folder / "postmortem.json").read_text()) and pytest.fail("stumbled")
+        fuzz,
+        "read_bundle",
+        lambda folder: (
+            json.loads((folder / "postmortem.json").read_text()) and pytest.fail("stumbled")
+        ),
     )
     with pytest.raises(pytest.fail.Exception):
         fuzz.main(["--inputs", "3"])  # at once, on the valid bundle
@@ -94,11 +125,16 @@ def test_the_campaigns_find_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_nothing_forks_a_process_that_computes() -> None:
-    """Threads are not forked: where OpenMP has some, a child that computes waits for them. Tests fork, and have one thread."""
+    """Threads are not forked: where OpenMP has some, a child that computes waits for them. Tests
+    fork, and have one thread.
+    """
     forks = re.compile(
         r"os\.fork|preexec_fn|ProcessPoolExecutor|DataLoader\(|multiprocessing\.(Process|Pool|Queue)|get_context\((?!\"forkserver\"|\"spawn\")"
     )
     root = BENCHMARKS.parent
-    files = [root / "pretrain_npt_safe.py", *(path for name in ("npt", "benchmarks", "debug") for path in (root / name).rglob("*.py"))]
+    files = [
+        root / "pretrain_npt_safe.py",
+        *(path for name in ("npt", "benchmarks", "debug") for path in (root / name).rglob("*.py")),
+    ]
     assert [path.name for path in files if forks.search(path.read_text())] == []
     assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1

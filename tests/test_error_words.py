@@ -39,4 +39,9 @@ def test_a_word_has_the_article_that_is_spoken(words) -> None:
 
 
 def test_the_type_of_a_value_is_named_with_its_article() -> None:
-    assert [kind_of(value) for value in (3, "x", None, [])] == ["an int", "a str", "a NoneType", "a list"]
+    assert [kind_of(value) for value in (3, "x", None, [])] == [
+        "an int",
+        "a str",
+        "a NoneType",
+        "a list",
+    ]

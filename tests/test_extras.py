@@ -1,4 +1,6 @@
-"""Packages that only some features need: nothing else asks for them, and what does names the extra that installs them."""
+"""Packages that only some features need: nothing else asks for them, and what does names the extra
+that installs them.
+"""
 
 from __future__ import annotations
 
@@ -63,17 +65,26 @@ def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter" / "adapter_config.json").is_file()
+    assert (
+        tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter" / "adapter_config.json"
+    ).is_file()
     assert (tmp_path / "run" / "report.html").is_file()
     assert (tmp_path / "run" / "trace" / "health.html").is_file()
     assert not (tmp_path / "run" / "trace" / "health.png").exists()
     said = ran.stderr.splitlines()
     assert [line for line in said if "plots" in line] == [
-        "warning: health.png is left out: it needs matplotlib, which is not installed; pip install 'npt-distill[plots]'"
+        "warning: health.png is left out: it needs matplotlib, which is not installed; pip install"
+        " 'npt-distill[plots]'"
     ]
     assert [line for line in said if "error" in line] == [
-        "npt: error: --use_wandb needs wandb, which is not installed; pip install 'npt-distill[wandb]'",
-        "npt: error: --use_tensorboard needs tensorboard, which is not installed; pip install 'npt-distill[tensorboard]'",
+        (
+            "npt: error: --use_wandb needs wandb, which is not installed; pip install"
+            " 'npt-distill[wandb]'"
+        ),
+        (
+            "npt: error: --use_tensorboard needs tensorboard, which is not installed; pip install"
+            " 'npt-distill[tensorboard]'"
+        ),
     ]
 
 
@@ -82,7 +93,11 @@ def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch, tmp_pa
     """Accelerate drops it with a line in the log, and the run would be tracked nowhere."""
     absent(monkeypatch, tracker)
     with pytest.raises(
-        ConfigError, match=rf"^--use_{tracker} needs {tracker}, which is not installed; pip install 'npt-distill\[{tracker}\]'$"
+        ConfigError,
+        match=(
+            rf"^--use_{tracker} needs {tracker}, which is not installed; pip install"
+            rf" 'npt-distill\[{tracker}\]'$"
+        ),
     ):
         Trackers(TrainConfig(**{f"use_{tracker}": True}), tmp_path)
     Trackers(TrainConfig(), tmp_path).log({"loss": 1.0}, 1)
@@ -91,8 +106,14 @@ def test_a_tracker_that_is_not_installed_is_refused(tracker, monkeypatch, tmp_pa
 def test_hub_data_sets_and_parquet_need_datasets(monkeypatch, tmp_path) -> None:
     absent(monkeypatch, "datasets")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    for name, what in (("somebody/some-text", "the data set 'somebody/some-text' of the hub"), (str(tmp_path), f"{tmp_path}/rows.parquet")):
-        with pytest.raises(ConfigError, match=rf"^{re.escape(what)} needs datasets, .*; pip install 'npt-distill\[hub\]'$"):
+    for name, what in (
+        ("somebody/some-text", "the data set 'somebody/some-text' of the hub"),
+        (str(tmp_path), f"{tmp_path}/rows.parquet"),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^{re.escape(what)} needs datasets, .*; pip install 'npt-distill\[hub\]'$",
+        ):
             check_source(DataConfig(dataset_name=name))
 
 
@@ -101,7 +122,12 @@ def test_hub_data_sets_and_parquet_need_datasets(monkeypatch, tmp_path) -> None:
 def test_other_local_files_need_no_package(name, streaming, monkeypatch, tmp_path) -> None:
     for package in ("datasets", "pyarrow", "pandas"):
         absent(monkeypatch, package)
-    content = {"lines.jsonl": '{"text": "one"}\n', "lines.csv": "text\none\n", "lines.txt": "one", "lines.json": '[{"text": "one"}]'}
+    content = {
+        "lines.jsonl": '{"text": "one"}\n',
+        "lines.csv": "text\none\n",
+        "lines.txt": "one",
+        "lines.json": '[{"text": "one"}]',
+    }
     (tmp_path / name).write_text(content[name])
     (record,) = open_source(DataConfig(dataset_name=str(tmp_path / name), streaming=streaming))
     assert record["text"] == "one"
@@ -111,7 +137,10 @@ def test_a_study_needs_optuna(monkeypatch, tmp_path) -> None:
     from npt.sweep.storage import Storage
 
     absent(monkeypatch, "optuna")
-    with pytest.raises(ConfigError, match=r"^a study needs optuna, which is not installed; pip install 'npt-distill\[sweep\]'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^a study needs optuna, which is not installed; pip install 'npt-distill\[sweep\]'$",
+    ):
         Storage(f"sqlite:///{tmp_path}/study.db", "study")
 
 
@@ -150,5 +179,8 @@ def test_a_package_is_asked_for_by_name(monkeypatch) -> None:
     absent(monkeypatch, "wandb")
     assert installed("torch") and not installed("no_such_package_at_all")
     require("torch", "this")
-    with pytest.raises(ConfigError, match=r"^this needs wandb, which is not installed; pip install 'npt-distill\[wandb\]'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^this needs wandb, which is not installed; pip install 'npt-distill\[wandb\]'$",
+    ):
         require("wandb", "this")

@@ -1,4 +1,6 @@
-"""Every family does all that the package does with a base: attached and detached, walked, trained, evaluated, traced, generated from."""
+"""Every family does all that the package does with a base: attached and detached, walked, trained,
+evaluated, traced, generated from.
+"""
 
 import json
 from pathlib import Path
@@ -60,7 +62,10 @@ def padded(side: str) -> Batch:
 
 
 DOCUMENTS = [
-    Sample(str(i), tuple(torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()))
+    Sample(
+        str(i),
+        tuple(torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()),
+    )
     for i, n in enumerate((9, 6, 1, 7, 2, 3))
 ]
 
@@ -76,9 +81,13 @@ def test_attach_and_detach_give_the_original_back_bit_for_bit(folder):
     before, classes = npt.base_hash(model), [type(m) for m in model.modules()]
     output = model(batch.input_ids, attention_mask=batch.attention_mask).logits
     npt.attach(model, CONFIG)
-    assert not torch.equal(model(batch.input_ids, attention_mask=batch.attention_mask).logits, output)
+    assert not torch.equal(
+        model(batch.input_ids, attention_mask=batch.attention_mask).logits, output
+    )
     with npt.adapters_disabled(model):
-        assert torch.equal(model(batch.input_ids, attention_mask=batch.attention_mask).logits, output)
+        assert torch.equal(
+            model(batch.input_ids, attention_mask=batch.attention_mask).logits, output
+        )
     assert npt.base_hash(model) == before
     npt.detach(model)
     assert npt.base_hash(model) == before and [type(m) for m in model.modules()] == classes
@@ -88,19 +97,26 @@ def test_attach_and_detach_give_the_original_back_bit_for_bit(folder):
 @torch.no_grad()
 def test_a_converted_layer_equals_the_formula_on_the_plain_one(folder):
     plain, model, batch = load(folder), load(folder), padded("right")
-    residual = RESIDUALS[any(sliding_layers(plain.config))]  # a form of layer meets both: with windows and without
-    config = npt.NPTConfig(layers="all", rank=8, residual=residual, mult_bound=0.7, additive_scale=0.4)
+    # a form of layer meets both: with windows and without
+    residual = RESIDUALS[any(sliding_layers(plain.config))]
+    config = npt.NPTConfig(
+        layers="all", rank=8, residual=residual, mult_bound=0.7, additive_scale=0.4
+    )
     npt.attach(model, config)
     shake(model)
     given = []
     hooks = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs: given.append((args[0], kwargs)), with_kwargs=True)
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: given.append((args[0], kwargs)), with_kwargs=True
+        )
         for layer in decoder_layers(plain)
     ]
     plain(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     for hook in hooks:
         hook.remove()
-    for layer, own, (hidden, context) in zip(decoder_layers(plain), decoder_layers(model), given, strict=True):
+    for layer, own, (hidden, context) in zip(
+        decoder_layers(plain), decoder_layers(model), given, strict=True
+    ):
         attention = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]
         stream = hidden + attention if residual == "keep" else hidden
         x, z = layer.post_attention_layernorm(stream), attention.double() @ own.npt.A.double().T
@@ -122,15 +138,26 @@ def test_a_converted_layer_equals_the_formula_on_the_plain_one(folder):
 def test_layers_walked_by_hand_equal_the_model_itself(model, side, mode):
     batch = padded(side)
     with npt.adapter_mode(model, mode):
-        whole = model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, output_hidden_states=True)
+        whole = model(
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            output_hidden_states=True,
+        )
         stream = open_stream(model, batch)
         states = [stream.hidden]
         for layer in decoder_layers(model):
             states.append(stream.clean(layer(states[-1], **stream.context_of(layer))))
     states[-1] = model.model.norm(states[-1])
     for got, wanted in zip(states, whole.hidden_states, strict=True):
-        # default tolerance of fp32, of the largest entry: valid tokens see the same keys, only what stands at padding differs
-        assert_close(stream.rows(got), stream.rows(wanted), rtol=1.3e-6, atol=1e-5 * float(wanted.abs().max()))
+        # default tolerance of fp32, of the largest entry: valid tokens see the same keys, only what
+        # stands at padding differs
+        assert_close(
+            stream.rows(got),
+            stream.rows(wanted),
+            rtol=1.3e-6,
+            atol=1e-5 * float(wanted.abs().max()),
+        )
 
 
 @torch.no_grad()
@@ -138,7 +165,9 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, side, mode):
 def test_padding_does_not_change_a_row(model, side):
     batch, row = padded(side), 1
     valid = batch.attention_mask[row].bool()
-    together = model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits[row, valid]
+    together = model(
+        batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids
+    ).logits[row, valid]
     alone = model(batch.input_ids[row : row + 1, valid]).logits[0]
     # products of other shapes sum in another order, through four layers
     assert_close(together, alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
@@ -146,7 +175,9 @@ def test_padding_does_not_change_a_row(model, side):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("attention", "mode"), [("sdpa", "student"), ("eager", "teacher")])
-def test_packed_documents_see_what_they_see_in_rows_of_their_own(model, monkeypatch, attention, mode):
+def test_packed_documents_see_what_they_see_in_rows_of_their_own(
+    model, monkeypatch, attention, mode
+):
     monkeypatch.setattr(model.config, "_attn_implementation_internal", attention)
     batch = collate(pack(DOCUMENTS, 16), 2)
     assert batch.documents is not None
@@ -157,16 +188,26 @@ def test_packed_documents_see_what_they_see_in_rows_of_their_own(model, monkeypa
         for layer in decoder_layers(model):
             hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
         walked = model.model.norm(stream.rows(hidden))
-        whole = stream.rows(model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state)
-        alone = torch.cat([model.model(torch.tensor([DOCUMENTS[int(n)].input_ids])).last_hidden_state[0] for n in names])
+        whole = stream.rows(
+            model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state
+        )
+        alone = torch.cat(
+            [
+                model.model(torch.tensor([DOCUMENTS[int(n)].input_ids])).last_hidden_state[0]
+                for n in names
+            ]
+        )
     for got in (walked, whole):
-        # the same keys, but products of other shapes, which sum in another order through four layers
+        # the same keys, but products of other shapes, which sum in another order through four
+        # layers
         assert_close(got, alone, rtol=0, atol=2e-5 * float(alone.abs().max()))
 
 
 @torch.no_grad()
 def test_a_layer_with_a_window_does_not_see_beyond_it(model):
-    """Layer by layer, a change of the first token moves the last one's attention output only where there is no window between them."""
+    """Layer by layer, a change of the first token moves the last one's attention output only where
+    there is no window between them.
+    """
     one = padded("right").input_ids[:1]
     other = one.clone()
     other[0, 0] = one[0, 0] % 1000 + 5
@@ -174,7 +215,12 @@ def test_a_layer_with_a_window_does_not_see_beyond_it(model):
     streams = [open_stream(model, batch) for batch in batches]
     expected = sliding_layers(model.config)
     for layer, slides in zip(decoder_layers(model), expected, strict=True):
-        a, b = (layer.self_attn(hidden_states=layer.input_layernorm(stream.hidden), **stream.context_of(layer))[0] for stream in streams)
+        a, b = (
+            layer.self_attn(
+                hidden_states=layer.input_layernorm(stream.hidden), **stream.context_of(layer)
+            )[0]
+            for stream in streams
+        )
         assert torch.equal(a[0, WINDOW:], b[0, WINDOW:]) is slides
         assert not torch.equal(a[0, : WINDOW - 1], b[0, : WINDOW - 1])
 
@@ -183,7 +229,13 @@ def test_a_layer_with_a_window_does_not_see_beyond_it(model):
 def test_generating_with_the_cache_gives_the_same_tokens_as_without(model):
     batch = padded("left")
     with_cache, without = (
-        model.generate(batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=6, do_sample=False, use_cache=cached)
+        model.generate(
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            max_new_tokens=6,
+            do_sample=False,
+            use_cache=cached,
+        )
         for cached in (True, False)
     )
     assert with_cache.shape[1] > 9
@@ -191,18 +243,25 @@ def test_generating_with_the_cache_gives_the_same_tokens_as_without(model):
 
 
 @pytest.mark.parametrize(("strategy", "rows"), [("local", "padded"), ("end_to_end", "packed")])
-def test_a_step_of_training_gives_every_adapter_a_gradient_that_the_plain_pass_confirms(folder, strategy, rows):
+def test_a_step_of_training_gives_every_adapter_a_gradient_that_the_plain_pass_confirms(
+    folder, strategy, rows
+):
     model = load(folder)
     npt.attach(model, CONFIG)
     shake(model)
     batch = padded("left") if rows == "padded" else collate(pack(DOCUMENTS, 16), 2)
     before = npt.base_hash(model)
     weight = 0.5 if strategy == "end_to_end" else 0.0
-    sums = STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy, logit_kl_weight=weight, regularization_lambda=0.01))
+    sums = STRATEGIES[strategy](
+        model,
+        batch,
+        TrainConfig(strategy=strategy, logit_kl_weight=weight, regularization_lambda=0.01),
+    )
     for name, parameter in adapter_parameters(model).items():
         assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().sum() > 0, name
     assert npt.base_hash(model) == before
-    # The NMSE from the model's own forward: teacher's states in, teacher's and student's states out.
+    # The NMSE from the model's own forward: teacher's states in, teacher's and student's states
+    # out.
     with torch.no_grad():
         inputs = model_inputs(model, batch)
         with npt.adapters_disabled(model):
@@ -213,7 +272,10 @@ def test_a_step_of_training_gives_every_adapter_a_gradient_that_the_plain_pass_c
         for index in (1, 2, 3):
             layer = decoder_layers(model)[index]
             hidden, context = fed[index][:2]
-            o, t = layer(hidden, **context).flatten(0, 1)[valid], caught[index][2].flatten(0, 1)[valid]
+            o, t = (
+                layer(hidden, **context).flatten(0, 1)[valid],
+                caught[index][2].flatten(0, 1)[valid],
+            )
             expected.append(float(((o - t).square().sum(-1) / t.square().sum(-1)).sum()))
     # fp32 sums over a few thousand entries, in another order
     assert sums.layer_nmse.tolist() == pytest.approx(expected, rel=1e-4)
@@ -223,7 +285,10 @@ def _states(model, inputs) -> list:
     """(h, context, output) of every layer in the model's own pass."""
     caught: list = []
     hooks = [
-        layer.register_forward_hook(lambda _, args, kwargs, output: caught.append((args[0], kwargs, output)), with_kwargs=True)
+        layer.register_forward_hook(
+            lambda _, args, kwargs, output: caught.append((args[0], kwargs, output)),
+            with_kwargs=True,
+        )
         for layer in decoder_layers(model)
     ]
     model.model(**inputs, use_cache=False)
@@ -252,7 +317,9 @@ def test_a_fault_planted_in_a_layer_is_found_in_every_family(model):
     assert verdict is not None and "model.layers.2.mlp.up_proj" in str(verdict)
 
 
-def test_a_saved_adapter_loads_onto_its_base_and_not_onto_one_of_another_window(model, folder, tmp_path):
+def test_a_saved_adapter_loads_onto_its_base_and_not_onto_one_of_another_window(
+    model, folder, tmp_path
+):
     npt.save_adapter(model, tmp_path / "adapter")
     fresh = load(folder)
     npt.load_adapter(fresh, tmp_path / "adapter")
@@ -282,7 +349,9 @@ def test_an_unknown_kind_of_layer_is_refused(model, monkeypatch):
 
 
 def test_pretrain_runs_on_a_folder_of_another_family(short_library, tmp_path):
-    """The one that differs most from a Llama: layers with and without positions, with and without windows."""
+    """The one that differs most from a Llama: layers with and without positions, with and without
+    windows.
+    """
     folder = save_base("smollm3, window", tmp_path / "base")
     command = [
         *(
@@ -301,7 +370,18 @@ def test_pretrain_runs_on_a_folder_of_another_family(short_library, tmp_path):
             "--batch_size",
             "2",
         ),
-        *("--max_length", "24", "--num_samples", "8", "--eval_samples", "2", "--warmup_steps", "0", "--output_dir", str(tmp_path / "run")),
+        *(
+            "--max_length",
+            "24",
+            "--num_samples",
+            "8",
+            "--eval_samples",
+            "2",
+            "--warmup_steps",
+            "0",
+            "--output_dir",
+            str(tmp_path / "run"),
+        ),
         "--packing",
     ]
     assert main(command) == 0

@@ -9,12 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npt import files
-from npt.files import clean, finite_or_null, new_folder, remove_folder, to_json, write_bytes, write_json, write_text
+from npt.files import (
+    clean,
+    finite_or_null,
+    new_folder,
+    remove_folder,
+    to_json,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=10)
+VALUES = st.recursive(
+    LEAVES,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3),
+    max_leaves=10,
+)
 MODES = pytest.mark.parametrize(
-    ("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]
+    ("umask", "file_mode", "folder_mode"),
+    [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)],
 )
 
 
@@ -34,7 +48,9 @@ def equal_but_for_null(one, other) -> bool:
     if isinstance(one, float) and not math.isfinite(one):
         return other is None
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal_but_for_null(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            equal_but_for_null(one[key], other[key]) for key in one
+        )
     if isinstance(one, list):
         return len(one) == len(other) and all(map(equal_but_for_null, one, other))
     return type(one) is type(other) and one == other
@@ -47,7 +63,9 @@ class TestJson:
         def no_constant(name):
             raise AssertionError(f"{name} is not JSON")
 
-        assert equal_but_for_null(value, json.loads(to_json(value, indent=indent), parse_constant=no_constant))
+        assert equal_but_for_null(
+            value, json.loads(to_json(value, indent=indent), parse_constant=no_constant)
+        )
 
     def test_non_finite_numbers_become_null_at_any_depth(self):
         value = {"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})]}
@@ -80,13 +98,19 @@ class TestWriteText:
         assert list(tmp_path.iterdir()) == [path]
 
     @MODES
-    def test_file_mode_follows_the_umask(self, tmp_path, under_umask, umask, file_mode, folder_mode):
+    def test_file_mode_follows_the_umask(
+        self, tmp_path, under_umask, umask, file_mode, folder_mode
+    ):
         under_umask(umask)
         write_text(tmp_path / "x.txt", "text")
         assert mode(tmp_path / "x.txt") == file_mode
         assert under_umask(0o022) == umask  # looking at the umask must not change it
 
-    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["disk full", "interrupted"])
+    @pytest.mark.parametrize(
+        "error",
+        [OSError(28, "No space left on device"), KeyboardInterrupt()],
+        ids=["disk full", "interrupted"],
+    )
     @pytest.mark.parametrize("step", ["fsync", "replace"])
     def test_a_failure_leaves_the_old_file_and_no_other(self, tmp_path, monkeypatch, step, error):
         path = tmp_path / "x.txt"
@@ -112,8 +136,12 @@ class TestWriteText:
     def test_is_on_disk_before_it_takes_the_name(self, tmp_path, monkeypatch):
         order = []
         fsync, replace = os.fsync, os.replace
-        monkeypatch.setattr(files.os, "fsync", lambda handle: (order.append("fsync"), fsync(handle)))
-        monkeypatch.setattr(files.os, "replace", lambda *paths: (order.append("replace"), replace(*paths)))
+        monkeypatch.setattr(
+            files.os, "fsync", lambda handle: (order.append("fsync"), fsync(handle))
+        )
+        monkeypatch.setattr(
+            files.os, "replace", lambda *paths: (order.append("replace"), replace(*paths))
+        )
         write_text(tmp_path / "x.txt", "text")
         assert order[:2] == ["fsync", "replace"]
 
@@ -125,14 +153,19 @@ class TestNewFolder:
         (folder / "deep" / "b.txt").write_text(text)
 
     def content(self, folder: Path) -> dict[str, str]:
-        return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
+        return {
+            p.relative_to(folder).as_posix(): p.read_text()
+            for p in folder.rglob("*")
+            if p.is_file()
+        }
 
     def test_appears_as_a_whole_when_the_block_ends(self, tmp_path):
         path = tmp_path / "new" / "folder"
         with new_folder(path) as temporary:
             self.fill(temporary, "one")
             assert not path.exists()
-            assert temporary.parent == path.parent  # the same file system, so that a rename is enough
+            # the same file system, so that a rename is enough
+            assert temporary.parent == path.parent
         assert self.content(path) == {"a.txt": "one", "deep/b.txt": "one"}
         assert list(path.parent.iterdir()) == [path]
 
@@ -146,7 +179,9 @@ class TestNewFolder:
         assert self.content(path) == {"only.txt": "two"}
         assert list(tmp_path.iterdir()) == [path]
 
-    @pytest.mark.parametrize("error", [ValueError("inside"), KeyboardInterrupt()], ids=["exception", "interrupted"])
+    @pytest.mark.parametrize(
+        "error", [ValueError("inside"), KeyboardInterrupt()], ids=["exception", "interrupted"]
+    )
     @pytest.mark.parametrize("existing", [True, False])
     def test_a_block_that_fails_changes_nothing(self, tmp_path, existing, error):
         path = tmp_path / "folder"
@@ -161,11 +196,14 @@ class TestNewFolder:
         assert [p.name for p in tmp_path.iterdir()] == (["folder"] if existing else [])
 
     @pytest.mark.parametrize("rename", [1, 2])
-    def test_a_rename_that_fails_leaves_the_old_folder_in_its_place(self, tmp_path, monkeypatch, rename):
+    def test_a_rename_that_fails_leaves_the_old_folder_in_its_place(
+        self, tmp_path, monkeypatch, rename
+    ):
         path = tmp_path / "folder"
         path.mkdir()
         self.fill(path, "old")
-        monkeypatch.setattr(files, "_exchange", lambda one, other: False)  # as where a file system cannot
+        # as where a file system cannot
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
         replace, calls = os.replace, []
 
         def fail_once(*paths):
@@ -181,7 +219,9 @@ class TestNewFolder:
         assert self.content(path) == {"a.txt": "old", "deep/b.txt": "old"}
 
     @MODES
-    def test_modes_follow_the_umask_at_every_depth(self, tmp_path, under_umask, umask, file_mode, folder_mode):
+    def test_modes_follow_the_umask_at_every_depth(
+        self, tmp_path, under_umask, umask, file_mode, folder_mode
+    ):
         under_umask(umask)
         with new_folder(tmp_path / "folder") as temporary:
             self.fill(temporary, "text")
@@ -195,7 +235,9 @@ class TestNewFolder:
         synced, at_rename = [], []
         sync, replace = files._sync, os.replace
         monkeypatch.setattr(files, "_sync", lambda path: (synced.append(path.name), sync(path)))
-        monkeypatch.setattr(files.os, "replace", lambda *paths: (at_rename.extend(synced), replace(*paths)))
+        monkeypatch.setattr(
+            files.os, "replace", lambda *paths: (at_rename.extend(synced), replace(*paths))
+        )
         with new_folder(tmp_path / "folder") as temporary:
             self.fill(temporary, "text")
         assert {"a.txt", "deep", "b.txt"} <= set(at_rename)
@@ -209,7 +251,9 @@ class TestNewFolder:
         assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
 
     @pytest.mark.parametrize("exchanging", [True, False])
-    def test_an_existing_folder_is_there_at_any_moment_or_can_be_put_back(self, tmp_path, monkeypatch, exchanging):
+    def test_an_existing_folder_is_there_at_any_moment_or_can_be_put_back(
+        self, tmp_path, monkeypatch, exchanging
+    ):
         path = tmp_path / "folder"
         if not exchanging:
             monkeypatch.setattr(files, "_exchange", lambda one, other: False)
@@ -228,7 +272,9 @@ class TestNewFolder:
         monkeypatch.setattr(files.shutil, "rmtree", look(files.shutil.rmtree))
         with new_folder(path) as temporary:
             self.fill(temporary, "two")
-        assert self.content(path) == {"a.txt": "two", "deep/b.txt": "two"} and list(tmp_path.iterdir()) == [path]
+        assert self.content(path) == {"a.txt": "two", "deep/b.txt": "two"} and list(
+            tmp_path.iterdir()
+        ) == [path]
         assert (None in seen) is not exchanging and seen
 
 
@@ -237,7 +283,14 @@ class TestClean:
         return {p.name for p in folder.iterdir()}
 
     def test_removes_what_was_half_written_and_nothing_else(self, tmp_path):
-        kept = {".mine", ".folder.partial", "folder.abcdefgh.partial", ".folder.ABCDEFGH.partial", ".a.12345678.other", "step-1"}
+        kept = {
+            ".mine",
+            ".folder.partial",
+            "folder.abcdefgh.partial",
+            ".folder.ABCDEFGH.partial",
+            ".a.12345678.other",
+            "step-1",
+        }
         for name in kept:
             (tmp_path / name).touch()
         (tmp_path / ".file.json.abcd1234.partial").touch()
@@ -257,8 +310,12 @@ class TestClean:
         assert self.names(tmp_path) == {"folder"}
         assert (tmp_path / "folder" / "a").read_text() == ("new" if successor else "old")
 
-    def test_what_a_killed_process_leaves_of_any_of_these_is_cleared_away(self, tmp_path, monkeypatch):
-        """A process that dies at every point of writing a file, replacing a folder and removing one."""
+    def test_what_a_killed_process_leaves_of_any_of_these_is_cleared_away(
+        self, tmp_path, monkeypatch
+    ):
+        """A process that dies at every point of writing a file, replacing a folder and removing
+        one.
+        """
         for name in ("kept", "gone"):
             with new_folder(tmp_path / name) as temporary:
                 (temporary / "a").write_text("old")
@@ -279,7 +336,9 @@ class TestClean:
 
                 for name in ("replace", "fsync", "chmod", "mkdir", "unlink", "rmdir"):
                     setattr(os, name, dying(getattr(os, name)))
-                files._exchange = (lambda one, other: False) if limit % 2 else dying(files._exchange)
+                files._exchange = (
+                    (lambda one, other: False) if limit % 2 else dying(files._exchange)
+                )
                 write_text(tmp_path / "text", "new")
                 with new_folder(tmp_path / "kept") as temporary:
                     (temporary / "a").write_text("new")

@@ -86,7 +86,17 @@ def test_flags_that_are_not_given_leave_the_defaults() -> None:
 
 
 def test_given_flags_arrive_with_their_types() -> None:
-    given = parse("--adapter_rank", "8", "--learning_rate", "3e-4", "--targets", "gate,up", "--use_quantization", "--eval_steps", "7")
+    given = parse(
+        "--adapter_rank",
+        "8",
+        "--learning_rate",
+        "3e-4",
+        "--targets",
+        "gate,up",
+        "--use_quantization",
+        "--eval_steps",
+        "7",
+    )
     assert build(NPTConfig, given).rank == 8
     assert build(NPTConfig, given).targets == ("gate", "up")
     assert build(BaseConfig, given).use_quantization is True
@@ -96,14 +106,26 @@ def test_given_flags_arrive_with_their_types() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "value"),
-    [(("--smoke_test",), True), (("--no_smoke_test",), False), (("--smoke_test", "false"), False), (("--smoke_test", "yes"), True)],
+    [
+        (("--smoke_test",), True),
+        (("--no_smoke_test",), False),
+        (("--smoke_test", "false"), False),
+        (("--smoke_test", "yes"), True),
+    ],
 )
-def test_a_boolean_flag_takes_a_value_and_has_a_negation(arguments: tuple[str, ...], value: bool) -> None:
+def test_a_boolean_flag_takes_a_value_and_has_a_negation(
+    arguments: tuple[str, ...], value: bool
+) -> None:
     assert parse(*arguments) == {"smoke_test": value}
 
 
-@pytest.mark.parametrize("arguments", [("--batch_size", "x"), ("--smoke_test", "perhaps"), ("--quant_type", "int8"), ("--rank", "4")])
-def test_a_wrong_argument_is_one_line_and_status_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [("--batch_size", "x"), ("--smoke_test", "perhaps"), ("--quant_type", "int8"), ("--rank", "4")],
+)
+def test_a_wrong_argument_is_one_line_and_status_2(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(*arguments)
     assert stopped.value.code == 2
@@ -119,9 +141,14 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
-    text = "learning_rate: 5e-5\nbatch_size: 2\ntargets: [gate, down]\nsmoke_test: no\nadapter_rank: 4\nrun_name: 7\nmax_steps: null\n"
+    text = (
+        "learning_rate: 5e-5\nbatch_size: 2\ntargets: [gate, down]\nsmoke_test: no\nadapter_rank:"
+        " 4\nrun_name: 7\nmax_steps: null\n"
+    )
     given = read_yaml(write(tmp_path, text), CLASSES)
-    assert build(TrainConfig, given) == TrainConfig(learning_rate=5e-5, batch_size=2, smoke_test=False, run_name="7")
+    assert build(TrainConfig, given) == TrainConfig(
+        learning_rate=5e-5, batch_size=2, smoke_test=False, run_name="7"
+    )
     assert build(NPTConfig, given) == NPTConfig(rank=4, targets=("gate", "down"))
 
 

@@ -1,4 +1,6 @@
-"""The command for a borrowed GPU: its lines, its files and its exit status, whatever the sections do; cheap sections for real."""
+"""The command for a borrowed GPU: its lines, its files and its exit status, whatever the sections
+do; cheap sections for real.
+"""
 
 import importlib
 import json
@@ -19,7 +21,11 @@ def parts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("gpu_check"), importlib.import_module("gpu_sections.runner")
-        for name in [name for name in sys.modules if name == "gpu_check" or name.split(".")[0] == "gpu_sections"]:
+        for name in [
+            name
+            for name in sys.modules
+            if name == "gpu_check" or name.split(".")[0] == "gpu_sections"
+        ]:
             sys.modules.pop(name)
 
 
@@ -60,7 +66,10 @@ def sections(parts):
             found.check("after", True)
 
     acts = (passes, fails, misses, crashes, needs, hangs)
-    return {act.__name__: runner.Section(number, act.__name__, act) for number, act in enumerate(acts, 1)}
+    return {
+        act.__name__: runner.Section(number, act.__name__, act)
+        for number, act in enumerate(acts, 1)
+    }
 
 
 @pytest.fixture
@@ -73,7 +82,9 @@ def run(parts, sections, tmp_path):
         (tmp_path / "work").mkdir(exist_ok=True)
         bench = runner.Bench(torch.device("cpu"), True, tmp_path / "work")
         report = runner.Report(tmp_path, {"device": card, "torch": "2"}, True)
-        status = runner.run_sections([sections[name] for name in names], bench, report, minutes, lines.append)
+        status = runner.run_sections(
+            [sections[name] for name in names], bench, report, minutes, lines.append
+        )
         return status, lines, json.loads((tmp_path / runner.JSON).read_text())
 
     return run
@@ -91,13 +102,26 @@ def test_each_outcome_has_its_line_and_its_verdict(run):
         f"FAIL  4 {name('crashes')}1 of 1, ValueError: first line",
         f"-     5 {name('needs')}needs CUDA",
     ]
-    assert [section["verdict"] for section in found["sections"]] == ["PASS", "FAIL", "MISS", "FAIL", "needs CUDA"]
+    assert [section["verdict"] for section in found["sections"]] == [
+        "PASS",
+        "FAIL",
+        "MISS",
+        "FAIL",
+        "needs CUDA",
+    ]
     assert found["sections"][0]["figures"] == {"nan": None}  # standard JSON
     assert found["sections"][1]["checks"][1] == {"name": "bad", "passed": False, "detail": "3 > 2"}
-    assert found["sections"][2]["targets"][0] == {"name": "speed", "met": False, "detail": "1.5x, at least 2x"}
+    assert found["sections"][2]["targets"][0] == {
+        "name": "speed",
+        "met": False,
+        "detail": "1.5x, at least 2x",
+    }
 
 
-@pytest.mark.parametrize(("names", "status"), [(("passes", "misses", "needs"), 0), (("passes", "fails"), 1), (("crashes",), 1)])
+@pytest.mark.parametrize(
+    ("names", "status"),
+    [(("passes", "misses", "needs"), 0), (("passes", "fails"), 1), (("crashes",), 1)],
+)
 def test_the_exit_status_tells_a_failure_and_no_missed_target(run, names, status):
     assert run(*names)[0] == status
 
@@ -107,7 +131,8 @@ def test_a_section_over_time_is_cut_off_and_the_rest_is_not_reached(run):
     status, lines, found = run("hangs", "passes", minutes=0.3 / 60)
     assert time.perf_counter() - started < 10 and status == 3
     assert [section["verdict"] for section in found["sections"]] == ["not reached", "not reached"]
-    assert [check["name"] for check in found["sections"][1]["checks"]] == ["before"]  # what it had found is kept, nothing caught the end
+    # what it had found is kept, nothing caught the end
+    assert [check["name"] for check in found["sections"][1]["checks"]] == ["before"]
     assert "not reached, 1 of 1, cut off by --minutes" in lines[0] and "not reached" in lines[1]
     assert signal.getsignal(signal.SIGALRM) == alarm  # pytest-timeout's, whose time goes on
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (alarm not in (signal.SIG_DFL, None))
@@ -130,7 +155,11 @@ def test_killed_in_a_section_the_files_hold_all_that_ended(parts, sections, run,
     found = json.loads((tmp_path / runner.JSON).read_text())
     assert [section["name"] for section in found["sections"]] == ["passes", "fails"]
     text = (tmp_path / runner.MARKDOWN).read_text()
-    assert text.startswith("### cpu, 20") and "| 2 fails | FAIL |" in text and text.endswith("| a |\n|---|\n| 1 |\n")
+    assert (
+        text.startswith("### cpu, 20")
+        and "| 2 fails | FAIL |" in text
+        and text.endswith("| a |\n|---|\n| 1 |\n")
+    )
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -138,8 +167,14 @@ def test_later_runs_add_to_the_folder_and_another_machine_begins_it_anew(run):
     run("fails", "passes")
     _, _, found = run("misses")
     assert [section["number"] for section in found["sections"]] == [1, 2, 3]
-    _, _, found = run("hangs", "fails", minutes=0.2 / 60)  # one that was not reached replaces none that was
-    assert [section["verdict"] for section in found["sections"]] == ["PASS", "FAIL", "MISS", "not reached"]
+    # one that was not reached replaces none that was
+    _, _, found = run("hangs", "fails", minutes=0.2 / 60)
+    assert [section["verdict"] for section in found["sections"]] == [
+        "PASS",
+        "FAIL",
+        "MISS",
+        "not reached",
+    ]
     _, _, found = run("passes", card="another")
     assert [section["number"] for section in found["sections"]] == [1]
 
@@ -160,9 +195,19 @@ def test_the_sections_are_fourteen_and_the_cheap_ones_come_first(parts):
 
 
 def test_cheap_sections_for_real(parts, tmp_path, capsys):
-    assert parts[0].main(["--small", "--device", "cpu", "--only", "3,1,6,14", "--output", str(tmp_path / "out")]) == 0
+    assert (
+        parts[0].main(
+            ["--small", "--device", "cpu", "--only", "3,1,6,14", "--output", str(tmp_path / "out")]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["PASS", "1"], ["-", "6"], ["PASS", "3"], ["-", "14"]]
+    assert [line.split()[:2] for line in lines] == [
+        ["PASS", "1"],
+        ["-", "6"],
+        ["PASS", "3"],
+        ["-", "14"],
+    ]
     assert "needs CUDA" in lines[1] and "needs two GPUs" in lines[3]
     found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     products = next(section for section in found["sections"] if section["number"] == 3)
@@ -174,7 +219,9 @@ def test_products_that_are_off_fail(parts, tmp_path, monkeypatch, capsys):
     numbers = importlib.import_module("gpu_sections.numbers")
     plain = numbers.multiply
     monkeypatch.setattr(numbers, "multiply", lambda *arguments: plain(*arguments) * 1.0001)
-    assert parts[0].main(["--small", "--device", "cpu", "--only", "3", "--output", str(tmp_path)]) == 1
+    assert (
+        parts[0].main(["--small", "--device", "cpu", "--only", "3", "--output", str(tmp_path)]) == 1
+    )
     assert capsys.readouterr().out.startswith("FAIL  3 ")
 
 

@@ -1,4 +1,6 @@
-"""Imports run one way: a module imports from its own package and from lower levels, never from beside or above."""
+"""Imports run one way: a module imports from its own package and from lower levels, never from
+beside or above.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import npt
 
 ROOT = Path(npt.__file__).parent
 
-# Low to high. A unit is a module or package directly below npt; several on one line may not import one another.
+# Low to high. A unit is a module or package directly below npt; several on one line may not import
+# one another.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "files", "config", "version", "console", "stored", "extras", "aliases", "presets"),
     ("flags", "random_state"),
@@ -37,7 +40,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli", "__init__"): "the command line uses the package as its users do",
 }
 
-# What the levels alone would allow, and must not be: the modules (path prefixes below npt) that may import the unit.
+# What the levels alone would allow, and must not be: the modules (path prefixes below npt) that may
+# import the unit.
 RESTRICTED: dict[str, tuple[str, ...]] = {
     "health": (
         "__init__.py",
@@ -54,7 +58,13 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "distill/step_recording.py",
     ),
     "demo": ("demo/", "cli/"),
-    "report": ("report/", "cli/report.py", "distill/run_report.py", "sweep/page.py", "sweep/figures.py"),
+    "report": (
+        "report/",
+        "cli/report.py",
+        "distill/run_report.py",
+        "sweep/page.py",
+        "sweep/figures.py",
+    ),
 }
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))
@@ -71,7 +81,9 @@ def unit_of(path: str) -> str:
 
 
 def imported_modules(source: str, path: str) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import of npt in `source`, wherever it stands, relative ones resolved."""
+    """(line, dotted name) of every import of npt in `source`, wherever it stands, relative ones
+    resolved.
+    """
     package = ["npt", *path.split("/")[:-1]]
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
@@ -80,8 +92,13 @@ def imported_modules(source: str, path: str) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from npt import data` names a unit, `from npt.data import batch` is settled by its package.
-            found += [(node.lineno, f"npt.{alias.name}") for alias in node.names] if module == "npt" else [(node.lineno, module)]
+            # `from npt import data` names a unit, `from npt.data import batch` is settled by its
+            # package.
+            found += (
+                [(node.lineno, f"npt.{alias.name}") for alias in node.names]
+                if module == "npt"
+                else [(node.lineno, module)]
+            )
     return [(line, name) for line, name in found if name == "npt" or name.startswith("npt.")]
 
 
@@ -92,7 +109,8 @@ def violations(source: str, path: str) -> list[str]:
     found: list[str] = []
     for line, name in imported_modules(source, path):
         other = name.split(".")[1] if "." in name else "__init__"
-        other = other if other in units else "__init__"  # `from npt import Trainer` goes through npt/__init__.py
+        # `from npt import Trainer` goes through npt/__init__.py
+        other = other if other in units else "__init__"
         allowed = other == own or level(other) < level(own) or (own, other) in EXCEPTIONS
         if other in RESTRICTED and not path.startswith(RESTRICTED[other]):
             allowed = False
@@ -135,7 +153,13 @@ def test_the_check_finds_what_is_forbidden(path, source) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("adapters/layer.py", "from npt.quant.linear import dense_weight\nfrom .adapter import NPTAdapter\nimport torch"),
+        (
+            "adapters/layer.py",
+            (
+                "from npt.quant.linear import dense_weight\nfrom .adapter import NPTAdapter\nimport"
+                " torch"
+            ),
+        ),
         ("distill/trainer.py", "from npt.health import guards"),
         ("health/trace.py", "from npt.fidelity.metrics import figures"),
         ("demo/build.py", "from npt.data.builtin import builtin_files"),

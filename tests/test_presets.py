@@ -31,7 +31,13 @@ def test_a_preset_is_settings_that_work_together_and_says_what_it_is(name):
 
 def test_the_seed_has_the_values_of_the_write_ups():
     given = with_safe_mode(read_yaml("seed", CLASSES, {"safe_mode": bool}))
-    expected = {"learning_rate": 5e-5, "modulation": "additive", "adapter_rank": 16, "additive_scale": 0.1, "init": "random"}
+    expected = {
+        "learning_rate": 5e-5,
+        "modulation": "additive",
+        "adapter_rank": 16,
+        "additive_scale": 0.1,
+        "init": "random",
+    }
     assert {name: given[name] for name in expected} == expected
 
 
@@ -43,7 +49,9 @@ def test_a_file_of_that_name_goes_first(tmp_path, monkeypatch):
 
 
 def test_what_is_neither_is_refused_with_the_names_of_all():
-    with pytest.raises(ConfigError, match=r"--config tinny is neither a file nor one of the presets .*tiny"):
+    with pytest.raises(
+        ConfigError, match=r"--config tinny is neither a file nor one of the presets .*tiny"
+    ):
         read_yaml("tinny", CLASSES)
 
 
@@ -51,16 +59,22 @@ LARGE = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "mistral-7b", "smollm2-135m
 """Presets of models that are not at hand: planned, and never run."""
 
 PLANNED = re.compile(
-    r"Memory ([\d.]+) GiB, start ([\d.]+) GiB: planned, not measured, by npt (doctor .*) A run on a GPU keeps .* on top, (.*)\.$"
+    r"Memory ([\d.]+) GiB, start ([\d.]+) GiB: planned, not measured, by npt (doctor .*) A run on a"
+    r" GPU keeps .* on top, (.*)\.$"
 )
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_preset_of_a_large_model_names_its_base_and_its_shape_and_says_that_nothing_was_trained(name):
+def test_a_preset_of_a_large_model_names_its_base_and_its_shape_and_says_that_nothing_was_trained(
+    name,
+):
     given = read_yaml(name, CLASSES)
     training, shape = build(TrainConfig, given), SHAPES[name]
     assert given["model_name"].rpartition("/")[2].lower().startswith(name)
-    assert training.learning_rate <= 3e-4 * 192 / shape.hidden * 1.001 and given["init"] == "calibrated"
+    assert (
+        training.learning_rate <= 3e-4 * 192 / shape.hidden * 1.001
+        and given["init"] == "calibrated"
+    )
     assert training.save_steps <= training.max_steps and given["dataset_name"] == "slimpajama"
     head = about(presets()[name])
     assert f"rank {given['adapter_rank']} (D/{shape.hidden // given['adapter_rank']})" in head
@@ -71,16 +85,22 @@ def test_a_preset_of_a_large_model_names_its_base_and_its_shape_and_says_that_no
 
 
 GIB = 2**30
-# Two decimals; a bitsandbytes that unpacks a weight before its product has that weight alive as well.
+# Two decimals; a bitsandbytes that unpacks a weight before its product has that weight alive as
+# well.
 TOLERANCE = 0.0051 if _PACKED_PRODUCT is not None else 1.0
 
 
 @pytest.mark.parametrize("name", LARGE[:-1])
 def test_the_memory_in_its_comment_is_what_is_planned(name):
-    """By what the command counts, without what it counts to show the parts; of the last one the next test runs the command itself."""
+    """By what the command counts, without what it counts to show the parts; of the last one the
+    next test runs the command itself.
+    """
     found = PLANNED.search(about(presets()[name]))
     assert found is not None
-    given = {flag: value for flag, value in read_yaml(name, CLASSES).items() if flag != "model_name"}  # which gives way to the shape
+    # which gives way to the shape
+    given = {
+        flag: value for flag, value in read_yaml(name, CLASSES).items() if flag != "model_name"
+    }
     _, workload = _workload({**given, "shape": name, "device": "cpu"})
     planner = Planner(workload)
     batch = workload.training.batch_size
@@ -96,7 +116,8 @@ def test_the_command_in_a_comment_says_the_memory_beside_it(monkeypatch, capsys)
     name = LARGE[-1]
     found = PLANNED.search(about(presets()[name]))
     assert found is not None
-    monkeypatch.setattr("npt.cost.memory.available", lambda device: 40 * GIB)  # room enough, whatever is free here
+    # room enough, whatever is free here
+    monkeypatch.setattr("npt.cost.memory.available", lambda device: 40 * GIB)
     status = main([*found[3].split(), "--json"])
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert status == 0 and plan["fits"] and plan["name"] == name
@@ -106,10 +127,25 @@ def test_the_command_in_a_comment_says_the_memory_beside_it(monkeypatch, capsys)
     assert shown(9 * adapters) == found[4]
 
 
-def test_a_presets_base_gives_way_to_a_shape_and_flags_win_over_a_preset(counted_by_a_formula, capsys):
+def test_a_presets_base_gives_way_to_a_shape_and_flags_win_over_a_preset(
+    counted_by_a_formula, capsys
+):
     assert (
         main(
-            ["doctor", "--plan", "--no_trial", "--device", "cpu", "--config", "tiny", "--shape", "embedded", "--batch_size", "2", "--json"]
+            [
+                "doctor",
+                "--plan",
+                "--no_trial",
+                "--device",
+                "cpu",
+                "--config",
+                "tiny",
+                "--shape",
+                "embedded",
+                "--batch_size",
+                "2",
+                "--json",
+            ]
         )
         == 0
     )

@@ -1,4 +1,6 @@
-"""What README and the documentation print is what works: every command is read by its program, and those of `npt` and in Python run."""
+"""What README and the documentation print is what works: every command is read by its program, and
+those of `npt` and in Python run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ import pytest
 from npt.cli.main import main, make_parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "RESULTS.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 PROGRAMS = ("npt", "python", "make", "torchrun")
 SHORT = {
     "pretrain": "--max_steps 1 --eval_samples 2 --max_length 64 --batch_size 2",
@@ -33,27 +40,38 @@ SHORT = {
 }
 """Behind a printed command, so that it ends soon; of two values of a flag the last one counts."""
 FRESH = ["--init", "random", "--layers", "6,7", "--adapter_rank", "8", "--no_smoke_test"]
-"""Behind a run that begins with adapters of its own. A start that is solved is no matter of a printed command."""
+"""Behind a run that begins with adapters of its own. A start that is solved is no matter of a
+printed command.
+"""
 FOR_MODELS = re.compile(r"--model_name (?!tiny)|--shape|--repo_id|--measure")
 """Commands for what cannot be had here: a hub, or minutes of a machine to itself."""
 
 
 def commands(page: Path) -> list[str]:
-    """Commands in blocks of four spaces, a line that ends in a backslash with the next, and those in backticks that are whole."""
+    """Commands in blocks of four spaces, a line that ends in a backslash with the next, and those
+    in backticks that are whole.
+    """
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     lines = [line.strip() for line in prose.splitlines() if line.startswith("    ")]
-    lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^    .*$", "", prose, flags=re.M))]
+    lines += [
+        " ".join(code.split())
+        for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^    .*$", "", prose, flags=re.M))
+    ]
     found = [line for line in lines if line.split(" ")[0] in PROGRAMS and len(line.split()) > 1]
     return list(dict.fromkeys(found))
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
+    )
 
 
 def words(command: str) -> list[str]:
-    """The arguments as a shell would give them, without a comment and the dots that stand for more of them."""
+    """The arguments as a shell would give them, without a comment and the dots that stand for more
+    of them.
+    """
     given = [word for word in shlex.split(command, comments=True) if word != "..."]
     return given[: given.index(">")] if ">" in given else given
 
@@ -75,7 +93,9 @@ class ReadError(Exception):
 def test_every_printed_command_is_one_that_its_program_reads(command, monkeypatch, capsys) -> None:
     program, *given = words(command)
     if program == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+        targets = re.findall(
+            r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M
+        )
         assert [word for word in given if "=" not in word and word not in targets] == []
         return
     if program == "npt":
@@ -121,13 +141,21 @@ def place(short_library: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         text = (ROOT / "README.md").read_text(encoding="utf-8")
         rows = [json.dumps({"text": part}) for part in text.split("\n\n") if len(part) > 200]
         (folder / "data.jsonl").write_text("\n".join(rows[:30]) + "\n", encoding="utf-8")
-        asked = "collect --adapter RUN --output failures.jsonl --num_prompts 6 --max_new_tokens 4 --max_length 32"
+        asked = (
+            "collect --adapter RUN --output failures.jsonl --num_prompts 6 --max_new_tokens 4"
+            " --max_length 32"
+        )
         assert main(asked.split()) == 0
         yield folder
 
 
 def ours(command: str) -> bool:
-    return words(command)[0] == "npt" and words(command)[1] in SHORT and not FOR_MODELS.search(command) and len(words(command)) > 3
+    return (
+        words(command)[0] == "npt"
+        and words(command)[1] in SHORT
+        and not FOR_MODELS.search(command)
+        and len(words(command)) > 3
+    )
 
 
 @pytest.mark.parametrize("command", cases(ours))
@@ -135,7 +163,10 @@ def test_the_printed_commands_of_npt_run(command, place, monkeypatch, capsys, tm
     monkeypatch.chdir(place)
     _, verb, *given = words(command)
     if verb in ("pretrain", "collect"):
-        given += ["--output_dir" if verb == "pretrain" else "--output", str(tmp_path / ("out" if verb == "pretrain" else "out.jsonl"))]
+        given += [
+            "--output_dir" if verb == "pretrain" else "--output",
+            str(tmp_path / ("out" if verb == "pretrain" else "out.jsonl")),
+        ]
     if verb == "pretrain" and "--adapter" not in given:
         given += FRESH
     assert main([verb, *given, *SHORT[verb].split()]) == 0, capsys.readouterr().err
@@ -143,25 +174,35 @@ def test_the_printed_commands_of_npt_run(command, place, monkeypatch, capsys, tm
 
 
 def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
-    """Each block behind the ones before it, as a reader would type them; what a block takes for granted is given to it."""
+    """Each block behind the ones before it, as a reader would type them; what a block takes for
+    granted is given to it.
+    """
     from transformers import TrainingArguments
 
     import npt
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(npt, "TrainConfig", partial(npt.TrainConfig, batch_size=1, eval_samples=2))
-    (tmp_path / "page.md").write_text((ROOT / "README.md").read_text(encoding="utf-8")[:400], encoding="utf-8")
+    (tmp_path / "page.md").write_text(
+        (ROOT / "README.md").read_text(encoding="utf-8")[:400], encoding="utf-8"
+    )
     names: dict[str, Any] = {}
     first, *others = [block for page in PAGES for block in blocks(page)]
     exec(first.replace("max_steps=20", "max_steps=2"), names)
     names["npt"].attach(names["model"], names["npt"].NPTConfig(rank=2, layers="7"))
-    ids = names["tokenizer"]("def area(width, height):\n    return", return_tensors="pt")["input_ids"]
+    ids = names["tokenizer"]("def area(width, height):\n    return", return_tensors="pt")[
+        "input_ids"
+    ]
     names["batch"] = {"input_ids": ids, "labels": ids}
     names["data"] = [{"input_ids": row, "labels": row} for row in ids.repeat(4, 1)]
-    names["args"] = TrainingArguments("trained", max_steps=2, report_to="none", use_cpu=True, save_strategy="no")
+    names["args"] = TrainingArguments(
+        "trained", max_steps=2, report_to="none", use_cpu=True, save_strategy="no"
+    )
     for block in others:
         if "import Trainer" in block:  # which trains no 4-bit model that PEFT has not converted
             names["model"] = names["npt"].load_base("tiny")[0].requires_grad_(True)
         exec(block, names)
     assert names["student"].shape == names["teacher"].shape and names["verdict"] is None
-    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file() and list((tmp_path / "trace").glob("*.json"))
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file() and list(
+        (tmp_path / "trace").glob("*.json")
+    )

@@ -1,4 +1,6 @@
-"""The speed benchmark: what it runs, what it counts and what it prints; how fast anything is, is no matter for a test."""
+"""The speed benchmark: what it runs, what it counts and what it prints; how fast anything is, is no
+matter for a test.
+"""
 
 import importlib
 import json
@@ -27,9 +29,14 @@ def parts():
     """The benchmark's modules, with a shape that is small enough for a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        modules = [importlib.import_module(name) for name in ("speed", "speed_runs", "speed_sweep", "speed_tables")]
+        modules = [
+            importlib.import_module(name)
+            for name in ("speed", "speed_runs", "speed_sweep", "speed_tables")
+        ]
         patch.setitem(modules[1].SHAPES, "small", SMALL)
-        patch.setattr(modules[0], "matmul_roofline", partial(matmul_roofline, sizes=(64,), seconds=0.0))
+        patch.setattr(
+            modules[0], "matmul_roofline", partial(matmul_roofline, sizes=(64,), seconds=0.0)
+        )
         yield modules
         for name in ("speed", "speed_runs", "speed_sweep", "speed_tables"):
             sys.modules.pop(name)
@@ -40,11 +47,28 @@ def setting(parts):
     return parts[1].Setting(shape="small", layers="all", rank=4, batch_size=2, length=16)
 
 
-ARGUMENTS = ["--shape", "small", "--rank", "4", "--tokens", "32", "--length", "16", "--repeats", "2", "--device", "cpu"]
+ARGUMENTS = [
+    "--shape",
+    "small",
+    "--rank",
+    "4",
+    "--tokens",
+    "32",
+    "--length",
+    "16",
+    "--repeats",
+    "2",
+    "--device",
+    "cpu",
+]
 
 
 def names_of(runs) -> tuple[str, ...]:
-    return runs.RUNS if importlib.util.find_spec("peft") else tuple(name for name in runs.RUNS if name not in PEFT)
+    return (
+        runs.RUNS
+        if importlib.util.find_spec("peft")
+        else tuple(name for name in runs.RUNS if name not in PEFT)
+    )
 
 
 def test_a_run_of_the_benchmark_gives_every_figure(parts, capsys):
@@ -60,22 +84,37 @@ def test_a_run_of_the_benchmark_gives_every_figure(parts, capsys):
         low, high = row["tokens_per_second_range"]
         assert low <= row["tokens_per_second"] <= high and len(row["step_seconds"]) == 2
         assert row["peak_bytes"] > row["held_bytes"] > 0 and math.isfinite(row["loss"])
-        assert row["speed_ratio"]["low"] <= row["speed_ratio"]["median"] <= row["speed_ratio"]["high"]
+        assert (
+            row["speed_ratio"]["low"] <= row["speed_ratio"]["median"] <= row["speed_ratio"]["high"]
+        )
     assert rows["two_model"]["speed_ratio"]["median"] == rows["two_model"]["memory_ratio"] == 1.0
-    assert figures["machine"]["threads"] == torch.get_num_threads() and figures["roofline"]["flops_per_second"] > 0
+    assert (
+        figures["machine"]["threads"] == torch.get_num_threads()
+        and figures["roofline"]["flops_per_second"] > 0
+    )
     base = storage_bytes(tensors_of(runs.make_base(runs.Setting("small", "all", 4, 2, 16))))
-    assert rows["two_model"]["held_bytes"] - rows["local"]["held_bytes"] == base  # two copies, and one of ours
-    assert rows["two_model"]["peak_bytes"] > rows["two_model_checkpointed"]["peak_bytes"] > rows["local"]["peak_bytes"]
+    # two copies, and one of ours
+    assert rows["two_model"]["held_bytes"] - rows["local"]["held_bytes"] == base
+    assert (
+        rows["two_model"]["peak_bytes"]
+        > rows["two_model_checkpointed"]["peak_bytes"]
+        > rows["local"]["peak_bytes"]
+    )
 
 
 def test_counted_arithmetic_is_near_the_floor_of_ours_and_far_from_it_elsewhere(parts, setting):
     speed, runs = parts[:2]
     batch = runs.make_batch(setting)
     made, _ = runs.make_runs(setting, ("local", "two_model"))
-    counted = {run.name: count_flops(lambda run=run: run.step(batch)) / batch.tokens for run in made}
+    counted = {
+        run.name: count_flops(lambda run=run: run.step(batch)) / batch.tokens for run in made
+    }
     floor = speed.floors(setting, "local")
-    # Of the matrix products the formula leaves out the low-rank ones, and both leave out those of the rotary embedding.
-    assert floor["formula_flops_per_token"] < counted["local"] < 1.03 * floor["floor_flops_per_token"]
+    # Of the matrix products the formula leaves out the low-rank ones, and both leave out those of
+    # the rotary embedding.
+    assert (
+        floor["formula_flops_per_token"] < counted["local"] < 1.03 * floor["floor_flops_per_token"]
+    )
     assert counted["two_model"] > 1.2 * counted["local"]
 
 
@@ -84,39 +123,60 @@ def test_every_run_has_a_finite_loss_and_moves_its_adapters_alone(parts, setting
     batch = runs.make_batch(setting)
     made, _ = runs.make_runs(setting)
     for run in made:
-        frozen = [p for p in tensors_of(*run.holds) if isinstance(p, torch.nn.Parameter) and not p.requires_grad]
-        before, kept = [p.detach().clone() for p in run.trainable], [p.detach().clone() for p in frozen]
+        frozen = [
+            p
+            for p in tensors_of(*run.holds)
+            if isinstance(p, torch.nn.Parameter) and not p.requires_grad
+        ]
+        before, kept = (
+            [p.detach().clone() for p in run.trainable],
+            [p.detach().clone() for p in frozen],
+        )
         assert run.trainable and frozen
         loss = run.step(batch)
         assert torch.isfinite(loss) and loss > 0 and not loss.requires_grad, run.name
         assert all(p.grad is None for p in run.trainable), run.name
         assert all(torch.equal(p, was) for p, was in zip(frozen, kept, strict=True)), run.name
-        assert not any(torch.equal(p, was) for p, was in zip(run.trainable, before, strict=True)), run.name
+        assert not any(torch.equal(p, was) for p, was in zip(run.trainable, before, strict=True)), (
+            run.name
+        )
 
 
 def test_the_gradient_of_the_two_model_loop_crosses_the_whole_student(parts, setting):
-    """A lower layer is moved by what the layers above it lose: with all but the first layer's loss left out it still gets a gradient."""
+    """A lower layer is moved by what the layers above it lose: with all but the first layer's loss
+    left out it still gets a gradient.
+    """
     runs = parts[1]
     student = runs.Student(setting, runs.make_base(setting))
     student.converted = [3]
     moved = {name: p.detach().clone() for name, p in adapter_parameters(student.model).items()}
     student.run("two_model").step(runs.make_batch(setting))
-    assert all(not torch.equal(p, moved[name]) for name, p in adapter_parameters(student.model).items())
+    assert all(
+        not torch.equal(p, moved[name]) for name, p in adapter_parameters(student.model).items()
+    )
 
 
 def test_checkpointing_changes_the_memory_and_not_the_loss(parts, setting):
     runs = parts[1]
     batch = runs.make_batch(setting)
-    losses = {name: runs.make_runs(setting, (name,))[0][0].step(batch) for name in ("two_model", "two_model_checkpointed")}
+    losses = {
+        name: runs.make_runs(setting, (name,))[0][0].step(batch)
+        for name in ("two_model", "two_model_checkpointed")
+    }
     torch.testing.assert_close(losses["two_model"], losses["two_model_checkpointed"])
 
 
 def test_ours_and_the_two_model_loop_see_the_same_loss_of_the_first_layer(parts, setting):
-    """One converted layer, the first: its input is the embedding for every student, so that all kinds of run have the same task."""
+    """One converted layer, the first: its input is the embedding for every student, so that all
+    kinds of run have the same task.
+    """
     runs = parts[1]
     setting = replace(setting, layers="0")
     batch = runs.make_batch(setting)
-    losses = {name: runs.make_runs(setting, (name,))[0][0].step(batch) for name in ("local", "end_to_end", "two_model_hidden")}
+    losses = {
+        name: runs.make_runs(setting, (name,))[0][0].step(batch)
+        for name in ("local", "end_to_end", "two_model_hidden")
+    }
     torch.testing.assert_close(losses["local"], losses["end_to_end"])
     torch.testing.assert_close(losses["local"], losses["two_model_hidden"])
 
@@ -142,7 +202,9 @@ def test_without_peft_its_rows_are_missing_with_a_reason(parts, monkeypatch, cap
     assert parts[0].main([*ARGUMENTS, "--runs", "local,peft_lora_ce", "--json"]) == 0
     shown = capsys.readouterr()
     figures = json.loads(shown.out)
-    assert [row["name"] for row in figures["runs"]] == ["local"] and "npt-distill[peft]" in figures["missing"]["peft_lora_ce"]
+    assert [row["name"] for row in figures["runs"]] == ["local"] and "npt-distill[peft]" in figures[
+        "missing"
+    ]["peft_lora_ce"]
     assert "peft_lora_ce is left out" in shown.err
 
 
@@ -156,7 +218,10 @@ def test_without_peft_its_rows_are_missing_with_a_reason(parts, monkeypatch, cap
         (["--layers", "9"], "layer 9"),
         (["--runs", "local,fast"], "'fast'"),
         (["--fill", str(BENCHMARKS / "speed.py")], "--fill is "),
-        (["--output", "/proc/nowhere/out"], "--output is /proc/nowhere/out, which cannot be written to"),
+        (
+            ["--output", "/proc/nowhere/out"],
+            "--output is /proc/nowhere/out, which cannot be written to",
+        ),
         (["--fill", "nowhere.md"], "--fill is nowhere.md"),
     ],
 )
@@ -170,20 +235,45 @@ def test_the_sweep_and_its_files(parts, tmp_path, capsys):
     text, output = tmp_path / "RESULTS.md", tmp_path / "out"
     text.write_text("# Before\n\n<!-- speed.py --shape small -->\nold\n<!-- end -->\n\nbehind\n")
     files = ["--output", str(output), "--fill", str(text)]
-    assert parts[0].main([*ARGUMENTS, "--repeats", "1", "--runs", "local,two_model", "--sweep", "--markdown", *files]) == 0
+    assert (
+        parts[0].main(
+            [
+                *ARGUMENTS,
+                "--repeats",
+                "1",
+                "--runs",
+                "local,two_model",
+                "--sweep",
+                "--markdown",
+                *files,
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     figures = json.loads((output / "small.json").read_text())
     tables = (output / "small.md").read_text()
     assert tables == shown.rstrip("\n") + "\n"
-    assert text.read_text() == f"# Before\n\n<!-- speed.py --shape small -->\n\n{tables}\n<!-- end -->\n\nbehind\n"
+    assert (
+        text.read_text()
+        == f"# Before\n\n<!-- speed.py --shape small -->\n\n{tables}\n<!-- end -->\n\nbehind\n"
+    )
     for name in ("small-runs.png", "small-sweep.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
     found = figures["sweep"]
-    curve = {name: [found["points"][i] for i in numbers] for name, numbers in found["curves"].items()}
-    assert [p["tokens"] for p in curve["tokens"]] == [8, 16, 32, 64] and {p["length"] for p in curve["tokens"]} == {8}
-    assert [p["length"] for p in curve["length"]] == [4, 8, 16, 32] and {p["tokens"] for p in curve["length"]} == {32}
+    curve = {
+        name: [found["points"][i] for i in numbers] for name, numbers in found["curves"].items()
+    }
+    assert [p["tokens"] for p in curve["tokens"]] == [8, 16, 32, 64] and {
+        p["length"] for p in curve["tokens"]
+    } == {8}
+    assert [p["length"] for p in curve["length"]] == [4, 8, 16, 32] and {
+        p["tokens"] for p in curve["length"]
+    } == {32}
     assert [p["converted"] for p in curve["layers"]] == [1, 2, 3, 4]
-    assert all(len(p["all_seconds"][kind]) == 1 for p in found["points"] for kind in ("local", "two_model"))
+    assert all(
+        len(p["all_seconds"][kind]) == 1 for p in found["points"] for kind in ("local", "two_model")
+    )
     assert "| `local` |" in shown and "| converted layers |" in shown and "Square products" in shown
 
 
@@ -204,7 +294,9 @@ def test_the_results_have_a_place_for_every_shape_that_is_measured(parts):
 
 def test_a_straight_line_is_found_straight(parts):
     found = parts[2].linearity([(n, 0.5 + 0.01 * n) for n in (100, 200, 400, 800)])
-    assert found["seconds_per_token"] == pytest.approx(0.01) and found["fixed_seconds"] == pytest.approx(0.5)
+    assert found["seconds_per_token"] == pytest.approx(0.01) and found[
+        "fixed_seconds"
+    ] == pytest.approx(0.5)
     assert found["slope_ratio"] == pytest.approx(1.0) and found["largest_deviation"] < 1e-9
     bent = parts[2].linearity([(n, 0.01 * n + 1e-5 * n * n) for n in (100, 200, 400, 800)])
     assert bent["slope_ratio"] > 1.3 and bent["largest_deviation"] > 0.01
@@ -212,6 +304,6 @@ def test_a_straight_line_is_found_straight(parts):
 
 def test_rounds_go_back_and_forth(parts):
     taken: list[str] = []
-    steps = {name: (lambda name=name: taken.append(name)) for name in "abc"}
+    steps = {name: lambda name=name: taken.append(name) for name in "abc"}
     seconds = parts[0].in_turns(steps, 3, torch.device("cpu"))
     assert "".join(taken) == "abccbaabc" and all(len(found) == 3 for found in seconds.values())

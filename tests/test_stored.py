@@ -1,4 +1,6 @@
-"""Files that may come from anybody: bounded, never a pickle, and whatever is wrong with one is a line that names it."""
+"""Files that may come from anybody: bounded, never a pickle, and whatever is wrong with one is a
+line that names it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from npt.errors import AdapterFileError, BundleError
-from npt.stored import check_entries, check_names, described, read_headers, read_json, read_tensors, shown
+from npt.stored import (
+    check_entries,
+    check_names,
+    described,
+    read_headers,
+    read_json,
+    read_tensors,
+    shown,
+)
 
 
 def refused(path: Path, read: Any = read_json) -> str:
@@ -47,8 +57,13 @@ def test_what_is_no_object_in_strict_json_is_refused_and_named(tmp_path, content
 
 
 def test_an_object_is_read_as_it_stands(tmp_path) -> None:
-    (tmp_path / "x.json").write_text('{"a": [1, 2.5, null, true, "\\u00e9"], "b": 18446744073709551615}', encoding="utf-8")
-    assert read_json(tmp_path / "x.json", BundleError) == {"a": [1, 2.5, None, True, "é"], "b": 2**64 - 1}
+    (tmp_path / "x.json").write_text(
+        '{"a": [1, 2.5, null, true, "\\u00e9"], "b": 18446744073709551615}', encoding="utf-8"
+    )
+    assert read_json(tmp_path / "x.json", BundleError) == {
+        "a": [1, 2.5, None, True, "é"],
+        "b": 2**64 - 1,
+    }
 
 
 @pytest.mark.parametrize("read", [read_json, read_headers])
@@ -72,16 +87,22 @@ def test_the_error_is_of_the_kind_that_was_asked_for(tmp_path) -> None:
 
 
 def test_headers_are_read_without_the_tensors(tmp_path) -> None:
-    (tmp_path / "x").write_bytes(save({"a": torch.zeros(2, 3), "b": torch.tensor(1.5, dtype=torch.float64)}))
+    (tmp_path / "x").write_bytes(
+        save({"a": torch.zeros(2, 3), "b": torch.tensor(1.5, dtype=torch.float64)})
+    )
     assert read_headers(tmp_path / "x", BundleError) == {"a": ("F32", (2, 3)), "b": ("F64", ())}
-    assert read_tensors(tmp_path / "x", ["b"], BundleError) == {"b": torch.tensor(1.5, dtype=torch.float64)}
+    assert read_tensors(tmp_path / "x", ["b"], BundleError) == {
+        "b": torch.tensor(1.5, dtype=torch.float64)
+    }
     with pytest.raises(BundleError, match="cannot be read"):
         read_tensors(tmp_path / "x", ["c"], BundleError)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 2**64 - 1), st.booleans())
-def test_whatever_a_safetensors_file_holds_it_is_read_or_refused_in_one_line(tmp_path_factory, content, length, short) -> None:
+def test_whatever_a_safetensors_file_holds_it_is_read_or_refused_in_one_line(
+    tmp_path_factory, content, length, short
+) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     path.write_bytes(struct.pack("<Q", len(content) if short else length) + content)
     try:
@@ -102,12 +123,23 @@ class TestEntries:
 
     def test_of_the_wanted_types_pass(self):
         check_entries(Path("x.json"), "", {"a": 1, "b": None, "c": True}, WANTED, BundleError)
-        check_entries(Path("x.json"), "", {"a": 1, "b": "x", "c": False, "more": []}, WANTED, BundleError, exact=False)
+        check_entries(
+            Path("x.json"),
+            "",
+            {"a": 1, "b": "x", "c": False, "more": []},
+            WANTED,
+            BundleError,
+            exact=False,
+        )
 
     def test_that_are_missing_or_unknown_are_named(self):
         assert "the entry deep.'b' is missing (1 such)" in self.message({"a": 1, "c": True})
-        assert "the entry deep.'b' is missing (1 such)" in self.message({"a": 1, "c": True, "d": 1}, exact=False)
-        assert "the entry deep.'x\\ny' is unknown (1 such)" in self.message({"a": 1, "b": "", "c": True, "x\ny": 1})
+        assert "the entry deep.'b' is missing (1 such)" in self.message(
+            {"a": 1, "c": True, "d": 1}, exact=False
+        )
+        assert "the entry deep.'x\\ny' is unknown (1 such)" in self.message(
+            {"a": 1, "b": "", "c": True, "x\ny": 1}
+        )
 
     def test_of_another_type_are_named_with_what_was_expected(self):
         assert "deep.a is 'x', expected int" in self.message({"a": "x", "b": "", "c": True})
@@ -124,7 +156,9 @@ def test_names_that_are_not_the_wanted_ones_are_counted_and_the_first_is_said() 
         check_names(Path("x"), ["a", "../c"], ["a"], BundleError)
 
 
-@pytest.mark.parametrize("value", ["x" * 1000, "a\nb", "\ud800", {"deep": list(range(1000))}, None, 1e308])
+@pytest.mark.parametrize(
+    "value", ["x" * 1000, "a\nb", "\ud800", {"deep": list(range(1000))}, None, 1e308]
+)
 def test_whatever_is_shown_is_short_and_on_one_line(value) -> None:
     text = shown(value)
     assert len(text) <= 80 and text.isprintable()

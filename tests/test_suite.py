@@ -16,7 +16,18 @@ ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 
 GPU_MACHINE = {
-    *("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "matplotlib", "numpy", "peft", "pyarrow", "pytest", "rich"),
+    *(
+        "accelerate",
+        "bitsandbytes",
+        "datasets",
+        "huggingface_hub",
+        "matplotlib",
+        "numpy",
+        "peft",
+        "pyarrow",
+        "pytest",
+        "rich",
+    ),
     *("safetensors", "tensorboard", "tokenizers", "torch", "transformers", "yaml"),
 }
 """Packages that tests on a GPU may import. Others do not come with an environment for training."""
@@ -36,14 +47,24 @@ def imported(path: Path) -> set[str]:
 
 def gpu_files() -> list[Path]:
     """The files that pytest imports for tests/gpu, helpers of the suite among them."""
-    helpers = {path.stem: path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest"))}
+    helpers = {
+        path.stem: path
+        for path in TESTS.rglob("*.py")
+        if not path.name.startswith(("test_", "conftest"))
+    }
     files = [TESTS / "conftest.py", *sorted((TESTS / "gpu").glob("*.py"))]
     for path in files:
-        files += [helpers[name] for name in sorted(imported(path) & helpers.keys()) if helpers[name] not in files]
+        files += [
+            helpers[name]
+            for name in sorted(imported(path) & helpers.keys())
+            if helpers[name] not in files
+        ]
     return files
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(TESTS))) for path in gpu_files()])
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=str(path.relative_to(TESTS))) for path in gpu_files()]
+)
 def test_tests_on_a_gpu_import_what_a_gpu_machine_has(path: Path) -> None:
     own = {"npt", "benchmarks", *(helper.stem for helper in gpu_files())}
     unknown = imported(path) - GPU_MACHINE - own - sys.stdlib_module_names
@@ -60,10 +81,24 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 def test_the_tests_on_a_gpu_start_without_plugins() -> None:
-    """A machine without the index has pytest and no plugin of it, and the settings in pyproject.toml are strict."""
-    command = [sys.executable, "-c", ALONE, "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    """A machine without the index has pytest and no plugin of it, and the settings in
+    pyproject.toml are strict.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        ALONE,
+        "tests/gpu",
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment
+    )
     # 0: run on a GPU. 5: everything was deselected, or there is nothing to collect.
     assert ran.returncode in (0, 5), ran.stdout + ran.stderr
     assert "error" not in ran.stdout.lower() + ran.stderr.lower()
@@ -71,13 +106,21 @@ def test_the_tests_on_a_gpu_start_without_plugins() -> None:
 
 class TestTiers:
     def test_a_listed_file_class_or_function_is_slow(self) -> None:
-        ids = ["tests/a.py::test_x", "tests/a.py::test_xy", "tests/a.py::C::test_x[1]", "tests/a.py::C::test_y", "tests/b.py::test_x"]
+        ids = [
+            "tests/a.py::test_x",
+            "tests/a.py::test_xy",
+            "tests/a.py::C::test_x[1]",
+            "tests/a.py::C::test_y",
+            "tests/b.py::test_x",
+        ]
         assert slow(ids, []) == set()
         assert slow(ids, ["tests/b.py", "tests/a.py::test_x"]) == {ids[0], ids[4]}
         assert slow(ids, ["tests/a.py::C"]) == {ids[2], ids[3]}
         assert slow(ids, ["tests/a.py::C::test_x"]) == {ids[2]}
 
-    @pytest.mark.parametrize(("count", "kept"), [(1, [0]), (3, [0, 1, 2]), (4, [0, 2, 3]), (100, [0, 50, 99])])
+    @pytest.mark.parametrize(
+        ("count", "kept"), [(1, [0]), (3, [0, 1, 2]), (4, [0, 2, 3]), (100, [0, 50, 99])]
+    )
     def test_of_many_cases_the_first_the_middle_and_the_last_are_fast(self, count, kept) -> None:
         ids = [f"tests/a.py::test_x[{i}]" for i in range(count)]
         assert [i for i, each in enumerate(ids) if each not in slow(ids, [])] == kept
@@ -91,24 +134,40 @@ class TestTiers:
                 parsed[path] = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
             inside = parsed[path]
             for name in names:
-                found = [node for node in inside if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name]
+                found = [
+                    node
+                    for node in inside
+                    if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+                ]
                 assert found, f"slow.txt: {path} has no {'::'.join(names)}"
                 inside = found[0].body
 
     def test_every_file_has_a_fast_test(self) -> None:
-        """What breaks a module as a whole is seen at once. Files for a browser or a card are not for every machine."""
+        """What breaks a module as a whole is seen at once. Files for a browser or a card are not
+        for every machine.
+        """
         names = {entry for entry in listed() if "::" not in entry}
-        assert not names, f"slow.txt lists whole files: {', '.join(sorted(names))}; list their slow tests"
+        assert not names, (
+            f"slow.txt lists whole files: {', '.join(sorted(names))}; list their slow tests"
+        )
 
-    def test_deselected_tests_are_counted_with_workers_too(self, pytestconfig: pytest.Config) -> None:
-        """Each worker deselects the same tests, of which the process that prints the closing line sees none."""
+    def test_deselected_tests_are_counted_with_workers_too(
+        self, pytestconfig: pytest.Config
+    ) -> None:
+        """Each worker deselects the same tests, of which the process that prints the closing line
+        sees none.
+        """
         own = pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
         assert own is not None
         counted: list[int] = []
-        config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: counted.append(len(items))))
+        config = SimpleNamespace(
+            hook=SimpleNamespace(pytest_deselected=lambda items: counted.append(len(items)))
+        )
         worker = SimpleNamespace(workeroutput={})
         for count in (2, 3):  # by a rule of the suite, and by -k
             own.pytest_deselected([SimpleNamespace(config=worker)] * count)
         for _ in range(2):
-            own.pytest_testnodedown(SimpleNamespace(config=config, workeroutput=worker.workeroutput))
+            own.pytest_testnodedown(
+                SimpleNamespace(config=config, workeroutput=worker.workeroutput)
+            )
         assert counted == [5]

@@ -16,8 +16,12 @@ CASES = 3
 
 
 def listed() -> list[str]:
-    """Return the entries of slow.txt: files, classes or functions by their node ids, without parameters."""
-    lines = (line.partition("#")[0].strip() for line in SLOW.read_text(encoding="utf-8").splitlines())
+    """Return the entries of slow.txt: files, classes or functions by their node ids, without
+    parameters.
+    """
+    lines = (
+        line.partition("#")[0].strip() for line in SLOW.read_text(encoding="utf-8").splitlines()
+    )
     return [line for line in lines if line]
 
 

@@ -1,4 +1,6 @@
-"""The sections of gpu_check.py, in the order in which they run: cheap ones that say much come first."""
+"""The sections of gpu_check.py, in the order in which they run: cheap ones that say much come
+first.
+"""
 
 from gpu_sections.cost import CALIBRATION, GENERATION, GUARDS, MEMORY, SPEED
 from gpu_sections.numbers import ATTENTION, GRADIENTS, LOADING, MACHINE, PRODUCTS

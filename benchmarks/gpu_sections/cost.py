@@ -1,4 +1,6 @@
-"""Sections 8 to 12: memory against its plan, the guards' cost, speed, and the time of calibration, evaluation and generation."""
+"""Sections 8 to 12: memory against its plan, the guards' cost, speed, and the time of calibration,
+evaluation and generation.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,15 @@ from npt.faults.runs import NoTokenizer
 from npt.generation.greedy import continue_greedily
 
 PLAN_TOLERANCE = 0.15
-"""Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in the plan."""
+"""Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in
+the plan.
+"""
 
 
 def check_memory(bench: Bench, found: Findings) -> None:
-    """The plan of a run against what it takes, and a run that outlives memory that does not do for its micro-batches."""
+    """The plan of a run against what it takes, and a run that outlives memory that does not do for
+    its micro-batches.
+    """
     _against_plan(bench, found)
     _out_of_memory(bench, found)
 
@@ -50,7 +56,9 @@ def _against_plan(bench: Bench, found: Findings) -> None:
     for strategy in bench.pick(("local",), tuple(STRATEGIES)):
         training = npt.TrainConfig(strategy=strategy, batch_size=2, eval_samples=2)
         adapter = npt.NPTConfig(rank=16, layers="upper_half", init="random")
-        workload = Workload(config, adapter, training, length, "nf4", torch.bfloat16, device=bench.device)
+        workload = Workload(
+            config, adapter, training, length, "nf4", torch.bfloat16, device=bench.device
+        )
         plan = Planner(workload).plan()
         gc.collect()
         model = base_of(bench, "llama-3.2-1b", length)
@@ -58,7 +66,10 @@ def _against_plan(bench: Bench, found: Findings) -> None:
         measured = measure(model, workload, training, Passes(2), 2)
         for phase in PHASES:
             error = plan.of(phase) / measured.phases[phase] - 1
-            lines.append(f"| {strategy} | {phase} | {shown(plan.of(phase))} | {shown(measured.phases[phase])} | {error:+.1%} |")
+            lines.append(
+                f"| {strategy} | {phase} | {shown(plan.of(phase))} |"
+                f" {shown(measured.phases[phase])} | {error:+.1%} |"
+            )
         error = plan.peak / measured.peak - 1
         told = f"{shown(plan.peak)} predicted, {shown(measured.peak)} measured, {error:+.1%}"
         found.check(f"{strategy}: plan", abs(error) <= PLAN_TOLERANCE, told)
@@ -68,7 +79,9 @@ def _against_plan(bench: Bench, found: Findings) -> None:
 
 
 def _out_of_memory(bench: Bench, found: Findings) -> None:
-    """Eight samples at once do not fit, four do: forced on a GPU by a limit for this process, elsewhere by a strategy that says so."""
+    """Eight samples at once do not fit, four do: forced on a GPU by a limit for this process,
+    elsewhere by a strategy that says so.
+    """
     length, rows = bench.pick(32, 512), 8
     model = base_of(bench, "cpu-0.2b", length, vocab=2048)  # whose logits take less than its layers
     npt.attach(model, npt.NPTConfig(rank=8, layers="upper_half"))
@@ -90,8 +103,13 @@ def _out_of_memory(bench: Bench, found: Findings) -> None:
         limit = (peaks[rows // 2] + peaks[rows]) // 2
     with _little_memory(bench, limit):
         folder = _trained(model, bench, rows, length)
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    lacking = [event for event in events if event["event"] == "out_of_memory" and "samples" in event]
+    events = [
+        json.loads(line)
+        for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    lacking = [
+        event for event in events if event["event"] == "out_of_memory" and "samples" in event
+    ]
     found.check("memory ran out", bool(lacking), "" if lacking else f"at a limit of {limit}")
     if lacking:
         last = lacking[-1]["samples_at_once"]
@@ -120,9 +138,16 @@ def _little_memory(bench: Bench, limit: int | None) -> Iterator[None]:
 
 def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
     """The folder of a run of three steps."""
-    ids = torch.randint(model.config.vocab_size, (3 * rows + 2, length), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(
+        model.config.vocab_size, (3 * rows + 2, length), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     config = npt.TrainConfig(
-        batch_size=rows, max_steps=3, log_steps=1, eval_samples=1, smoke_test=False, output_dir=str(bench.folder / "out_of_memory")
+        batch_size=rows,
+        max_steps=3,
+        log_steps=1,
+        eval_samples=1,
+        smoke_test=False,
+        output_dir=str(bench.folder / "out_of_memory"),
     )
     trainer = npt.Trainer(
         model,
@@ -138,7 +163,9 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
 
         def lacking(model: Any, batch: Batch, config: Any) -> MicroBatch:
             if len(batch.input_ids) > rows // 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (said by gpu_check.py)")
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB. (said by gpu_check.py)"
+                )
             return plain(model, batch, config)
 
         trainer.strategy = lacking
@@ -146,12 +173,18 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
 
 
 def measure_guards(bench: Bench, found: Findings) -> None:
-    """`benchmarks/guards.py` on the embedded model, and on one whose steps are not too short to be measured."""
+    """`benchmarks/guards.py` on the embedded model, and on one whose steps are not too short to be
+    measured.
+    """
     import guards
 
-    benches: dict[str, Callable[[], Any]] = {"embedded": lambda: guards.builtin_bench("tiny", 4, bench.pick(64, 256), 2, windows=2)}
+    benches: dict[str, Callable[[], Any]] = {
+        "embedded": lambda: guards.builtin_bench("tiny", 4, bench.pick(64, 256), 2, windows=2)
+    }
     if not bench.small:
-        benches["llama-3.2-1b"] = lambda: guards.random_bench(base_of(bench, "llama-3.2-1b", 2048), 1, 2048, 2)
+        benches["llama-3.2-1b"] = lambda: guards.random_bench(
+            base_of(bench, "llama-3.2-1b", 2048), 1, 2048, 2
+        )
     for name, make in benches.items():
         figures = guards.measure(make(), bench.pick(4, 16))
         found.figures[name] = figures
@@ -159,7 +192,11 @@ def measure_guards(bench: Bench, found: Findings) -> None:
         found.check(f"{name}: no host wait added", added == 0, f"{added:g} a step")
         found.notes.append(f"{name}: guarded / plain step {figures['ratio']:.3f}")
         if name != "embedded":
-            found.target("guarded / plain step", figures["ratio"] <= 1.005, f"{figures['ratio']:.4f}, at most 1.005")
+            found.target(
+                "guarded / plain step",
+                figures["ratio"] <= 1.005,
+                f"{figures['ratio']:.4f}, at most 1.005",
+            )
 
 
 NAMES = ("local", "end_to_end", "two_model", "peft_lora_distill", "peft_lora_ce")
@@ -170,7 +207,10 @@ def measure_speed(bench: Bench, found: Findings) -> None:
     import speed
     import speed_tables
 
-    cases = bench.pick((("embedded", "upper_half", 64),), (("llama-3.2-1b", "all", 2048), ("llama-3.1-8b", "upper_half", 2048)))
+    cases = bench.pick(
+        (("embedded", "upper_half", 64),),
+        (("llama-3.2-1b", "all", 2048), ("llama-3.1-8b", "upper_half", 2048)),
+    )
     for shape, layers, length in cases:
         for precision in ("high", "highest"):
             torch.set_float32_matmul_precision(precision)
@@ -188,46 +228,83 @@ def measure_speed(bench: Bench, found: Findings) -> None:
                 figures = speed.measure(setting, NAMES[:2], 2, lambda line: None)
             found.figures[f"{shape}, {precision}"] = figures
             found.tables.append(
-                f"{shape}, layers {layers}, {length:,} tokens, `--matmul_precision {precision}`:\n\n{speed_tables.markdown(figures)}"
+                f"{shape}, layers {layers}, {length:,} tokens, `--matmul_precision"
+                f" {precision}`:\n\n{speed_tables.markdown(figures)}"
             )
             rows = {row["name"]: row for row in figures["runs"]}
-            found.check(f"{shape}, {precision}: finite losses", all(math.isfinite(row["loss"]) for row in rows.values()))
+            found.check(
+                f"{shape}, {precision}: finite losses",
+                all(math.isfinite(row["loss"]) for row in rows.values()),
+            )
             _judge_speed(bench, found, f"{shape}, {precision}", figures, rows)
 
 
-def _judge_speed(bench: Bench, found: Findings, name: str, figures: dict[str, Any], rows: dict[str, Any]) -> None:
+def _judge_speed(
+    bench: Bench, found: Findings, name: str, figures: dict[str, Any], rows: dict[str, Any]
+) -> None:
     """The targets, which are the 8 B shape's with TF32; of the others the same figures are told."""
     ours = rows.get("local")
     if ours is None:
         found.target(f"{name}: local", False, "it does not fit")
         return
-    share = ours["floor_flops_per_token"] * ours["tokens_per_second"] / figures["roofline"]["flops_per_second"]
+    share = (
+        ours["floor_flops_per_token"]
+        * ours["tokens_per_second"]
+        / figures["roofline"]["flops_per_second"]
+    )
     found.figures[f"{name}: share of the roofline at the floor's arithmetic"] = share
-    told = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {shown(ours['peak_bytes'])}, {share:.0%} of the roofline"
+    told = (
+        f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {shown(ours['peak_bytes'])},"
+        f" {share:.0%} of the roofline"
+    )
     against = "speed_ratio" in ours
     if against:
-        told += f", {ours['speed_ratio']['median']:.2f}x two_model in {ours['memory_ratio']:.2f} of its memory"
+        told += (
+            f", {ours['speed_ratio']['median']:.2f}x two_model in {ours['memory_ratio']:.2f} of its"
+            " memory"
+        )
     found.notes.append(told)
     if bench.small or not name.startswith("llama-3.1-8b, high") or name.endswith("highest"):
         return
-    found.target("memory", ours["peak_bytes"] <= 10 * 2**30, f"{shown(ours['peak_bytes'])}, at most 10 GiB")
-    found.target("roofline", share >= 0.6, f"{share:.0%}, at least 60% of the measured TF32 products")
+    found.target(
+        "memory", ours["peak_bytes"] <= 10 * 2**30, f"{shown(ours['peak_bytes'])}, at most 10 GiB"
+    )
+    found.target(
+        "roofline", share >= 0.6, f"{share:.0%}, at least 60% of the measured TF32 products"
+    )
     if against:
-        found.target("speed", ours["speed_ratio"]["median"] >= 1.8, f"{ours['speed_ratio']['median']:.2f}x two_model, at least 1.8x")
-        found.target("memory of two_model", ours["memory_ratio"] <= 0.55, f"{ours['memory_ratio']:.2f} of it, at most 0.55")
+        found.target(
+            "speed",
+            ours["speed_ratio"]["median"] >= 1.8,
+            f"{ours['speed_ratio']['median']:.2f}x two_model, at least 1.8x",
+        )
+        found.target(
+            "memory of two_model",
+            ours["memory_ratio"] <= 0.55,
+            f"{ours['memory_ratio']:.2f} of it, at most 0.55",
+        )
 
 
 def measure_calibration(bench: Bench, found: Findings) -> None:
-    """`benchmarks/calibration_layer.py`: the closed-form start of one layer, of D = 4,096 where not all is small."""
+    """`benchmarks/calibration_layer.py`: the closed-form start of one layer, of D = 4,096 where not
+    all is small.
+    """
     import calibration_layer
 
     hidden, ffn, rank, tokens = bench.pick((256, 704, 8, 6144), (4096, 14336, 1024, 16384))
     figures = calibration_layer.measure(bench.device, hidden, ffn, rank, tokens)
     found.figures |= figures
     before, after = figures["nmse_before"], figures["nmse_after"]
-    found.check("nearer to the teacher", math.isfinite(after) and after < before, f"NMSE {after:.3g} from {before:.3g}")
+    found.check(
+        "nearer to the teacher",
+        math.isfinite(after) and after < before,
+        f"NMSE {after:.3g} from {before:.3g}",
+    )
     parts = f"{figures['host_seconds']:.1f} s host and {figures['device_seconds']:.1f} s device"
-    found.notes.append(f"rank {rank}, {figures['tokens']:,} tokens: {parts}, {figures['forecast_seconds']:.1f} s forecast")
+    found.notes.append(
+        f"rank {rank}, {figures['tokens']:,} tokens: {parts}, {figures['forecast_seconds']:.1f} s"
+        " forecast"
+    )
 
 
 def measure_generation(bench: Bench, found: Findings) -> None:
@@ -255,13 +332,18 @@ def measure_generation(bench: Bench, found: Findings) -> None:
     written = continue_greedily(model, prompts, [new] * len(prompts), (), names)
     generated = len(prompts) * new / (time.perf_counter() - started)
     found.check("all tokens written", [len(row) for row in written] == [new] * len(prompts))
-    found.figures |= {"evaluated_tokens_per_second": evaluated, "generated_tokens_per_second": generated}
+    found.figures |= {
+        "evaluated_tokens_per_second": evaluated,
+        "generated_tokens_per_second": generated,
+    }
     found.notes.append(f"{evaluated:,.0f} tokens/s evaluated, {generated:,.0f} written")
     _check_cache(bench, found)
 
 
 def _check_cache(bench: Bench, found: Findings) -> None:
-    """On trained weights, whose likeliest tokens lie apart: with a cache and without, student and teacher."""
+    """On trained weights, whose likeliest tokens lie apart: with a cache and without, student and
+    teacher.
+    """
     model = embedded_student(bench.device)
     prompt = list(range(5, 25))
     for mode in ("student", "teacher"):
@@ -271,14 +353,22 @@ def _check_cache(bench: Bench, found: Findings) -> None:
             else:
                 with adapters_disabled(model):
                     written, likeliest = _both_ways(model, prompt)
-        found.check(f"{mode}: as without a cache", written == likeliest, f"{written} and {likeliest}" if written != likeliest else "")
+        found.check(
+            f"{mode}: as without a cache",
+            written == likeliest,
+            f"{written} and {likeliest}" if written != likeliest else "",
+        )
 
 
 def _both_ways(model: Any, prompt: list[int], count: int = 12) -> tuple[list[int], list[int]]:
-    """Tokens continued with a cache, and the likeliest behind each of their beginnings in one forward without."""
+    """Tokens continued with a cache, and the likeliest behind each of their beginnings in one
+    forward without.
+    """
     (written,) = continue_greedily(model, [prompt], [count], (), ["prompt"])
     device = next(model.parameters()).device
-    logits = model(input_ids=torch.tensor([prompt + written], device=device), use_cache=False).logits[0]
+    logits = model(
+        input_ids=torch.tensor([prompt + written], device=device), use_cache=False
+    ).logits[0]
     return written, logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
 
 

@@ -18,7 +18,8 @@ from npt.quant.random_base import random_base
 PAD_ID = 2
 
 LENGTHS = {"full": (48, 48), "padded": (48, 33), "packed": (20, 15, 13, 30, 11)}
-"""Tokens of the samples of a small batch; the packed ones lie in two rows, of 48 and of 41 tokens."""
+"""Tokens of the samples of a small batch; the packed ones lie in two rows, of 48 and of 41 tokens.
+"""
 
 
 def embedded_student(device: torch.device | str, **adapter: Any) -> Any:
@@ -31,9 +32,13 @@ def embedded_student(device: torch.device | str, **adapter: Any) -> Any:
 def small_batch(kind: str, seed: int = 0, vocab: int = 2048) -> Batch:
     """A batch of `LENGTHS` on the host."""
     generator = torch.Generator().manual_seed(seed)
-    ids = [tuple(torch.randint(3, vocab, (n,), generator=generator).tolist()) for n in LENGTHS[kind]]
+    ids = [
+        tuple(torch.randint(3, vocab, (n,), generator=generator).tolist()) for n in LENGTHS[kind]
+    ]
     samples = [Sample(f"{seed}-{row}", row_ids) for row, row_ids in enumerate(ids)]
-    return collate(pack(samples, max(LENGTHS[kind][0], 48)) if kind == "packed" else samples, PAD_ID)
+    return collate(
+        pack(samples, max(LENGTHS[kind][0], 48)) if kind == "packed" else samples, PAD_ID
+    )
 
 
 def full_batch(rows: int, length: int, vocab: int, device: torch.device, seed: int = 0) -> Batch:
@@ -42,7 +47,9 @@ def full_batch(rows: int, length: int, vocab: int, device: torch.device, seed: i
     return batch_from_tensors(ids, torch.ones_like(ids)).to(device)
 
 
-def base_of(bench: Bench, large: str, length: int, layers: int | None = None, vocab: int | None = None) -> Any:
+def base_of(
+    bench: Bench, large: str, length: int, layers: int | None = None, vocab: int | None = None
+) -> Any:
     """A random base of a named shape, or of the embedded model's where all is small.
 
     Args:

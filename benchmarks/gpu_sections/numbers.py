@@ -60,34 +60,79 @@ def _smi() -> dict[str, str]:
     command = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader", "--id=0"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     values = [value.strip() for value in answer.stdout.strip().split(",")]
-    return dict(zip(SMI, values, strict=True)) if answer.returncode == 0 and len(values) == len(SMI) else {}
+    return (
+        dict(zip(SMI, values, strict=True))
+        if answer.returncode == 0 and len(values) == len(SMI)
+        else {}
+    )
 
 
 def describe_machine(bench: Bench, found: Findings) -> None:
-    """A card that torch does not see, and a bitsandbytes without CUDA, are failures: both are silent elsewhere."""
+    """A card that torch does not see, and a bitsandbytes without CUDA, are failures: both are
+    silent elsewhere.
+    """
     smi = _smi()
     found.figures |= machine(bench.device) | {f"smi {name}": value for name, value in smi.items()}
-    found.check("torch sees the card that nvidia-smi sees", bench.cuda or not smi, "torch.cuda.is_available() is False" if smi else "")
+    found.check(
+        "torch sees the card that nvidia-smi sees",
+        bench.cuda or not smi,
+        "torch.cuda.is_available() is False" if smi else "",
+    )
     if bench.cuda:
-        found.check("bitsandbytes is built for CUDA", getattr(native, "compiled_with_cuda", False), type(native).__name__)
+        found.check(
+            "bitsandbytes is built for CUDA",
+            getattr(native, "compiled_with_cuda", False),
+            type(native).__name__,
+        )
         total = torch.ones(1000, device=bench.device).sum()
         found.check("the card adds", total.item() == 1000.0)
-    names = ("device", "memory", "smi driver_version", "torch", "cuda", "transformers", "bitsandbytes")
-    found.notes.append(", ".join(f"{name.removeprefix('smi ')} {found.figures[name]}" for name in names if found.figures.get(name)))
+    names = (
+        "device",
+        "memory",
+        "smi driver_version",
+        "torch",
+        "cuda",
+        "transformers",
+        "bitsandbytes",
+    )
+    found.notes.append(
+        ", ".join(
+            f"{name.removeprefix('smi ')} {found.figures[name]}"
+            for name in names
+            if found.figures.get(name)
+        )
+    )
 
 
 def check_loading(bench: Bench, found: Findings) -> None:
     """The embedded model is packed on the device as on the CPU."""
-    models = [npt.load_base("tiny", quantization="nf4", device=device)[0] for device in ("cpu", bench.device)]
+    models = [
+        npt.load_base("tiny", quantization="nf4", device=device)[0]
+        for device in ("cpu", bench.device)
+    ]
     for name, model in zip(("cpu", str(bench.device)), models, strict=True):
         found.attempt(f"precision audit on {name}", partial(audit_precision, model, torch.float32))
     pairs = list(zip(*(quantized_linears(model) for model in models), strict=True))
-    found.check("all layers are packed", len(pairs) == 7 * models[0].config.num_hidden_layers, f"{len(pairs)} of them")
-    different = [name for (name, one), (_, other) in pairs if not torch.equal(one.weight.data.cpu(), other.weight.data.cpu())]
-    found.check("4-bit codes", not different, f"{len(different)} layers differ, the first {different[:1]}" if different else "")
-    drift = max(_relative(dense_weight(other).cpu(), dense_weight(one)) for (_, one), (_, other) in pairs)
-    # The scales are quantised once more, from statistics whose last bit depends on how a device divides: the code of one in some
-    # hundred may be a neighbour, which is off by some percent.
+    found.check(
+        "all layers are packed",
+        len(pairs) == 7 * models[0].config.num_hidden_layers,
+        f"{len(pairs)} of them",
+    )
+    different = [
+        name
+        for (name, one), (_, other) in pairs
+        if not torch.equal(one.weight.data.cpu(), other.weight.data.cpu())
+    ]
+    found.check(
+        "4-bit codes",
+        not different,
+        f"{len(different)} layers differ, the first {different[:1]}" if different else "",
+    )
+    drift = max(
+        _relative(dense_weight(other).cpu(), dense_weight(one)) for (_, one), (_, other) in pairs
+    )
+    # The scales are quantised once more, from statistics whose last bit depends on how a device
+    # divides: the code of one in some hundred may be a neighbour, which is off by some percent.
     found.below("dequantised weights, relative error", drift, 1e-3)
     found.figures["dequantised_error"] = drift
     one, other = (npt.base_identity(model) for model in models)
@@ -98,28 +143,44 @@ def check_loading(bench: Bench, found: Findings) -> None:
 
 def _relative(found: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of what is expected."""
-    return float(torch.linalg.vector_norm(found.double() - expected.double()) / torch.linalg.vector_norm(expected.double()))
+    return float(
+        torch.linalg.vector_norm(found.double() - expected.double())
+        / torch.linalg.vector_norm(expected.double())
+    )
 
 
 def _packed_layer(shape: tuple[int, int], device: torch.device) -> Any:
     """A `Linear4bit` of [out, in] with random weights, as a base has them."""
     out_features, in_features = shape
-    layer = bnb.nn.Linear4bit(in_features, out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer = bnb.nn.Linear4bit(
+        in_features, out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+    )
     layer.support_avx512bf16_for_cpu = False
     weight = torch.randn(out_features, in_features, device=device).mul_(STD).cpu()
-    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
+    layer.weight = bnb.nn.Params4bit(
+        weight, requires_grad=False, quant_type="nf4", compress_statistics=True
+    )
     layer = layer.to(device)
     layer.weight.quant_state.dtype = torch.float32
     return layer.eval()
 
 
 def check_products(bench: Bench, found: Findings) -> None:
-    """`Linear4bit` and the products that training makes, against fp64 products of the same dequantised weight."""
-    shapes = bench.pick(((256, 256), (704, 256), (256, 704), (64, 256)), ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)))
+    """`Linear4bit` and the products that training makes, against fp64 products of the same
+    dequantised weight.
+    """
+    shapes = bench.pick(
+        ((256, 256), (704, 256), (256, 704), (64, 256)),
+        ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)),
+    )
     rows = (1, 4, 8, 64, bench.pick(256, 2048))
-    limits = {"highest": 2e-5, "high": 2e-3}  # fp32 and TF32: eps 6e-8 and 5e-4 of each product, errors of thousands of which average out
+    # fp32 and TF32: eps 6e-8 and 5e-4 of each product, errors of thousands of which average out
+    limits = {"highest": 2e-5, "high": 2e-3}
     lines = [
-        "| out x in | rows | precision | Linear4bit error | its TFLOP/s | product error | its TFLOP/s |",
+        (
+            "| out x in | rows | precision | Linear4bit error | its TFLOP/s | product error | its"
+            " TFLOP/s |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     worst: dict[tuple[str, str], float] = {}
@@ -129,7 +190,10 @@ def check_products(bench: Bench, found: Findings) -> None:
         exact = weight.double()
         for count in rows:
             x = torch.randn(count, shape[1], device=bench.device)
-            expected, grad = x.double() @ exact.t(), torch.randn(count, shape[0], device=bench.device)
+            expected, grad = (
+                x.double() @ exact.t(),
+                torch.randn(count, shape[0], device=bench.device),
+            )
             expected_back = grad.double() @ exact
             for precision, limit in limits.items():
                 torch.set_float32_matmul_precision(precision)
@@ -139,16 +203,27 @@ def check_products(bench: Bench, found: Findings) -> None:
                         "product": partial(multiply, layer, weight, x),
                     }
                     errors = {name: _relative(act(), expected) for name, act in acts.items()}
-                    errors["backward"] = _relative(multiply_backward(layer, weight, grad), expected_back)
+                    errors["backward"] = _relative(
+                        multiply_backward(layer, weight, grad), expected_back
+                    )
                     seconds = {name: bench.seconds(act) for name, act in acts.items()}
-                speeds = {name: 2 * count * shape[0] * shape[1] / spent / 1e12 for name, spent in seconds.items()}
+                speeds = {
+                    name: 2 * count * shape[0] * shape[1] / spent / 1e12
+                    for name, spent in seconds.items()
+                }
                 for name, error in errors.items():
                     key = (name, precision)
                     worst[key] = max(worst.get(key, 0.0), error)
                     if not error <= limit:
-                        found.check(f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}", False, f"error {error:.2g} > {limit:.0e}")
+                        found.check(
+                            f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}",
+                            False,
+                            f"error {error:.2g} > {limit:.0e}",
+                        )
                 cells = [f"{errors[name]:.1e} | {speeds[name]:.3g}" for name in acts]
-                lines.append(f"| {shape[0]} x {shape[1]} | {count} | {precision} | {' | '.join(cells)} |")
+                lines.append(
+                    f"| {shape[0]} x {shape[1]} | {count} | {precision} | {' | '.join(cells)} |"
+                )
     for (name, precision), error in worst.items():
         found.below(f"{name}, {precision}, largest relative error", error, limits[precision])
         found.figures[f"{name} error, {precision}"] = error
@@ -159,27 +234,38 @@ KINDS = ("no mask", "padded right", "padded left", "packed")
 
 
 def _attention_batch(kind: str, length: int, vocab: int) -> Batch:
-    """One row of `length` places; a quarter of them is padding where it is padded, and two documents where it is packed."""
+    """One row of `length` places; a quarter of them is padding where it is padded, and two
+    documents where it is packed.
+    """
     ids = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     if kind.startswith("padded"):
-        quarter = slice(length - length // 4, None) if kind == "padded right" else slice(0, length // 4)
+        quarter = (
+            slice(length - length // 4, None) if kind == "padded right" else slice(0, length // 4)
+        )
         mask[:, quarter] = 0
     batch = batch_from_tensors(ids, mask)
     if kind != "packed":
         return batch
     documents = (torch.arange(length) >= length // 3).long()[None]
-    positions = torch.where(documents == 1, torch.arange(length) - (length // 3), torch.arange(length))
+    positions = torch.where(
+        documents == 1, torch.arange(length) - (length // 3), torch.arange(length)
+    )
     return replace(batch, documents=documents, position_ids=positions)
 
 
 def check_attention(bench: Bench, found: Findings) -> None:
-    """A layer's attention, forward and backward: which kernel, how much memory, how long; padding changes no valid token."""
+    """A layer's attention, forward and backward: which kernel, how much memory, how long; padding
+    changes no valid token.
+    """
     lengths = bench.pick((64, 256), (2048, 8192))
     model = base_of(bench, "llama-3.1-8b", lengths[-1], layers=1, vocab=512)
     layer, heads = model.model.layers[0], model.config.num_attention_heads
     lines = [
-        "| tokens | mask | kernel | forward, ms | forward and backward, ms | peak of both | the scores alone |",
+        (
+            "| tokens | mask | kernel | forward, ms | forward and backward, ms | peak of both | the"
+            " scores alone |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for length in lengths:
@@ -204,8 +290,13 @@ def check_attention(bench: Bench, found: Findings) -> None:
             states, gradient = forward(), both()
             valid = stream.rows(states)
             name = f"{length} tokens, {kind}"
-            found.check(f"{name}: finite", bool(torch.isfinite(valid).all()) and bool(torch.isfinite(stream.rows(gradient)).all()))
-            if kind == "padded right":  # causal: what comes after the valid tokens changes none of them
+            found.check(
+                f"{name}: finite",
+                bool(torch.isfinite(valid).all())
+                and bool(torch.isfinite(stream.rows(gradient)).all()),
+            )
+            # causal: what comes after the valid tokens changes none of them
+            if kind == "padded right":
                 alone[length] = attention_of_valid(model, layer, batch)
                 # fp32 sums over as many keys, in blocks of another size
                 found.below(f"{name}: as without padding", _relative(valid, alone[length]), 1e-5)
@@ -216,20 +307,32 @@ def check_attention(bench: Bench, found: Findings) -> None:
             found.figures[f"{name}: seconds"], found.figures[f"{name}: peak"] = times, peak
             if peak is not None and length == lengths[-1]:
                 # The math kernel holds at least the scores and their gradient, fp32 for every head.
-                found.check(f"{name}: memory", peak < scores / 2, f"peak {shown(peak)} by {kernel}, the scores alone are {shown(scores)}")
+                found.check(
+                    f"{name}: memory",
+                    peak < scores / 2,
+                    f"peak {shown(peak)} by {kernel}, the scores alone are {shown(scores)}",
+                )
             told = [f"{1000 * spent:.3g}" for spent in times]
             lines.append(
-                f"| {length} | {kind} | {kernel} | {told[0]} | {told[1]} | {'' if peak is None else shown(peak)} | {shown(scores)} |"
+                f"| {length} | {kind} | {kernel} | {told[0]} | {told[1]} |"
+                f" {'' if peak is None else shown(peak)} | {shown(scores)} |"
             )
     found.tables.append("\n".join(lines))
-    kernels = sorted({found.figures[f"{length} tokens, {kind}: kernel"] for length, kind in product(lengths, KINDS)})
+    kernels = sorted(
+        {
+            found.figures[f"{length} tokens, {kind}: kernel"]
+            for length, kind in product(lengths, KINDS)
+        }
+    )
     found.notes.append(" and ".join(kernels) + ("" if bench.cuda else "; memory needs CUDA"))
 
 
 def attention_of_valid(model: Any, layer: Any, batch: Batch) -> Tensor:
     """[N, D], the attention of the valid tokens of a single padded row in a row of their own."""
     ids = batch.input_ids[batch.attention_mask.bool()][None].cpu()
-    stream = open_stream(model, batch_from_tensors(ids, torch.ones_like(ids)).to(batch.input_ids.device))
+    stream = open_stream(
+        model, batch_from_tensors(ids, torch.ones_like(ids)).to(batch.input_ids.device)
+    )
     with torch.no_grad():
         return stream.rows(attention_output(layer, stream.hidden, **stream.context_of(layer)))
 
@@ -239,29 +342,44 @@ def _kernel(act: Any) -> str:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         act()
     prefix = "aten::_scaled_dot_product_"
-    names = {event.key.removeprefix(prefix) for event in profiler.key_averages() if event.key.startswith(prefix)}
+    names = {
+        event.key.removeprefix(prefix)
+        for event in profiler.key_averages()
+        if event.key.startswith(prefix)
+    }
     forward = sorted(name for name in names if not name.endswith("_backward"))
     return ", ".join(forward) or "none of torch's"
 
 
 def compare_gradients(bench: Bench, found: Findings) -> None:
-    """Loss and gradients of every strategy on the GPU against those on the CPU, from the same codes."""
+    """Loss and gradients of every strategy on the GPU against those on the CPU, from the same
+    codes.
+    """
     bench.need_cuda()
     for strategy, kind in product(STRATEGIES, ("full", "padded", "packed")):
         results = []
         for device in (torch.device("cpu"), bench.device):
-            model = embedded_student("cpu").to(device)  # packed weights keep the codes that the CPU made
+            # packed weights keep the codes that the CPU made
+            model = embedded_student("cpu").to(device)
             config = npt.TrainConfig(strategy=strategy, regularization_lambda=0.3)
             sums = STRATEGIES[strategy](model, small_batch(kind).to(device), config)
             wait_for(device)
-            gradients = {name: p.grad.cpu() for name, p in adapter_parameters(model).items() if p.grad is not None}
+            gradients = {
+                name: p.grad.cpu()
+                for name, p in adapter_parameters(model).items()
+                if p.grad is not None
+            }
             results.append((float(sums.loss) / sums.tokens, gradients))
         (loss, expected), (other, gradients) = results
         name = f"{strategy}, {kind}"
         # fp32 on both, by kernels that sum some hundred terms in other orders, through eight layers
         found.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
         found.check(f"{name}: the same tensors have gradients", gradients.keys() == expected.keys())
-        apart = max(float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in expected.items() if n in gradients)
+        apart = max(
+            float((gradients[n] - g).abs().max() / g.abs().max())
+            for n, g in expected.items()
+            if n in gradients
+        )
         found.below(f"{name}: gradients", apart, 1e-3)
         found.figures[name] = {"loss": abs(other / loss - 1), "gradients": apart}
 

@@ -1,7 +1,8 @@
-"""Runs sections one after the other: a line for each, figures in a file that is whole at any moment, and an exit status.
+"""Runs sections one after the other: a line for each, figures in a file that is whole at any
+moment, and an exit status.
 
-A section is a function of a `Bench` and of `Findings`, to which it adds checks, figures and targets as it goes. What it raises is its
-failure and ends nothing else; what it had found by then is kept.
+A section is a function of a `Bench` and of `Findings`, to which it adds checks, figures and targets
+as it goes. What it raises is its failure and ends nothing else; what it had found by then is kept.
 """
 
 from __future__ import annotations
@@ -34,19 +35,24 @@ JSON, MARKDOWN = "gpu_check.json", "RESULTS.md"
 
 
 class UnavailableError(Exception):
-    """This machine cannot run a section at all. Its text is the verdict: `NEEDS_CUDA` or `NEEDS_TWO`."""
+    """This machine cannot run a section at all. Its text is the verdict: `NEEDS_CUDA` or
+    `NEEDS_TWO`.
+    """
 
 
 class OutOfTimeError(BaseException):
-    """The time of all sections is over; no handler of `Exception` on the way keeps it from ending the section."""
+    """The time of all sections is over; no handler of `Exception` on the way keeps it from ending
+    the section.
+    """
 
 
 @dataclass
 class Findings:
     """What a section has found so far.
 
-    checks: [name, passed, detail]. targets: [name, met, detail], of which a missed one is no failure. figures: by name. tables: in
-    Markdown. notes: for the closing line, what was left out among them.
+    checks: [name, passed, detail]. targets: [name, met, detail], of which a missed one is no
+    failure. figures: by name. tables: in Markdown. notes: for the closing line, what was left out
+    among them.
     """
 
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
@@ -70,7 +76,9 @@ class Findings:
 
     def below(self, name: str, value: float, limit: float) -> None:
         """A check that a value is finite and at most its limit."""
-        self.check(name, math.isfinite(value) and value <= limit, f"{value:.3g}, at most {limit:.3g}")
+        self.check(
+            name, math.isfinite(value) and value <= limit, f"{value:.3g}, at most {limit:.3g}"
+        )
 
     def target(self, name: str, met: bool, detail: str) -> None:
         """A figure that is to be reached, and is told where it is not."""
@@ -148,7 +156,11 @@ class Result:
     @property
     def line(self) -> str:
         judged = self.verdict in (PASS, FAIL, MISS)
-        told = ", ".join(part for part in ("" if judged else self.verdict, self.text, f"{self.seconds:.1f} s") if part)
+        told = ", ".join(
+            part
+            for part in ("" if judged else self.verdict, self.text, f"{self.seconds:.1f} s")
+            if part
+        )
         return f"{self.verdict if judged else '-':<4} {self.number:>2} {self.name:<34} {told}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -156,13 +168,15 @@ class Result:
         names = ("name", "passed", "detail"), ("name", "met", "detail")
         found = asdict(self.findings)
         found["checks"], found["targets"] = (
-            [dict(zip(keys, entry, strict=True)) for entry in found[kind]] for keys, kind in zip(names, ("checks", "targets"), strict=True)
+            [dict(zip(keys, entry, strict=True)) for entry in found[kind]]
+            for keys, kind in zip(names, ("checks", "targets"), strict=True)
         )
-        return {"number": self.number, "name": self.name, "verdict": self.verdict, "text": self.text} | {
-            "seconds": round(self.seconds, 2),
-            "ended": self.ended,
-            **found,
-        }
+        return {
+            "number": self.number,
+            "name": self.name,
+            "verdict": self.verdict,
+            "text": self.text,
+        } | {"seconds": round(self.seconds, 2), "ended": self.ended, **found}
 
 
 def one_line(error: BaseException) -> str:
@@ -198,7 +212,11 @@ def run_section(section: Section, bench: Bench, left: float) -> Result:
 
 def _judged(found: Findings, verdict: str | None, failure: str | None) -> tuple[str, str]:
     """The verdict, and the text of the section's line."""
-    failed = [f"{name}: {detail}" if detail else name for name, passed, detail in found.checks if not passed]
+    failed = [
+        f"{name}: {detail}" if detail else name
+        for name, passed, detail in found.checks
+        if not passed
+    ]
     missed = [f"{name}: {detail}" for name, met, detail in found.targets if not met]
     counted = f"{len(found.checks) - len(failed)} of {len(found.checks)}" if found.checks else ""
     if verdict is None:
@@ -207,7 +225,9 @@ def _judged(found: Findings, verdict: str | None, failure: str | None) -> tuple[
     if failure:
         parts.append(failure)
     if failed:
-        parts.append("; ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else ""))
+        parts.append(
+            "; ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+        )
     if missed:
         parts.append("target missed: " + "; ".join(missed))
     return (FAIL if failed else verdict), ", ".join(part for part in parts if part)
@@ -234,7 +254,8 @@ def _deadline(seconds: float) -> Iterator[None]:
         raise OutOfTimeError
 
     before, started = signal.signal(signal.SIGALRM, over), time.monotonic()
-    due, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # somebody else's alarm, such as that of a test with a time limit
+    # somebody else's alarm, such as that of a test with a time limit
+    due, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
@@ -245,7 +266,9 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 class Report:
-    """The file of all results, and their rows in Markdown; sections that ran earlier, on the same machine into the same folder, stay."""
+    """The file of all results, and their rows in Markdown; sections that ran earlier, on the same
+    machine into the same folder, stay.
+    """
 
     def __init__(self, folder: Path, machine: dict[str, Any], small: bool):
         self.folder, self.machine, self.small = folder, machine, small
@@ -258,32 +281,54 @@ class Report:
             pass  # there is none that could be added to
 
     def add(self, result: Result) -> None:
-        """Write the files anew, with one more result; one that was not reached replaces none that was."""
+        """Write the files anew, with one more result; one that was not reached replaces none that
+        was.
+        """
         if result.verdict == LEFT and result.number in self.sections:
             return
         self.sections[result.number] = result.as_dict()
         ordered = [self.sections[number] for number in sorted(self.sections)]
-        write_json(self.folder / JSON, {"machine": self.machine, "small": self.small, "sections": ordered})
+        write_json(
+            self.folder / JSON, {"machine": self.machine, "small": self.small, "sections": ordered}
+        )
         write_text(self.folder / MARKDOWN, markdown(self.machine, self.small, ordered))
 
 
 def markdown(machine: dict[str, Any], small: bool, sections: Iterable[dict[str, Any]]) -> str:
     """The results as a part of benchmarks/RESULTS.md."""
     ordered = list(sections)
-    libraries = ", ".join(f"{name} {machine[name]}" for name in ("torch", "cuda", "transformers", "bitsandbytes") if machine.get(name))
+    libraries = ", ".join(
+        f"{name} {machine[name]}"
+        for name in ("torch", "cuda", "transformers", "bitsandbytes")
+        if machine.get(name)
+    )
     date = max((section["ended"][:10] for section in ordered), default="")
-    lines = [f"### {machine['device']}, {date}", "", f"`benchmarks/gpu_check.py{' --small' if small else ''}`, {libraries}.", ""]
+    lines = [
+        f"### {machine['device']}, {date}",
+        "",
+        f"`benchmarks/gpu_check.py{' --small' if small else ''}`, {libraries}.",
+        "",
+    ]
     lines += ["| section | verdict | result | seconds |", "|---|---|---|---|"]
     for section in ordered:
         text = section["text"].replace("|", "\\|")
-        lines.append(f"| {section['number']} {section['name']} | {section['verdict']} | {text} | {section['seconds']:.1f} |")
+        lines.append(
+            f"| {section['number']} {section['name']} | {section['verdict']} | {text} |"
+            f" {section['seconds']:.1f} |"
+        )
     for section in ordered:
         for table in section["tables"]:
             lines += ["", table]
     return "\n".join(lines) + "\n"
 
 
-def run_sections(sections: Iterable[Section], bench: Bench, report: Report, minutes: float, say: Callable[[str], None]) -> int:
+def run_sections(
+    sections: Iterable[Section],
+    bench: Bench,
+    report: Report,
+    minutes: float,
+    say: Callable[[str], None],
+) -> int:
     """Run sections in their order until the time is over.
 
     Args:

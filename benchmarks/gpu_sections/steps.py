@@ -1,4 +1,6 @@
-"""Sections 5 and 7: a step that makes the host wait for nothing, and whose bits are what they are to be."""
+"""Sections 5 and 7: a step that makes the host wait for nothing, and whose bits are what they are
+to be.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,17 @@ def check_waits(bench: Bench, found: Findings) -> None:
         model = embedded_student(bench.device)
         parameters = adapter_parameters(model)
         optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=True)
-        transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, 0.5, [1e-3], late=True)
+        transaction: Transaction[MicroBatch] = Transaction(
+            parameters, optimizer, 0.5, [1e-3], late=True
+        )
         batch, config = small_batch(kind).to(bench.device), npt.TrainConfig(strategy=strategy)
 
-        def step(model: Any = model, batch: Batch = batch, config: npt.TrainConfig = config, transaction: Any = transaction) -> None:
+        def step(
+            model: Any = model,
+            batch: Batch = batch,
+            config: npt.TrainConfig = config,
+            transaction: Any = transaction,
+        ) -> None:
             transaction.micro_batch(lambda: STRATEGIES[config.strategy](model, batch, config))
             transaction.commit()
 
@@ -69,8 +78,8 @@ def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill 
 
 
 def check_bits(bench: Bench, found: Findings) -> None:
-    """Weights, moments and counts, bit for bit, of equal runs, of flags read late and at once, with a micro-batch refused and without it,
-    and of a run that is resumed."""
+    """Weights, moments and counts, bit for bit, of equal runs, of flags read late and at once, with
+    a micro-batch refused and without it, and of a run that is resumed."""
     model = npt.load_base("tiny", quantization="nf4", device=bench.device)[0]
     place = (1, 2)
     for strategy in STRATEGIES:
@@ -84,17 +93,25 @@ def check_bits(bench: Bench, found: Findings) -> None:
             "without the refused one": run(late, base, absent=[place])[1],
         }
         refused = [(window, refusal.micro_batch) for window, refusal in runs["late"].refusals]
-        found.check(f"{strategy}: the bad micro-batch alone is refused", refused == [place], f"refused {refused}")
+        found.check(
+            f"{strategy}: the bad micro-batch alone is refused",
+            refused == [place],
+            f"refused {refused}",
+        )
         for name, outcome in list(runs.items())[1:]:
             apart = runs["late"].difference(outcome)
-            found.check(f"{strategy}: {name}", apart is None, "" if apart is None else f"differs in {apart}")
+            found.check(
+                f"{strategy}: {name}", apart is None, "" if apart is None else f"differs in {apart}"
+            )
         npt.detach(model)
         apart = _resumed(model, strategy, bench.folder / strategy)
         found.check(f"{strategy}: resumed", apart is None, apart or "")
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
-    """What differs between a run of six steps and one that is taken up again after three, with a micro-batch refused in each half."""
+    """What differs between a run of six steps and one that is taken up again after three, with a
+    micro-batch refused in each half.
+    """
 
     def train(name: str, **settings: Any) -> Path:
         npt.attach(model, npt.NPTConfig(rank=4, layers="2,5"), seed=0)
@@ -111,17 +128,31 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             output_dir=str(folder / name),
             **settings,
         )
-        records = [{"id": str(i), "input_ids": [FIRST + (7 * i + 11 * j) % 2000 for j in range(9 + i % 7)]} for i in range(30)]
+        records = [
+            {"id": str(i), "input_ids": [FIRST + (7 * i + 11 * j) % 2000 for j in range(9 + i % 7)]}
+            for i in range(30)
+        ]
         held_out = [{"input_ids": list(range(5, 15))}]
         data = npt.DataConfig(max_length=16)
         console = Console(file=io.StringIO())
-        trainer = npt.Trainer(model, NoTokenizer(), records, config, data_config=data, eval_data=held_out, console=console)
+        trainer = npt.Trainer(
+            model,
+            NoTokenizer(),
+            records,
+            config,
+            data_config=data,
+            eval_data=held_out,
+            console=console,
+        )
         plain = trainer.strategy
 
         def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
             sums = plain(model, batch, config)
-            if {FIRST + 7 * 4, FIRST + 7 * 17} & set(batch.input_ids[:, 0].tolist()):  # records 4 and 17, wherever they come
-                gradient = next(p.grad for p in adapter_parameters(model).values() if p.grad is not None)
+            # records 4 and 17, wherever they come
+            if {FIRST + 7 * 4, FIRST + 7 * 17} & set(batch.input_ids[:, 0].tolist()):
+                gradient = next(
+                    p.grad for p in adapter_parameters(model).values() if p.grad is not None
+                )
                 gradient.view(-1)[0] = float("nan")
             return sums
 
@@ -139,7 +170,10 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
     states = []
     for place in (whole, again):
         checkpoint = place / "checkpoints" / "step-00000006"
-        states.append(load_file(checkpoint / "state.safetensors") | load_file(checkpoint / "adapter" / "adapter_model.safetensors"))
+        states.append(
+            load_file(checkpoint / "state.safetensors")
+            | load_file(checkpoint / "adapter" / "adapter_model.safetensors")
+        )
     apart = difference(*states)
     return None if apart is None else f"differs in {apart}"
 

@@ -1,15 +1,19 @@
-"""Making one token's modulation part of the model, for good and for every token: the permanent update.
+"""Making one token's modulation part of the model, for good and for every token: the permanent
+update.
 
-A token's modulation of a product, y' = m * y + s, is a scale and a bias for every row of the frozen weight. Taken at strength alpha,
+A token's modulation of a product, y' = m * y + s, is a scale and a bias for every row of the frozen
+weight. Taken at strength alpha,
 
     y' = (1 + alpha (m - 1)) * y + alpha s
 
-it stands beside the product (npt/quant/rows.py) from then on, whatever the token: not a byte of the weight is written, so that it is exact
-on a 4-bit base and goes away without a trace. With alpha in (0, 1] the scale lies within the modulation's own bounds and is never 0.
+it stands beside the product (npt/quant/rows.py) from then on, whatever the token: not a byte of the
+weight is written, so that it is exact on a 4-bit base and goes away without a trace. With alpha in
+(0, 1] the scale lies within the modulation's own bounds and is never 0.
 
-The rows belong to the model that teacher and student share. Live adapters modulate the products that come out of them, a model without
-adapters has them as well, and inside `consolidation_disabled` all are as they were before. Updates stack: each acts on what the ones before
-it made, the history holds them all, and the last is the first to go.
+The rows belong to the model that teacher and student share. Live adapters modulate the products
+that come out of them, a model without adapters has them as well, and inside
+`consolidation_disabled` all are as they were before. Updates stack: each acts on what the ones
+before it made, the history holds them all, and the last is the first to go.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ Place = tuple[int, str]
 class Update:
     """One consolidated modulation: the rows of every place, and what they came from.
 
-    rows: scale and bias [O], fp32, on the host. record: of where it came from, for the history: text, token, alpha and more, all JSON.
+    rows: scale and bias [O], fp32, on the host. record: of where it came from, for the history:
+    text, token, alpha and more, all JSON.
     """
 
     rows: dict[Place, Rows]
@@ -77,25 +82,41 @@ def update_from(
     wanted = have if targets is None else set(targets)
     if not chosen or not chosen <= set(modulation.terms):
         named = format_layers(tuple(sorted(chosen))) or "none"
-        raise ConfigError(f"--layers is {named}; the adapter modulates layers {format_layers(tuple(sorted(modulation.terms)))}")
+        raise ConfigError(
+            f"--layers is {named}; the adapter modulates layers"
+            f" {format_layers(tuple(sorted(modulation.terms)))}"
+        )
     if not wanted or not wanted <= have:
-        raise ConfigError(f"--targets is {', '.join(sorted(wanted)) or 'none'}; the adapter modulates {', '.join(sorted(have))}")
+        raise ConfigError(
+            f"--targets is {', '.join(sorted(wanted)) or 'none'}; the adapter modulates"
+            f" {', '.join(sorted(have))}"
+        )
     rows: dict[Place, Rows] = {}
     for index in sorted(chosen):
         for target in (t for t in TARGETS if t in wanted and t in modulation.terms[index]):
-            m, s = (part if part is None else part.detach().to("cpu", torch.float32) for part in modulation.terms[index][target])
+            m, s = (
+                part if part is None else part.detach().to("cpu", torch.float32)
+                for part in modulation.terms[index][target]
+            )
             like = m if m is not None else s
             assert like is not None
             scale = torch.ones_like(like) if m is None else 1.0 + alpha * (m - 1.0)
             rows[index, target] = (scale, torch.zeros_like(like) if s is None else alpha * s)
     told = {"token": modulation.token, "token_id": modulation.token_id, "alpha": alpha}
     return Update(
-        rows, {**(record or {}), **told, "layers": format_layers(tuple(sorted(chosen))), "targets": [t for t in TARGETS if t in wanted]}
+        rows,
+        {
+            **(record or {}),
+            **told,
+            "layers": format_layers(tuple(sorted(chosen))),
+            "targets": [t for t in TARGETS if t in wanted],
+        },
     )
 
 
 def consolidate(model: PreTrainedModel, update: Update) -> None:
-    """Make an update part of the model, on top of those before it. A refused update changes nothing.
+    """Make an update part of the model, on top of those before it. A refused update changes
+    nothing.
 
     Raises:
         ConfigError: rows that are not finite, or whose scale is not above 0.
@@ -163,16 +184,24 @@ def check_update(model: PreTrainedModel, update: Update) -> None:
     layers = decoder_layers(model)
     for (index, target), (scale, bias) in update.rows.items():
         if not 0 <= index < len(layers) or target not in TARGETS:
-            raise ModelError(f"the update has rows for {target!r} of layer {index}; the model has layers 0 to {len(layers) - 1}")
+            raise ModelError(
+                f"the update has rows for {target!r} of layer {index}; the model has layers 0 to"
+                f" {len(layers) - 1}"
+            )
         product = product_of(layers[index], target)
         check_row_scalable(product)
         if scale.shape != (product.out_features,) or bias.shape != scale.shape:
             raise ModelError(
-                f"layer {index}, {target}: the update has {list(scale.shape)} scales and {list(bias.shape)} biases, the model "
-                f"{product.out_features} rows"
+                f"layer {index}, {target}: the update has {list(scale.shape)} scales and"
+                f" {list(bias.shape)} biases, the model {product.out_features} rows"
             )
-        if not bool(torch.isfinite(scale).all() and torch.isfinite(bias).all() and (scale > 0).all()):
-            raise ConfigError(f"layer {index}, {target}: the update has a scale or bias that is not finite, or a scale that is not above 0")
+        if not bool(
+            torch.isfinite(scale).all() and torch.isfinite(bias).all() and (scale > 0).all()
+        ):
+            raise ConfigError(
+                f"layer {index}, {target}: the update has a scale or bias that is not finite, or a"
+                " scale that is not above 0"
+            )
 
 
 def product_of(layer: Any, target: str) -> Any:
@@ -187,7 +216,9 @@ def check_enabled(model: PreTrainedModel) -> None:
         ModelError: they are.
     """
     if getattr(viewed(model), _OFF, 0):
-        raise ModelError("the model's updates are switched off; leave npt.consolidation_disabled first")
+        raise ModelError(
+            "the model's updates are switched off; leave npt.consolidation_disabled first"
+        )
 
 
 def _set_history(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
@@ -200,7 +231,9 @@ def _set_history(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
 
 
 def _apply(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
-    """Give every place the rows of these updates, one behind the other: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
+    """Give every place the rows of these updates, one behind the other: y -> scale_2 (scale_1 y +
+    bias_1) + bias_2.
+    """
     composed: dict[Place, tuple[Tensor, Tensor]] = {}
     for update in history:
         for place, (scale, bias) in update.rows.items():
@@ -213,4 +246,7 @@ def _apply(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
     with torch.inference_mode(False):  # gradients pass the products beside which the rows stand
         for index, target in before | set(composed):
             rows = composed.get((index, target))
-            set_rows(product_of(layers[index], target), None if rows is None else (rows[0].clone(), rows[1].clone()))
+            set_rows(
+                product_of(layers[index], target),
+                None if rows is None else (rows[0].clone(), rows[1].clone()),
+            )

@@ -28,24 +28,41 @@ def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded:
     form = settings["npt"]
     local = not is_hub_id(base) or Path(base).exists()
     base = Path(base).name if local else base
-    terms = [word for word, there in (("multiplicative", form["multiplicative"]), ("additive", form["additive"])) if there]
+    terms = [
+        word
+        for word, there in (
+            ("multiplicative", form["multiplicative"]),
+            ("additive", form["additive"]),
+        )
+        if there
+    ]
     ranks = sorted(set(form["ranks"].values()))
     rows = [
         ("base", base),
-        ("layers in NPT form", f"{len(form['ranks'])} of {settings['num_hidden_layers']}: {', '.join(form['ranks'])}"),
+        (
+            "layers in NPT form",
+            f"{len(form['ranks'])} of {settings['num_hidden_layers']}: {', '.join(form['ranks'])}",
+        ),
         ("rank", str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"),
         ("targets", ", ".join(form["targets"])),
         ("terms", ", ".join(terms)),
-        ("attention in the residual stream of these layers", "yes" if form["keep_residual"] else "no"),
+        (
+            "attention in the residual stream of these layers",
+            "yes" if form["keep_residual"] else "no",
+        ),
         ("layers with consolidated rows", ", ".join(form["rows"]) or "none"),
         ("base on disk", _stored(settings, precision, rounded)),
         ("computes in", settings["dtype"]),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    needs = "torch, transformers, accelerate and bitsandbytes" if precision == "4bit" else "torch and transformers"
+    needs = (
+        "torch, transformers, accelerate and bitsandbytes"
+        if precision == "4bit"
+        else "torch and transformers"
+    )
     memory = (
-        f"It computes in {settings['dtype']}, as it was trained. `dtype=torch.bfloat16` takes less memory and rounds; the modulation stays "
-        "in fp32 either way."
+        f"It computes in {settings['dtype']}, as it was trained. `dtype=torch.bfloat16` takes less"
+        " memory and rounds; the modulation stays in fp32 either way."
     )
     head = "" if local else f"base_model: {base}\n"
     return f"""---

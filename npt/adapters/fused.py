@@ -1,14 +1,17 @@
-"""The modulation with what lies between gate, up and down in one piece, whose backward computes again what it needs.
+"""The modulation with what lies between gate, up and down in one piece, whose backward computes
+again what it needs.
 
     p = silu(gate') * up',   y' = m * y + s of `npt.adapters.modulation` for y = gate, up, down
 
-Automatic differentiation of the plain form keeps some fifteen tensors of the size of the MLP's products, and walks through memory once for
-each. Here gate, up and z are kept and nothing else: m, s and all that follows from them are made anew in backward, in blocks of rows
-that are small enough to stay in a processor's cache. So [N, F] is never written but for p and, where somebody wants them, the gradients
-of gate and up.
+Automatic differentiation of the plain form keeps some fifteen tensors of the size of the MLP's
+products, and walks through memory once for each. Here gate, up and z are kept and nothing else: m,
+s and all that follows from them are made anew in backward, in blocks of rows that are small enough
+to stay in a processor's cache. So [N, F] is never written but for p and, where somebody wants them,
+the gradients of gate and up.
 
-It computes what the plain form computes, to rounding; the sum over tokens in the gradients of M and B is taken block by block. The
-plain form remains for everything else: other precisions than fp32 (fp64 for tests), autocast, other activations.
+It computes what the plain form computes, to rounding; the sum over tokens in the gradients of M and
+B is taken block by block. The plain form remains for everything else: other precisions than fp32
+(fp64 for tests), autocast, other activations.
 
 Shapes: N tokens, F ffn, R rank, O width of a product.
 """
@@ -28,18 +31,23 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
-"""Elements of a block by type of device: on a CPU a handful of them stays in the last cache, and they have rows enough for low-rank
-products to be worth their call; on a GPU they are large enough for the time of a kernel to be that of its memory traffic."""
+"""Elements of a block by type of device: on a CPU a handful of them stays in the last cache, and
+they have rows enough for low-rank products to be worth their call; on a GPU they are large enough
+for the time of a kernel to be that of its memory traffic."""
 
 Weights = tuple[Tensor | None, Tensor | None]
-"""M and B of a target, [O, R] each; None where the form has no such term, or the target is not modulated."""
+"""M and B of a target, [O, R] each; None where the form has no such term, or the target is not
+modulated.
+"""
 
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Within the context converted layers are computed operation by operation, for whoever looks at single ones."""
+    """Within the context converted layers are computed operation by operation, for whoever looks at
+    single ones.
+    """
     token = _PLAIN.set(True)
     try:
         yield
@@ -56,7 +64,8 @@ def is_unfused() -> bool:
 class Form:
     """What the arithmetic depends on beside its tensors.
 
-    mult_bound, additive_scale: beta and alpha. regularised: the energy is differentiated. compiled: elementwise work by `torch.compile`.
+    mult_bound, additive_scale: beta and alpha. regularised: the energy is differentiated. compiled:
+    elementwise work by `torch.compile`.
     """
 
     mult_bound: float
@@ -80,12 +89,15 @@ def modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tenso
         form: see there.
 
     Returns:
-        y' [N, O], and the energy [N] of m and s (`modulation_energy`), which has a graph where `form.regularised`.
+        y' [N, O], and the energy [N] of m and s (`modulation_energy`), which has a graph where
+        `form.regularised`.
     """
     return _Modulated.apply(y, z, *weights, form)
 
 
-def modulated_product(gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
+def modulated_product(
+    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
+) -> tuple[Tensor, Tensor]:
     """p = silu(gate') * up'.
 
     Args:
@@ -95,14 +107,17 @@ def modulated_product(gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights
         form: see there.
 
     Returns:
-        p [N, F], and the energy [N] of both targets' m and s, which has a graph where `form.regularised`.
+        p [N, F], and the energy [N] of both targets' m and s, which has a graph where
+        `form.regularised`.
     """
     return _Product.apply(gate, up, z, *gate_weights, *up_weights, form)
 
 
 class _Modulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: Form
+    ) -> tuple[Tensor, Tensor]:
         low = _LowRank(z, ((mult, add),), form)
         out, energy = torch.empty_like(y), low.additive_energy()
         for rows in blocks(y, z.shape[-1]):
@@ -123,13 +138,20 @@ class _Modulated(torch.autograd.Function):
         grad_y = torch.empty_like(y) if ctx.needs_input_grad[0] else None
         for rows in blocks(y, z.shape[-1]):
             u = low.exponent(rows, 0, y)
-            sums.add(rows, _modulate_backward(form)(grad[rows], y[rows], u, form.slope, sums.weight(rows), _part(grad_y, rows)))
+            sums.add(
+                rows,
+                _modulate_backward(form)(
+                    grad[rows], y[rows], u, form.slope, sums.weight(rows), _part(grad_y, rows)
+                ),
+            )
         return grad_y, sums.z, *sums.weights, None
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any
+    ) -> tuple[Tensor, Tensor]:
         *weights, form = others
         product = torch.empty_like(gate)
         energy = product_forward(gate, up, z, weights, form, product)
@@ -143,13 +165,20 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_energy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, z, *weights = ctx.saved_tensors
-        grads = [torch.empty_like(y) if wanted else None for y, wanted in zip((gate, up), ctx.needs_input_grad[:2], strict=True)]
+        grads = [
+            torch.empty_like(y) if wanted else None
+            for y, wanted in zip((gate, up), ctx.needs_input_grad[:2], strict=True)
+        ]
         sums = product_backward(grad, grad_energy, gate, up, z, weights, ctx.form, *grads)
         return *grads, sums.z, *sums.weights, None
 
 
-def product_forward(gate: Tensor, up: Tensor, z: Tensor, weights: Any, form: Form, product: Tensor) -> Tensor:
-    """Write `modulated_product`'s first result into `product`, and give the second. weights: M and B of gate, M and B of up."""
+def product_forward(
+    gate: Tensor, up: Tensor, z: Tensor, weights: Any, form: Form, product: Tensor
+) -> Tensor:
+    """Write `modulated_product`'s first result into `product`, and give the second. weights: M and
+    B of gate, M and B of up.
+    """
     low = _LowRank(z, (tuple(weights[:2]), tuple(weights[2:])), form)
     energy = low.additive_energy()
     for rows in blocks(gate, z.shape[-1]):
@@ -168,18 +197,26 @@ def product_backward(
     grad_gate: Tensor | None = None,
     grad_up: Tensor | None = None,
 ) -> _Sums:
-    """Gradients of z, M and B from that of the product; those of gate and up are written where there is a place for them."""
+    """Gradients of z, M and B from that of the product; those of gate and up are written where
+    there is a place for them.
+    """
     low = _LowRank(z, (tuple(weights[:2]), tuple(weights[2:])), form)
     sums = _Sums(low, grad_energy)
     for rows in blocks(gate, z.shape[-1]):
         places = [_part(place, rows) for place in (grad_gate, grad_up)]
-        sums.add(rows, _product_backward(form)(grad[rows], *low.of(rows, gate, up), form.slope, sums.weight(rows), *places))
+        sums.add(
+            rows,
+            _product_backward(form)(
+                grad[rows], *low.of(rows, gate, up), form.slope, sums.weight(rows), *places
+            ),
+        )
     return sums
 
 
 def blocks(like: Tensor, rank: int) -> list[slice]:
-    """Rows of an [N, O] tensor in blocks, whose length depends on O, R and the device alone. A block has no fewer rows than R: with
-    fewer, the low-rank products would spend their time on reading M and B."""
+    """Rows of an [N, O] tensor in blocks, whose length depends on O, R and the device alone. A
+    block has no fewer rows than R: with fewer, the low-rank products would spend their time on
+    reading M and B."""
     length = max(1, rank, BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, like.shape[-1]))
     return [slice(start, start + length) for start in range(0, len(like), length)]
 
@@ -197,25 +234,39 @@ class _LowRank:
         self._memory: dict[tuple[int, int], Tensor] = {}
 
     def of(self, rows: slice, *products: Tensor) -> list[Tensor | None]:
-        """For each target in turn y of these rows, y + s, and u = M z. The second is y itself where there is no s."""
+        """For each target in turn y of these rows, y + s, and u = M z. The second is y itself where
+        there is no s.
+        """
         found: list[Tensor | None] = []
         for target, y in enumerate(products):
             part, add = y[rows], self.scaled[target]
-            moved = part if add is None else torch.addmm(part, self.z[rows], add.t(), out=self._place(target, 0, part))
+            moved = (
+                part
+                if add is None
+                else torch.addmm(part, self.z[rows], add.t(), out=self._place(target, 0, part))
+            )
             found += [part, moved, self.exponent(rows, target, y)]
         return found
 
     def exponent(self, rows: slice, target: int, like: Tensor) -> Tensor | None:
         """u = M z of these rows, None where there is no M."""
         mult = self.targets[target][0]
-        return None if mult is None else torch.mm(self.z[rows], mult.t(), out=self._place(target, 1, like[rows]))
+        return (
+            None
+            if mult is None
+            else torch.mm(self.z[rows], mult.t(), out=self._place(target, 1, like[rows]))
+        )
 
     def additive_energy(self) -> Tensor:
-        """Mean over channels of s^2, [N], summed over the targets: |s|^2 = z'(alpha^2 B'B) z needs no s."""
+        """Mean over channels of s^2, [N], summed over the targets: |s|^2 = z'(alpha^2 B'B) z needs
+        no s.
+        """
         energy = self.z.new_zeros(len(self.z))
         for add in self.scaled:
             if add is not None:
-                energy += ((self.z @ (add.t() @ add)) * self.z).sum(dim=-1).clamp_min_(0.0) / len(add)
+                energy += ((self.z @ (add.t() @ add)) * self.z).sum(dim=-1).clamp_min_(0.0) / len(
+                    add
+                )
         return energy
 
     def _place(self, target: int, term: int, like: Tensor) -> Tensor:
@@ -233,13 +284,19 @@ class _Sums:
     def __init__(self, low: _LowRank, grad_energy: Tensor):
         self._low = low
         self.z = torch.zeros_like(low.z)
-        self.weights = [None if weight is None else torch.zeros_like(weight) for target in low.targets for weight in target]
+        self.weights = [
+            None if weight is None else torch.zeros_like(weight)
+            for target in low.targets
+            for weight in target
+        ]
         self._energy = grad_energy if low.form.regularised else None
         if self._energy is not None:
             self._add_energy(self._energy)
 
     def weight(self, rows: slice) -> Tensor | None:
-        """What the energy's gradient is multiplied with in the gradient of each (m - 1), [rows, 1] and not yet divided by O."""
+        """What the energy's gradient is multiplied with in the gradient of each (m - 1), [rows, 1]
+        and not yet divided by O.
+        """
         return None if self._energy is None else 2.0 * self._energy[rows].unsqueeze(-1)
 
     def add(self, rows: slice, grads: tuple[Tensor | None, ...]) -> None:
@@ -266,11 +323,14 @@ class _Sums:
                 total.addmm_(scaled, weighted.t() @ low.z, alpha=low.form.additive_scale)
 
 
-# --- elementwise, on a block: plain functions of tensors, which may be compiled. For a target they are given y, y + s and u, and write over
-# the last two, which are made for them; where there is no s, the second is y itself, and is left as it is.
+# --- elementwise, on a block: plain functions of tensors, which may be compiled. For a target they
+# are given y, y + s and u, and write over the last two, which are made for them; where there is no
+# s, the second is y itself, and is left as it is.
 
 
-def _modulate_block(y: Tensor, moved: Tensor, u: Tensor | None, slope: float, out: Tensor, energy: Tensor) -> None:
+def _modulate_block(
+    y: Tensor, moved: Tensor, u: Tensor | None, slope: float, out: Tensor, energy: Tensor
+) -> None:
     out.copy_(_modulated_block(y, moved, u, slope, energy))
 
 
@@ -290,7 +350,9 @@ def _product_block(
     torch.mul(F.silu(gate_out, inplace=gate_out is not gate), up_out, out=out)
 
 
-def _modulated_block(y: Tensor, moved: Tensor, u: Tensor | None, slope: float, energy: Tensor) -> Tensor:
+def _modulated_block(
+    y: Tensor, moved: Tensor, u: Tensor | None, slope: float, energy: Tensor
+) -> Tensor:
     """m y + s, with the energy of m added to `energy`."""
     if u is None:
         return moved
@@ -300,8 +362,8 @@ def _modulated_block(y: Tensor, moved: Tensor, u: Tensor | None, slope: float, e
 
 
 def _centred(u: Tensor) -> Tensor:
-    """c = sigmoid(u) - 1/2, with which m = 1 + 2 beta c: exactly 1 at u = 0, and off by no more than the rounding of m itself. On a CPU
-    several times as fast as tanh(u / 2), which is 2 c."""
+    """c = sigmoid(u) - 1/2, with which m = 1 + 2 beta c: exactly 1 at u = 0, and off by no more
+    than the rounding of m itself. On a CPU several times as fast as tanh(u / 2), which is 2 c."""
     return u.sigmoid_().sub_(0.5)
 
 
@@ -311,7 +373,12 @@ def _with_mult(y: Tensor, moved: Tensor, c: Tensor, slope: float) -> Tensor:
 
 
 def _modulate_backward_block(
-    grad: Tensor, y: Tensor, u: Tensor | None, slope: float, weight: Tensor | None, grad_y: Tensor | None
+    grad: Tensor,
+    y: Tensor,
+    u: Tensor | None,
+    slope: float,
+    weight: Tensor | None,
+    grad_y: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
     """Gradients of u, divided by -2 beta, and of s; that of y is written to `grad_y`."""
     return _modulated_backward(grad, y, None if u is None else _centred(u), slope, weight, grad_y)
@@ -335,7 +402,9 @@ def _product_backward_block(
     gate_out = gate_moved if gate_c is None else _with_mult(gate, gate_moved, gate_c, slope)
     up_out = up_moved if up_c is None else _with_mult(up, up_moved, up_c, slope)
     of_up = F.silu(gate_out).mul_(grad)
-    of_gate = torch.ops.aten.silu_backward(grad * up_out if up_out is up else up_out.mul_(grad), gate_out)
+    of_gate = torch.ops.aten.silu_backward(
+        grad * up_out if up_out is up else up_out.mul_(grad), gate_out
+    )
     return (
         *_modulated_backward(of_gate, gate, gate_c, slope, weight, grad_gate),
         *_modulated_backward(of_up, up, up_c, slope, weight, grad_up),
@@ -343,10 +412,15 @@ def _product_backward_block(
 
 
 def _modulated_backward(
-    grad: Tensor, y: Tensor, c: Tensor | None, slope: float, weight: Tensor | None, grad_y: Tensor | None
+    grad: Tensor,
+    y: Tensor,
+    c: Tensor | None,
+    slope: float,
+    weight: Tensor | None,
+    grad_y: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
-    """From the gradient of m y + s, with m = 1 + 2 beta c and c = sigmoid(u) - 1/2: those of u, divided by -2 beta, and of s, and where
-    asked that of y."""
+    """From the gradient of m y + s, with m = 1 + 2 beta c and c = sigmoid(u) - 1/2: those of u,
+    divided by -2 beta, and of s, and where asked that of y."""
     if grad_y is not None:
         if c is None:
             grad_y.copy_(grad)
@@ -365,10 +439,12 @@ def _modulated_backward(
 
 
 class _Body:
-    """An elementwise function, as it is or compiled. Where it cannot be compiled that is said once, and it is used as it is.
+    """An elementwise function, as it is or compiled. Where it cannot be compiled that is said once,
+    and it is used as it is.
 
-    It is compiled as a whole, so that whatever the compiler lacks, for these arguments or for others later, shows before anything is
-    computed. What fails while it runs is an error like any other: some of its arguments may have been written over by then.
+    It is compiled as a whole, so that whatever the compiler lacks, for these arguments or for
+    others later, shows before anything is computed. What fails while it runs is an error like any
+    other: some of its arguments may have been written over by then.
     """
 
     def __init__(self, plain: Callable[..., Any]):
@@ -390,13 +466,19 @@ class _Body:
             self._failed = True
             reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
             name = self._plain.__name__.strip("_")
-            warnings.warn(f"--compile: {name} could not be compiled and is computed as it is ({reason})", stacklevel=2)
+            warnings.warn(
+                f"--compile: {name} could not be compiled and is computed as it is ({reason})",
+                stacklevel=2,
+            )
             return self._plain(*arguments)
 
 
 def _is_of_the_compiler(error: Exception) -> bool:
-    """Whether nothing has been computed: there is no compiler, it failed, or it was asked for too many forms of one function."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # here, since it takes a second to load
+    """Whether nothing has been computed: there is no compiler, it failed, or it was asked for too
+    many forms of one function.
+    """
+    # here, since it takes a second to load
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
 

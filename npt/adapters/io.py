@@ -1,7 +1,8 @@
-"""Adapters on disk, in PEFT's file layout: `adapter_config.json`, `adapter_model.safetensors`, `README.md`.
+"""Adapters on disk, in PEFT's file layout: `adapter_config.json`, `adapter_model.safetensors`,
+`README.md`.
 
-Loading checks everything before it changes anything: names, shapes, dtypes and finiteness of every tensor, and that the
-folder was trained on the base at hand.
+Loading checks everything before it changes anything: names, shapes, dtypes and finiteness of every
+tensor, and that the folder was trained on the base at hand.
 """
 
 from __future__ import annotations
@@ -17,9 +18,22 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, adapter_shapes, attach, attached_config, is_attached, set_adapters
+from npt.adapters.attach import (
+    adapter_parameters,
+    adapter_shapes,
+    attach,
+    attached_config,
+    is_attached,
+    set_adapters,
+)
 from npt.adapters.consolidate import check_enabled, consolidate, consolidated
-from npt.adapters.consolidated_files import HISTORY_NAME, OTHER_BASE, ROWS_NAME, read_consolidated, write_consolidated
+from npt.adapters.consolidated_files import (
+    HISTORY_NAME,
+    OTHER_BASE,
+    ROWS_NAME,
+    read_consolidated,
+    write_consolidated,
+)
 from npt.adapters.hub import adapter_folder, is_hub_id
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
@@ -34,7 +48,8 @@ CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
 _HERE = ", in this folder,"  # in a card, of the code that loads what lies beside it
-_LATER = {"ranks", "mult_form", "init_a", "init_std_m"}  # settings that folders of earlier versions do not have
+# settings that folders of earlier versions do not have
+_LATER = {"ranks", "mult_form", "init_a", "init_std_m"}
 
 
 def save_adapter(
@@ -45,34 +60,45 @@ def save_adapter(
     base: BaseIdentity | None = None,
     fidelity: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the attached adapters to `folder`, and with them the updates that were consolidated, all or nothing.
+    """Write the attached adapters to `folder`, and with them the updates that were consolidated,
+    all or nothing.
 
     Args:
         model: with adapters attached.
-        folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else is refused.
+        folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else
+            is refused.
         base_name: recorded as PEFT's `base_model_name_or_path`; default the model's own.
-        base: `npt.base_identity(model)` where known already, since it reads the whole base; computed otherwise.
+        base: `npt.base_identity(model)` where known already, since it reads the whole base;
+            computed otherwise.
         fidelity: content of a run's `fidelity.json`, for the model card.
 
     Returns:
         The folder.
 
     Raises:
-        AdapterFileError: a tensor is not finite (a poisoned adapter is never saved), or the folder holds other things.
+        AdapterFileError: a tensor is not finite (a poisoned adapter is never saved), or the folder
+            holds other things.
         ModelError: no adapters are attached.
     """
     config = attached_config(model)
-    tensors = {name: p.detach().to("cpu").contiguous() for name, p in adapter_parameters(model).items()}
+    tensors = {
+        name: p.detach().to("cpu").contiguous() for name, p in adapter_parameters(model).items()
+    }
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
             raise AdapterFileError(
-                f"{name} is {tensor.dtype}, an adapter is fp32 and no other could be loaded; it is not saved to {folder}"
+                f"{name} is {tensor.dtype}, an adapter is fp32 and no other could be loaded; it is"
+                f" not saved to {folder}"
             )
         if not torch.isfinite(tensor).all():
             raise AdapterFileError(f"{name} is not finite; the adapter is not saved to {folder}")
     folder = Path(folder)
     _check_replaceable(folder)
-    base_name = base_name if base_name is not None else getattr(model.config, "_name_or_path", "") or "unknown"
+    base_name = (
+        base_name
+        if base_name is not None
+        else getattr(model.config, "_name_or_path", "") or "unknown"
+    )
     base = base if base is not None else base_identity(model)
     record = {
         "peft_type": "NPT",
@@ -85,7 +111,11 @@ def save_adapter(
     if recipe is not None:
         record[ENTRY] = recipe.as_record()
     with new_folder(folder) as temporary:
-        save_file({_PREFIX + name: tensor for name, tensor in tensors.items()}, temporary / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_file(
+            {_PREFIX + name: tensor for name, tensor in tensors.items()},
+            temporary / WEIGHTS_NAME,
+            metadata={"format": "pt"},
+        )
         write_json(temporary / CONFIG_NAME, record)
         write_text(temporary / CARD_NAME, card(record, fidelity))
         if consolidated(model):
@@ -95,8 +125,9 @@ def save_adapter(
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter that was found: `name` is what it was asked for by, `folder` where it is, `record` what its `adapter_config.json` holds,
-    `config` the form in it. Whoever has one need not look again, where a run that goes on may have another by then."""
+    """An adapter that was found: `name` is what it was asked for by, `folder` where it is, `record`
+    what its `adapter_config.json` holds, `config` the form in it. Whoever has one need not look
+    again, where a run that goes on may have another by then."""
 
     name: str
     folder: Path
@@ -108,11 +139,13 @@ class StoredAdapter:
 
 
 Named = str | Path | StoredAdapter
-"""An adapter as functions take it: a folder, USER/NAME on the hub, or one that was found already."""
+"""An adapter as functions take it: a folder, USER/NAME on the hub, or one that was found already.
+"""
 
 
 def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
-    """The adapter that a name means, fetched from the model hub where it is USER/NAME there; its configuration is read, no tensor is.
+    """The adapter that a name means, fetched from the model hub where it is USER/NAME there; its
+    configuration is read, no tensor is.
 
     Args:
         name: as for `npt.from_pretrained`.
@@ -129,31 +162,44 @@ def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
 
 
 def load_adapter(
-    model: PreTrainedModel, folder: Named, *, base: BaseIdentity | None = None, check_base: bool = True, revision: str | None = None
+    model: PreTrainedModel,
+    folder: Named,
+    *,
+    base: BaseIdentity | None = None,
+    check_base: bool = True,
+    revision: str | None = None,
 ) -> NPTConfig:
-    """Attach the adapters saved in `folder`, and consolidate the updates that stand beside them. A refused folder leaves the model as it
-    was.
+    """Attach the adapters saved in `folder`, and consolidate the updates that stand beside them. A
+    refused folder leaves the model as it was.
 
     Args:
-        model: the base, without adapters or with adapters of the same configuration, which are overwritten.
-        folder: as written by `save_adapter`; or USER/NAME on the model hub, where no such folder is there; or what `find_adapter` found.
-        base: `npt.base_identity(model)` where known already; computed otherwise. Its configuration, 4-bit codes and unpacked
-            tensors must be the recorded ones; of a folder of an earlier version, which does not know them, its `base_hash`.
+        model: the base, without adapters or with adapters of the same configuration, which are
+            overwritten.
+        folder: as written by `save_adapter`; or USER/NAME on the model hub, where no such folder is
+            there; or what `find_adapter` found.
+        base: `npt.base_identity(model)` where known already; computed otherwise. Its configuration,
+            4-bit codes and unpacked tensors must be the recorded ones; of a folder of an earlier
+            version, which does not know them, its `base_hash`.
         check_base: False loads the adapter onto any base that its shapes fit.
         revision: branch, tag or commit on the hub.
 
     Raises:
         HubError: the hub cannot be reached, or has no such repository.
-        AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not fp32 or not finite, or
-            the base differs.
-        ModelError: the folder holds updates, and the model has some already or has them switched off.
+        AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not
+            fp32 or not finite, or the base differs.
+        ModelError: the folder holds updates, and the model has some already or has them switched
+            off.
     """
     stored = find_adapter(folder, revision)  # before the whole base is read
     if base is None and check_base:
         base = base_identity(model)
     config, tensors = read_adapter(model, stored, base=base, check_base=check_base)
     with_updates = (stored.folder / HISTORY_NAME).exists()
-    updates = read_consolidated(model, stored.folder, base=base, check_base=check_base) if with_updates else ()
+    updates = (
+        read_consolidated(model, stored.folder, base=base, check_base=check_base)
+        if with_updates
+        else ()
+    )
     if updates:
         check_enabled(model)  # before anything is attached
     if not is_attached(model):
@@ -165,9 +211,14 @@ def load_adapter(
 
 
 def read_adapter(
-    model: PreTrainedModel, folder: Named, *, base: BaseIdentity | None = None, check_base: bool = True
+    model: PreTrainedModel,
+    folder: Named,
+    *,
+    base: BaseIdentity | None = None,
+    check_base: bool = True,
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
-    """The configuration and tensors saved in `folder`, once all is found to fit the model, which is not changed.
+    """The configuration and tensors saved in `folder`, once all is found to fit the model, which is
+    not changed.
 
     No tensor is read before every name, shape and dtype is the expected one.
 
@@ -182,12 +233,23 @@ def read_adapter(
     """
     stored = find_adapter(folder)
     folder, config, record = stored.folder, stored.config, stored.record
-    found = (base if base is not None else base_identity(model)).mismatch(record) if check_base else None
+    found = (
+        (base if base is not None else base_identity(model)).mismatch(record)
+        if check_base
+        else None
+    )
     if found is not None:
-        name = f" ({shown(record['base_model_name_or_path'])})" if record.get("base_model_name_or_path") else ""
+        name = (
+            f" ({shown(record['base_model_name_or_path'])})"
+            if record.get("base_model_name_or_path")
+            else ""
+        )
         raise AdapterFileError(f"{folder} was trained on another base{name}: {found}; {OTHER_BASE}")
     if is_attached(model) and attached_config(model) != config:
-        raise AdapterFileError(f"{folder} holds {config}, but the model has {attached_config(model)}; call npt.detach(model) first")
+        raise AdapterFileError(
+            f"{folder} holds {config}, but the model has {attached_config(model)}; call"
+            " npt.detach(model) first"
+        )
     try:
         shapes = adapter_shapes(model, config)
     except ConfigError as error:
@@ -196,7 +258,8 @@ def read_adapter(
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
-    """Return in what a saved adapter, or the updates saved with it, belongs to another base than this one; None if it does not.
+    """Return in what a saved adapter, or the updates saved with it, belongs to another base than
+    this one; None if it does not.
 
     Raises:
         AdapterFileError, HubError: as `find_adapter`.
@@ -209,8 +272,8 @@ def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
 
 
 def adapter_hash(model: PreTrainedModel) -> str:
-    """sha256 over the attached adapters' tensors and configuration and over consolidated updates: two students of one base with the
-    same hash are the same.
+    """sha256 over the attached adapters' tensors and configuration and over consolidated updates:
+    two students of one base with the same hash are the same.
 
     Raises:
         ModelError: no adapters are attached.
@@ -218,7 +281,9 @@ def adapter_hash(model: PreTrainedModel) -> str:
     digest = hashlib.sha256(json.dumps(asdict(attached_config(model)), sort_keys=True).encode())
     for name, parameter in adapter_parameters(model).items():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)};".encode())
-        digest.update(parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     for update in consolidated(model):
         for place, rows in update.rows.items():
             digest.update(f"{place};".encode())
@@ -231,13 +296,18 @@ def _check_replaceable(folder: Path) -> None:
     """Refuse to save over anything but an NPT adapter alone in its folder."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    other = sorted(p.name for p in folder.iterdir() if p.name not in FILES) if folder.is_dir() else []
+    other = (
+        sorted(p.name for p in folder.iterdir() if p.name not in FILES) if folder.is_dir() else []
+    )
     try:
         _read_config(folder)
     except AdapterFileError:
         other = other or [folder.name]
     if other:
-        raise AdapterFileError(f"{folder} holds something other than an NPT adapter ({other[0]}); choose another folder")
+        raise AdapterFileError(
+            f"{folder} holds something other than an NPT adapter ({other[0]}); choose another"
+            " folder"
+        )
 
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
@@ -248,15 +318,21 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise AdapterFileError(f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote")
+        raise AdapterFileError(
+            f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote"
+        )
     record = read_json(path, AdapterFileError)
     settings = record.get("npt")
     if not isinstance(settings, dict):
-        raise AdapterFileError(f"{path} has no entry 'npt'; it is not an NPT adapter's configuration")
+        raise AdapterFileError(
+            f"{path} has no entry 'npt'; it is not an NPT adapter's configuration"
+        )
     known = {f.name for f in fields(NPTConfig)}
     if set(settings) | _LATER != known:
         odd = sorted((set(settings) | _LATER) ^ known)
-        raise AdapterFileError(f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}")
+        raise AdapterFileError(
+            f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}"
+        )
     try:
         return NPTConfig(**settings), record
     except (ConfigError, TypeError) as error:
@@ -270,30 +346,47 @@ def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, t
     check_names(path, headers, [_PREFIX + name for name in shapes], AdapterFileError)
     for name, shape in shapes.items():
         if headers[_PREFIX + name] != ("F32", shape):
-            raise AdapterFileError(f"{path}: {name} is {described(headers[_PREFIX + name])}, the model needs F32 {list(shape)}")
+            raise AdapterFileError(
+                f"{path}: {name} is {described(headers[_PREFIX + name])}, the model needs F32"
+                f" {list(shape)}"
+            )
     stored = read_tensors(path, headers, AdapterFileError)
     tensors = {name: stored[_PREFIX + name] for name in shapes}
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise AdapterFileError(f"{path}: {name} holds a non-finite value; the adapter is refused")
+            raise AdapterFileError(
+                f"{path}: {name} holds a non-finite value; the adapter is refused"
+            )
     return tensors
 
 
-def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None, repo_id: str | None = None) -> str:
-    """The model card of a saved adapter: where it belongs, what it is, and how near it comes to its teacher where that is known.
+def card(
+    record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None, repo_id: str | None = None
+) -> str:
+    """The model card of a saved adapter: where it belongs, what it is, and how near it comes to its
+    teacher where that is known.
 
     Args:
         record: content of `adapter_config.json`.
         fidelity: content of a run's `fidelity.json`.
-        repo_id: USER/NAME, where it is going to lie on a hub; else its code is for the folder that the card lies in.
+        repo_id: USER/NAME, where it is going to lie on a hub; else its code is for the folder that
+            the card lies in.
     """
     name = record["base_model_name_or_path"]
     parts = record.get("base_parts")
     rows = [("base", name), ("base hash", record["base_hash"])]
-    rows += [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()] if isinstance(parts, Mapping) else []
-    rows += [(key, ", ".join(map(str, value)) if isinstance(value, list | tuple) else value) for key, value in record["npt"].items()]
+    rows += (
+        [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()]
+        if isinstance(parts, Mapping)
+        else []
+    )
+    rows += [
+        (key, ", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
+        for key, value in record["npt"].items()
+    ]
     settings = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)
-    # A hub takes the base's name for a repository of its own: that of a folder on somebody's disk has no place there.
+    # A hub takes the base's name for a repository of its own: that of a folder on somebody's disk
+    # has no place there.
     base = f"base_model: {name}\n" if is_hub_id(str(name)) and not Path(str(name)).exists() else ""
     return f"""---
 {base}library_name: npt
@@ -320,7 +413,11 @@ def _loading(record: Mapping[str, Any], repo_id: str | None) -> str:
     """Code that loads the adapter, as it stands."""
     recipe, base = Recipe.of_record(record), record["base_model_name_or_path"]
     adapter, where = (repo_id, "") if repo_id is not None else (".", _HERE)
-    loaded = "BASE, quantization=..." if recipe is None else ", ".join([repr(base), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+    loaded = (
+        "BASE, quantization=..."
+        if recipe is None
+        else ", ".join([repr(base), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+    )
     student = f"""Load base and adapter{where} with
 
 ```python
@@ -363,7 +460,10 @@ def _fidelity_table(fidelity: Mapping[str, Any] | None) -> str:
     ):
         figures = (fidelity or {}).get(name)
         if isinstance(figures, Mapping):
-            shares = [_figure(figures, "top1", 100, ".1f", "%"), _figure(figures, "acceptance", 100, ".1f", "%")]
+            shares = [
+                _figure(figures, "top1", 100, ".1f", "%"),
+                _figure(figures, "acceptance", 100, ".1f", "%"),
+            ]
             cells = [
                 _figure(figures, "perplexity", 1, ".3f"),
                 _figure(figures, "perplexity_ratio", 1, ".4f"),
@@ -372,7 +472,10 @@ def _fidelity_table(fidelity: Mapping[str, Any] | None) -> str:
             lines.append(f"| {label} | {' | '.join([*cells, *shares])} |")
     if not lines:
         return ""
-    head = "| held-out text | perplexity | ratio to teacher | KL, nats | top-1 | acceptance |\n|---|---|---|---|---|---|"
+    head = (
+        "| held-out text | perplexity | ratio to teacher | KL, nats | top-1 | acceptance"
+        " |\n|---|---|---|---|---|---|"
+    )
     return "\n".join(["\n## Fidelity to the teacher\n", head, *lines, ""])
 
 

@@ -1,8 +1,8 @@
 """The NPT decoder layer: a class that a decoder layer becomes in place, and goes back from.
 
-A converted layer keeps its modules, parameter names and hooks; only its class changes, to a subclass of itself, and it
-gains the child `npt`. A wrapper would not do: transformers finds decoder layers by `isinstance` to collect
-`output_hidden_states`, and a wrapper hides them.
+A converted layer keeps its modules, parameter names and hooks; only its class changes, to a
+subclass of itself, and it gains the child `npt`. A wrapper would not do: transformers finds decoder
+layers by `isinstance` to collect `output_hidden_states`, and a wrapper hides them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class NPTLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the `teacher` is the base class's own code, untouched."""
+        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the `teacher` is the base class's own
+        code, untouched.
+        """
         context = dict(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -53,7 +55,9 @@ class NPTLayer(nn.Module):
         )
         if self.npt.mode == "teacher":
             return super().forward(hidden_states, **context)
-        return student_output(self, hidden_states, attention_output(self, hidden_states, **context))[0]
+        return student_output(
+            self, hidden_states, attention_output(self, hidden_states, **context)
+        )[0]
 
 
 class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
@@ -95,17 +99,22 @@ def device_of(layer: Any) -> torch.device:
 
 
 def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
-    """a = Attention(RMSNorm1(h)), after o_proj: [B, T, D]. `context` is what the decoder passes to its layers."""
+    """a = Attention(RMSNorm1(h)), after o_proj: [B, T, D]. `context` is what the decoder passes to
+    its layers.
+    """
     return layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]
 
 
 def student_stream(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> Tensor:
-    """The residual stream that the student's MLP reads and adds to: h, or h + a where the attention residual is kept."""
+    """The residual stream that the student's MLP reads and adds to: h, or h + a where the attention
+    residual is kept.
+    """
     return hidden + attention if layer.npt.config.residual == "keep" else hidden
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
-    """o, the NPT layer's output, from h and a of the same tokens. Hooks of the MLP and of its parts are called, those of the layer not.
+    """o, the NPT layer's output, from h and a of the same tokens. Hooks of the MLP and of its parts
+    are called, those of the layer not.
 
     Args:
         layer: a converted layer.
@@ -113,7 +122,8 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
         attention: a, [..., D].
 
     Returns:
-        o [..., D] and the modulation terms. In mode `floor` nothing is modulated and the terms are empty.
+        o [..., D] and the modulation terms. In mode `floor` nothing is modulated and the terms are
+        empty.
 
     Raises:
         ModelError: the MLP's forward was replaced.
@@ -127,13 +137,27 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
         return (y, None, None) if z is None else adapter.apply_to(target, y, z)
 
     def modulated_mlp(x: Tensor) -> Tensor:
-        product, found = stages_to_product(layer, modulated, mlp.gate_proj(x), mlp.up_proj(x), h=hidden, a=attention, stream=stream, z=z)
+        product, found = stages_to_product(
+            layer,
+            modulated,
+            mlp.gate_proj(x),
+            mlp.up_proj(x),
+            h=hidden,
+            a=attention,
+            stream=stream,
+            z=z,
+        )
         adapter.show(product=product)
         down, m, s = modulated("down", mlp.down_proj(product))
         terms[:] = [*found, (m, s)]
         return down
 
-    down = call_around(mlp, f"layer {layer.self_attn.layer_idx}'s mlp", modulated_mlp, layer.post_attention_layernorm(stream))
+    down = call_around(
+        mlp,
+        f"layer {layer.self_attn.layer_idx}'s mlp",
+        modulated_mlp,
+        layer.post_attention_layernorm(stream),
+    )
     output = stream + down
     down_m, down_s = terms[-1]
     adapter.show(m_down=down_m, s_down=down_s, mlp=down, o=output)
@@ -147,7 +171,8 @@ def stages_to_product(
     up: Tensor,
     **before: Any,
 ) -> tuple[Tensor, Terms]:
-    """What down_proj reads, operation by operation, and the terms of gate and up; the observer is shown all but the product.
+    """What down_proj reads, operation by operation, and the terms of gate and up; the observer is
+    shown all but the product.
 
     Args:
         layer: a converted layer.

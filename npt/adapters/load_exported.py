@@ -1,4 +1,5 @@
-"""Load an exported folder in a process that has no npt and write down its logits. Run as a script by npt/adapters/export.py:
+"""Load an exported folder in a process that has no npt and write down its logits. Run as a script
+by npt/adapters/export.py:
 
 python -P load_exported.py FOLDER INPUTS.safetensors OUTPUTS.safetensors DEVICE
 """
@@ -32,7 +33,11 @@ def main(folder: str, inputs: str, outputs: str, device: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, device_map={"": device}, output_loading_info=True, local_files_only=True
+        folder,
+        trust_remote_code=True,
+        device_map={"": device},
+        output_loading_info=True,
+        local_files_only=True,
     )
     odd = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
     if odd:

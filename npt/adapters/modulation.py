@@ -1,14 +1,18 @@
-"""The modulation: how one token's attention output changes its MLP. Pure functions of tensors, nothing else.
+"""The modulation: how one token's attention output changes its MLP. Pure functions of tensors,
+nothing else.
 
-For a token with attention output a (width D) and low-rank code z = A a (width R), a product y of the MLP becomes
+For a token with attention output a (width D) and low-rank code z = A a (width R), a product y of
+the MLP becomes
 
     y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
 
-m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and its gradient, off; it is
-exactly 1 where M z = 0. At the ends fp32 rounds it to the bound itself. Left out on purpose: dropout, biases, any
-normalisation of a or z. Other forms of m stand beside it, so that what they do to training can be measured; none of them is to be used.
+m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and
+its gradient, off; it is exactly 1 where M z = 0. At the ends fp32 rounds it to the bound itself.
+Left out on purpose: dropout, biases, any normalisation of a or z. Other forms of m stand beside it,
+so that what they do to training can be measured; none of them is to be used.
 
-Shapes: B batch, T time, D hidden, R rank; `...` is any leading shape, O the width of the modulated product (F or D).
+Shapes: B batch, T time, D hidden, R rank; `...` is any leading shape, O the width of the modulated
+product (F or D).
 """
 
 from __future__ import annotations
@@ -24,15 +28,16 @@ from torch.nn import functional as F
 def multiplier(u: Tensor, mult_bound: float) -> Tensor:
     """m = 1 + beta * (2 sigmoid(u) - 1), same shape as `u`.
 
-    Written as tanh(u / 2), which is the same function and keeps full relative precision near u = 0, where training
-    starts; 2 sigmoid(u) - 1 cancels there.
+    Written as tanh(u / 2), which is the same function and keeps full relative precision near u = 0,
+    where training starts; 2 sigmoid(u) - 1 cancels there.
     """
     return 1.0 + mult_bound * torch.tanh(0.5 * u)
 
 
 OTHER_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "half_sigmoid": lambda u: 0.5 * torch.sigmoid(u) + 0.5,  # 0.75 at the start, and never above 1
-    "one_plus_tanh": lambda u: 1.0 + torch.tanh(u),  # reaches 0, where channel and gradient are gone
+    # reaches 0, where channel and gradient are gone
+    "one_plus_tanh": lambda u: 1.0 + torch.tanh(u),
     "unbounded": lambda u: 1.0 + u,
 }
 """Forms of m that have been in use elsewhere; u is M z."""
@@ -40,19 +45,29 @@ OTHER_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def multiplier_range(form: str, mult_bound: float) -> tuple[float, float]:
     """The smallest and the largest m that a form can give; fp32 rounds to both."""
-    others = {"half_sigmoid": (0.5, 1.0), "one_plus_tanh": (0.0, 2.0), "unbounded": (-math.inf, math.inf)}
+    others = {
+        "half_sigmoid": (0.5, 1.0),
+        "one_plus_tanh": (0.0, 2.0),
+        "unbounded": (-math.inf, math.inf),
+    }
     return others.get(form, (1.0 - mult_bound, 1.0 + mult_bound))
 
 
 def multiplier_spread(form: str, mult_bound: float) -> tuple[float, float]:
-    """The middle of the range of m, and how far from it the ends are: what saturation is measured by. A form without ends is never
-    saturated: its ends are infinitely far from 1."""
+    """The middle of the range of m, and how far from it the ends are: what saturation is measured
+    by. A form without ends is never saturated: its ends are infinitely far from 1."""
     low, high = multiplier_range(form, mult_bound)
     return ((low + high) / 2, (high - low) / 2) if math.isfinite(high) else (1.0, math.inf)
 
 
 def modulate(
-    y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, mult_bound: float, additive_scale: float, form: str = "sigmoid"
+    y: Tensor,
+    z: Tensor,
+    mult: Tensor | None,
+    add: Tensor | None,
+    mult_bound: float,
+    additive_scale: float,
+    form: str = "sigmoid",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Modulate one MLP product.
 
@@ -66,7 +81,8 @@ def modulate(
         form: `sigmoid`, or one of OTHER_FORMS, which take no beta.
 
     Returns:
-        y' in y's dtype, then m and s in fp32 (None where absent), for the regulariser and for observers.
+        y' in y's dtype, then m and s in fp32 (None where absent), for the regulariser and for
+        observers.
     """
     out = y.to(z.dtype)
     m = s = None
@@ -81,7 +97,8 @@ def modulate(
 
 
 def modulation_energy(terms: Sequence[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
-    """What the regulariser holds down: per token, sum over targets of mean over channels of (m - 1)^2 + s^2.
+    """What the regulariser holds down: per token, sum over targets of mean over channels of (m -
+    1)^2 + s^2.
 
     Args:
         terms: (m, s) of every target, each [..., O] or None.
@@ -95,9 +112,17 @@ def modulation_energy(terms: Sequence[tuple[Tensor | None, Tensor | None]]) -> T
 
 
 def modulate_reference(
-    y: Tensor, a: Tensor, A: Tensor, M: Tensor | None, B: Tensor | None, mult_bound: float, additive_scale: float
+    y: Tensor,
+    a: Tensor,
+    A: Tensor,
+    M: Tensor | None,
+    B: Tensor | None,
+    mult_bound: float,
+    additive_scale: float,
 ) -> Tensor:
-    """The formula of the module's head, one token and one channel at a time, in fp64. Slow; the tests' yardstick."""
+    """The formula of the module's head, one token and one channel at a time, in fp64. Slow; the
+    tests' yardstick.
+    """
     flat_y, flat_a = y.reshape(-1, y.shape[-1]).double(), a.reshape(-1, a.shape[-1]).double()
     out = torch.empty_like(flat_y)
     for token in range(flat_y.shape[0]):

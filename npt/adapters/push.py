@@ -1,6 +1,8 @@
-"""Publishing an adapter: the folder that `npt.save_adapter` writes, put into a repository of a model hub.
+"""Publishing an adapter: the folder that `npt.save_adapter` writes, put into a repository of a
+model hub.
 
-What is pushed is looked through first, as loading would; a poisoned or incomplete adapter stays at home. The base itself never goes along.
+What is pushed is looked through first, as loading would; a poisoned or incomplete adapter stays at
+home. The base itself never goes along.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from torch import nn
 
 from npt.adapters.consolidated_files import HISTORY_NAME
 from npt.adapters.hub import is_hub_id, on_hub
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, WEIGHTS_NAME, card, find_adapter, for_hub, save_adapter
+from npt.adapters.io import (
+    CARD_NAME,
+    CONFIG_NAME,
+    FILES,
+    WEIGHTS_NAME,
+    card,
+    find_adapter,
+    for_hub,
+    save_adapter,
+)
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import write_json, write_text
 from npt.stored import read_headers, read_json, read_tensors
@@ -35,12 +46,13 @@ def push_to_hub(
     """Put an adapter into a repository of the hub, which is made where it does not exist.
 
     Args:
-        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a checkpoint, or a model with adapters
-            attached.
+        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a
+            checkpoint, or a model with adapters attached.
         repo_id: USER/NAME.
         private: whether a repository that is made is private; one that exists stays what it is.
         revision: branch, which has to exist; default the main one.
-        fidelity: content of a run's `fidelity.json`, for the model card; default what the folder's card says already.
+        fidelity: content of a run's `fidelity.json`, for the model card; default what the folder's
+            card says already.
         message: of the commit.
         token: of the hub; default the one of `hf auth login`.
 
@@ -53,7 +65,9 @@ def push_to_hub(
         HubError: the hub cannot be reached, or refuses.
     """
     if not is_hub_id(repo_id):
-        raise ConfigError(f"--repo_id is {repo_id!r}; write USER/NAME in letters, digits, '.', '-' and '_'")
+        raise ConfigError(
+            f"--repo_id is {repo_id!r}; write USER/NAME in letters, digits, '.', '-' and '_'"
+        )
     with tempfile.TemporaryDirectory(prefix="npt-push-") as scratch:
         folder = Path(scratch) / "adapter"
         if isinstance(adapter, nn.Module):
@@ -64,10 +78,17 @@ def push_to_hub(
         from huggingface_hub import CommitOperationAdd, HfApi
 
         api = HfApi(token=token)
-        added = [CommitOperationAdd(path.name, path) for path in sorted(folder.iterdir()) if path.name in FILES]
+        added = [
+            CommitOperationAdd(path.name, path)
+            for path in sorted(folder.iterdir())
+            if path.name in FILES
+        ]
         on_hub(f"{repo_id}:", lambda: api.create_repo(repo_id, private=private, exist_ok=True))
         # All or nothing: one commit.
-        commit = on_hub(f"{repo_id}:", lambda: api.create_commit(repo_id, added, commit_message=message, revision=revision))
+        commit = on_hub(
+            f"{repo_id}:",
+            lambda: api.create_commit(repo_id, added, commit_message=message, revision=revision),
+        )
     return str(commit.commit_url)
 
 
@@ -79,7 +100,9 @@ def _copy(source: Path, folder: Path) -> None:
     headers = read_headers(weights, AdapterFileError)
     for name, tensor in read_tensors(weights, headers, AdapterFileError).items():
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise AdapterFileError(f"{weights}: {name} holds a non-finite value; the adapter is not pushed")
+            raise AdapterFileError(
+                f"{weights}: {name} holds a non-finite value; the adapter is not pushed"
+            )
     folder.mkdir()
     for name in FILES:
         if (source / name).is_file():
@@ -87,7 +110,9 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _tell(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
-    """The card, with the fidelity where that is given; and where a base lies on this machine's disk stays here, but for its name."""
+    """The card, with the fidelity where that is given; and where a base lies on this machine's disk
+    stays here, but for its name.
+    """
     record = dict(find_adapter(folder).record)
     name = str(record["base_model_name_or_path"])
     local = Path(name).is_absolute() or name.startswith((".", "~"))
@@ -100,4 +125,6 @@ def _tell(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> Non
     if local or fidelity is not None or not (folder / CARD_NAME).is_file():
         write_text(folder / CARD_NAME, card(record, fidelity, repo_id))
     else:
-        write_text(folder / CARD_NAME, for_hub((folder / CARD_NAME).read_text(encoding="utf-8"), repo_id))
+        write_text(
+            folder / CARD_NAME, for_hub((folder / CARD_NAME).read_text(encoding="utf-8"), repo_id)
+        )

@@ -1,7 +1,9 @@
-"""Gradient checkpointing: what a layer computes is dropped in forward and computed again in backward.
+"""Gradient checkpointing: what a layer computes is dropped in forward and computed again in
+backward.
 
-torch's non-reentrant checkpoint does it, so the graph is that of the first computation: gradients, their order of summation and the
-hooks on tensors are as without it. Random numbers are drawn again as they were; their state is one of the host, also that of a GPU.
+torch's non-reentrant checkpoint does it, so the graph is that of the first computation: gradients,
+their order of summation and the hooks on tensors are as without it. Random numbers are drawn again
+as they were; their state is one of the host, also that of a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def recomputed(function: Callable[..., T], *arguments: object) -> T:
 
 
 def is_recomputing() -> bool:
-    """Return whether this thread computes for the second time what observers were shown the first time."""
+    """Return whether this thread computes for the second time what observers were shown the first
+    time.
+    """
     return getattr(_thread, "recomputing", False)
 
 

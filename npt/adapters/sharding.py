@@ -1,7 +1,9 @@
-"""A frozen base in parts: each process keeps a share of every decoder layer, and has a layer whole while it computes with it (FSDP2).
+"""A frozen base in parts: each process keeps a share of every decoder layer, and has a layer whole
+while it computes with it (FSDP2).
 
-Only the base is sharded. Adapters stay whole in every process, and the layer-local strategy needs one layer at a time, forward and
-backward, so beside its share a process holds one layer. Embeddings, final norm and lm_head stay whole.
+Only the base is sharded. Adapters stay whole in every process, and the layer-local strategy needs
+one layer at a time, forward and backward, so beside its share a process holds one layer.
+Embeddings, final norm and lm_head stay whole.
 """
 
 from __future__ import annotations
@@ -23,17 +25,22 @@ from npt.quant.linear import quantized_linears
 _GATHER = "_npt_gather"
 
 
-def shard_layers(model: PreTrainedModel, mesh: Any, device: torch.device, gather: Callable[[int], None]) -> None:
+def shard_layers(
+    model: PreTrainedModel, mesh: Any, device: torch.device, gather: Callable[[int], None]
+) -> None:
     """Shard every decoder layer over the processes of a mesh.
 
     Args:
-        model: with adapters attached. 4-bit weights are sharded in their packed bytes; their statistics stay whole.
+        model: with adapters attached. 4-bit weights are sharded in their packed bytes; their
+            statistics stay whole.
         mesh: one-dimensional, from `torch.distributed.device_mesh.init_device_mesh`.
         device: of this process, where everything goes, layer by layer.
-        gather: makes the layer of this index whole, in all processes that need it now; called in front of its use.
+        gather: makes the layer of this index whole, in all processes that need it now; called in
+            front of its use.
 
     Raises:
-        ModelError: no adapters are attached, or the base lies on several devices or is sharded already.
+        ModelError: no adapters are attached, or the base lies on several devices or is sharded
+            already.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -42,14 +49,20 @@ def shard_layers(model: PreTrainedModel, mesh: Any, device: torch.device, gather
         raise ModelError("the base is sharded already; load it again to shard it in another way")
     devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     if len(devices) > 1:
-        raise ModelError(f"the base lies on {' and '.join(devices)}; load it with device='cpu', and its shares go to each process's GPU")
+        raise ModelError(
+            f"the base lies on {' and '.join(devices)}; load it with device='cpu', and its shares"
+            " go to each process's GPU"
+        )
     for part in (model.model.embed_tokens, model.model.rotary_emb, model.model.norm, model.lm_head):
         part.to(device)
     for index, layer in enumerate(decoder_layers(model)):
         sharded: Any = layer.to(device)
-        packed: list[tuple[Any, Any, str]] = [(m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)]
+        packed: list[tuple[Any, Any, str]] = [
+            (m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)
+        ]
         own = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
-        # Resharding has to be asked for: a layer that is nobody's child here is a root, which would stay whole after its first use.
+        # Resharding has to be asked for: a layer that is nobody's child here is a root, which would
+        # stay whole after its first use.
         with _shares_without_gradient():
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=own)
         _keep_statistics(packed)
@@ -58,7 +71,9 @@ def shard_layers(model: PreTrainedModel, mesh: Any, device: torch.device, gather
         sharded.reshard()
         vars(layer)[_GATHER] = lambda index=index: gather(index)
         # In front of FSDP's own hook, which finds the layer whole then.
-        layer.register_forward_pre_hook(only_looks(lambda layer, _: vars(layer)[_GATHER]()), prepend=True)
+        layer.register_forward_pre_hook(
+            only_looks(lambda layer, _: vars(layer)[_GATHER]()), prepend=True
+        )
 
 
 @contextmanager
@@ -87,7 +102,9 @@ def _shares_without_gradient() -> Iterator[None]:
 
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
-    """FSDP makes plain parameters of packed ones, one of the share and one of the whole, which both last."""
+    """FSDP makes plain parameters of packed ones, one of the share and one of the whole, which both
+    last.
+    """
     for module, state, kind in packed:
         module.weight.quant_state, module.weight.quant_type = state, kind
 
@@ -109,7 +126,9 @@ def is_share(tensor: Tensor) -> bool:
 
 @contextmanager
 def whole(layer: nn.Module) -> Iterator[None]:
-    """Within the context every weight of a decoder layer is here, for whoever calls its parts and not the layer itself."""
+    """Within the context every weight of a decoder layer is here, for whoever calls its parts and
+    not the layer itself.
+    """
     if not in_parts(layer):
         yield
         return

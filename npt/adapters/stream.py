@@ -1,8 +1,8 @@
 """The residual stream of a decoder, layer by layer, with what the layers need beside it.
 
-Strategies walk the layers themselves: they share work between teacher and student, free each layer's graph at once and
-stop after the last converted layer, none of which the model's own forward allows. That it computes the same is tested
-against that forward.
+Strategies walk the layers themselves: they share work between teacher and student, free each
+layer's graph at once and stop after the last converted layer, none of which the model's own forward
+allows. That it computes the same is tested against that forward.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from npt.quant.attention import SDPA, attention_name
 from npt.quant.families import FAMILIES, sliding_layers
 
 MASKED = ("sdpa", SDPA, "eager", "flex_attention")
-"""Attention implementations that take a mask for every pair of tokens, as packed documents need; flash kernels take none."""
+"""Attention implementations that take a mask for every pair of tokens, as packed documents need;
+flash kernels take none.
+"""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The state h in front of a layer, [B, T, D], and what the decoder passes to its layers beside it.
+    """The state h in front of a layer, [B, T, D], and what the decoder passes to its layers beside
+    it.
 
-    beside: by argument, what is the same for all layers. masks: one for each layer, of which layers that see alike share one.
+    beside: by argument, what is the same for all layers. masks: one for each layer, of which layers
+    that see alike share one.
     """
 
     hidden: Tensor
@@ -45,17 +49,22 @@ class Stream:
     elsewhere: dict[torch.device, Stream] = field(default_factory=dict, repr=False)
 
     def at(self, device: torch.device) -> Stream:
-        """The same on the device of a layer, where a model is spread over several; copied once and kept.
+        """The same on the device of a layer, where a model is spread over several; copied once and
+        kept.
 
-        What comes back keeps nothing itself: in a ring of streams tensors would live until the garbage collector comes by.
+        What comes back keeps nothing itself: in a ring of streams tensors would live until the
+        garbage collector comes by.
         """
         if device == self.hidden.device:
             return self
         if device not in self.elsewhere:
             beside = {name: _moved(value, device) for name, value in self.beside.items()}
-            moved = {id(mask): _moved(mask, device) for mask in self.masks}  # layers that see alike go on sharing one
+            # layers that see alike go on sharing one
+            moved = {id(mask): _moved(mask, device) for mask in self.masks}
             masks = tuple(moved[id(mask)] for mask in self.masks)
-            self.elsewhere[device] = Stream(self.hidden.to(device), beside, masks, self.batch.to(device))
+            self.elsewhere[device] = Stream(
+                self.hidden.to(device), beside, masks, self.batch.to(device)
+            )
         return self.elsewhere[device]
 
     def context_of(self, layer: Any) -> dict[str, Any]:
@@ -70,7 +79,10 @@ class Stream:
             ModelError: some look back through a sliding window and some on everything.
         """
         if any(mask is not self.masks[0] for mask in self.masks):
-            raise ModelError("the layers of this model do not all look back equally far; ask for the context of one layer")
+            raise ModelError(
+                "the layers of this model do not all look back equally far; ask for the context of"
+                " one layer"
+            )
         return {**self.beside, "attention_mask": self.masks[0]}
 
     def rows(self, states: Tensor) -> Tensor:
@@ -83,8 +95,8 @@ class Stream:
         return flat.index_copy(0, self.batch.valid_index, rows).view(*self.hidden.shape[:2], -1)
 
     def clean(self, states: Tensor) -> Tensor:
-        """Zero the padded positions. A query without a key may come out of attention as NaN, and as a key, at weight 0,
-        it would still poison its row: 0 * NaN is NaN."""
+        """Zero the padded positions. A query without a key may come out of attention as NaN, and as
+        a key, at weight 0, it would still poison its row: 0 * NaN is NaN."""
         if not self.batch.padded:
             return states
         return torch.where(self.batch.attention_mask.unsqueeze(-1).bool(), states, 0.0)
@@ -98,7 +110,9 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
-    """The stream in front of layer 0: embeddings, rotary positions and the causal masks, as the model's forward makes them."""
+    """The stream in front of layer 0: embeddings, rotary positions and the causal masks, as the
+    model's forward makes them.
+    """
     decoder = model.model
     hidden = decoder.embed_tokens(batch.input_ids)
     beside = {
@@ -113,15 +127,16 @@ def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
 
 
 def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[Any, ...]:
-    """The mask that each layer's attention takes: causal, within its window, closed to padding, and open within a document only where
-    rows are packed.
+    """The mask that each layer's attention takes: causal, within its window, closed to padding, and
+    open within a document only where rows are packed.
 
     Args:
         model, batch: on one device.
         hidden: [B, T, D], whose dtype an additive mask takes.
 
     Returns:
-        Of each layer, what the attention implementation asks for: a tensor [B, 1, T, T], or None where causal is all there is to it.
+        Of each layer, what the attention implementation asks for: a tensor [B, 1, T, T], or None
+            where causal is all there is to it.
 
     Raises:
         ModelError: an implementation that would attend across packed documents.
@@ -130,12 +145,15 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
     implementation = config._attn_implementation
     if batch.documents is not None and implementation not in MASKED:
         raise ModelError(
-            f"packed documents would attend to one another under attn_implementation {attention_name(model)}; load the base with "
-            f"--attn_implementation {', '.join(ATTENTIONS)}, or drop --packing"
+            "packed documents would attend to one another under attn_implementation"
+            f" {attention_name(model)}; load the base with --attn_implementation"
+            f" {', '.join(ATTENTIONS)}, or drop --packing"
         )
     sliding = sliding_layers(config)
-    # Asked whether a mask could be skipped, transformers would look whether anything is padded, as it would look for packed rows in
-    # positions: each waits for the device. For flex_attention it always looks at a mask of padding, so there that is a function too.
+    # Asked whether a mask could be skipped, transformers would look whether anything is padded, as
+    # it would look for packed rows in
+    # positions: each waits for the device. For flex_attention it always looks at a mask of padding,
+    # so there that is a function too.
     by_function = batch.padded and implementation == "flex_attention"
     closed = [padding_mask_function(batch.attention_mask.bool())] if by_function else []
     if batch.documents is not None:
@@ -157,11 +175,17 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """A batch as arguments of the model's own forward.
 
-    Of packed rows its forward cannot tell the documents once there is a padding mask, so these get their mask made.
+    Of packed rows its forward cannot tell the documents once there is a padding mask, so these get
+    their mask made.
     """
     mask: Any = batch.attention_mask
     if batch.documents is not None:
         masks = causal_masks(model, batch, model.model.embed_tokens(batch.input_ids))
-        by_layer = FAMILIES[model.config.model_type].sight == "by layer"  # such a model takes a mask for each kind of layer
+        # such a model takes a mask for each kind of layer
+        by_layer = FAMILIES[model.config.model_type].sight == "by layer"
         mask = dict(zip(model.config.layer_types, masks, strict=True)) if by_layer else masks[0]
-    return {"input_ids": batch.input_ids, "attention_mask": mask, "position_ids": batch.position_ids}
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": mask,
+        "position_ids": batch.position_ids,
+    }

@@ -1,7 +1,9 @@
-"""What attention made of one token: its code z in every converted layer, and the modulation m, s that follows from it.
+"""What attention made of one token: its code z in every converted layer, and the modulation m, s
+that follows from it.
 
-In an NPT layer nothing else of the context reaches the token's MLP, so that this is the whole of what the context did to it there. It can
-be read, put in the place of another token's (npt/adapters/transplant.py), or made part of the model (npt/adapters/consolidate.py).
+In an NPT layer nothing else of the context reaches the token's MLP, so that this is the whole of
+what the context did to it there. It can be read, put in the place of another token's
+(npt/adapters/transplant.py), or made part of the model (npt/adapters/consolidate.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
 class TokenModulation:
     """The modulation of one token of one text.
 
-    codes: z [R] by layer. terms: m and s by layer and target. token: its index in the text. token_id: what stood there.
+    codes: z [R] by layer. terms: m and s by layer and target. token: its index in the text.
+    token_id: what stood there.
     """
 
     codes: dict[int, Tensor]
@@ -77,10 +80,16 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
         code = at(caught[index]["z"])
         assert code is not None
         codes[index] = code
-        terms[index] = {t: (at(caught[index][f"m_{t}"]), at(caught[index][f"s_{t}"])) for t in layer.npt.config.targets}
+        terms[index] = {
+            t: (at(caught[index][f"m_{t}"]), at(caught[index][f"s_{t}"]))
+            for t in layer.npt.config.targets
+        }
         for target, pair in terms[index].items():
             if any(part is not None and not bool(torch.isfinite(part).all()) for part in pair):
-                raise NumericalError(f"layer {index}: the {target} modulation of token {token} is not finite; look with npt trace")
+                raise NumericalError(
+                    f"layer {index}: the {target} modulation of token {token} is not finite; look"
+                    " with npt trace"
+                )
     return TokenModulation(codes, terms, token, int(ids[0, token]))
 
 
@@ -93,11 +102,17 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
     row = torch.as_tensor(ids)
     row = row.unsqueeze(0) if row.ndim == 1 else row
     if row.ndim != 2 or len(row) != 1 or row.numel() == 0 or row.is_floating_point():
-        raise ConfigError(f"token ids of one text are needed, [T] or [1, T] whole numbers; they are {row.dtype} of shape {list(row.shape)}")
+        raise ConfigError(
+            f"token ids of one text are needed, [T] or [1, T] whole numbers; they are {row.dtype}"
+            f" of shape {list(row.shape)}"
+        )
     row = row.to(torch.int64)
     vocabulary = model.config.vocab_size
     if not bool(((row >= 0) & (row < vocabulary)).all()):
-        raise ConfigError(f"the text has token ids outside 0 to {vocabulary - 1}; is this the tokenizer of the model?")
+        raise ConfigError(
+            f"the text has token ids outside 0 to {vocabulary - 1}; is this the tokenizer of the"
+            " model?"
+        )
     return row.to(next(model.parameters()).device)
 
 
@@ -109,5 +124,7 @@ def token_index(ids: Tensor, token: int) -> int:
     """
     length = ids.shape[1]
     if not -length <= token < length:
-        raise ConfigError(f"token {token} was asked for, the text has {length} tokens: {-length} to {length - 1}")
+        raise ConfigError(
+            f"token {token} was asked for, the text has {length} tokens: {-length} to {length - 1}"
+        )
     return token % length

@@ -1,7 +1,9 @@
-"""Putting the modulation of one text's token in the place of another's: what the one context did, done in the other.
+"""Putting the modulation of one text's token in the place of another's: what the one context did,
+done in the other.
 
-A token's modulation follows from its code z alone, so that it is the code which is exchanged, in every converted layer, at one position.
-The token itself stays what it is; what came to it out of its context is the other's.
+A token's modulation follows from its code z alone, so that it is the code which is exchanged, in
+every converted layer, at one position. The token itself stays what it is; what came to it out of
+its context is the other's.
 """
 
 from __future__ import annotations
@@ -21,29 +23,40 @@ from npt.errors import ConfigError, ModelError
 
 
 @contextmanager
-def transplanted(model: PreTrainedModel, modulation: TokenModulation, position: int) -> Iterator[None]:
-    """Within the context the token at `position` of every row has this modulation, in every layer that it was read from.
+def transplanted(
+    model: PreTrainedModel, modulation: TokenModulation, position: int
+) -> Iterator[None]:
+    """Within the context the token at `position` of every row has this modulation, in every layer
+    that it was read from.
 
-    Generation is no different: the position counts from the start of the row, cached tokens included, so that what is generated behind
-    it sees the changed token and nothing else is changed.
+    Generation is no different: the position counts from the start of the row, cached tokens
+    included, so that what is generated behind it sees the changed token and nothing else is
+    changed.
 
     Args:
         model: with adapters attached, of the configuration that the modulation was read under.
-        modulation: of `npt.modulation_of`, of this model or of another with adapters of the same form.
+        modulation: of `npt.modulation_of`, of this model or of another with adapters of the same
+            form.
         position: index in the row as it is given, padding on the left included; 0 or above.
 
     Raises:
         ConfigError: a negative position.
-        ModelError: no adapters are attached, or the modulation is of other layers or another rank; another transplant is going on.
+        ModelError: no adapters are attached, or the modulation is of other layers or another rank;
+            another transplant is going on.
     """
     attached_config(model)
     layers = dict(npt_layers(model))
     if position < 0:
-        raise ConfigError(f"the position is {position}; it counts from the start of the row, 0 or above")
+        raise ConfigError(
+            f"the position is {position}; it counts from the start of the row, 0 or above"
+        )
     for index, code in modulation.codes.items():
         if index not in layers or layers[index].npt.A.shape[:1] != code.shape:
             here = f"rank {layers[index].npt.A.shape[0]}" if index in layers else "no adapter"
-            raise ModelError(f"the modulation has a code of rank {len(code)} for layer {index}, the model has {here} there")
+            raise ModelError(
+                f"the modulation has a code of rank {len(code)} for layer {index}, the model has"
+                f" {here} there"
+            )
     if any(layers[index].npt.recode is not None for index in modulation.codes):
         raise ModelError("a modulation is transplanted already; leave that npt.transplanted first")
     place: list[int | None] = [None]
@@ -71,8 +84,8 @@ def transplanted(model: PreTrainedModel, modulation: TokenModulation, position: 
 
 @dataclass(frozen=True)
 class Transplant:
-    """Next-token log-probabilities [V] in fp32 on the host: behind the donor's text, behind the receiver's, and behind the receiver's with
-    the donor's modulation at one token."""
+    """Next-token log-probabilities [V] in fp32 on the host: behind the donor's text, behind the
+    receiver's, and behind the receiver's with the donor's modulation at one token."""
 
     donor: Tensor
     receiver: Tensor
@@ -89,7 +102,9 @@ class Transplant:
         return found
 
     def divergences(self) -> dict[str, float]:
-        """In nats: of the transplanted distribution from each of the two, and of the receiver's from the donor's, where it began."""
+        """In nats: of the transplanted distribution from each of the two, and of the receiver's
+        from the donor's, where it began.
+        """
 
         def kl(log_p: Tensor, log_q: Tensor) -> float:
             p = log_p.double().exp()
@@ -103,9 +118,14 @@ class Transplant:
 
 
 def transplant(
-    model: PreTrainedModel, ids_from: Sequence[int], ids_to: Sequence[int], token_from: int = -1, token_to: int = -1
+    model: PreTrainedModel,
+    ids_from: Sequence[int],
+    ids_to: Sequence[int],
+    token_from: int = -1,
+    token_to: int = -1,
 ) -> Transplant:
-    """Read the modulation of a token of one text, put it at a token of another, and look at what comes next there.
+    """Read the modulation of a token of one text, put it at a token of another, and look at what
+    comes next there.
 
     Args:
         model: with adapters attached; left as it was.

@@ -1,1 +1,3 @@
-"""The closed-form start: adapters solved from the teacher's activations instead of trained from a random one."""
+"""The closed-form start: adapters solved from the teacher's activations instead of trained from a
+random one.
+"""

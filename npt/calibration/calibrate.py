@@ -1,10 +1,12 @@
 """`calibrate`: the closed-form start of attached adapters, from text and nothing else.
 
-Two walks over the calibration tokens. The first measures what the teacher's predictions are sensitive to (`sensitivity`) and, where a
-budget is to be spent, what a rank is worth in each layer. The second goes up layer by layer: the state in front of a layer is on disk
-for every token, so each layer's attention is computed once, and solving it (`solve`) reads its rows as often as it likes.
+Two walks over the calibration tokens. The first measures what the teacher's predictions are
+sensitive to (`sensitivity`) and, where a budget is to be spent, what a rank is worth in each layer.
+The second goes up layer by layer: the state in front of a layer is on disk for every token, so each
+layer's attention is computed once, and solving it (`solve`) reads its rows as often as it likes.
 
-The adapters are written when all layers are solved and every number is finite; until then nothing is changed.
+The adapters are written when all layers are solved and every number is finite; until then nothing
+is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_shapes, adapters_disabled, attached_config, decoder_layers, format_layers, npt_layers, set_adapters
+from npt.adapters.attach import (
+    adapter_shapes,
+    adapters_disabled,
+    attached_config,
+    decoder_layers,
+    format_layers,
+    npt_layers,
+    set_adapters,
+)
 from npt.adapters.consolidate import consolidated
 from npt.adapters.layer import NPTLayer, attention_output
 from npt.adapters.sharding import is_sharded
@@ -68,22 +78,26 @@ def calibrate(
     seed: int = 0,
     console: Console | None = None,
 ) -> Calibration:
-    """Solve the attached adapters for what their layers lack without attention in the stream. No optimizer is involved.
+    """Solve the attached adapters for what their layers lack without attention in the stream. No
+    optimizer is involved.
 
-    All or nothing: whatever is refused, the adapters stay as they are. fp32 products are computed at `highest` precision, whatever
-    torch is set to.
+    All or nothing: whatever is refused, the adapters stay as they are. fp32 products are computed
+    at `highest` precision, whatever torch is set to.
 
     Args:
-        model: with adapters attached, quantised or not; only the adapters change, and with `rank_budget` their ranks.
+        model: with adapters attached, quantised or not; only the adapters change, and with
+            `rank_budget` their ranks.
         tokenizer: of the base model.
-        data: records, or samples already cut; training data, never what the student is to be measured on. One batch in eight is not
-            fitted, but chooses ridge and steps.
+        data: records, or samples already cut; training data, never what the student is to be
+            measured on. One batch in eight is not fitted, but chooses ridge and steps.
         tokens: to use at most, from the data's beginning. Each takes three fp32 rows of D, in a
             GPU's free memory or in a temporary file; other memory grows by 1 GiB at most.
-        inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it give (`propagated`). The target is the
-            teacher's own state either way.
-        rounds: of Gauss-Newton per layer, up to twice as many while they gain much; 0 leaves the linear solution, in which M is 0.
-        rank_budget: ranks of all layers together, spent where they are worth most, in place of the configuration's.
+        inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it
+            give (`propagated`). The target is the teacher's own state either way.
+        rounds: of Gauss-Newton per layer, up to twice as many while they gain much; 0 leaves the
+            linear solution, in which M is 0.
+        rank_budget: ranks of all layers together, spent where they are worth most, in place of the
+            configuration's.
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
         seed: of the draws from the teacher's predictions.
@@ -96,7 +110,8 @@ def calibrate(
         ConfigError: a setting that cannot work, or no room on disk.
         TooLittleTextError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
-        NotSupportedError: the adapters keep the attention residual, or the base is sharded or spread over devices.
+        NotSupportedError: the adapters keep the attention residual, or the base is sharded or
+            spread over devices.
         NumericalError: a non-finite activation, by layer and name.
     """
     config = attached_config(model)
@@ -106,12 +121,17 @@ def calibrate(
     started = time.perf_counter()
     samples = _samples(data, tokenizer, max_length, tokens, model.config.vocab_size)
     parts = _split(list(batches(samples, batch_size, pad_id_of(tokenizer))))
-    ranks = config.ranks_of(len(layers)) if rank_budget is None else (-(-rank_budget // len(layers)),) * len(layers)
+    ranks = (
+        config.ranks_of(len(layers))
+        if rank_budget is None
+        else (-(-rank_budget // len(layers)),) * len(layers)
+    )
     fitted = parts.tokens - parts.heldout
     if fitted < TOKENS_PER_RANK * max(ranks):
         raise TooLittleTextError(
-            f"calibration has {fitted} tokens to fit, and rank {max(ranks)} needs {TOKENS_PER_RANK * max(ranks)}; give it more data or "
-            "tokens (--calibration_tokens), or lower --adapter_rank"
+            f"calibration has {fitted} tokens to fit, and rank {max(ranks)} needs"
+            f" {TOKENS_PER_RANK * max(ranks)}; give it more data or tokens (--calibration_tokens),"
+            " or lower --adapter_rank"
         )
     device = next(model.parameters()).device
     work = plan(
@@ -127,7 +147,9 @@ def calibrate(
     )
     free = free_bytes(device) if device.type == "cuda" else 0
     placement = work.place(device, free)
-    display = Display(console if console is not None else silent_console(), _steps(parts, len(layers), rounds))
+    display = Display(
+        console if console is not None else silent_console(), _steps(parts, len(layers), rounds)
+    )
     with full_precision():
         display.say(_announced(work, device, placement, free, layers, parts.tokens))
     training = [module for module in model.modules() if module.training]
@@ -149,21 +171,32 @@ def check_base(model: PreTrainedModel) -> None:
     """Refuse bases that no start is solved on.
 
     Raises:
-        ConfigError: a fact was consolidated into it: the rows beside its products are not part of what is solved.
-        ModelError: something was put around, or hooked to, the MLP of a converted layer, and is not part of it either.
+        ConfigError: a fact was consolidated into it: the rows beside its products are not part of
+            what is solved.
+        ModelError: something was put around, or hooked to, the MLP of a converted layer, and is not
+            part of it either.
         NotSupportedError: no one device has all of it.
     """
     if consolidated(model):
-        raise ConfigError("a base with consolidated updates cannot be calibrated on; call npt.unconsolidate first")
+        raise ConfigError(
+            "a base with consolidated updates cannot be calibrated on; call npt.unconsolidate first"
+        )
     for index, layer in npt_layers(model):
         check_layer_readable(index, layer)
     devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     if is_sharded(model) or len(devices) > 1:
         where = "sharded over processes" if is_sharded(model) else f"on {' and '.join(devices)}"
-        raise NotSupportedError(f"the base is {where}, and calibration needs it on one device; use --init random")
+        raise NotSupportedError(
+            f"the base is {where}, and calibration needs it on one device; use --init random"
+        )
 
 
-def check_calibration(config: NPTConfig, rank_budget: int | None, layers: int | None = None, hidden_size: int | None = None) -> None:
+def check_calibration(
+    config: NPTConfig,
+    rank_budget: int | None,
+    layers: int | None = None,
+    hidden_size: int | None = None,
+) -> None:
     """Refuse settings of a calibrated start that cannot work, before anything is loaded.
 
     Args:
@@ -176,12 +209,18 @@ def check_calibration(config: NPTConfig, rank_budget: int | None, layers: int | 
     """
     if config.init != "calibrated":
         if rank_budget is not None:
-            raise ConfigError(f"--rank_budget is {rank_budget}, which means nothing without --init calibrated; add it or drop the other")
+            raise ConfigError(
+                f"--rank_budget is {rank_budget}, which means nothing without --init calibrated;"
+                " add it or drop the other"
+            )
         return
     _check_residual(config)
     if rank_budget is not None:
         if config.ranks is not None:
-            raise ConfigError(f"--rank_budget is {rank_budget} beside --ranks {','.join(map(str, config.ranks))}; drop one of the two")
+            raise ConfigError(
+                f"--rank_budget is {rank_budget} beside --ranks {','.join(map(str, config.ranks))};"
+                " drop one of the two"
+            )
         if layers is not None and hidden_size is not None:
             check_budget(rank_budget, layers, hidden_size)
 
@@ -233,7 +272,9 @@ def _solutions(
         config = replace(config, ranks=tuple(spent.values()))
     ranks = config.ranks_of(len(task.layers))
     walk = _Walk(task, found, dict(zip(task.layers, ranks, strict=True)))
-    solutions, _ = or_on_host(lambda where: walk.run(where, work.keep(device, where, free)), placement, say)
+    solutions, _ = or_on_host(
+        lambda where: walk.run(where, work.keep(device, where, free)), placement, say
+    )
     return solutions, config
 
 
@@ -250,7 +291,9 @@ class _Prepared:
         return replace(self, directions=self.directions.to(HOST), metric=self.metric.to(HOST))
 
 
-def _prepared(task: _Task, ranks: tuple[int, ...] | None, placement: Placement) -> dict[int, _Prepared]:
+def _prepared(
+    task: _Task, ranks: tuple[int, ...] | None, placement: Placement
+) -> dict[int, _Prepared]:
     """Measure the teacher's sensitivity and reduce it, layer by layer, to what solving needs.
 
     Args:
@@ -270,11 +313,15 @@ def _prepared(task: _Task, ranks: tuple[int, ...] | None, placement: Placement) 
     prepared = {}
     for number, index in enumerate(task.layers):
         found = sensitivities.pop(index)  # its matrices are freed when the next layer's turn comes
-        values, directions = worth(found.covariance.to(placement.factors), found.to_attention.to(placement.factors))
+        values, directions = worth(
+            found.covariance.to(placement.factors), found.to_attention.to(placement.factors)
+        )
         kept = directions if ranks is None else directions[: ranks[number]]
         metric = found.to_output
         metric.diagonal().add_(METRIC_FLOOR * metric.diagonal().mean())
-        prepared[index] = _Prepared(values.tolist(), kept.to(placement.sums, torch.float32), metric.to(torch.float32))
+        prepared[index] = _Prepared(
+            values.tolist(), kept.to(placement.sums, torch.float32), metric.to(torch.float32)
+        )
     return prepared
 
 
@@ -314,7 +361,9 @@ class _Walk:
                     if student is not None:
                         self._pass(layer, student)
                     continue
-                self.display.stage(f"layer {index}", _steps(self.parts, converted.index(index), self.rounds))
+                self.display.stage(
+                    f"layer {index}", _steps(self.parts, converted.index(index), self.rounds)
+                )
                 own = teacher if student is None else student
                 self._attend(index, layer, teacher, attention, target)
                 if student is not None:
@@ -332,7 +381,10 @@ class _Walk:
     def _say_solved(self, index: int, solution: Solution) -> None:
         if not self.display.console.is_terminal:
             floor, linear, final = solution.floor, solution.linear, solution.final
-            self.display.say(f"layer {index}: NMSE {floor.nmse:.5f}, linear {linear.nmse:.5f}, now {final.nmse:.5f}")
+            self.display.say(
+                f"layer {index}: NMSE {floor.nmse:.5f}, linear {linear.nmse:.5f}, now"
+                f" {final.nmse:.5f}"
+            )
 
     def _streams(self) -> Iterable[tuple[int, Stream]]:
         """Each batch's context, and where its rows begin."""
@@ -356,7 +408,9 @@ class _Walk:
             hidden = stream.scatter(self._hidden(states, start, stream))
             states.write(start, stream.rows(layer(hidden, **stream.context_of(layer))))
 
-    def _attend(self, index: int, layer: NPTLayer, states: Rows, attention: Rows, target: Rows | None) -> None:
+    def _attend(
+        self, index: int, layer: NPTLayer, states: Rows, attention: Rows, target: Rows | None
+    ) -> None:
         """a of a converted layer, and t if asked for, from the states in front of it."""
         for start, stream in self._streams():
             h = self._hidden(states, start, stream)
@@ -389,7 +443,8 @@ class _Walk:
         for name, value in solution.parameters.items():
             if not bool(torch.isfinite(value).all()):
                 raise NumericalError(
-                    f"calibration: {name} of layer {index} came out non-finite; nothing was changed, start with --init random"
+                    f"calibration: {name} of layer {index} came out non-finite; nothing was"
+                    " changed, start with --init random"
                 )
         return solution
 
@@ -403,12 +458,25 @@ class _Walk:
             to.write(start, rows + output)
 
 
-def _check(config: NPTConfig, layers: int, width: int, tokens: int, inputs: str, rounds: int, rank_budget: int | None) -> None:
+def _check(
+    config: NPTConfig,
+    layers: int,
+    width: int,
+    tokens: int,
+    inputs: str,
+    rounds: int,
+    rank_budget: int | None,
+) -> None:
     _check_residual(config)
     if config.mult_form != "sigmoid":
-        raise NotSupportedError(f"calibration solves the sigmoid form, but --mult_form is {config.mult_form}; use --init random")
+        raise NotSupportedError(
+            f"calibration solves the sigmoid form, but --mult_form is {config.mult_form}; use"
+            " --init random"
+        )
     if inputs not in CALIBRATION_INPUTS:
-        raise ConfigError(f"--calibration_inputs is {inputs!r}; choose from {', '.join(CALIBRATION_INPUTS)}")
+        raise ConfigError(
+            f"--calibration_inputs is {inputs!r}; choose from {', '.join(CALIBRATION_INPUTS)}"
+        )
     for flag, value, low in (("calibration_tokens", tokens, 1), ("calibration_rounds", rounds, 0)):
         if value < low:
             raise ConfigError(f"--{flag} is {value}; it must be at least {low}")
@@ -419,17 +487,33 @@ def _check(config: NPTConfig, layers: int, width: int, tokens: int, inputs: str,
 def _check_residual(config: NPTConfig) -> None:
     if config.residual == "keep":
         raise NotSupportedError(
-            "adapters with --residual keep start equal to their base, which is what calibration solves for; use --init random"
+            "adapters with --residual keep start equal to their base, which is what calibration"
+            " solves for; use --init random"
         )
 
 
-def _samples(data: Iterable[Record] | Iterable[Sample], tokenizer: Any, max_length: int, tokens: int, vocab_size: int) -> list[Sample]:
-    """Samples of `tokens` tokens in all, the last one cut; those with ids outside the vocabulary, which training refuses, are left out."""
+def _samples(
+    data: Iterable[Record] | Iterable[Sample],
+    tokenizer: Any,
+    max_length: int,
+    tokens: int,
+    vocab_size: int,
+) -> list[Sample]:
+    """Samples of `tokens` tokens in all, the last one cut; those with ids outside the vocabulary,
+    which training refuses, are left out.
+    """
     items = iter(data)
     first = next(items, None)
     rest: Iterable[Any] = [] if first is None else itertools.chain([first], items)
     found, left = [], tokens
-    for sample in within(rest if isinstance(first, Sample) else cut(rest, tokenizer, DataConfig(max_length=max_length)), vocab_size):
+    for sample in within(
+        (
+            rest
+            if isinstance(first, Sample)
+            else cut(rest, tokenizer, DataConfig(max_length=max_length))
+        ),
+        vocab_size,
+    ):
         sample = _shortened(sample, left)
         found.append(sample)
         left -= len(sample.input_ids)
@@ -437,7 +521,8 @@ def _samples(data: Iterable[Record] | Iterable[Sample], tokenizer: Any, max_leng
             break
     if len(found) < 2:
         raise TooLittleTextError(
-            f"calibration needs two samples of text, one to fit and one to check, and the data gave {len(found)}; give it more"
+            "calibration needs two samples of text, one to fit and one to check, and the data gave"
+            f" {len(found)}; give it more"
         )
     return found
 
@@ -458,7 +543,8 @@ def _split(found: list[Batch]) -> _Parts:
     """Every eighth batch is held out and stands last."""
     if len(found) == 1:
         raise TooLittleTextError(
-            "calibration fills one batch only, and needs one to fit and one to check; give it more data, or lower --batch_size"
+            "calibration fills one batch only, and needs one to fit and one to check; give it more"
+            " data, or lower --batch_size"
         )
     heldout = found[HELDOUT_ONE_IN - 1 :: HELDOUT_ONE_IN] or found[-1:]
     chosen = {id(batch) for batch in heldout}
@@ -477,16 +563,28 @@ def _chunks(tokens: int) -> int:
 
 def _finite(index: int, name: str, rows: Tensor) -> Tensor:
     if not bool(torch.isfinite(rows).all()):
-        raise NumericalError(f"calibration: the {name} of layer {index} is not finite; find its cause with npt trace, nothing was changed")
+        raise NumericalError(
+            f"calibration: the {name} of layer {index} is not finite; find its cause with npt"
+            " trace, nothing was changed"
+        )
     return rows
 
 
-def _tensors(model: PreTrainedModel, config: NPTConfig, solutions: dict[int, Solution]) -> dict[str, Tensor]:
-    """The solutions by the names of the adapters' parameters; B is divided by alpha, which the forward multiplies it with."""
+def _tensors(
+    model: PreTrainedModel, config: NPTConfig, solutions: dict[int, Solution]
+) -> dict[str, Tensor]:
+    """The solutions by the names of the adapters' parameters; B is divided by alpha, which the
+    forward multiplies it with.
+    """
     found: dict[str, Tensor] = {}
     for index, solution in solutions.items():
-        divided = {name: x / config.additive_scale if name.startswith("B.") else x for name, x in solution.parameters.items()}
-        found |= {f"model.layers.{index}.npt.{name}": value for name, value in balanced(divided).items()}
+        divided = {
+            name: x / config.additive_scale if name.startswith("B.") else x
+            for name, x in solution.parameters.items()
+        }
+        found |= {
+            f"model.layers.{index}.npt.{name}": value for name, value in balanced(divided).items()
+        }
     assert found.keys() == adapter_shapes(model, config).keys()
     return found
 
@@ -494,9 +592,11 @@ def _tensors(model: PreTrainedModel, config: NPTConfig, solutions: dict[int, Sol
 def balanced(parameters: Parameters) -> Parameters:
     """The same adapter in numbers that training can change evenly.
 
-    A row of A times c and the columns of B and M that read it over c give the same student for any c. Solved for a code of unit variance,
-    entries of A are a few hundredths and those of B a few units, while AdamW moves every entry by the learning rate: A is thrown away
-    before B has begun. So c makes the root mean squares of both equal; it is a power of two, by which fp32 multiplies exactly.
+    A row of A times c and the columns of B and M that read it over c give the same student for any
+    c. Solved for a code of unit variance, entries of A are a few hundredths and those of B a few
+    units, while AdamW moves every entry by the learning rate: A is thrown away before B has begun.
+    So c makes the root mean squares of both equal; it is a power of two, by which fp32 multiplies
+    exactly.
 
     Args:
         parameters: of one layer, `A` [R, D], `B.*` and `M.*` [O, R].
@@ -504,8 +604,12 @@ def balanced(parameters: Parameters) -> Parameters:
     behind = torch.cat([value for name, value in parameters.items() if name != "A"])
     sizes = behind.square().mean(dim=0).sqrt() / parameters["A"].square().mean(dim=1).sqrt()
     factor = torch.exp2(torch.round(torch.log2(sizes) / 2))
-    factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0)  # a row that nothing reads, or that reads nothing
-    return {name: value * factor.unsqueeze(1) if name == "A" else value / factor for name, value in parameters.items()}
+    # a row that nothing reads, or that reads nothing
+    factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0)
+    return {
+        name: value * factor.unsqueeze(1) if name == "A" else value / factor
+        for name, value in parameters.items()
+    }
 
 
 def _figures(solution: Solution) -> LayerCalibration:
@@ -536,7 +640,10 @@ def _announced(
 ) -> str:
     """One line: what is about to be done, what it takes, and where."""
     seconds = work.seconds(device, placement)
-    parts = [f"calibrating layers {format_layers(layers)} on {tokens:,} tokens: about {_duration(seconds.total)}"]
+    parts = [
+        f"calibrating layers {format_layers(layers)} on {tokens:,} tokens: about"
+        f" {_duration(seconds.total)}"
+    ]
     if seconds.factorisations >= 0.1 * seconds.total:
         parts.append(f"{_duration(seconds.factorisations)} of it eigendecompositions")
     if device != HOST:

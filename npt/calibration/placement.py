@@ -1,4 +1,6 @@
-"""The device that a calibration keeps its matrices and rows on: the model's if they fit, else the host."""
+"""The device that a calibration keeps its matrices and rows on: the model's if they fit, else the
+host.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,7 @@ class Placement:
         return ", ".join(f"{_listed(names)} on {place}" for place, names in found.items())
 
 
-PREFERENCES = (
-    ("sums", "factors", "rows"),
-    ("sums", "factors"),
-    ("factors", "rows"),
-    ("factors",),
-)
+PREFERENCES = (("sums", "factors", "rows"), ("sums", "factors"), ("factors", "rows"), ("factors",))
 """What is put on the model's device, the first choice that fits. Rows on the host are copied while
 the device computes; sums on the host cost the host's own time, factorisations there most of all."""
 
@@ -63,7 +60,9 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def or_on_host(act: Callable[[Placement], T], placement: Placement, say: Callable[[str], None]) -> tuple[T, Placement]:
+def or_on_host(
+    act: Callable[[Placement], T], placement: Placement, say: Callable[[str], None]
+) -> tuple[T, Placement]:
     """Run `act`; if a device has no memory for it, say so in one line and run it on the host.
 
     Args:

@@ -101,7 +101,12 @@ class Plan:
         return {
             "measuring": self.graph + (self.sums if sums else gram),
             "factorising": factor + (self.sums if sums else 0),
-            "solving": self.solving + factor + (self.waiting if sums else gram) + (self.rows if placement.rows == device != HOST else 0),
+            "solving": (
+                self.solving
+                + factor
+                + (self.waiting if sums else gram)
+                + (self.rows if placement.rows == device != HOST else 0)
+            ),
         }
 
     def ram(self, device: torch.device, placement: Placement) -> int:
@@ -116,7 +121,8 @@ class Plan:
         return self.rows if placement.rows == HOST else 0
 
     def seconds(self, device: torch.device, placement: Placement) -> Seconds:
-        """About how long it takes here, from one product and one small eigendecomposition timed now.
+        """About how long it takes here, from one product and one small eigendecomposition timed
+        now.
 
         A layer that is hard may take more rounds. An eigendecomposition is scaled with the cube of
         its side, which is too much on a GPU, where a small one waits for launches.
@@ -186,7 +192,10 @@ def plan(
         sums=3 * 8 * width**2 * converted,
         waiting=4 * (width + directions) * width * converted,
         factor=FACTOR_MATRICES * 8 * width**2,
-        solving=4 * CHUNK * (12 * ffn + 8 * width) + 4 * 3 * width * ffn + VECTORS * parameters + 2 * 8 * rank * outputs,
+        solving=4 * CHUNK * (12 * ffn + 8 * width)
+        + 4 * 3 * width * ffn
+        + VECTORS * parameters
+        + 2 * 8 * rank * outputs,
         rows=4 * tokens * width * (4 if inputs == "propagated" else 3),
         kept=kept,
     )
@@ -211,7 +220,9 @@ class Display:
             self._bar.start()
 
     def stage(self, name: str, done: int) -> None:
-        """What is done now, and how many steps of the whole are counted as done before it: rounds may end early."""
+        """What is done now, and how many steps of the whole are counted as done before it: rounds
+        may end early.
+        """
         if self._bar is not None:
             self._bar.update(self._task, stage=name, completed=done)
 

@@ -16,13 +16,14 @@ def check_budget(budget: int, layers: int, hidden_size: int) -> None:
     """
     if not layers <= budget <= layers * hidden_size:
         raise ConfigError(
-            f"--rank_budget is {budget}; {layers} converted layers of a model of hidden size {hidden_size} take {layers} to "
-            f"{layers * hidden_size} ranks in all"
+            f"--rank_budget is {budget}; {layers} converted layers of a model of hidden size"
+            f" {hidden_size} take {layers} to {layers * hidden_size} ranks in all"
         )
 
 
 def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
-    """Ranks by layer: one each, then always one more where the next direction is worth most. Equal ones go to the lowest layer.
+    """Ranks by layer: one each, then always one more where the next direction is worth most. Equal
+    ones go to the lowest layer.
 
     Args:
         budget: ranks in all, within the bounds of `check_budget`.

@@ -12,12 +12,13 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """One layer on held-out calibration tokens. `before` is without any modulation (attention dropped), `linear` the start in closed
-    form, `after` the end.
+    """One layer on held-out calibration tokens. `before` is without any modulation (attention
+    dropped), `linear` the start in closed form, `after` the end.
 
-    nmse_*: ||o - t||^2 / ||t||^2. update_*: the same error by what the layer does, ||t - h||^2; `update_after` is how hard the layer
-    is. kl_*: what the error costs in KL(teacher, student), nats per token, to second order and by itself. ridge: as chosen. rounds:
-    of Gauss-Newton that were accepted.
+    nmse_*: ||o - t||^2 / ||t||^2. update_*: the same error by what the layer does, ||t - h||^2;
+    `update_after` is how hard the layer is. kl_*: what the error costs in KL(teacher, student),
+    nats per token, to second order and by itself. ridge: as chosen. rounds: of Gauss-Newton that
+    were accepted.
     """
 
     rank: int
@@ -36,7 +37,9 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` did; `layers` by index, of `tokens` in all `heldout_tokens` chose and were not fitted."""
+    """What `calibrate` did; `layers` by index, of `tokens` in all `heldout_tokens` chose and were
+    not fitted.
+    """
 
     layers: Mapping[int, LayerCalibration]
     tokens: int
@@ -63,11 +66,21 @@ class Calibration:
 def calibration_table(calibration: Calibration) -> Table:
     """A row per layer."""
     title = (
-        f"Calibration on {calibration.tokens - calibration.heldout_tokens:,} tokens, figures on {calibration.heldout_tokens:,} others; "
-        f"{calibration.inputs} inputs"
+        f"Calibration on {calibration.tokens - calibration.heldout_tokens:,} tokens, figures on"
+        f" {calibration.heldout_tokens:,} others; {calibration.inputs} inputs"
     )
     table = Table(title=title, title_justify="left")
-    for heading in ("layer", "rank", "NMSE before", "linear", "after", "of the update", "KL, nats", "ridge", "rounds"):
+    for heading in (
+        "layer",
+        "rank",
+        "NMSE before",
+        "linear",
+        "after",
+        "of the update",
+        "KL, nats",
+        "ridge",
+        "rounds",
+    ):
         table.add_column(heading, justify="right")
     for index, layer in calibration.layers.items():
         table.add_row(

@@ -1,4 +1,5 @@
-"""Rows of numbers, on disk or on a device: what a layer reads and gives for every calibration token.
+"""Rows of numbers, on disk or on a device: what a layer reads and gives for every calibration
+token.
 
 On disk they take no memory. The file has no name and is gone with its object, whatever ends the
 process. Its whole length is reserved when it is made: written to lazily, a full disk would kill the
@@ -32,7 +33,9 @@ class Rows:
     """
 
     def __init__(self, count: int, width: int, device: torch.device = HOST):
-        self._rows = _in_file(count, width) if device == HOST else torch.zeros(count, width, device=device)
+        self._rows = (
+            _in_file(count, width) if device == HOST else torch.zeros(count, width, device=device)
+        )
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -1,4 +1,6 @@
-"""What the teacher's predictions are sensitive to, layer by layer: one backward pass over the calibration tokens."""
+"""What the teacher's predictions are sensitive to, layer by layer: one backward pass over the
+calibration tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ from npt.quant.precision import cast_once
 class Sensitivity:
     """Means over tokens for one layer, [D, D] fp64.
 
-    covariance: C = E a a'. to_attention: S = E s s', s the gradient at a. to_output: G = E g g', g the gradient at t. The gradients are
-    of the log-likelihood, summed over the tokens, of what is drawn from the teacher's own predictions, so S and G are blocks of the
-    Fisher information: half of e'G e is the KL that an error e of t costs, to second order.
+    covariance: C = E a a'. to_attention: S = E s s', s the gradient at a. to_output: G = E g g', g
+    the gradient at t. The gradients are of the log-likelihood, summed over the tokens, of what is
+    drawn from the teacher's own predictions, so S and G are blocks of the Fisher information: half
+    of e'G e is the KL that an error e of t costs, to second order.
     """
 
     covariance: Tensor
@@ -104,7 +107,12 @@ def measure(
         for index, sums in found.items():
             sums.add(
                 stream.rows(seen[index, "attention"].detach()),
-                _check(index, "gradient at the attention output", _gradient(seen[index, "stream"]), stream),
+                _check(
+                    index,
+                    "gradient at the attention output",
+                    _gradient(seen[index, "stream"]),
+                    stream,
+                ),
                 _check(index, "gradient at the output", _gradient(seen[index, "output"]), stream),
             )
         tick(host_batch)
@@ -114,7 +122,9 @@ def measure(
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Any:
-    """Hooks that show a layer's attention output and the stream behind it, h + a, whose gradient is that of a with h held still."""
+    """Hooks that show a layer's attention output and the stream behind it, h + a, whose gradient is
+    that of a with h held still.
+    """
 
     def attention(module: Any, inputs: Any, output: Any) -> None:
         seen[index, "attention"] = output[0]
@@ -130,7 +140,8 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Any
 
 
 def _score(model: PreTrainedModel, states: Tensor, generator: torch.Generator) -> Tensor:
-    """The gradient at the final states [N, D] of the log-likelihood of one token per row, drawn from the prediction there.
+    """The gradient at the final states [N, D] of the log-likelihood of one token per row, drawn
+    from the prediction there.
 
     Logits exist for a chunk of rows at a time only.
     """
@@ -141,9 +152,16 @@ def _score(model: PreTrainedModel, states: Tensor, generator: torch.Generator) -
                 leaf = rows.detach().requires_grad_()
                 logits = model.lm_head(leaf).to(torch.float32)
                 if not bool(torch.isfinite(logits).all()):
-                    raise NumericalError("calibration: the teacher's logits are not finite; run npt trace on the base, nothing was changed")
-                drawn = torch.multinomial(torch.softmax(logits.detach(), dim=-1), 1, generator=generator).squeeze(-1)
-                parts.append(torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), leaf)[0])
+                    raise NumericalError(
+                        "calibration: the teacher's logits are not finite; run npt trace on the"
+                        " base, nothing was changed"
+                    )
+                drawn = torch.multinomial(
+                    torch.softmax(logits.detach(), dim=-1), 1, generator=generator
+                ).squeeze(-1)
+                parts.append(
+                    torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), leaf)[0]
+                )
     return torch.cat(parts)
 
 
@@ -173,5 +191,8 @@ def _check(index: int, name: str, states: Tensor, stream: Stream) -> Tensor:
     """The valid tokens' rows of [B, T, D] states."""
     rows = stream.rows(states.detach())
     if not bool(torch.isfinite(rows).all()):
-        raise NumericalError(f"calibration: the {name} of layer {index} is not finite; find its cause with npt trace, nothing was changed")
+        raise NumericalError(
+            f"calibration: the {name} of layer {index} is not finite; find its cause with npt"
+            " trace, nothing was changed"
+        )
     return rows

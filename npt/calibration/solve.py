@@ -1,16 +1,25 @@
-"""Solving one layer: a linear start in closed form, then a few Gauss-Newton rounds on all of A, B and M at once.
+"""Solving one layer: a linear start in closed form, then a few Gauss-Newton rounds on all of A, B
+and M at once.
 
-What is made small is the mean over tokens of e'G e, e = t - o, where G is the mean of g g' over tokens and g the gradient, at t, of the
-teacher's log-likelihood of a token drawn from its own prediction. Half of it is, to second order, what the error costs in KL(teacher,
-student): an error that the layers above do not read costs nothing.
+What is made small is the mean over tokens of e'G e, e = t - o, where G is the mean of g g' over
+tokens and g the gradient, at t, of the teacher's log-likelihood of a token drawn from its own
+prediction. Half of it is, to second order, what the error costs in KL(teacher, student): an error
+that the layers above do not read costs nothing.
 
-1. Directions. s is the same gradient with respect to the attention output a, S = E s s', C = E a a'. A loses least in KL, to second
-   order, if its rows span C^(-1/2) times the top eigenvectors of C^(1/2) S C^(1/2): one code for gate, up and down together. The
-   eigenvalues are what each further direction is worth, comparable between layers. z = A a has unit covariance then.
-2. Linear start. B.gate and B.up by ridge regression of gate(x_t) - gate(x), up(x_t) - up(x) on z, x_t being what the teacher's MLP
-   reads; B.down of what is missing at the output behind these two. The ridge is chosen on held-out tokens. M stays 0.
-3. Gauss-Newton. The layer is linearised in all its parameters, and the least-squares problem solved by conjugate gradients in
-   coordinates in which a unit change of any parameter moves the output about as much as of any other. A step is taken if it lowers the
+1. Directions. s is the same gradient with respect to the attention output a, S = E s s', C = E a
+a'. A loses least in KL, to second
+   order, if its rows span C^(-1/2) times the top eigenvectors of C^(1/2) S C^(1/2): one code for
+   gate, up and down together. The
+   eigenvalues are what each further direction is worth, comparable between layers. z = A a has unit
+   covariance then.
+2. Linear start. B.gate and B.up by ridge regression of gate(x_t) - gate(x), up(x_t) - up(x) on z,
+x_t being what the teacher's MLP
+   reads; B.down of what is missing at the output behind these two. The ridge is chosen on held-out
+   tokens. M stays 0.
+3. Gauss-Newton. The layer is linearised in all its parameters, and the least-squares problem solved
+by conjugate gradients in
+   coordinates in which a unit change of any parameter moves the output about as much as of any
+   other. A step is taken if it lowers the
    cost on held-out tokens; else it is shortened, and damped more in the next round.
 
 All sums run over chunks of tokens, so memory does not grow with their number.
@@ -38,7 +47,8 @@ RIDGES = (1e-6, 1e-4, 1e-2, 1e-1)
 """Ridges that are tried, relative to the mean variance of the code."""
 
 DAMPING = 1e-3
-"""Levenberg damping at first, in coordinates in which the curvature of each parameter is about 1."""
+"""Levenberg damping at first, in coordinates in which the curvature of each parameter is about 1.
+"""
 
 CG_STEPS = 12
 STEP_SIZES = (1.0, 0.5, 0.25, 0.125)
@@ -46,22 +56,29 @@ ENOUGH = 0.005
 """A round that lowers the held-out cost by a smaller share than this is the last."""
 
 STILL_WORTH_A_ROUND = 0.1
-"""A layer that gained more than this share in its last round gets another, twice as many as asked for at most: the first layer does."""
+"""A layer that gained more than this share in its last round gets another, twice as many as asked
+for at most: the first layer does.
+"""
 
 METRIC_FLOOR = 1e-2
-"""Share of G's mean eigenvalue that is added to all of them: tokens other than those seen may read other directions."""
+"""Share of G's mean eigenvalue that is added to all of them: tokens other than those seen may read
+other directions.
+"""
 
 SMALLEST = 1e-5
-"""Eigenvalues of a covariance below this share of its largest one are taken for it. Attention outputs all but vanish in some
-directions; a code that had unit variance there would be made of rounding, and fitted to noise."""
+"""Eigenvalues of a covariance below this share of its largest one are taken for it. Attention
+outputs all but vanish in some directions; a code that had unit variance there would be made of
+rounding, and fitted to noise."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer's tokens: `h` and `a` that the student reads, `t` that it is to give. The last `heldout` rows decide and are not fitted.
+    """A layer's tokens: `h` and `a` that the student reads, `t` that it is to give. The last
+    `heldout` rows decide and are not fitted.
 
-    metric: G, [D, D] fp32, on the device. factors: device of fp64 sums and factorisations. keep: bytes
-    of linearisations that a round may hold instead of computing them again in each of its passes.
+    metric: G, [D, D] fp32, on the device. factors: device of fp64 sums and factorisations. keep:
+    bytes of linearisations that a round may hold instead of computing them again in each of its
+    passes.
     """
 
     tail: Tail
@@ -98,7 +115,9 @@ class Problem:
             self.tick()
             yield tuple(part.read(first, last, self.metric.device) for part in rows)
 
-    def fit_of(self, *rows: Rows, share: float = 1.0, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    def fit_of(
+        self, *rows: Rows, share: float = 1.0, start: int = 0
+    ) -> Iterator[tuple[Tensor, ...]]:
         """The `rows` of a share of the fitted tokens, without those before `start`."""
         return self.chunks(start, max(1, round(share * self.fitted)), *rows)
 
@@ -113,7 +132,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Errors:
-    """Means over the held-out tokens: `cost` e'G e / 2, about nats; `nmse` ||e||^2 / ||t||^2; `update` ||e||^2 / ||t - h||^2."""
+    """Means over the held-out tokens: `cost` e'G e / 2, about nats; `nmse` ||e||^2 / ||t||^2;
+    `update` ||e||^2 / ||t - h||^2.
+    """
 
     cost: float
     nmse: float
@@ -122,7 +143,9 @@ class Errors:
 
 @dataclass(frozen=True)
 class Solution:
-    """What became of a layer. floor: no modulation at all. linear: the start in closed form. final: behind the last round."""
+    """What became of a layer. floor: no modulation at all. linear: the start in closed form. final:
+    behind the last round.
+    """
 
     parameters: Parameters
     ridge: float
@@ -161,7 +184,8 @@ def worth(covariance: Tensor, sensitivity: Tensor) -> tuple[Tensor, Tensor]:
         sensitivity: S = E s s', [D, D] fp64.
 
     Returns:
-        The eigenvalues of C^(1/2) S C^(1/2), largest first, [D], and as rows the code directions v' C^(-1/2), [D, D].
+        The eigenvalues of C^(1/2) S C^(1/2), largest first, [D], and as rows the code directions v'
+        C^(-1/2), [D, D].
     """
     root, inverse = roots(covariance)
     values, vectors = eigh(root @ sensitivity @ root)
@@ -214,13 +238,16 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
         else:
             gain = 1.0 - better[0].cost / final.cost
             (final, p), done = better, done + 1
-        if (number and better is not None and gain < ENOUGH) or (number >= rounds - 1 and gain < STILL_WORTH_A_ROUND):
+        if (number and better is not None and gain < ENOUGH) or (
+            number >= rounds - 1 and gain < STILL_WORTH_A_ROUND
+        ):
             break
     return Solution(p, ridge, done, floor, linear, final)
 
 
 def round_share(number: int, rounds: int) -> float:
-    """Share of the tokens that round `number` (from 0) fits: all in the last, half as many in each before it, a quarter at least.
+    """Share of the tokens that round `number` (from 0) fits: all in the last, half as many in each
+    before it, a quarter at least.
 
     What the first rounds find is improved on by the later ones anyway, at half the price.
     """
@@ -241,7 +268,11 @@ class CodeSums:
 def code_sums(problem: Problem, zero: Parameters) -> CodeSums:
     """Sums of the code of `zero` and of what attention changes at gate and up."""
     tail, rank, factors = problem.tail, len(zero["A"]), problem.factors
-    moments = {target: _zeros(rank, len(zero[f"B.{target}"]), factors) for target in ("gate", "up") if f"B.{target}" in zero}
+    moments = {
+        target: _zeros(rank, len(zero[f"B.{target}"]), factors)
+        for target in ("gate", "up")
+        if f"B.{target}" in zero
+    }
     gram = _zeros(rank, rank, factors)
     for h, a in problem.fit_of(problem.h, problem.a) if moments else ():
         z = a @ zero["A"].T
@@ -253,7 +284,9 @@ def code_sums(problem: Problem, zero: Parameters) -> CodeSums:
     return CodeSums(gram, moments)
 
 
-def linear_start(problem: Problem, zero: Parameters, ridge: float, first: CodeSums | None = None) -> Parameters:
+def linear_start(
+    problem: Problem, zero: Parameters, ridge: float, first: CodeSums | None = None
+) -> Parameters:
     """B by ridge regression on the code of `zero`, everything else as it is there.
 
     Args:
@@ -277,8 +310,11 @@ def linear_start(problem: Problem, zero: Parameters, ridge: float, first: CodeSu
     return p
 
 
-def gauss_newton_step(problem: Problem, p: Parameters, damping: float, share: float = 1.0, steps: int = CG_STEPS) -> Parameters:
-    """The change of the parameters that minimises the linearised cost, by conjugate gradients on the normal equations.
+def gauss_newton_step(
+    problem: Problem, p: Parameters, damping: float, share: float = 1.0, steps: int = CG_STEPS
+) -> Parameters:
+    """The change of the parameters that minimises the linearised cost, by conjugate gradients on
+    the normal equations.
 
     Args:
         problem: the layer and its tokens.
@@ -302,7 +338,10 @@ def gauss_newton_step(problem: Problem, p: Parameters, damping: float, share: fl
         _add(gradient, tail.pulled(p, (t - h - at.output) @ metric, at))
         _add_curvature(curvature, at, p, inner, metric.diagonal())
         count += len(h)
-    scale = {name: (value / count).clamp_min(1e-30).rsqrt().unsqueeze(-1) for name, value in curvature.items()}
+    scale = {
+        name: (value / count).clamp_min(1e-30).rsqrt().unsqueeze(-1)
+        for name, value in curvature.items()
+    }
     coordinates = problem.code_coordinates
     scale["A"] = _code_scale(p, curvature, count)
 
@@ -330,12 +369,18 @@ def gauss_newton_step(problem: Problem, p: Parameters, damping: float, share: fl
         x = {name: value + length * direction[name] for name, value in x.items()}
         residual = {name: value - length * curved[name] for name, value in residual.items()}
         before, energy = energy, _dot(residual, residual)
-        direction = {name: value + (energy / before) * direction[name] for name, value in residual.items()}
+        direction = {
+            name: value + (energy / before) * direction[name] for name, value in residual.items()
+        }
     return to_parameters(x)
 
 
-def _linearised(problem: Problem, p: Parameters, share: float, kept: list[Linearised]) -> Iterator[Linearised]:
-    """The layer linearised at `p`, chunk by chunk: `kept` of the first chunks, computed of the others."""
+def _linearised(
+    problem: Problem, p: Parameters, share: float, kept: list[Linearised]
+) -> Iterator[Linearised]:
+    """The layer linearised at `p`, chunk by chunk: `kept` of the first chunks, computed of the
+    others.
+    """
     for at in kept:
         problem.tick()
         yield at
@@ -343,8 +388,12 @@ def _linearised(problem: Problem, p: Parameters, share: float, kept: list[Linear
         yield problem.tail.at(p, h, a)
 
 
-def _add_curvature(curvature: Parameters, at: Linearised, p: Parameters, inner: Tensor, outer: Tensor) -> None:
-    """Add the curvature of a channel of each B and M for a code of unit variance: sums over tokens, [O] by name."""
+def _add_curvature(
+    curvature: Parameters, at: Linearised, p: Parameters, inner: Tensor, outer: Tensor
+) -> None:
+    """Add the curvature of a channel of each B and M for a code of unit variance: sums over tokens,
+    [O] by name.
+    """
     down_m = 1.0 if at.down_m is None else at.down_m.square().mean(dim=-1, keepdim=True)
     for name in p:
         if name == "A":
@@ -359,16 +408,28 @@ def _add_curvature(curvature: Parameters, at: Linearised, p: Parameters, inner: 
 
 
 def _code_scale(p: Parameters, curvature: Parameters, count: int) -> Tensor:
-    """1 / sqrt of the curvature of each code, through all that reads it: [R, 1]. Codes that nothing reads yet count as the mean."""
-    total = sum(((curvature[name] / count).unsqueeze(-1) * value.square()).sum(dim=0) for name, value in p.items() if name != "A")
+    """1 / sqrt of the curvature of each code, through all that reads it: [R, 1]. Codes that nothing
+    reads yet count as the mean.
+    """
+    total = sum(
+        ((curvature[name] / count).unsqueeze(-1) * value.square()).sum(dim=0)
+        for name, value in p.items()
+        if name != "A"
+    )
     assert isinstance(total, Tensor)
     floor = float(total.mean()) * 1e-3
-    return total.clamp_min(max(floor, 1e-30)).rsqrt().unsqueeze(-1) if floor > 0 else torch.zeros_like(total).unsqueeze(-1)
+    return (
+        total.clamp_min(max(floor, 1e-30)).rsqrt().unsqueeze(-1)
+        if floor > 0
+        else torch.zeros_like(total).unsqueeze(-1)
+    )
 
 
 def _ridge(gram: Tensor, moment: Tensor, ridge: float) -> Tensor:
     """(Z'Z + ridge mean diag)^-1 Z'Y, transposed: [O, R] fp64."""
-    damped = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    damped = gram + ridge * gram.diagonal().mean() * torch.eye(
+        len(gram), dtype=gram.dtype, device=gram.device
+    )
     return torch.linalg.solve(damped, moment).T
 
 

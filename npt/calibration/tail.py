@@ -1,11 +1,15 @@
-"""The part of a converted layer that is linear or known in closed form: from a's modulation to o, and its derivative.
+"""The part of a converted layer that is linear or known in closed form: from a's modulation to o,
+and its derivative.
 
-The frozen gate_proj and up_proj read x, which no adapter touches, so in the adapter's parameters the layer is
+The frozen gate_proj and up_proj read x, which no adapter touches, so in the adapter's parameters
+the layer is
 
-    o = h + mod_down(W_down (silu(mod_gate(g)) * mod_up(u))),      mod(y) = m(M z) * y + alpha B z,      z = A a
+    o = h + mod_down(W_down (silu(mod_gate(g)) * mod_up(u))),      mod(y) = m(M z) * y + alpha B z,
+    z = A a
 
-The Jacobian J of o in (A, B, M) is never formed: `pushed` gives J d for a direction d, `pulled` gives J' r for rows r, both exact. Inside
-this module B stands for alpha B, and parameters go by short names: A, B.gate, M.down and so on.
+The Jacobian J of o in (A, B, M) is never formed: `pushed` gives J d for a direction d, `pulled`
+gives J' r for rows r, both exact. Inside this module B stands for alpha B, and parameters go by
+short names: A, B.gate, M.down and so on.
 
 Shapes: N tokens, D hidden, F ffn, R rank.
 """
@@ -27,15 +31,18 @@ from npt.quant.hooks import may_change
 from npt.quant.linear import check_readable, dense_weight
 
 Parameters = dict[str, Tensor]
-"""A [R, D]; B.gate, B.up, M.gate, M.up [F, R]; B.down, M.down [D, R]: those that the adapter's form has."""
+"""A [R, D]; B.gate, B.up, M.gate, M.up [F, R]; B.down, M.down [D, R]: those that the adapter's form
+has.
+"""
 
 
 @dataclass(frozen=True)
 class Linearised:
     """What the derivative at some parameters needs of [N] tokens.
 
-    output: o - h, [N, D]. a: [N, D]. z: [N, R]. into: by target, the factor between a change of the modulated product and of what
-    down_proj reads ([N, F]; None for down). slope: by target, dm/d(Mz) * y, None without a multiplicative term. down_m: m of down.
+    output: o - h, [N, D]. a: [N, D]. z: [N, R]. into: by target, the factor between a change of the
+    modulated product and of what down_proj reads ([N, F]; None for down). slope: by target,
+    dm/d(Mz) * y, None without a multiplicative term. down_m: m of down.
     """
 
     output: Tensor
@@ -56,20 +63,25 @@ def check_layer_readable(index: int, layer: NPTLayer) -> None:
     """Refuse a layer of which a `Tail` would not be all there is.
 
     Raises:
-        ModelError: a part of its MLP is not a plain linear layer, or somebody's hook may change a value.
+        ModelError: a part of its MLP is not a plain linear layer, or somebody's hook may change a
+            value.
     """
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
         raise ModelError(
-            f"layer {index} has no {', '.join(missing)} any more, and a calibrated start needs its weights; start with --init random"
+            f"layer {index} has no {', '.join(missing)} any more, and a calibrated start needs its"
+            " weights; start with --init random"
         )
     for name in (f"{target}_proj" for target in TARGETS):
-        check_readable(f"layer {index}'s mlp.{name}", getattr(layer.mlp, name), "a calibrated start")
+        check_readable(
+            f"layer {index}'s mlp.{name}", getattr(layer.mlp, name), "a calibrated start"
+        )
     for place, module in (("", layer), (".mlp", layer.mlp), (".mlp.act_fn", layer.mlp.act_fn)):
         if may_change(module):
             raise ModelError(
-                f"model.layers.{index}{place} has hooks that may change what it gives, or another forward, which a calibrated start would "
-                "leave out; remove them, or start with --init random"
+                f"model.layers.{index}{place} has hooks that may change what it gives, or another"
+                " forward, which a calibrated start would leave out; remove them, or start with"
+                " --init random"
             )
 
 
@@ -86,15 +98,25 @@ class Tail:
         self.targets = tuple(target for target in TARGETS if target in config.targets)
         self.beta = config.mult_bound
         mlp = layer.mlp
-        self.gate, self.up, self.down = (dense_weight(p).to(torch.float32) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        self.biases: dict[str, Any] = {name: getattr(getattr(mlp, f"{name}_proj"), "bias", None) for name in TARGETS}
+        self.gate, self.up, self.down = (
+            dense_weight(p).to(torch.float32) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+        self.biases: dict[str, Any] = {
+            name: getattr(getattr(mlp, f"{name}_proj"), "bias", None) for name in TARGETS
+        }
 
     def form(self, rank: int) -> Parameters:
         """Zeros for every B and M that an adapter of this form and rank has."""
         config, like = self.layer.npt.config, self.down
         widths = {"gate": self.down.shape[1], "up": self.down.shape[1], "down": self.down.shape[0]}
-        kinds = [kind for kind, there in (("B", config.additive), ("M", config.multiplicative)) if there]
-        return {f"{kind}.{target}": like.new_zeros(widths[target], rank) for kind in kinds for target in config.targets}
+        kinds = [
+            kind for kind, there in (("B", config.additive), ("M", config.multiplicative)) if there
+        ]
+        return {
+            f"{kind}.{target}": like.new_zeros(widths[target], rank)
+            for kind in kinds
+            for target in config.targets
+        }
 
     def products(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """gate and up [N, F] of the residual stream [N, D] that the MLP reads."""
@@ -113,7 +135,9 @@ class Tail:
         output, down_m = self._modulated("down", product, z, p, slope)
         return Linearised(output, a, z, {"gate": derivative * up, "up": activation}, slope, down_m)
 
-    def _modulated(self, target: str, y: Tensor, z: Tensor, p: Parameters, slope: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _modulated(
+        self, target: str, y: Tensor, z: Tensor, p: Parameters, slope: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
         m = None
         out = y
         if f"M.{target}" in p:
@@ -126,7 +150,9 @@ class Tail:
         return out, m
 
     def _activation(self, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """act(gate) and its derivative, whatever the family's activation is, elementwise as it must be."""
+        """act(gate) and its derivative, whatever the family's activation is, elementwise as it must
+        be.
+        """
         with torch.enable_grad():
             leaf = gate.detach().requires_grad_()
             value = self.layer.mlp.act_fn(leaf)
@@ -142,10 +168,14 @@ class Tail:
             if f"B.{target}" in p:
                 total = F.linear(at.z, d[f"B.{target}"]) + F.linear(dz, p[f"B.{target}"])
             if f"M.{target}" in p:
-                total = total + at.slope[target] * (F.linear(at.z, d[f"M.{target}"]) + F.linear(dz, p[f"M.{target}"]))
+                total = total + at.slope[target] * (
+                    F.linear(at.z, d[f"M.{target}"]) + F.linear(dz, p[f"M.{target}"])
+                )
             return total
 
-        inner = [at.into[target] * change(target) for target in ("gate", "up") if target in self.targets]
+        inner = [
+            at.into[target] * change(target) for target in ("gate", "up") if target in self.targets
+        ]
         out = torch.zeros_like(at.output)
         if inner:
             out = F.linear(inner[0] if len(inner) == 1 else inner[0] + inner[1], self.down)

@@ -13,7 +13,9 @@ from npt.flags import build
 
 def jsonl(text: str) -> str:
     if not text.endswith(".jsonl"):
-        raise argparse.ArgumentTypeError(f"{text} does not end in .jsonl, by which --dataset_name will know it")
+        raise argparse.ArgumentTypeError(
+            f"{text} does not end in .jsonl, by which --dataset_name will know it"
+        )
     return text
 
 
@@ -45,18 +47,24 @@ def limit(text: str) -> float:
     return value
 
 
-def add_adapter(parser: argparse.ArgumentParser, *, required: bool = True, help: str = "a saved adapter") -> None:
+def add_adapter(
+    parser: argparse.ArgumentParser, *, required: bool = True, help: str = "a saved adapter"
+) -> None:
     """Add --adapter, for a verb that loads one."""
     parser.add_argument(
         "--adapter",
         required=required,
         metavar="PATH",
-        help=f"{help}: its folder, a run's folder (the best, else the last), a checkpoint, or USER/NAME on the hub; it knows its base",
+        help=(
+            f"{help}: its folder, a run's folder (the best, else the last), a checkpoint, or"
+            " USER/NAME on the hub; it knows its base"
+        ),
     )
 
 
 def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with the adapter that they name, if any, found: once for a command. It prints as the name that it was given.
+    """The flags with the adapter that they name, if any, found: once for a command. It prints as
+    the name that it was given.
 
     Raises:
         AdapterFileError, HubError: there is none, or its configuration cannot be read.
@@ -76,21 +84,33 @@ def base_config(given: Mapping[str, Any]) -> BaseConfig:
 
     record = given["adapter"].record
     recipe, name = Recipe.of_record(record), record.get("base_model_name_or_path")
-    known: dict[str, Any] = {"model_name": name} if isinstance(name, str) and name != "unknown" else {}
-    if recipe is not None and given.get("use_quantization", recipe.flags["use_quantization"]) == recipe.flags["use_quantization"]:
+    known: dict[str, Any] = (
+        {"model_name": name} if isinstance(name, str) and name != "unknown" else {}
+    )
+    if (
+        recipe is not None
+        and given.get("use_quantization", recipe.flags["use_quantization"])
+        == recipe.flags["use_quantization"]
+    ):
         known |= recipe.flags
     return build(BaseConfig, {**known, **given})
 
 
-def load(base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None) -> tuple[Any, Any]:
-    """Load the base of these settings, and say what it is; `device` and `pack_on` are those of `load_base`."""
+def load(
+    base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None
+) -> tuple[Any, Any]:
+    """Load the base of these settings, and say what it is; `device` and `pack_on` are those of
+    `load_base`.
+    """
     import torch
 
     import npt
     from npt.quant.errors import product_errors, set_matmul_precision
     from npt.quant.precision import quantization_of
 
-    places: dict[str, Any] = {"device": device} if base.device_map is None else {"device_map": base.device_map}
+    places: dict[str, Any] = (
+        {"device": device} if base.device_map is None else {"device_map": base.device_map}
+    )
     model, tokenizer = npt.load_base(
         base.model_name,
         quantization=base.quantization,
@@ -104,15 +124,19 @@ def load(base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
     chosen = set_matmul_precision(base.matmul_precision, model)
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
-    console.print(f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes in {dtype} on {devices}")
+    console.print(
+        f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
+        f" in {dtype} on {devices}"
+    )
     if chosen is not None:
         console.print(chosen, soft_wrap=True)
     if base.compute_dtype == "bf16":
         errors = product_errors(model)[torch.get_float32_matmul_precision()]
         worst = max(error for kind, error in errors.items() if kind != "lm_head")
         console.print(
-            f"--compute_dtype bf16: 4-bit products are rounded to bf16, off by {worst:.1e} of their size here; its range is fp32's, so "
-            "that none overflows which would not in fp32; all else computes in fp32",
+            f"--compute_dtype bf16: 4-bit products are rounded to bf16, off by {worst:.1e} of their"
+            " size here; its range is fp32's, so that none overflows which would not in fp32; all"
+            " else computes in fp32",
             soft_wrap=True,
         )
     return model, tokenizer
@@ -123,7 +147,10 @@ def add_any_base(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--any_base",
         action="store_true",
-        help="use an adapter of another base too, if its shapes fit; a warning and what is written say in what the two differ",
+        help=(
+            "use an adapter of another base too, if its shapes fit; a warning and what is written"
+            " say in what the two differ"
+        ),
     )
 
 
@@ -148,5 +175,10 @@ def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[An
     npt.load_adapter(model, stored, base=base, check_base=not given["any_base"])
     if other is None:
         return base, {}
-    console.print(f"warning: --any_base: {stored} was trained on another base: {other}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"warning: --any_base: {stored} was trained on another base: {other}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     return base, {"other_base": other}

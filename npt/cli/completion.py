@@ -16,7 +16,13 @@ _FILES = ("FILE", "PATH")
 _FOLDERS = ("FOLDER", "DIR", "BUNDLE")
 """How the metavars of flags begin whose values are such."""
 
-_PLACES = {"resume": "directory", "output_dir": "directory", "dataset_name": "file", "replay_dataset": "file", "data": "file"}
+_PLACES = {
+    "resume": "directory",
+    "output_dir": "directory",
+    "dataset_name": "file",
+    "replay_dataset": "file",
+    "data": "file",
+}
 """Flags whose values are places on disk, though they may be other things."""
 
 
@@ -82,7 +88,8 @@ def _words(name: str, words: tuple[str, ...], files: str | None = None) -> dict[
     Args:
         name: of the shells' functions.
         words: that are offered.
-        files: a pattern of files that are offered as well, and folders to look for them in; `*/` for folders alone.
+        files: a pattern of files that are offered as well, and folders to look for them in; `*/`
+            for folders alone.
     """
     function, listed = f"_npt_{name}", " ".join(words)
     folders = files == "*/"
@@ -90,9 +97,15 @@ def _words(name: str, words: tuple[str, ...], files: str | None = None) -> dict[
     zsh = [f"compadd -- {listed}"]
     fish = [f"printf '%s\\n' {listed}"]
     if files is not None:
-        bash += ([] if folders else [f"compgen -f -X '!{files}' -- \"$1\""]) + ['compgen -d -- "$1"']
+        bash += ([] if folders else [f"compgen -f -X '!{files}' -- \"$1\""]) + [
+            'compgen -d -- "$1"'
+        ]
         zsh.append("_files -/" if folders else f"_files -g '{files}'")
-        fish.append("__fish_complete_directories (commandline -ct)" if folders else f"__fish_complete_suffix {files.removeprefix('*')}")
+        fish.append(
+            "__fish_complete_directories (commandline -ct)"
+            if folders
+            else f"__fish_complete_suffix {files.removeprefix('*')}"
+        )
     return {
         **dict.fromkeys(("bash", "zsh"), function),
         "fish": f"({function})",

@@ -1,7 +1,9 @@
-"""What a run does where its flags are silent: values that were measured to be good together, by how it starts.
+"""What a run does where its flags are silent: values that were measured to be good together, by how
+it starts.
 
-The fields' own defaults (npt/config.py) are those of single settings. Which rate, scale and objective are good depends on the start
-(docs/choosing-settings.md), and the start on what there is to solve it with; so the command line chooses them here, and says so.
+The fields' own defaults (npt/config.py) are those of single settings. Which rate, scale and
+objective are good depends on the start (docs/choosing-settings.md), and the start on what there is
+to solve it with; so the command line chooses them here, and says so.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ _NEAR: dict[str, Any] = {"additive_scale": 1.0, "learning_rate": 3e-4, "warmup_s
 _WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 _SAVING: dict[str, Any] = {"save_steps": 500}
 _EMBEDDED: dict[str, dict[str, Any]] = {
-    "calibrated": {"adapter_rank": 48, "calibration_tokens": 32768, "calibration_rounds": 1, "max_steps": 150, "log_steps": 25},
+    "calibrated": {
+        "adapter_rank": 48,
+        "calibration_tokens": 32768,
+        "calibration_rounds": 1,
+        "max_steps": 150,
+        "log_steps": 25,
+    },
     "random": {"max_steps": 600},
 }
 _INSTEAD = {"adapter_rank": ("ranks", "rank_budget"), "max_steps": ("num_epochs", "num_samples")}
@@ -31,14 +39,18 @@ _INSTEAD = {"adapter_rank": ("ranks", "rank_budget"), "max_steps": ("num_epochs"
 
 @dataclass(frozen=True)
 class Chosen:
-    """given: flags with defaults. said: lines about them. fallback: the start was chosen, and a random one will do."""
+    """given: flags with defaults. said: lines about them. fallback: the start was chosen, and a
+    random one will do.
+    """
 
     given: dict[str, Any]
     said: tuple[str, ...]
     fallback: bool = False
 
 
-def with_defaults(given: Mapping[str, Any], before: Mapping[str, Any] | None = None, *, solvable: bool = True) -> Chosen:
+def with_defaults(
+    given: Mapping[str, Any], before: Mapping[str, Any] | None = None, *, solvable: bool = True
+) -> Chosen:
     """The flags of a run with values for those that are not given.
 
     Args:
@@ -47,7 +59,11 @@ def with_defaults(given: Mapping[str, Any], before: Mapping[str, Any] | None = N
         solvable: False where a start was found not to be solvable.
     """
     asked = given.get("init", AUTO)
-    flags = {name: value for name, value in given.items() if name != "init" or (given.get("adapter") is not None and value != AUTO)}
+    flags = {
+        name: value
+        for name, value in given.items()
+        if name != "init" or (given.get("adapter") is not None and value != AUTO)
+    }
     said: list[str] = []
     against = _why_random(flags) if solvable else "too little text to solve one"
     if flags.get("adapter") is not None:
@@ -60,11 +76,18 @@ def with_defaults(given: Mapping[str, Any], before: Mapping[str, Any] | None = N
         if asked == AUTO and init == "random":
             said.append(f"--init auto: a random start, because of {against}")
         elif asked == AUTO:
-            with_it = " ".join(f"--{name} {value}" for name, value in chosen.items() if name != "init")
-            said.append(f"--init auto: the start is solved (--init calibrated); with it go {with_it}; --init random starts at random")
+            with_it = " ".join(
+                f"--{name} {value}" for name, value in chosen.items() if name != "init"
+            )
+            said.append(
+                f"--init auto: the start is solved (--init calibrated); with it go {with_it};"
+                " --init random starts at random"
+            )
     chosen |= _missing(_SAVING, flags)
     if before:
-        return Chosen({**flags, **chosen, **{name: before[name] for name in chosen if name in before}}, ())
+        return Chosen(
+            {**flags, **chosen, **{name: before[name] for name in chosen if name in before}}, ()
+        )
     wants_solving = any(name.startswith(("rank_budget", "calibration_")) for name in flags)
     fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
     return Chosen({**flags, **chosen}, tuple(said), fallback)
@@ -74,13 +97,21 @@ def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     """For a student that is near its teacher from the first step on."""
     objective = {"stages", "loss", *_WHOLE}
     whole = {} if objective & flags.keys() or flags.get("shard_base") else _WHOLE
-    form = {name: value for name, value in _NEAR.items() if flags.get("adapter") is None or name != "additive_scale"}
+    form = {
+        name: value
+        for name, value in _NEAR.items()
+        if flags.get("adapter") is None or name != "additive_scale"
+    }
     form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
     return {**_missing(form, flags), **whole}
 
 
 def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in defaults.items() if not {name, *_INSTEAD.get(name, ())} & flags.keys()}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if not {name, *_INSTEAD.get(name, ())} & flags.keys()
+    }
 
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:
@@ -92,24 +123,34 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
         return "--residual keep, whose random start is its base already"
     if flags.get("mult_form", "sigmoid") != "sigmoid":
         return f"--mult_form {flags['mult_form']}: only the sigmoid's is solved"
-    started = next((name for name in ("init_std_a", "init_std_b", "init_std_m", "init_a") if name in flags), None)
+    started = next(
+        (name for name in ("init_std_a", "init_std_b", "init_std_m", "init_a") if name in flags),
+        None,
+    )
     return None if started is None else f"--{started}, which is of a random start"
 
 
 def _on_embedded_text(flags: Mapping[str, Any]) -> bool:
     mixed = flags.get("dataset_mix") is not None
-    return not mixed and flags.get("model_name", EMBEDDED) == EMBEDDED and flags.get("dataset_name", BUILTIN) == BUILTIN
+    return (
+        not mixed
+        and flags.get("model_name", EMBEDDED) == EMBEDDED
+        and flags.get("dataset_name", BUILTIN) == BUILTIN
+    )
 
 
 def over(written: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file with flags beside them, which win: also a mixture over the file's one data set, and the other way round."""
+    """The settings of a file with flags beside them, which win: also a mixture over the file's one
+    data set, and the other way round.
+    """
     instead = {"dataset_mix": "dataset_name", "dataset_name": "dataset_mix"}
     lost = {other for flag, other in instead.items() if flag in given}
     return {**{name: value for name, value in written.items() if name not in lost}, **given}
 
 
 def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
-    """The flags with a data set: short names written out, and where none is named the embedded text for the embedded model alone.
+    """The flags with a data set: short names written out, and where none is named the embedded text
+    for the embedded model alone.
 
     Args:
         given: by flag name.
@@ -120,14 +161,23 @@ def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
     """
     name, mixed = given.get("dataset_name"), given.get("dataset_mix")
     if name is not None and mixed is not None:
-        raise ConfigError(f"--dataset_name is {name} and --dataset_mix {mixed}; name that data set in the mixture, or drop one of the two")
+        raise ConfigError(
+            f"--dataset_name is {name} and --dataset_mix {mixed}; name that data set in the"
+            " mixture, or drop one of the two"
+        )
     short = None if name is None else named(name)
     if short is not None:
-        return Chosen({**short, **{flag: value for flag, value in given.items() if flag != "dataset_name"}}, ())
+        return Chosen(
+            {**short, **{flag: value for flag, value in given.items() if flag != "dataset_name"}},
+            (),
+        )
     if name is not None or mixed is not None or model_name == EMBEDDED:
         return Chosen(dict(given), ())
     web_text = DATASETS["slimpajama"]["dataset_name"]
-    said = f"no --dataset_name: text is streamed from {web_text}; name a file, a folder or another data set to use that"
+    said = (
+        f"no --dataset_name: text is streamed from {web_text}; name a file, a folder or another"
+        " data set to use that"
+    )
     return Chosen({**DATASETS["slimpajama"], **given}, (said,))
 
 
@@ -136,5 +186,6 @@ def offer_auto(parser: argparse.ArgumentParser) -> None:
     action = parser._option_string_actions["--init"]
     action.choices = (AUTO, *INITS)
     action.help = (
-        "auto: calibrated where that can be solved, else random; random: small normal start; calibrated: closed form (default: auto)"
+        "auto: calibrated where that can be solved, else random; random: small normal start;"
+        " calibrated: closed form (default: auto)"
     )

@@ -18,19 +18,27 @@ from npt.flags import add_settings, build, read_yaml, with_safe_mode
 _OF_DATA = {"model_name", "batch_size", "seed"}
 """Settings of training, beside those of the data, that a look at the data heeds."""
 
-_OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)} - _OF_DATA
+_OF_PLAN = {
+    flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)
+} - _OF_DATA
 
-_OF_PRODUCTS = {flag_of(f) for f in fields(BaseConfig)} - {"matmul_precision", "teacher_precision", "share_embeddings"}
+_OF_PRODUCTS = {flag_of(f) for f in fields(BaseConfig)} - {
+    "matmul_precision",
+    "teacher_precision",
+    "share_embeddings",
+}
 """Settings that a measurement of products heeds."""
 
 
 def doctor(given: dict[str, Any]) -> int:
-    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data set, --plan for memory and time,
-    --products for the error and the speed of its products on this device."""
+    """Look at what a run would be made of, before it: --data for counts, ids and samples of a data
+    set, --plan for memory and time, --products for the error and the speed of its products on this
+    device."""
     if given["data"] is None and not given["plan"] and not given["products"]:
         raise ConfigError(
-            "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples of the data), --plan (the memory and "
-            "the time that a run will take) or --products (error and speed of its products on this device)"
+            "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples"
+            " of the data), --plan (the memory and the time that a run will take) or --products"
+            " (error and speed of its products on this device)"
         )
     _check_flags(given)
     given = {"batch_size": 4, "seed": 0, **_with_config(given)}
@@ -48,7 +56,12 @@ def doctor(given: dict[str, Any]) -> int:
     if given["json"]:
         found = {part: report.as_dict() for part, report in reports.items()}
         further = {"plan": page, "products": products}
-        print(to_json(found | {part: one.as_dict() for part, one in further.items() if one is not None}, indent=2))
+        print(
+            to_json(
+                found | {part: one.as_dict() for part, one in further.items() if one is not None},
+                indent=2,
+            )
+        )
     else:
         if page is not None:
             print_page(page, console)
@@ -59,11 +72,15 @@ def doctor(given: dict[str, Any]) -> int:
 
 
 def _with_config(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags over those of a file; a shape that is named beside it stands in the place of its base."""
+    """The flags over those of a file; a shape that is named beside it stands in the place of its
+    base.
+    """
     if "config" not in given:
         return given
     written = read_yaml(
-        given["config"], (BaseConfig, NPTConfig, DataConfig, TrainConfig), {"safe_mode": bool, "any_base": bool, "adapter": str}
+        given["config"],
+        (BaseConfig, NPTConfig, DataConfig, TrainConfig),
+        {"safe_mode": bool, "any_base": bool, "adapter": str},
     )
     if given["shape"] is not None:
         written.pop("model_name", None)
@@ -77,7 +94,9 @@ def _check_flags(given: dict[str, Any]) -> None:
     if given["plan"]:
         return
     heeded = {"device", *_OF_PRODUCTS} if given["products"] else set()
-    switches = (name for name in ("shape", "device", "measure", "no_trial", "safe_mode") if given.get(name))
+    switches = (
+        name for name in ("shape", "device", "measure", "no_trial", "safe_mode") if given.get(name)
+    )
     only = [name for name in (*sorted(_OF_PLAN & set(given)), *switches) if name not in heeded]
     if only:
         raise ConfigError(f"--{only[0]} means nothing without --plan; add it or drop the other")
@@ -87,7 +106,10 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     """Reports on the data and, where there are any, on what is replayed."""
     if given["data"] is not True:
         if given.get("dataset_name", given["data"]) != given["data"]:
-            raise ConfigError(f"--data is {given['data']}, --dataset_name {given['dataset_name']}; they mean the same, give one of them")
+            raise ConfigError(
+                f"--data is {given['data']}, --dataset_name {given['dataset_name']}; they mean the"
+                " same, give one of them"
+            )
         given = {**given, "dataset_name": given["data"]}
     given = with_data(given, EMBEDDED).given
     base, data = build(BaseConfig, given), build(DataConfig, given)
@@ -100,7 +122,11 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
     parts = parts_of(data)
-    how = {"batch_size": given["batch_size"], "seed": given["seed"], "max_records": given["max_records"]}
+    how = {
+        "batch_size": given["batch_size"],
+        "seed": given["seed"],
+        "max_records": given["max_records"],
+    }
     with console.status("reading the data"):
         found = {}
         for part in parts:
@@ -113,25 +139,82 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Exit status: 0 nothing stands in the way of training, 2 something does, or wrong arguments."
-    parser.add_argument(
-        "--data", nargs="?", const=True, metavar="NAME", help="look at the data; NAME as in --dataset_name, which it may stand for"
-    )
-    parser.add_argument("--max_records", type=positive, metavar="INT", help="look at the first records only (default: all)")
-    parser.add_argument(
-        "--plan", action="store_true", help="predict the memory and the time of a run with these flags; no weights are read"
+    parser.epilog = (
+        "Exit status: 0 nothing stands in the way of training, 2 something does, or wrong"
+        " arguments."
     )
     parser.add_argument(
-        "--products", action="store_true", help="load the base and measure error and speed of its products at each --matmul_precision"
+        "--data",
+        nargs="?",
+        const=True,
+        metavar="NAME",
+        help="look at the data; NAME as in --dataset_name, which it may stand for",
     )
-    parser.add_argument("--shape", metavar="SHAPE", help="plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="that is planned for or measured on (default: the GPU, if there is one)")
-    parser.add_argument("--measure", action="store_true", help="run a few steps for real as well, and compare")
-    parser.add_argument("--no_trial", action="store_true", help="leave the time out, for which one layer is run")
+    parser.add_argument(
+        "--max_records",
+        type=positive,
+        metavar="INT",
+        help="look at the first records only (default: all)",
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="predict the memory and the time of a run with these flags; no weights are read",
+    )
+    parser.add_argument(
+        "--products",
+        action="store_true",
+        help="load the base and measure error and speed of its products at each --matmul_precision",
+    )
+    parser.add_argument(
+        "--shape",
+        metavar="SHAPE",
+        help="plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="that is planned for or measured on (default: the GPU, if there is one)",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="run a few steps for real as well, and compare"
+    )
+    parser.add_argument(
+        "--no_trial", action="store_true", help="leave the time out, for which one layer is run"
+    )
     quiet = argparse.SUPPRESS
-    parser.add_argument("--config", metavar="FILE.yaml", default=quiet, help="settings as npt pretrain takes them, a file or a preset")
-    parser.add_argument("--batch_size", type=positive, default=quiet, metavar="INT", help="samples of a micro-batch (default: 4)")
-    parser.add_argument("--seed", type=natural, default=quiet, metavar="INT", help="which samples are shown (default: 0)")
-    parser.add_argument("--safe_mode", action="store_true", default=argparse.SUPPRESS, help="short for --modulation additive")
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        default=quiet,
+        help="settings as npt pretrain takes them, a file or a preset",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=positive,
+        default=quiet,
+        metavar="INT",
+        help="samples of a micro-batch (default: 4)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=natural,
+        default=quiet,
+        metavar="INT",
+        help="which samples are shown (default: 0)",
+    )
+    parser.add_argument(
+        "--safe_mode",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="short for --modulation additive",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_settings(parser, BaseConfig, NPTConfig, DataConfig, TrainConfig, leave_out=("num_samples", "batch_size", "seed"))
+    add_settings(
+        parser,
+        BaseConfig,
+        NPTConfig,
+        DataConfig,
+        TrainConfig,
+        leave_out=("num_samples", "batch_size", "seed"),
+    )

@@ -11,31 +11,67 @@ from npt.console import make_console
 
 
 def export(given: dict[str, Any]) -> int:
-    """Write a student as a folder that transformers loads without npt: base, adapter, tokenizer and the code that joins them."""
+    """Write a student as a folder that transformers loads without npt: base, adapter, tokenizer and
+    the code that joins them.
+    """
     import npt
     from npt.files import to_json
 
     console = make_console(stderr=given["json"])
     with console.status("writing, and reading it back"):
-        done = npt.export(given["adapter"], given["output"], precision=given["base_precision"], base_name=given["model_name"])
+        done = npt.export(
+            given["adapter"],
+            given["output"],
+            precision=given["base_precision"],
+            base_name=given["model_name"],
+        )
     if given["json"]:
         print(to_json(done.as_dict(), indent=2))
         return 0
-    base = "4 bit" if done.precision == "4bit" else "16 bit, rounded" if done.rounded else "unquantised"
-    files = f"{done.files} file{'s' if done.files > 1 else ''} of weights, {done.size / 1e6:,.1f} MB"
-    console.print(f"wrote {done.folder}: base in {base}, {files}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"checked without npt: largest difference of a logit {done.largest:.3g} over {done.tokens} tokens", soft_wrap=True)
+    base = (
+        "4 bit"
+        if done.precision == "4bit"
+        else "16 bit, rounded"
+        if done.rounded
+        else "unquantised"
+    )
+    files = (
+        f"{done.files} file{'s' if done.files > 1 else ''} of weights, {done.size / 1e6:,.1f} MB"
+    )
+    console.print(
+        f"wrote {done.folder}: base in {base}, {files}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"checked without npt: largest difference of a logit {done.largest:.3g} over {done.tokens}"
+        " tokens",
+        soft_wrap=True,
+    )
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Exit status: 0 done, 2 wrong arguments, or what was written is not the student (nothing is left), 5 adapter unusable."
+    parser.epilog = (
+        "Exit status: 0 done, 2 wrong arguments, or what was written is not the student (nothing is"
+        " left), 5 adapter unusable."
+    )
     add_adapter(parser)
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder, made anew or empty")
+    parser.add_argument(
+        "--output", required=True, metavar="FOLDER", help="folder, made anew or empty"
+    )
     parser.add_argument(
         "--base_precision",
         choices=BASE_PRECISIONS,
-        help="of the base's weights on disk: 4bit as they were packed, or 16bit, rounded where they were not (default: as it was loaded)",
+        help=(
+            "of the base's weights on disk: 4bit as they were packed, or 16bit, rounded where they"
+            " were not (default: as it was loaded)"
+        ),
     )
-    parser.add_argument("--model_name", metavar="NAME", help="of the base, where it is not under the name that the adapter knows")
+    parser.add_argument(
+        "--model_name",
+        metavar="NAME",
+        help="of the base, where it is not under the name that the adapter knows",
+    )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")

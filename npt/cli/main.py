@@ -1,4 +1,6 @@
-"""`npt <verb>`: the command line. A verb is a module that adds its flags and is a function of parsed settings to an exit status."""
+"""`npt <verb>`: the command line. A verb is a module that adds its flags and is a function of
+parsed settings to an exit status.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,28 @@ from npt.errors import NPTError, StoppedError, is_out_of_memory
 from npt.flags import OneLineParser
 from npt.version import __version__
 
-VERBS = (pretrain, evaluate, generate, trace, replay, report, sweep, doctor, collect, consolidate, transplant, push, export, completion)
+VERBS = (
+    pretrain,
+    evaluate,
+    generate,
+    trace,
+    replay,
+    report,
+    sweep,
+    doctor,
+    collect,
+    consolidate,
+    transplant,
+    push,
+    export,
+    completion,
+)
 
 
 def _keeps_matmul_precision(run: Callable[..., int]) -> Callable[..., int]:
-    """A call that leaves torch's precision of fp32 products, which holds for the whole process, as it was. Torch need not be loaded."""
+    """A call that leaves torch's precision of fp32 products, which holds for the whole process, as
+    it was. Torch need not be loaded.
+    """
 
     @functools.wraps(run)
     def wrapped(*arguments: Any, **named: Any) -> int:
@@ -59,8 +78,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         prog: name shown in messages.
 
     Returns:
-        The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4 smoke test failed, 5 adapter,
-        checkpoint or bundle unusable, 6 another process of the run was lost (of one that failed its status), 128+n after signal n.
+        The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4
+            smoke test failed, 5 adapter,
+        checkpoint or bundle unusable, 6 another process of the run was lost (of one that failed its
+        status), 128+n after signal n.
     """
     _share_cores()
     parser = make_parser(prog)
@@ -83,7 +104,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         if debug or not is_out_of_memory(error):
             raise
         reason = next(iter(str(error).split(". ")[0].splitlines()), "") or type(error).__name__
-        print(f"{_speaker(prog)}: error: out of memory: {reason}; lower --batch_size or --max_length", file=sys.stderr)
+        print(
+            f"{_speaker(prog)}: error: out of memory: {reason}; lower --batch_size or --max_length",
+            file=sys.stderr,
+        )
         return 2
 
 
@@ -92,8 +116,9 @@ CROWDED = 0.4
 
 
 def _share_cores() -> None:
-    """Let OpenMP's threads sleep where they wait, if others are computing here: it is read when torch is loaded, unless somebody has said
-    how. Spinning, they take a core from whoever has work for it, themselves included; alone they wake sooner (benchmarks/neighbour.py)."""
+    """Let OpenMP's threads sleep where they wait, if others are computing here: it is read when
+    torch is loaded, unless somebody has said how. Spinning, they take a core from whoever has work
+    for it, themselves included; alone they wake sooner (benchmarks/neighbour.py)."""
     if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -104,7 +129,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     Args:
         prog: name shown in messages.
     """
-    parser = OneLineParser(prog=prog, description="Distil Neuro-Plastic adapters into quantised language models.")
+    parser = OneLineParser(
+        prog=prog, description="Distil Neuro-Plastic adapters into quantised language models."
+    )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
     for module in VERBS:
@@ -117,11 +144,17 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+def _show_warning(
+    message: Warning | str, category: type[Warning], *_: object, **__: object
+) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {message}", file=sys.stderr)
 
 
 def _speaker(prog: str) -> str:
     """Who says it, where several processes share a terminal."""
-    return f"{prog}: rank {os.environ.get('RANK')}" if os.environ.get("WORLD_SIZE", "1") != "1" else prog
+    return (
+        f"{prog}: rank {os.environ.get('RANK')}"
+        if os.environ.get("WORLD_SIZE", "1") != "1"
+        else prog
+    )

@@ -1,4 +1,6 @@
-"""What `npt doctor --plan` says: the memory and the time of a run before it is begun, and against what it really takes."""
+"""What `npt doctor --plan` says: the memory and the time of a run before it is begun, and against
+what it really takes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from npt.flags import build
 class Page:
     """All that is said of a plan.
 
-    workload: what was planned. memory: `MemoryPlan`. limit: bytes, None where nothing says how many there are. remedies: settings that
-    would fit. times: `StepTime` by strategy. measured: `Measured` by strategy, of what was run. calibration: forecast of
-    --init calibrated, if that is asked for.
+    workload: what was planned. memory: `MemoryPlan`. limit: bytes, None where nothing says how many
+    there are. remedies: settings that would fit. times: `StepTime` by strategy. measured:
+    `Measured` by strategy, of what was run. calibration: forecast of --init calibrated, if that is
+    asked for.
     """
 
     name: str
@@ -51,15 +54,25 @@ class Page:
             "limit_bytes": self.limit,
             "fits": self.fits,
             "remedies": [{"setting": flag, "peak_bytes": peak} for flag, peak in self.remedies],
-            "time": {name: {**t.as_dict(), "tokens_per_second": self.tokens / t.seconds} for name, t in self.times.items()},
+            "time": {
+                name: {**t.as_dict(), "tokens_per_second": self.tokens / t.seconds}
+                for name, t in self.times.items()
+            },
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "measured": {
                 name: {
                     **m.as_dict(),
                     "errors": {
                         "peak_bytes": self.memory.peak / m.peak - 1,
-                        **{phase: self.memory.of(phase) / size - 1 for phase, size in m.phases.items()},
-                        **({"seconds": self.times[name].seconds / m.seconds - 1} if name in self.times else {}),
+                        **{
+                            phase: self.memory.of(phase) / size - 1
+                            for phase, size in m.phases.items()
+                        },
+                        **(
+                            {"seconds": self.times[name].seconds / m.seconds - 1}
+                            if name in self.times
+                            else {}
+                        ),
                     },
                 }
                 for name, m in self.measured.items()
@@ -84,7 +97,9 @@ class CalibrationForecast:
     eigendecomposition_seconds: float | None
 
 
-def forecast_calibration(workload: Any, base: int, limit: int | None, trial: bool) -> CalibrationForecast:
+def forecast_calibration(
+    workload: Any, base: int, limit: int | None, trial: bool
+) -> CalibrationForecast:
     """Forecast the calibrated start of a workload.
 
     Args:
@@ -142,7 +157,8 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
     name, workload = _workload(given)
     training = workload.training
     precision = given.get("matmul_precision", "auto")
-    if precision == "auto":  # on a card with TF32 it takes that, and without TF32 the settings are the same
+    # on a card with TF32 it takes that, and without TF32 the settings are the same
+    if precision == "auto":
         precision = "high" if workload.device.type == "cuda" else "highest"
     torch.set_float32_matmul_precision(precision)
     with console.status("counting the memory of a few layers"):
@@ -161,7 +177,11 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
         base = memory.terms[0].bytes
         del planner  # nothing hollow is to be there when memory is measured
     trial = not given["no_trial"]
-    calibration = forecast_calibration(workload, base, limit, trial) if workload.adapter.init == "calibrated" else None
+    calibration = (
+        forecast_calibration(workload, base, limit, trial)
+        if workload.adapter.init == "calibrated"
+        else None
+    )
     times: dict[str, Any] = {}
     if trial and fits:
         with console.status("timing one layer"):
@@ -169,7 +189,10 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
     measured = {}
     if given["measure"]:
         if not fits:
-            raise ConfigError("--measure runs what is planned, which would not fit; see npt doctor --plan without it for what would")
+            raise ConfigError(
+                "--measure runs what is planned, which would not fit; see npt doctor --plan without"
+                " it for what would"
+            )
         with console.status("running a few steps"):
             measured = _measured(given, workload, memory)
     return Page(name, workload, memory, limit, found, times, measured, calibration)
@@ -186,24 +209,39 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.distill.workload import Workload
     from npt.quant.load import read_config
 
-    base, adapter, data, training = (build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig))
+    base, adapter, data, training = (
+        build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+    )
     if given["shape"] is None:
         name, config, stored = base.model_name, read_config(base.model_name), None
     elif "model_name" in given:
-        raise ConfigError(f"--shape is {given['shape']} and --model_name {base.model_name}; give one of them")
+        raise ConfigError(
+            f"--shape is {given['shape']} and --model_name {base.model_name}; give one of them"
+        )
     else:
-        name, config, stored = given["shape"], llama_config(parse_shape(given["shape"]), data.max_length), torch.bfloat16
+        name, config, stored = (
+            given["shape"],
+            llama_config(parse_shape(given["shape"]), data.max_length),
+            torch.bfloat16,
+        )
     layers = check_fit(adapter, config, data.max_length)
     check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
     check_trainable(adapter, None, base.teacher_precision is not None)
     if given["device"] == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda, but there is no GPU here; a plan is made on the device that it is for")
+        raise ConfigError(
+            "--device is cuda, but there is no GPU here; a plan is made on the device that it"
+            " is for"
+        )
     device = None if given["device"] is None else torch.device(given["device"])
-    return name, Workload.of(base, config, adapter, training, data.max_length, device, stored=stored)
+    return name, Workload.of(
+        base, config, adapter, training, data.max_length, device, stored=stored
+    )
 
 
 def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str, Any]:
-    """The real base where its weights are at hand, else one with random weights: neither time nor memory depends on them."""
+    """The real base where its weights are at hand, else one with random weights: neither time nor
+    memory depends on them.
+    """
     import npt
     from npt.distill.passes import Passes
     from npt.distill.trial import made_base, measure
@@ -228,7 +266,14 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
             teacher = npt.load_teacher(base.model_name, base.teacher_precision, **where)
     npt.attach(model, replace(workload.form, init="random"))
     return {
-        name: measure(model, workload, config, Passes(memory.samples_at_once), memory.evaluated_at_once, teacher=teacher)
+        name: measure(
+            model,
+            workload,
+            config,
+            Passes(memory.samples_at_once),
+            memory.evaluated_at_once,
+            teacher=teacher,
+        )
         for name, (_, config) in workload.stages.items()
     }
 
@@ -241,27 +286,39 @@ def print_page(page: Page, console: Any) -> None:
     stored = "unquantised" if w.quantization is None else w.quantization.upper()
     shape = w.shape
     console.print(
-        f"{page.name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,}, {stored}, on {w.device}", soft_wrap=True
+        f"{page.name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,},"
+        f" {stored}, on {w.device}",
+        soft_wrap=True,
     )
     console.print(
-        f"rank {max(w.ranks)} on {w.depth.converted} layers, {' then '.join(w.stages)}; a step of {c.gradient_accumulation_steps} x "
-        f"{c.batch_size} samples of {w.length:,} tokens",
+        f"rank {max(w.ranks)} on {w.depth.converted} layers, {' then '.join(w.stages)}; a step of"
+        f" {c.gradient_accumulation_steps} x {c.batch_size} samples of {w.length:,} tokens",
         soft_wrap=True,
     )
     if w.adapter.init == "random":
         console.print("from a random start; where flags are silent a run starts solved, as with")
         console.print("--init calibrated --strategy end_to_end --logit_kl_weight 1.0")
     if w.approximate:
-        console.print(f"--rank_budget {c.rank_budget} is planned as if it were spent evenly; the calibration spends it", soft_wrap=True)
+        console.print(
+            f"--rank_budget {c.rank_budget} is planned as if it were spent evenly; the calibration"
+            " spends it",
+            soft_wrap=True,
+        )
     if page.memory.samples_at_once < c.batch_size:
-        console.print(f"{page.memory.samples_at_once} of {c.batch_size} samples of a micro-batch are computed at once", soft_wrap=True)
+        console.print(
+            f"{page.memory.samples_at_once} of {c.batch_size} samples of a micro-batch are computed"
+            " at once",
+            soft_wrap=True,
+        )
     console.print()
     table = _table("memory", *PHASES)
     rows: dict[str, dict[str, int]] = {}
     for term in page.memory.terms:
         rows.setdefault(term.name, {}).update(dict.fromkeys(term.phases, term.bytes))
     for term_name, sizes in rows.items():
-        table.add_row(term_name, *(shown(sizes[phase]) if phase in sizes else "" for phase in PHASES))
+        table.add_row(
+            term_name, *(shown(sizes[phase]) if phase in sizes else "" for phase in PHASES)
+        )
     table.add_section()
     table.add_row("together", *(shown(page.memory.of(phase)) for phase in PHASES))
     console.print(table)
@@ -277,10 +334,14 @@ def print_page(page: Page, console: Any) -> None:
         table.add_section()
         table.add_row("together", f"{time.seconds:.3g}")
         console.print(table)
-        layer = "one layer" if time.narrowed == 1 else f"one layer of 1/{time.narrowed} of the width"
+        layer = (
+            "one layer" if time.narrowed == 1 else f"one layer of 1/{time.narrowed} of the width"
+        )
         speed = page.tokens / time.seconds
         console.print(
-            f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}", f"tokens per second, from {layer} timed here and now", soft_wrap=True
+            f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
+            f"tokens per second, from {layer} timed here and now",
+            soft_wrap=True,
         )
     for name, measured in page.measured.items():
         console.print()
@@ -289,7 +350,12 @@ def print_page(page: Page, console: Any) -> None:
             table.add_row(phase, *_against(page.memory.of(phase), measured.phases[phase], shown))
         table.add_row("peak", *_against(page.memory.peak, measured.peak, shown))
         if name in page.times:
-            table.add_row("a step", *_against(page.times[name].seconds, measured.seconds, lambda seconds: f"{seconds:.3g} s"))
+            table.add_row(
+                "a step",
+                *_against(
+                    page.times[name].seconds, measured.seconds, lambda seconds: f"{seconds:.3g} s"
+                ),
+            )
         console.print(table)
 
 
@@ -298,7 +364,10 @@ def _calibration_lines(found: CalibrationForecast, device: str) -> list[str]:
 
     lines = ["not in it is what --init calibrated takes before the first step, a forecast:"]
     if found.device_bytes:
-        lines.append(f"  {shown(found.device_bytes)} on {device} with the base, {shown(found.host_bytes)} of host memory,")
+        lines.append(
+            f"  {shown(found.device_bytes)} on {device} with the base, {shown(found.host_bytes)} of"
+            " host memory,"
+        )
     else:
         lines.append(f"  {shown(found.host_bytes)} of memory with the base,")
     lines.append(f"  {shown(found.disk_bytes)} of temporary disk")
@@ -318,14 +387,22 @@ def _print_verdict(page: Page, console: Any) -> None:
         console.print(peak, soft_wrap=True)
         return
     size = shown(page.limit)
-    room = f"--max_memory {size}" if page.workload.training.max_memory is not None else f"the {size} free on {page.workload.device}"
-    console.print(f"{peak}; it {'fits' if page.fits else 'does not fit'} into {room}", soft_wrap=True)
+    room = (
+        f"--max_memory {size}"
+        if page.workload.training.max_memory is not None
+        else f"the {size} free on {page.workload.device}"
+    )
+    console.print(
+        f"{peak}; it {'fits' if page.fits else 'does not fit'} into {room}", soft_wrap=True
+    )
     if page.fits:
         return
     for flag, less in page.remedies:
         console.print(f"  {flag} would: {shown(less)} with one sample at a time", soft_wrap=True)
     if not page.remedies:
-        console.print("  no single setting would; lower several, or take a smaller base", soft_wrap=True)
+        console.print(
+            "  no single setting would; lower several, or take a smaller base", soft_wrap=True
+        )
 
 
 def _table(*headings: str) -> Any:

@@ -24,9 +24,21 @@ _TRAINING = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 
 def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
-    idle = next((name for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds") if name in given), None)
+    idle = next(
+        (
+            name
+            for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds")
+            if name in given
+        ),
+        None,
+    )
     if "config" in given:
-        given = over(read_yaml(given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}), given)
+        given = over(
+            read_yaml(
+                given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}
+            ),
+            given,
+        )
     given = with_adapter(with_safe_mode(given))
     any_base, start = given.pop("any_base", False), given.get("adapter")
     base = base_config(given)
@@ -35,17 +47,28 @@ def pretrain(given: dict[str, Any]) -> int:
     chosen = with_defaults(given, _taken_up(given))
     adapter, data, training = _settings(chosen.given)
     if start is not None and (idle is not None or training.rank_budget is not None):
-        raise ConfigError(f"--{idle or 'rank_budget'} is about a start that is solved, but --adapter {start} is one; drop one of the two")
+        raise ConfigError(
+            f"--{idle or 'rank_budget'} is about a start that is solved, but --adapter {start} is"
+            " one; drop one of the two"
+        )
     if idle is not None and adapter.init != "calibrated":
-        raise ConfigError(f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or drop the other")
+        raise ConfigError(
+            f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or"
+            " drop the other"
+        )
     if any_base and training.resume is None and start is None:
-        raise ConfigError("--any_base is about --resume or --adapter, which are missing; add one, or drop --any_base")
+        raise ConfigError(
+            "--any_base is about --resume or --adapter, which are missing; add one, or drop"
+            " --any_base"
+        )
     from npt.distill.ranks import join_ranks
 
     ranks = join_ranks(training.rank_timeout)
     try:
         with ranks.member():
-            _check_placing(base, [name for name, _ in training.stage_shares], ranks.size, adapter.init)
+            _check_placing(
+                base, [name for name, _ in training.stage_shares], ranks.size, adapter.init
+            )
             console = make_console() if ranks.main else silent_console()
             _say(console, *said, *chosen.said)
             checked = _check(ranks, base, adapter, data, training, start)
@@ -56,21 +79,41 @@ def pretrain(given: dict[str, Any]) -> int:
                 except TooLittleTextError:
                     if ranks.size > 1 or not chosen.fallback:
                         raise
-                    chosen = with_defaults(given, solvable=False)  # but for the trackers nothing has begun yet
+                    # but for the trackers nothing has begun yet
+                    chosen = with_defaults(given, solvable=False)
                     _say(console, *chosen.said)
                     adapter, data, training = _settings(chosen.given)
-                    return _train(ranks, base, _check(ranks, base, adapter, data, training, start), data, training, *rest)
+                    return _train(
+                        ranks,
+                        base,
+                        _check(ranks, base, adapter, data, training, start),
+                        data,
+                        training,
+                        *rest,
+                    )
     finally:
         ranks.close()
 
 
 def _taken_up(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings, by flag, of the run that `--resume` names, as far as they can be read here; whether it can be taken up is seen later."""
+    """Settings, by flag, of the run that `--resume` names, as far as they can be read here; whether
+    it can be taken up is seen later.
+    """
     resume, output = given.get("resume"), given.get("output_dir")
-    places = [] if resume is None else [Path(output)] if resume == "auto" and output else [Path(resume), Path(resume).parent.parent]
+    places = (
+        []
+        if resume is None
+        else (
+            [Path(output)]
+            if resume == "auto" and output
+            else [Path(resume), Path(resume).parent.parent]
+        )
+    )
     for place in places:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            settings = json.loads((place / "run.json").read_text(encoding="utf-8")).get("settings", {})
+            settings = json.loads((place / "run.json").read_text(encoding="utf-8")).get(
+                "settings", {}
+            )
             flags = {f.name: flag_of(f) for cls in _TRAINING for f in fields(cls)}
             return {flags[name]: value for name, value in settings.items() if name in flags}
     return {}
@@ -90,33 +133,48 @@ def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
         ConfigError: a flag says something else.
     """
     form = start.config
-    asked = build(NPTConfig, {**{flag_of(f): getattr(form, f.name) for f in fields(NPTConfig)}, **given})
-    other = next((f for f in fields(NPTConfig) if getattr(asked, f.name) != getattr(form, f.name)), None)
+    asked = build(
+        NPTConfig, {**{flag_of(f): getattr(form, f.name) for f in fields(NPTConfig)}, **given}
+    )
+    other = next(
+        (f for f in fields(NPTConfig) if getattr(asked, f.name) != getattr(form, f.name)), None
+    )
     if other is not None:
         was, wanted = (getattr(config, other.name) for config in (form, asked))
-        raise ConfigError(f"--{flag_of(other)} is {wanted}, but --adapter {start} has {was}, which training keeps; drop one of the two")
+        raise ConfigError(
+            f"--{flag_of(other)} is {wanted}, but --adapter {start} has {was}, which training"
+            " keeps; drop one of the two"
+        )
     return form
 
 
 def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init: str) -> None:
     """Refuse ways to place the base that do not go with the processes or the strategy."""
     if processes > 1 and base.device_map is not None:
-        raise ConfigError(f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were started; take --shard_base")
+        raise ConfigError(
+            f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
+            " started; take --shard_base"
+        )
     if processes == 1 and base.shard_base:
         raise ConfigError(
-            "--shard_base shares the base among processes, but there is one; start several with torchrun, or take --device_map"
+            "--shard_base shares the base among processes, but there is one; start several with"
+            " torchrun, or take --device_map"
         )
     if base.shard_base and init == "calibrated":
-        raise ConfigError("--init calibrated needs the whole base in one process; drop --shard_base, or use --init random")
+        raise ConfigError(
+            "--init calibrated needs the whole base in one process; drop --shard_base, or use"
+            " --init random"
+        )
     if base.shard_base and base.teacher_precision is not None:
         raise ConfigError(
-            f"--teacher_precision {base.teacher_precision} puts a whole unquantised model beside a base that --shard_base shares out; "
-            "drop one of the two"
+            f"--teacher_precision {base.teacher_precision} puts a whole unquantised model beside a"
+            " base that --shard_base shares out; drop one of the two"
         )
     other = next((strategy for strategy in strategies if strategy != "local"), None)
     if base.shard_base and other is not None:
         raise ConfigError(
-            f"--strategy {other} does not go with --shard_base, which has one layer of the base at a time; take --strategy local"
+            f"--strategy {other} does not go with --shard_base, which has one layer of the base at"
+            " a time; take --strategy local"
         )
 
 
@@ -129,8 +187,8 @@ def _say(console: Any, *lines: str) -> None:
 class _Checked:
     """What is known of a run before its base is loaded.
 
-    adapter: with the ranks of the run that is gone on with. goes_on: from a checkpoint. folder: the run's; resume_at: the step that the
-    run in it goes on from. config: of the base.
+    adapter: with the ranks of the run that is gone on with. goes_on: from a checkpoint. folder: the
+    run's; resume_at: the step that the run in it goes on from. config: of the base.
     """
 
     adapter: NPTConfig
@@ -140,7 +198,14 @@ class _Checked:
     config: Any
 
 
-def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig, start: Any) -> _Checked:
+def _check(
+    ranks: Any,
+    base: BaseConfig,
+    adapter: NPTConfig,
+    data: DataConfig,
+    training: TrainConfig,
+    start: Any,
+) -> _Checked:
     """Refuse what can be refused before the minutes that loading a large base takes."""
     from npt.adapters.attach import check_fit
     from npt.calibration.calibrate import check_calibration
@@ -154,14 +219,20 @@ def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, t
     from npt.quant.load import check_teacher, read_config
 
     def check_folder() -> tuple[bool, Any, str, int | None]:
-        """Whether a checkpoint is gone on from, the ranks that a budget was spent on in its run, the run's folder and the step it is at."""
+        """Whether a checkpoint is gone on from, the ranks that a budget was spent on in its run,
+        the run's folder and the step it is at.
+        """
         if training.resume is not None:
             resumed = find_resumed(training.resume, training.output_dir)
             place = str(resumed.folder), resumed.step if resumed.goes_on else None
             if resumed.checkpoint is not None:
                 before = resumed.checkpoint.record["settings"]
                 spent = before.get("ranks") if training.rank_budget is not None else adapter.ranks
-                now = {name: value for part in (base, adapter, data, training) for name, value in asdict(part).items()}
+                now = {
+                    name: value
+                    for part in (base, adapter, data, training)
+                    for name, value in asdict(part).items()
+                }
                 changed_settings(before, {**now, "ranks": spent})
                 return True, spent, *place
             return False, None, *place
@@ -185,8 +256,11 @@ def _check(ranks: Any, base: BaseConfig, adapter: NPTConfig, data: DataConfig, t
     if base.shard_base:
         check_looks(training)
     if training.max_memory_bytes is not None:
-        workload = Workload.of(base, config, adapter, training, data.max_length, ranks.device, processes=ranks.size)
-        Planner(workload).fitting(training.max_memory_bytes)  # as the loaded base is going to be asked
+        workload = Workload.of(
+            base, config, adapter, training, data.max_length, ranks.device, processes=ranks.size
+        )
+        # as the loaded base is going to be asked
+        Planner(workload).fitting(training.max_memory_bytes)
     return _Checked(adapter, goes_on, Path(folder), resume_at, config)
 
 
@@ -221,17 +295,30 @@ def _train(
         device, pack_on = ("cpu", ranks.device) if base.shard_base else (ranks.device, None)
         model, tokenizer = load(base, console, device, pack_on)
         if base.share_embeddings:
-            console.print("--share_embeddings: teacher and student share the whole base in any case, embeddings included")
+            console.print(
+                "--share_embeddings: teacher and student share the whole base in any case,"
+                " embeddings included"
+            )
         teacher = None
         if base.teacher_precision is not None:
             attention = base.attn_implementation
-            teacher = npt.load_teacher(base.model_name, base.teacher_precision, device=model.device, attn_implementation=attention)
-            console.print(f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision}, computes in fp32")
+            teacher = npt.load_teacher(
+                base.model_name,
+                base.teacher_precision,
+                device=model.device,
+                attn_implementation=attention,
+            )
+            console.print(
+                f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision},"
+                " computes in fp32"
+            )
         if start is None or goes_on:
             console.print(str(npt.attach(model, adapter, seed=training.seed)), soft_wrap=True)
         else:
             load_adapter(model, {"adapter": start, "any_base": any_base}, console)
-            console.print(f"training goes on from {start}: {AttachReport.of(model)}", soft_wrap=True)
+            console.print(
+                f"training goes on from {start}: {AttachReport.of(model)}", soft_wrap=True
+            )
         if base.shard_base:
             npt.shard_base(model, ranks)
             console.print(f"the base is sharded over {ranks.size} processes", soft_wrap=True)
@@ -254,15 +341,17 @@ def _train(
         console.print()
         print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")
     console.print(
-        f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s, {result.refused} refusals; "
-        f"everything is in {result.folder}",
+        f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s,"
+        f" {result.refused} refusals; everything is in {result.folder}",
         soft_wrap=True,
     )
     if result.refused_share > REFUSED_SHARE_WORTH_SAYING:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.refused_by_kind.items()))
+        kinds = ", ".join(
+            f"{count} {kind}" for kind, count in sorted(result.refused_by_kind.items())
+        )
         console.print(
-            f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were refused ({kinds}); see events.jsonl before "
-            "trusting this run",
+            f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were"
+            f" refused ({kinds}); see events.jsonl before trusting this run",
             soft_wrap=True,
         )
     return result.exit_status
@@ -273,23 +362,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE.yaml",
         default=argparse.SUPPRESS,
-        help=f"settings by flag name, a file or a preset ({', '.join(presets())}); flags given beside it win",
+        help=(
+            f"settings by flag name, a file or a preset ({', '.join(presets())}); flags given"
+            " beside it win"
+        ),
     )
     parser.add_argument(
-        "--safe_mode", action="store_true", default=argparse.SUPPRESS, help="additive modulation only: short for --modulation additive"
+        "--safe_mode",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="additive modulation only: short for --modulation additive",
     )
     parser.add_argument(
         "--any_base",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="with --resume or --adapter: another base than theirs too, if its shapes fit; a warning, events.jsonl and run.json tell",
+        help=(
+            "with --resume or --adapter: another base than theirs too, if its shapes fit; a"
+            " warning, events.jsonl and run.json tell"
+        ),
     )
     parser.add_argument(
         "--adapter",
         metavar="PATH",
         default=argparse.SUPPRESS,
-        help="go on from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the hub), on its base and in its form, as a "
-        "new run with moments and schedule of its own; --resume takes those up",
+        help=(
+            "go on from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the"
+            " hub), on its base and in its form, as a new run with moments and schedule of its own;"
+            " --resume takes those up"
+        ),
     )
     add_settings(parser, *_TRAINING)
     offer_auto(parser)

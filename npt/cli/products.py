@@ -1,4 +1,6 @@
-"""What `npt doctor --products` says: error and speed of a base's products under each setting of --matmul_precision, on this device."""
+"""What `npt doctor --products` says: error and speed of a base's products under each setting of
+--matmul_precision, on this device.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from npt.flags import build
 class Products:
     """Products of a base's kinds of weights.
 
-    rows: tokens that are multiplied at once. shapes: kind -> (out, in). errors, seconds: setting -> kind -> relative error, and seconds
-    of one product. auto, why: what `--matmul_precision auto` takes on this device.
+    rows: tokens that are multiplied at once. shapes: kind -> (out, in). errors, seconds: setting ->
+    kind -> relative error, and seconds of one product. auto, why: what `--matmul_precision auto`
+    takes on this device.
     """
 
     name: str
@@ -60,7 +63,8 @@ def measure_products(given: Mapping[str, Any], console: Any) -> Products:
     """Load the base that the flags name and measure products of its first layer and head.
 
     Raises:
-        ConfigError: settings that cannot work together, or a base that is spread over several processes.
+        ConfigError: settings that cannot work together, or a base that is spread over several
+            processes.
         ModelError: no such model.
     """
     import torch
@@ -71,7 +75,10 @@ def measure_products(given: Mapping[str, Any], console: Any) -> Products:
     base, data = build(BaseConfig, given), build(DataConfig, given)
     for flag in ("device_map", "shard_base"):
         if getattr(base, flag):
-            raise ConfigError(f"--{flag} spreads the base over several devices, and products are measured on one; leave it out")
+            raise ConfigError(
+                f"--{flag} spreads the base over several devices, and products are measured on one;"
+                " leave it out"
+            )
     with console.status("loading the base and measuring its products"):
         model, _ = npt.load_base(
             base.model_name,
@@ -82,19 +89,42 @@ def measure_products(given: Mapping[str, Any], console: Any) -> Products:
         )
         rows = given["batch_size"] * data.max_length
         errors, seconds = product_errors(model), product_seconds(model, rows)
-        shapes = {kind: (module.out_features, module.in_features) for kind, module in product_kinds(model).items()}
+        shapes = {
+            kind: (module.out_features, module.in_features)
+            for kind, module in product_kinds(model).items()
+        }
     device = next(model.parameters()).device
     if device.type == "cuda":
         auto, why = choose_precision(errors)
-        return Products(base.model_name, torch.cuda.get_device_name(device), rows, shapes, errors, seconds, auto, why)
-    return Products(base.model_name, str(device), rows, shapes, errors, seconds, "highest", "it changes nothing on the CPU")
+        return Products(
+            base.model_name,
+            torch.cuda.get_device_name(device),
+            rows,
+            shapes,
+            errors,
+            seconds,
+            auto,
+            why,
+        )
+    return Products(
+        base.model_name,
+        str(device),
+        rows,
+        shapes,
+        errors,
+        seconds,
+        "highest",
+        "it changes nothing on the CPU",
+    )
 
 
 def print_products(found: Products, console: Any) -> None:
     """Print the table, and what it comes to."""
     from npt.cli.planning import _table
 
-    console.print(f"products of {found.name} on {found.device}, {found.rows:,} tokens at once", soft_wrap=True)
+    console.print(
+        f"products of {found.name} on {found.device}, {found.rows:,} tokens at once", soft_wrap=True
+    )
     settings = list(found.errors)
     table = _table("", "out x in", *(f"{what} {s}" for what in ("error", "TF/s") for s in settings))
     for kind, (out, columns) in found.shapes.items():
@@ -102,7 +132,13 @@ def print_products(found: Products, console: Any) -> None:
         speeds = [f"{found.speed(s, kind) / 1e12:.3g}" for s in settings]
         table.add_row(kind, f"{out} x {columns}", *errors, *speeds)
     console.print(table)
-    console.print("error: ||y - exact|| / ||exact||; TF/s: 10^12 operations per second", soft_wrap=True)
+    console.print(
+        "error: ||y - exact|| / ||exact||; TF/s: 10^12 operations per second", soft_wrap=True
+    )
     if found.errors["highest"] == found.errors["high"]:
-        console.print("this device has no faster fp32 product: high computes as highest, and times differ by chance", soft_wrap=True)
+        console.print(
+            "this device has no faster fp32 product: high computes as highest, and times differ by"
+            " chance",
+            soft_wrap=True,
+        )
     console.print(f"--matmul_precision auto takes {found.auto}: {found.why}", soft_wrap=True)

@@ -10,7 +10,9 @@ from npt.console import make_console
 
 
 def report(given: dict[str, Any]) -> int:
-    """Make report.html of a run or a study anew from its folder: a finished, stopped or killed one, or one that is under way."""
+    """Make report.html of a run or a study anew from its folder: a finished, stopped or killed one,
+    or one that is under way.
+    """
     from npt.distill.run_folder import REPORT, is_run
     from npt.distill.run_report import write_report
     from npt.errors import ConfigError
@@ -28,10 +30,16 @@ def report(given: dict[str, Any]) -> int:
         if is_study(folder):
             return _study(folder, output, given["json"])
         if not is_run(folder):
-            raise ConfigError(f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl, checkpoints or study.json")
+            raise ConfigError(
+                f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl,"
+                " checkpoints or study.json"
+            )
         record = write_report(folder, output)
     except OSError as error:
-        raise ConfigError(f"{error.filename or output} cannot be read or written: {error.strerror}; check its rights") from error
+        raise ConfigError(
+            f"{error.filename or output} cannot be read or written: {error.strerror}; check its"
+            " rights"
+        ) from error
     found = summary(record)
     if given["json"]:
         print(to_json({"report": str(output), **found}, indent=2))
@@ -53,12 +61,19 @@ def _study(folder: Path, output: Path, json: bool) -> int:
         print(to_json(found, indent=2))
         return 0
     console = make_console()
-    console.print(", ".join(f"{count} {name}" for name, count in found["outcomes"].items()), soft_wrap=True)
-    console.print(f"written to {output}, and {len(found['pictures'])} pictures in {folder / 'figures'}", soft_wrap=True)
+    console.print(
+        ", ".join(f"{count} {name}" for name, count in found["outcomes"].items()), soft_wrap=True
+    )
+    console.print(
+        f"written to {output}, and {len(found['pictures'])} pictures in {folder / 'figures'}",
+        soft_wrap=True,
+    )
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="the folder of a run or a study")
-    parser.add_argument("--output", metavar="FILE", help="where to write the page (default: FOLDER/report.html)")
+    parser.add_argument(
+        "--output", metavar="FILE", help="where to write the page (default: FOLDER/report.html)"
+    )
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")

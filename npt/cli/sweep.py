@@ -14,7 +14,9 @@ from npt.presets import studies, study_file
 
 
 def sweep(given: dict[str, Any]) -> int:
-    """Run a study: many short runs on one base, shared by as many workers as join, and a table of what came out."""
+    """Run a study: many short runs on one base, shared by as many workers as join, and a table of
+    what came out.
+    """
     from npt.distill.run_folder import versions
     from npt.files import to_json
     from npt.sweep.lab import check_design
@@ -32,7 +34,10 @@ def sweep(given: dict[str, Any]) -> int:
     if given["dry_run"]:
         for trial in design.trials:
             console.print(f"{trial.key}  {label(trial)}", soft_wrap=True)
-        console.print(f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order", soft_wrap=True)
+        console.print(
+            f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order",
+            soft_wrap=True,
+        )
         return 0
     folder = Path(given["study"]) if given["study"] is not None else Path("outputs") / design.name
     check_folder(folder, spec, design, given["storage"])
@@ -40,27 +45,53 @@ def sweep(given: dict[str, Any]) -> int:
     open_folder(folder, spec, design, given["storage"], versions())
     new = storage.enqueue(design.trials, again=True)
     before = storage.progress(design.by_key).finished
-    console.print(f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}", soft_wrap=True)
+    console.print(
+        f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}",
+        soft_wrap=True,
+    )
     display = Display(storage, design, folder, lambda line: console.print(line, soft_wrap=True))
     display.table()
     count = given["workers"]
     threads = max(1, (os.cpu_count() or 1) // count)
-    command = [sys.executable, "-m", "npt.cli", "sweep", str(spec), "--study", str(folder), "--parent", str(os.getpid())]
+    command = [
+        sys.executable,
+        "-m",
+        "npt.cli",
+        "sweep",
+        str(spec),
+        "--study",
+        str(folder),
+        "--parent",
+        str(os.getpid()),
+    ]
     command += ["--storage", given["storage"]] if given["storage"] is not None else []
     command += ["--json"] if given["json"] else []
     status = Crew(command, count, threads).wait(display.look)
     rows = display.table()
     if given["json"]:
-        print(to_json({"study": str(folder), "trials": [{k: v for k, v in row.items() if k != "curve"} for row in rows]}, indent=2))
+        print(
+            to_json(
+                {
+                    "study": str(folder),
+                    "trials": [{k: v for k, v in row.items() if k != "curve"} for row in rows],
+                },
+                indent=2,
+            )
+        )
         return status
     outcomes = [row["outcome"] or "not run" for row in rows]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
-    console.print(f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}", soft_wrap=True)
+    console.print(
+        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}",
+        soft_wrap=True,
+    )
     return status
 
 
 def _work(given: dict[str, Any]) -> int:
-    """A worker process. The study is the one in the folder, whatever has been written into its specification since."""
+    """A worker process. The study is the one in the folder, whatever has been written into its
+    specification since.
+    """
     from npt.sweep.lab import Lab
     from npt.sweep.storage import Storage
     from npt.sweep.study import design_in, storage_url
@@ -71,17 +102,49 @@ def _work(given: dict[str, Any]) -> int:
     design = design_in(folder)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
     storage.enqueue(design.trials)
-    Worker(design, storage, folder, Lab(), lambda line: console.print(f"  {line}", soft_wrap=True), given["parent"]).work()
+    Worker(
+        design,
+        storage,
+        folder,
+        Lab(),
+        lambda line: console.print(f"  {line}", soft_wrap=True),
+        given["parent"],
+    ).work()
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "spec", metavar="SPEC", help=f"the study, a YAML file or one of {', '.join(studies())}: settings, and the parts that vary them"
+        "spec",
+        metavar="SPEC",
+        help=(
+            f"the study, a YAML file or one of {', '.join(studies())}: settings, and the parts that"
+            " vary them"
+        ),
     )
-    parser.add_argument("--study", metavar="FOLDER", help="the study's folder, gone on with if it is there (default: outputs/NAME)")
-    parser.add_argument("--storage", metavar="URL", help="database that workers share, sqlite:/// or a server's (default: in the folder)")
-    parser.add_argument("--workers", type=positive, default=1, metavar="INT", help="processes that share the study (default: 1)")
-    parser.add_argument("--dry_run", action="store_true", help="check the study and list its trials, and run nothing")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON and nothing else")
+    parser.add_argument(
+        "--study",
+        metavar="FOLDER",
+        help="the study's folder, gone on with if it is there (default: outputs/NAME)",
+    )
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="database that workers share, sqlite:/// or a server's (default: in the folder)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=1,
+        metavar="INT",
+        help="processes that share the study (default: 1)",
+    )
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="check the study and list its trials, and run nothing",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the table as JSON and nothing else"
+    )
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)

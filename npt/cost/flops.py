@@ -1,14 +1,18 @@
 """The arithmetic of a training step, by formula and by count.
 
-Floating-point operations per token, two for every weight that a token is multiplied with. Causal attention is counted at half of the
-full score matrix, and its backward at twice its forward: what a fused kernel computes again is not counted. Norms, rotary embeddings,
-activations, losses and the optimizer are left out; they are no matrix products and cost memory traffic rather than arithmetic.
+Floating-point operations per token, two for every weight that a token is multiplied with. Causal
+attention is counted at half of the full score matrix, and its backward at twice its forward: what a
+fused kernel computes again is not counted. Norms, rotary embeddings, activations, losses and the
+optimizer are left out; they are no matrix products and cost memory traffic rather than arithmetic.
 
-A layer's forward is F = 2 (A + M) + 2 S D, with A and M its weights of attention and MLP and S the tokens of a row. `local` cannot do
-with less than F for every layer up to the last converted one, and for each converted one 2 M, the student's own MLP, and 2 D F_ffn,
-the one product that the gradient has to cross. All formulas are of full rows: a padded position costs attention what a valid one does.
+A layer's forward is F = 2 (A + M) + 2 S D, with A and M its weights of attention and MLP and S the
+tokens of a row. `local` cannot do with less than F for every layer up to the last converted one,
+and for each converted one 2 M, the student's own MLP, and 2 D F_ffn, the one product that the
+gradient has to cross. All formulas are of full rows: a padded position costs attention what a valid
+one does.
 
-Shapes: D hidden, F_ffn ffn, S tokens of a row, V vocabulary, R rank, O width of a modulated product.
+Shapes: D hidden, F_ffn ffn, S tokens of a row, V vocabulary, R rank, O width of a modulated
+product.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ def layer_flops(shape: Shape, length: int) -> float:
 
 
 def _layer_backward(shape: Shape, length: int) -> float:
-    """Through all of a frozen layer to its input: every product once, attention's two with both of their factors."""
+    """Through all of a frozen layer to its input: every product once, attention's two with both of
+    their factors.
+    """
     return 2.0 * shape.layer_weights + 2.0 * attention_flops(shape, length)
 
 
@@ -57,7 +63,8 @@ def floor_flops(
         length: S, tokens of a row.
         converted: indices of the converted layers.
         strategy: local, propagated or end_to_end.
-        residual: of the adapters; where attention stays in the stream, `local` has gate and up in common with the teacher.
+        residual: of the adapters; where attention stays in the stream, `local` has gate and up in
+            common with the teacher.
         own_teacher: the teacher is a model of its own, which shares no product with the student.
         logits: share of the tokens that are scored on the logits; 0 without such a loss.
     """
@@ -88,8 +95,9 @@ def adapter_flops(
     multiplicative: bool = True,
     additive: bool = True,
 ) -> float:
-    """The low-rank products, per token: codes, modulation, its recomputation in backward, and their gradients. The figure of the
-    regulariser, about 2 R^2 more for each target with an additive term, is left out.
+    """The low-rank products, per token: codes, modulation, its recomputation in backward, and their
+    gradients. The figure of the regulariser, about 2 R^2 more for each target with an additive
+    term, is left out.
 
     Args:
         shape, converted, strategy: as for `floor_flops`.
@@ -100,19 +108,26 @@ def adapter_flops(
     ranks = [ranks] * len(converted) if isinstance(ranks, int) else list(ranks)
     terms = int(multiplicative) + int(additive)
     width = terms * sum(shape.width(target) for target in targets)
-    again = width - (shape.width("down") if additive and "down" in targets else 0)  # nothing reads down's s in backward
+    # nothing reads down's s in backward
+    again = width - (shape.width("down") if additive and "down" in targets else 0)
     first = min(converted)
     total = 0.0
     for index, rank in sorted(zip(converted, ranks, strict=True)):
-        code = shape.hidden * (3 if strategy == "end_to_end" and index != first else 2)  # z, gradient of A, gradient of a
-        total += 2.0 * rank * (code + 3 * width + again)  # forward, gradients of M and B, gradient of z; again in backward
+        # z, gradient of A, gradient of a
+        code = shape.hidden * (3 if strategy == "end_to_end" and index != first else 2)
+        # forward, gradients of M and B, gradient of z; again in backward
+        total += 2.0 * rank * (code + 3 * width + again)
     return total
 
 
-def recomputation_flops(shape: Shape, length: int, config: NPTConfig, *, logits: float = 0.0) -> float:
-    """What `--gradient_checkpointing` adds to `end_to_end`, per token: a second forward of the student's layers that gradients pass.
+def recomputation_flops(
+    shape: Shape, length: int, config: NPTConfig, *, logits: float = 0.0
+) -> float:
+    """What `--gradient_checkpointing` adds to `end_to_end`, per token: a second forward of the
+    student's layers that gradients pass.
 
-    It ends with the last thing that backward reads: of a layer without an adapter that is what down_proj is given.
+    It ends with the last thing that backward reads: of a layer without an adapter that is what
+    down_proj is given.
 
     Args:
         shape, length, config, logits: as for `training_flops`.
@@ -136,7 +151,8 @@ def training_flops(
     logits: float = 0.0,
     checkpointing: bool = False,
 ) -> float:
-    """What a training step costs per token, low-rank products included: arguments as of `floor_flops` and `adapter_flops`.
+    """What a training step costs per token, low-rank products included: arguments as of
+    `floor_flops` and `adapter_flops`.
 
     Args:
         checkpointing: with what `recomputation_flops` adds.
@@ -145,17 +161,29 @@ def training_flops(
     form = {"multiplicative": config.multiplicative, "additive": config.additive}
     again = recomputation_flops(shape, length, config, logits=logits) if checkpointing else 0.0
     return (
-        floor_flops(shape, length, converted, strategy, residual=config.residual, own_teacher=own_teacher, logits=logits)
-        + adapter_flops(shape, converted, config.ranks_of(len(converted)), config.targets, strategy, **form)
+        floor_flops(
+            shape,
+            length,
+            converted,
+            strategy,
+            residual=config.residual,
+            own_teacher=own_teacher,
+            logits=logits,
+        )
+        + adapter_flops(
+            shape, converted, config.ranks_of(len(converted)), config.targets, strategy, **form
+        )
         + again
     )
 
 
 def count_flops(act: Callable[[], Any]) -> int:
-    """The floating-point operations of all matrix products that a call makes, backward passes in it included.
+    """The floating-point operations of all matrix products that a call makes, backward passes in it
+    included.
 
-    As torch's counter, with these differences: products of packed 4-bit weights and products added in place are counted (the counter
-    does not know their operators), causal attention counts half of its score matrix, and its backward twice its forward.
+    As torch's counter, with these differences: products of packed 4-bit weights and products added
+    in place are counted (the counter does not know their operators), causal attention counts half
+    of its score matrix, and its backward twice its forward.
     """
     with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
         act()
@@ -174,7 +202,8 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     """By operator. One that is not marked raw is handed shapes in place of tensors."""
     packed, aten = torch.ops.bitsandbytes, torch.ops.aten
     formulas: dict[Any, Callable[..., int]] = {packed.gemv_4bit: _packed_product}
-    if hasattr(packed, "gemm_4bit"):  # bitsandbytes before 0.50 unpacks and multiplies, which is counted as such
+    # bitsandbytes before 0.50 unpacks and multiplies, which is counted as such
+    if hasattr(packed, "gemm_4bit"):
         formulas[packed.gemm_4bit] = _packed_product
     formulas[aten.addmm_] = _added_product
     for name in _ATTENTION:
@@ -196,7 +225,9 @@ def _added_product(total: Sequence[int], one: Sequence[int], other: Sequence[int
 
 
 def _attention(operator: Any, factor: int) -> Callable[..., int]:
-    """Of an attention operator. It is handed tensors, since whether it is causal stands among its arguments, in another place in each."""
+    """Of an attention operator. It is handed tensors, since whether it is causal stands among its
+    arguments, in another place in each.
+    """
     names = [argument.name for argument in operator.default._schema.arguments]
 
     def formula(*arguments: Any, out_val: Any = None, **named: Any) -> int:
@@ -210,7 +241,12 @@ def _attention(operator: Any, factor: int) -> Callable[..., int]:
 
 
 def _attention_backward_by_token(
-    gradient: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any, **_: Any
+    gradient: Sequence[int],
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    *rest: Any,
+    **_: Any,
 ) -> int:
     """Of the memory-efficient kernel called by itself, whose tensors are [B, T, H, d]."""
     rows, length, heads, width = query

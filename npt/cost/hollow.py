@@ -1,8 +1,10 @@
-"""Hollow models: all of a base but its numbers, so that what a call would take in memory can be counted without taking it.
+"""Hollow models: all of a base but its numbers, so that what a call would take in memory can be
+counted without taking it.
 
-Tensors have shape, dtype and device and no storage (torch's fake tensors). The code that trains runs on them as it is, autograd included,
-and a ledger follows which of its tensors would be alive together. So the count cannot drift from the code, whatever that comes to keep or
-to free; and it costs a fraction of a second for a layer of any size, on a machine that could never hold it.
+Tensors have shape, dtype and device and no storage (torch's fake tensors). The code that trains
+runs on them as it is, autograd included, and a ledger follows which of its tensors would be alive
+together. So the count cannot drift from the code, whatever that comes to keep or to free; and it
+costs a fraction of a second for a layer of any size, on a machine that could never hold it.
 """
 
 from __future__ import annotations
@@ -38,17 +40,19 @@ BLOCK, NESTED_BLOCK = 64, 256
 """Values that share a scale in bitsandbytes' 4-bit code, and scales that share one of their own."""
 
 _PACKED_PRODUCT = getattr(getattr(torch.ops.bitsandbytes, "gemm_4bit", None), "default", None)
-"""The operator that multiplies rows with a packed weight and unpacks it inside. bitsandbytes before 0.50 has none: there the unpacked
-weight is a tensor like others."""
+"""The operator that multiplies rows with a packed weight and unpacks it inside. bitsandbytes before
+0.50 has none: there the unpacked weight is a tensor like others."""
 
 _DEVICE = torch.ops.prim.device.default
 
 
 class Hollow:
-    """A place in which tensors have no storage. Models and batches that it makes are used within `peak_of` alone.
+    """A place in which tensors have no storage. Models and batches that it makes are used within
+    `peak_of` alone.
 
     Args:
-        device: that tensors claim to be on, by which operations choose their kernels. It has to exist.
+        device: that tensors claim to be on, by which operations choose their kernels. It has to
+            exist.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -66,7 +70,8 @@ class Hollow:
         attn_implementation: str = "sdpa",
         compute_dtype: torch.dtype = torch.float32,
     ) -> Any:
-        """A model as `load_base` would give it, with adapters attached where there is a configuration for them.
+        """A model as `load_base` would give it, with adapters attached where there is a
+        configuration for them.
 
         Args:
             config: of a known family.
@@ -74,14 +79,22 @@ class Hollow:
             stored: dtype of what is not packed.
             adapter: of the adapters; their gradients are there as well.
             compute_dtype: of products of packed weights.
-            upcast: compute in fp32 whatever it is stored in, as a packed base and an unquantised teacher do.
-            attn_implementation: as in `load_base`; flex_attention, which compiles what it runs, is counted as sdpa.
+            upcast: compute in fp32 whatever it is stored in, as a packed base and an unquantised
+                teacher do.
+            attn_implementation: as in `load_base`; flex_attention, which compiles what it runs, is
+                counted as sdpa.
         """
         with torch.device("meta"):
             attention = "eager" if attn_implementation == "eager" else SDPA
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=stored, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=stored, attn_implementation=attention
+            )
         if quantization is not None:
-            replace_with_bnb_linear(model, modules_to_not_convert=list(DENSE), quantization_config=packing_config(quantization))
+            replace_with_bnb_linear(
+                model,
+                modules_to_not_convert=list(DENSE),
+                quantization_config=packing_config(quantization),
+            )
         if adapter is not None:
             attach(model, adapter)
         with self._mode:
@@ -95,14 +108,17 @@ class Hollow:
     def batch(self, rows: int, length: int) -> Batch:
         """Full rows, every token of which is predicted."""
         ids = torch.zeros(rows, length, dtype=torch.int64)
-        batch = batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device("cpu"))  # which finds all that is found on the host
+        # which finds all that is found on the host
+        batch = batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device("cpu"))
         own = {f.name for f in fields(Batch)}
 
         def hollow(value: Any) -> Any:
             return self._empty(value.shape, value.dtype) if isinstance(value, Tensor) else value
 
         made = replace(batch, **{name: hollow(getattr(batch, name)) for name in own})
-        vars(made).update({name: hollow(value) for name, value in vars(batch).items() if name not in own})
+        vars(made).update(
+            {name: hollow(value) for name, value in vars(batch).items() if name not in own}
+        )
         return made
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,7 +148,9 @@ class Hollow:
                         made[id(parameter)] = self._packed(packed[id(parameter)], str(quantization))
                     else:
                         empty = self._empty(parameter.shape, parameter.dtype)
-                        made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                        made[id(parameter)] = nn.Parameter(
+                            empty, requires_grad=parameter.requires_grad
+                        )
                 module._parameters[name] = made[id(parameter)]
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -164,7 +182,9 @@ class Hollow:
 
 @contextmanager
 def _few_blocks() -> Iterator[None]:
-    """Within the context a layer's rows are taken in their first two blocks and the last alone: of hundreds, all between take the same."""
+    """Within the context a layer's rows are taken in their first two blocks and the last alone: of
+    hundreds, all between take the same.
+    """
     every = fused.blocks
 
     def few(like: Tensor, rank: int) -> list[slice]:
@@ -179,17 +199,29 @@ def _few_blocks() -> Iterator[None]:
 
 
 class Ledger(TorchDispatchMode):
-    """Follows the bytes of tensors that are made within it, until they are freed. highest: of them at once."""
+    """Follows the bytes of tensors that are made within it, until they are freed. highest: of them
+    at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.highest = self._live = 0
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is _DEVICE:  # every other call asks for it, and nothing is made
             asked = args[0]
-            return asked.fake_device if isinstance(asked, FakeTensor) and not asked.fake_mode.in_kernel_invocation else func(asked)
+            return (
+                asked.fake_device
+                if isinstance(asked, FakeTensor) and not asked.fake_mode.in_kernel_invocation
+                else func(asked)
+            )
         for leaf in tree_leaves((args, kwargs)):  # one that is not known yet was there before
             self._note(leaf, made=False)
         out = func(*args, **(kwargs or {}))
@@ -197,7 +229,8 @@ class Ledger(TorchDispatchMode):
             self._note(leaf, made=True)
         if func is _PACKED_PRODUCT:
             self.highest = max(self.highest, self._live + _unpacked(args))
-        if func is torch.ops.aten._efficient_attention_backward.default:  # inside it the gradient is multiplied with the output
+        # inside it the gradient is multiplied with the output
+        if func is torch.ops.aten._efficient_attention_backward.default:
             self.highest = max(self.highest, self._live + args[0].numel() * args[0].element_size())
         return out
 
@@ -218,17 +251,25 @@ class Ledger(TorchDispatchMode):
 
 
 def _unpacked(arguments: tuple[Any, ...]) -> int:
-    """What a product with a packed weight makes inside: the dense weight in the rows' dtype, and its scales in fp32.
+    """What a product with a packed weight makes inside: the dense weight in the rows' dtype, and
+    its scales in fp32.
 
-    A GPU that has a kernel for so few rows makes neither; it is then counted too high, by one weight.
+    A GPU that has a kernel for so few rows makes neither; it is then counted too high, by one
+    weight.
     """
     rows, _, shape = arguments[:3]
     return math.prod(shape) * rows.element_size() + math.prod(shape) // BLOCK * 4
 
 
 def bytes_of(model: Any) -> int:
-    """Of a hollow model: of its parameters, packed weights with their scales, and buffers; its gradients and adapters are left out."""
-    own = {id(parameter) for parameter in adapter_parameters(model).values()} if hasattr(model, "_npt_state") else set()
+    """Of a hollow model: of its parameters, packed weights with their scales, and buffers; its
+    gradients and adapters are left out.
+    """
+    own = (
+        {id(parameter) for parameter in adapter_parameters(model).values()}
+        if hasattr(model, "_npt_state")
+        else set()
+    )
     tensors: dict[int, Tensor] = {}
     for module in model.modules():
         for tensor in [*module._parameters.values(), *module._buffers.values()]:

@@ -1,7 +1,9 @@
-"""What a call really takes: the peak of live tensor memory, and the speed that the device reaches on plain matrix products.
+"""What a call really takes: the peak of live tensor memory, and the speed that the device reaches
+on plain matrix products.
 
-Memory is counted in bytes of live tensors, on every device alike: that is what fits or does not fit, while the size of the process also
-holds libraries, freed memory that the allocator keeps, and whatever else the process did before.
+Memory is counted in bytes of live tensors, on every device alike: that is what fits or does not
+fit, while the size of the process also holds libraries, freed memory that the allocator keeps, and
+whatever else the process did before.
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensor
 
-# The profiler announces its start and end on the terminal at any level below; it reads this at its first use.
+# The profiler announces its start and end on the terminal at any level below; it reads this at its
+# first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-"""Sides of the square products that are tried, by the device's type: large enough that nothing but arithmetic counts."""
+"""Sides of the square products that are tried, by the device's type: large enough that nothing but
+arithmetic counts.
+"""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of live tensors on one device. baseline: when a call began. peak: at its highest moment, the baseline included."""
+    """Bytes of live tensors on one device. baseline: when a call began. peak: at its highest
+    moment, the baseline included.
+    """
 
     baseline: int
     peak: int
@@ -42,9 +49,11 @@ class Peak:
 def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
     """Run `call` once and see how high the live tensor memory of a device rises.
 
-    On a GPU the caching allocator counts. On the CPU every allocation of torch's allocator is followed, among them those inside
-    operations and in backward; scratch memory that a library takes past torch's allocator is in neither figure. Memory that was live
-    before and is freed by the call is seen on a GPU only: on the CPU the peak is then too high by so much, and never too low.
+    On a GPU the caching allocator counts. On the CPU every allocation of torch's allocator is
+    followed, among them those inside operations and in backward; scratch memory that a library
+    takes past torch's allocator is in neither figure. Memory that was live before and is freed by
+    the call is seen on a GPU only: on the CPU the peak is then too high by so much, and never too
+    low.
 
     Args:
         call: without arguments. It runs as it would otherwise, slower on the CPU.
@@ -66,25 +75,34 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
 
 
 def live_bytes(device: torch.device | str) -> int:
-    """Bytes of all tensors that Python knows of on a device, those kept by a graph alone not among them."""
+    """Bytes of all tensors that Python knows of on a device, those kept by a graph alone not among
+    them.
+    """
     kind = torch.device(device).type
     found = (o for o in gc.get_objects() if issubclass(type(o), Tensor))
     return storage_bytes(t for t in _with_gradients(found) if t.device.type == kind)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind tensors; what several of them share counts once, and all of it where one shows a part."""
+    """Bytes of the memory behind tensors; what several of them share counts once, and all of it
+    where one shows a part.
+    """
     sizes: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
-        if tensor.layout == torch.strided and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
+        if (
+            tensor.layout == torch.strided
+            and tensor.device.type != "meta"
+            and not isinstance(tensor, FakeTensor)
+        ):
             storage = tensor.untyped_storage()
             sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
 
 def tensors_of(*owners: Any) -> Iterator[Tensor]:
-    """Every tensor that the owners hold: parameters and buffers of a module, packed weights' statistics, gradients, an optimizer's
-    moments, the fields of a dataclass, the members of a container. A tensor that is held twice comes once.
+    """Every tensor that the owners hold: parameters and buffers of a module, packed weights'
+    statistics, gradients, an optimizer's moments, the fields of a dataclass, the members of a
+    container. A tensor that is held twice comes once.
 
     With `storage_bytes` this is the memory of one of several models in a process.
     """
@@ -105,12 +123,16 @@ def tensors_of(*owners: Any) -> Iterator[Tensor]:
         elif isinstance(owner, nn.Module | torch.optim.Optimizer | QuantState):
             waiting += list(vars(owner).values())
         elif is_dataclass(owner) and not isinstance(owner, type):
-            waiting += [getattr(owner, field.name) for field in fields(owner)] + list(vars(owner).values())
+            waiting += [getattr(owner, field.name) for field in fields(owner)] + list(
+                vars(owner).values()
+            )
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The highest speed of a plain matrix product. size: side of the square matrices that reached it."""
+    """The highest speed of a plain matrix product. size: side of the square matrices that reached
+    it.
+    """
 
     flops_per_second: float
     size: int
@@ -123,10 +145,11 @@ def matmul_roofline(
     sizes: Iterable[int] | None = None,
     seconds: float = 1.0,
 ) -> Roofline:
-    """The speed that this device reaches, as it is set up now (threads, TF32), on square products that nothing holds up.
+    """The speed that this device reaches, as it is set up now (threads, TF32), on square products
+    that nothing holds up.
 
-    What a training step reaches of it says how much of its time is arithmetic. The best of many repetitions is taken: whatever else the
-    machine does can only make a product slower.
+    What a training step reaches of it says how much of its time is arithmetic. The best of many
+    repetitions is taken: whatever else the machine does can only make a product slower.
 
     Args:
         device, dtype: of the matrices.
@@ -168,7 +191,9 @@ def _with_gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _allocations(results: Any, device: torch.device) -> list[tuple[int, int]]:
-    """(address, bytes) of each allocation on the device in the order of time; negative bytes free it again."""
+    """(address, bytes) of each allocation on the device in the order of time; negative bytes free
+    it again.
+    """
     found, waiting = [], list(results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
@@ -180,7 +205,9 @@ def _allocations(results: Any, device: torch.device) -> list[tuple[int, int]]:
 
 
 def _highest(allocations: Iterable[tuple[int, int]]) -> int:
-    """The highest sum of what is allocated and not yet freed. Freeing what was there before counts for nothing."""
+    """The highest sum of what is allocated and not yet freed. Freeing what was there before counts
+    for nothing.
+    """
     live: dict[int, int] = {}
     total = highest = 0
     for address, size in allocations:

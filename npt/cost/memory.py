@@ -1,8 +1,9 @@
 """The peak memory of a run, term by term, and the sizes that it is written in.
 
-A run stands at its peak in one of three places: in a micro-batch, whose graph is alive; at an optimizer step, beside which the state before
-it is kept until the new one is verified; or in an evaluation, which sees all layers and the logits. Each term is alive in some of them.
-Loading a base, `--init calibrated` and what the process itself takes are in none.
+A run stands at its peak in one of three places: in a micro-batch, whose graph is alive; at an
+optimizer step, beside which the state before it is kept until the new one is verified; or in an
+evaluation, which sees all layers and the logits. Each term is alive in some of them. Loading a
+base, `--init calibrated` and what the process itself takes are in none.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class MemoryPlan:
     @property
     def largest(self) -> Term:
         """The term that the peak has most of."""
-        return max((term for term in self.terms if self.phase in term.phases), key=lambda term: term.bytes)
+        return max(
+            (term for term in self.terms if self.phase in term.phases), key=lambda term: term.bytes
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -81,7 +84,10 @@ class MemoryPlan:
             "peak_bytes": self.peak,
             "phase": self.phase,
             "phases": {phase: self.of(phase) for phase in PHASES},
-            "terms": [{"name": term.name, "bytes": term.bytes, "phases": list(term.phases)} for term in self.terms],
+            "terms": [
+                {"name": term.name, "bytes": term.bytes, "phases": list(term.phases)}
+                for term in self.terms
+            ],
         }
 
 
@@ -90,7 +96,8 @@ def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
 
     Args:
         parameters: trainable ones.
-        in_flight: steps at most whose results are not read yet, as on a GPU: of each the state before it is kept until then.
+        in_flight: steps at most whose results are not read yet, as on a GPU: of each the state
+            before it is kept until then.
     """
     size = FP32 * parameters
     terms = [
@@ -100,11 +107,17 @@ def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
         Term("gradients of the window", size),
         Term("state before the step", 3 * size, ("step",)),
     ]
-    return [*terms, Term("states before steps in flight", in_flight * 3 * size)] if in_flight else terms
+    return (
+        [*terms, Term("states before steps in flight", in_flight * 3 * size)]
+        if in_flight
+        else terms
+    )
 
 
 def adapter_numbers(shape: Shape, config: NPTConfig) -> int:
-    """Trainable parameters: of every converted layer A [R, D], and for each target a B and an M [O, R], as far as the form has them."""
+    """Trainable parameters: of every converted layer A [R, D], and for each target a B and an M [O,
+    R], as far as the form has them.
+    """
     terms = int(config.additive) + int(config.multiplicative)
     width = shape.hidden + terms * sum(shape.width(target) for target in config.targets)
     return width * sum(config.ranks_of(len(resolve_layers(config.layers, shape.layers))))
@@ -113,12 +126,16 @@ def adapter_numbers(shape: Shape, config: NPTConfig) -> int:
 def available(device: torch.device) -> int | None:
     """Bytes that a run on this device could have now; None where nothing says it.
 
-    On a GPU what is free there and what this process holds; else what the system says is free without swapping.
+    On a GPU what is free there and what this process holds; else what the system says is free
+    without swapping.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        lines = dict(
+            line.split(":", 1)
+            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        )
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None

@@ -1,4 +1,6 @@
-"""Shapes by name or by their numbers, for plans and benchmarks of bases whose configuration is not at hand."""
+"""Shapes by name or by their numbers, for plans and benchmarks of bases whose configuration is not
+at hand.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,27 @@ from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
 from npt.errors import ConfigError
 
 SHAPES = {
-    "embedded": Shape(layers=8, hidden=192, ffn=512, heads=6, kv_heads=2, head_dim=32, vocab=2048, tied=True),
-    "cpu-0.2b": Shape(layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=32000),
+    "embedded": Shape(
+        layers=8, hidden=192, ffn=512, heads=6, kv_heads=2, head_dim=32, vocab=2048, tied=True
+    ),
+    "cpu-0.2b": Shape(
+        layers=12, hidden=1024, ffn=2816, heads=16, kv_heads=4, head_dim=64, vocab=32000
+    ),
     "llama-3.2-1b": LLAMA_3_2_1B,
     "llama-3.1-8b": LLAMA_3_1_8B,
-    "qwen3-8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936),
-    "mistral-7b": Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=32768),
-    "smollm2-135m": Shape(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True),
+    "qwen3-8b": Shape(
+        layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936
+    ),
+    "mistral-7b": Shape(
+        layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=32768
+    ),
+    "smollm2-135m": Shape(
+        layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True
+    ),
 }
-"""`cpu-0.2b` is a TinyLlama of half the width and half the depth: 0.2 B parameters, a step within seconds on two cores."""
+"""`cpu-0.2b` is a TinyLlama of half the width and half the depth: 0.2 B parameters, a step within
+seconds on two cores.
+"""
 
 LARGEST = 2**24
 """Of each number of a shape: beyond it no model is, but sums that a plan cannot be made of."""
@@ -36,11 +50,20 @@ def parse_shape(text: str) -> Shape:
     try:
         hidden, ffn, layers, heads, kv_heads, vocab = (int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give {FORM} like 1024,2816,12,16,4,8192") from None
-    if min(hidden, ffn, layers, heads, kv_heads, vocab) < 1 or max(hidden, ffn, layers, heads, kv_heads, vocab) > LARGEST:
+        raise ConfigError(
+            f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give {FORM} like"
+            " 1024,2816,12,16,4,8192"
+        ) from None
+    if (
+        min(hidden, ffn, layers, heads, kv_heads, vocab) < 1
+        or max(hidden, ffn, layers, heads, kv_heads, vocab) > LARGEST
+    ):
         raise ConfigError(f"--shape is {text}; {FORM} are all from 1 to {LARGEST}")
     if hidden % (2 * heads) or heads % kv_heads:
-        raise ConfigError(f"--shape is {text}; D has to be an even multiple of the heads ({heads}), and these a multiple of {kv_heads}")
+        raise ConfigError(
+            f"--shape is {text}; D has to be an even multiple of the heads ({heads}), and these a"
+            f" multiple of {kv_heads}"
+        )
     return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
 
 

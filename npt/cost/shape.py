@@ -9,10 +9,11 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder of a known family; weights are counted without norms and biases, which cost nothing beside them.
+    """Sizes of a decoder of a known family; weights are counted without norms and biases, which
+    cost nothing beside them.
 
-    layers: L. hidden: D. ffn: F. heads, kv_heads: of queries, and of keys and values. head_dim: of each. vocab: V. tied: lm_head is the
-    embedding.
+    layers: L. hidden: D. ffn: F. heads, kv_heads: of queries, and of keys and values. head_dim: of
+    each. vocab: V. tied: lm_head is the embedding.
     """
 
     layers: int
@@ -33,7 +34,8 @@ class Shape:
             ffn=config.intermediate_size,
             heads=config.num_attention_heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
         )
@@ -73,5 +75,9 @@ class Shape:
         return self.hidden if target == "down" else self.ffn
 
 
-LLAMA_3_1_8B = Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
-LLAMA_3_2_1B = Shape(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, tied=True)
+LLAMA_3_1_8B = Shape(
+    layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
+)
+LLAMA_3_2_1B = Shape(
+    layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, tied=True
+)

@@ -1,8 +1,10 @@
 """Host waits: moments at which the host stops until the device has computed something.
 
-On CUDA torch reports them itself (`torch.cuda.set_sync_debug_mode`): reads of values, blocking copies, and operations whose result has a
-size that depends on values. It does not report events and explicit calls of `synchronize`, which say in the code that they wait. On a CPU
-nothing waits; there the operations are reported that would, as far as they can be told from their names and arguments: copies cannot.
+On CUDA torch reports them itself (`torch.cuda.set_sync_debug_mode`): reads of values, blocking
+copies, and operations whose result has a size that depends on values. It does not report events and
+explicit calls of `synchronize`, which say in the code that they wait. On a CPU nothing waits; there
+the operations are reported that would, as far as they can be told from their names and arguments:
+copies cannot.
 """
 
 from __future__ import annotations
@@ -57,12 +59,15 @@ class _Reporting(TorchDispatchMode):
 
 
 def _has_mask(indices: Any) -> bool:
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return any(
+        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices
+    )
 
 
 @contextmanager
 def no_waits(device: torch.device | str) -> Iterator[None]:
-    """Raise within the context where the host waits for the device; what was set before is set again afterwards.
+    """Raise within the context where the host waits for the device; what was set before is set
+    again afterwards.
 
     Args:
         device: that computes.
@@ -91,7 +96,8 @@ def count_waits(device: torch.device | str) -> Iterator[Counter[str]]:
         device: that computes.
 
     Yields:
-        By operation, or on CUDA by the line of Python that asked for it, the number of waits; complete after the context.
+        By operation, or on CUDA by the line of Python that asked for it, the number of waits;
+        complete after the context.
     """
     found: Counter[str] = Counter()
     if torch.device(device).type != "cuda":
@@ -106,7 +112,9 @@ def count_waits(device: torch.device | str) -> Iterator[Counter[str]]:
         if _REPORT in str(warning.message):
             found[f"{warning.filename}:{warning.lineno}"] += 1
         else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def _refuse(name: str) -> None:

@@ -1,6 +1,8 @@
-"""Reading on behind what is broken: every place of a local file that training would stop at, with its line and column.
+"""Reading on behind what is broken: every place of a local file that training would stop at, with
+its line and column.
 
-Training ends at the first line that is not what it should be, and a file of a million lines would be mended one run at a time.
+Training ends at the first line that is not what it should be, and a file of a million lines would
+be mended one run at a time.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ _TOKENS = ("input_ids", "labels", "attention_mask")
 class Broken:
     """A place that cannot be read or trained on.
 
-    line, column: from 1; None where the kind of file has none. The column counts characters, bytes where the line is not UTF-8,
-    and fields of a CSV row.
+    line, column: from 1; None where the kind of file has none. The column counts characters, bytes
+    where the line is not UTF-8, and fields of a CSV row.
     """
 
     where: str
@@ -59,7 +61,9 @@ class Broken:
 
 
 class Origin(NamedTuple):
-    """Where a record was read: `where` names the file or data set, `raw` is its line where it has one, `row` its number there."""
+    """Where a record was read: `where` names the file or data set, `raw` is its line where it has
+    one, `row` its number there.
+    """
 
     where: str
     row: int
@@ -96,7 +100,9 @@ class Reading:
     def __iter__(self) -> Iterator[tuple[Record, Origin]]:
         name = self._config.dataset_name
         if not is_local(name):
-            yield from ((record, Origin(name, row)) for row, record in enumerate(open_source(self._config)))
+            yield from (
+                (record, Origin(name, row)) for row, record in enumerate(open_source(self._config))
+            )
             return
         for path in local_files(name):
             yield from self._lines(path) if path.suffix == ".jsonl" else self._file(path)
@@ -131,7 +137,11 @@ class Reading:
         for row in itertools.count():
             try:
                 if records is None:
-                    records = read_stream([path]) if self._config.streaming else iter(read_sequence([path]))
+                    records = (
+                        read_stream([path])
+                        if self._config.streaming
+                        else iter(read_sequence([path]))
+                    )
                 record = next(records)
             except StopIteration:
                 return
@@ -156,14 +166,17 @@ def _broken_line(path: Path, number: int, error: DataError) -> Broken:
     """The place in a line that `parse_line` refused: where its cause says, or the start."""
     cause, column = error.__cause__, 1
     if isinstance(cause, json.JSONDecodeError):
-        column = min(cause.pos, len(cause.doc.rstrip())) + 1  # a line that ends too early is broken at its end, not behind it
+        # a line that ends too early is broken at its end, not behind it
+        column = min(cause.pos, len(cause.doc.rstrip())) + 1
     elif isinstance(cause, UnicodeDecodeError):
         column = cause.start + 1
     return Broken(str(path), number, column, _told(path, error)[-1])
 
 
 def _broken_places(path: Path, error: Exception) -> Iterator[Broken]:
-    """Where in the file the reason for an error of its reader lies: every such place where they can be told."""
+    """Where in the file the reason for an error of its reader lies: every such place where they can
+    be told.
+    """
     if path.suffix in (".txt", ".json", ".csv") and next(_not_utf8(path), None) is not None:
         yield from _not_utf8(path)
     else:
@@ -189,7 +202,9 @@ def _not_utf8(path: Path) -> Iterator[Broken]:
 
 
 def _odd_rows(path: Path) -> Iterator[Broken]:
-    """Rows with more fields than the header has names, and the one from which on nothing can be read."""
+    """Rows with more fields than the header has names, and the one from which on nothing can be
+    read.
+    """
     names = None
     for line, row in _csv_rows(path):
         if isinstance(row, csv.Error):
@@ -197,16 +212,21 @@ def _odd_rows(path: Path) -> Iterator[Broken]:
         elif names is None:
             names = len(row)
         elif len(row) > names:
-            yield Broken(str(path), line, names + 1, f"{len(row)} fields, but the header names {names}")
+            yield Broken(
+                str(path), line, names + 1, f"{len(row)} fields, but the header names {names}"
+            )
 
 
 def _csv_line(path: Path, row: int) -> int | None:
     """The line that record `row` (from 0) of a CSV file starts on."""
-    return next((line for line, _ in itertools.islice(_csv_rows(path), row + 1, None)), None)  # the header is no record
+    # the header is no record
+    return next((line for line, _ in itertools.islice(_csv_rows(path), row + 1, None)), None)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str] | csv.Error]]:
-    """Rows that are not blank, each with the line it starts on, as far as the file can be read; an error instead of the last."""
+    """Rows that are not blank, each with the line it starts on, as far as the file can be read; an
+    error instead of the last.
+    """
     before = csv.field_size_limit(_FIELD_LIMIT)
     start = 1
     try:
@@ -229,5 +249,7 @@ def _column_of_field(record: Record, raw: bytes, problem: str) -> int:
     said = problem.split(" (it has: ")[0]
     for name in record:
         if repr(name) in said or (name in _TOKENS and name in said):
-            return raw.decode("utf-8", "replace").find(json.dumps(name, ensure_ascii=False)) + 1 or 1
+            return (
+                raw.decode("utf-8", "replace").find(json.dumps(name, ensure_ascii=False)) + 1 or 1
+            )
     return 1

@@ -1,11 +1,13 @@
-"""Forms of instruction data that are told by their keys: Alpaca's records, ShareGPT's conversations and lists of messages.
+"""Forms of instruction data that are told by their keys: Alpaca's records, ShareGPT's conversations
+and lists of messages.
 
-    {"instruction": ..., "input": ..., "output": ...}                 Alpaca; the input may be missing or empty
-    {"conversations": [{"from": "human", "value": ...}, ...]}         ShareGPT, with a "system" text beside them or without
-    {"messages": [{"role": "user", "content": ...}, ...]}             as chat templates take them
+    {"instruction": ..., "input": ..., "output": ...}                 Alpaca; the input may be
+    missing or empty {"conversations": [{"from": "human", "value": ...}, ...]}         ShareGPT,
+    with a "system" text beside them or without {"messages": [{"role": "user", "content": ...},
+    ...]}             as chat templates take them
 
-A text, and a prompt with its completion, go before all of them; Alpaca's keys go before a column `text`, in which the data set of that name
-holds the same record written out, prompt and all.
+A text, and a prompt with its completion, go before all of them; Alpaca's keys go before a column
+`text`, in which the data set of that name holds the same record written out, prompt and all.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _TASK = "Below is an instruction that describes a task"
 _ASKED = "Write a response that appropriately completes the request."
 ALPACA = f"{_TASK}. {_ASKED}\n\n### Instruction:\n%s\n\n### Response:\n"
 ALPACA_WITH_INPUT = (
-    f"{_TASK}, paired with an input that provides further context. {_ASKED}\n\n### Instruction:\n%s\n\n### Input:\n%s\n\n### Response:\n"
+    f"{_TASK}, paired with an input that provides further context. {_ASKED}\n\n###"
+    " Instruction:\n%s\n\n### Input:\n%s\n\n### Response:\n"
 )
 """The prompts of Stanford's Alpaca, as its data set has them written out."""
 
@@ -56,7 +59,10 @@ def conversation_column(record: Mapping[str, Any], config: DataConfig) -> str | 
     """The key of a record that has a conversation under a known one, and no text."""
     if config.text_column in record:
         return None
-    return next((column for column in (CONVERSATIONS, MESSAGES) if isinstance(record.get(column), list)), None)
+    return next(
+        (column for column in (CONVERSATIONS, MESSAGES) if isinstance(record.get(column), list)),
+        None,
+    )
 
 
 def alpaca_prompt(instruction: str, further: str) -> str:
@@ -71,7 +77,10 @@ def alpaca_prompt(instruction: str, further: str) -> str:
 
 def alpaca_message(instruction: str, further: str) -> dict[str, str]:
     """The prompt as a message for a chat template; arguments as of `alpaca_prompt`."""
-    return {"role": "user", "content": f"{instruction}\n\n{further}" if further.strip() else instruction}
+    return {
+        "role": "user",
+        "content": f"{instruction}\n\n{further}" if further.strip() else instruction,
+    }
 
 
 def is_turn(turn: Any) -> bool:
@@ -93,14 +102,21 @@ def message_of(name: str, number: int, turn: Mapping[str, Any]) -> dict[str, str
     speaker, said = turn[FROM], turn[VALUE]
     role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None:
-        raise DataError(f"record {name}: turn {number} is from {str(speaker)[:40]!r}; rename it to one of {', '.join(ROLES)}")
+        raise DataError(
+            f"record {name}: turn {number} is from {str(speaker)[:40]!r}; rename it to one of"
+            f" {', '.join(ROLES)}"
+        )
     if not isinstance(said, str):
-        raise DataError(f"record {name}: turn {number} has {kind_of(said)} as {VALUE!r}; write a text, or leave the turn out")
+        raise DataError(
+            f"record {name}: turn {number} has {kind_of(said)} as {VALUE!r}; write a text, or leave"
+            " the turn out"
+        )
     return {"role": role, "content": said}
 
 
 def messages_of(name: str, record: Mapping[str, Any], column: str) -> list[Any]:
-    """The list of a column as messages, with the system text that stands beside ShareGPT's turns; other entries as they are.
+    """The list of a column as messages, with the system text that stands beside ShareGPT's turns;
+    other entries as they are.
 
     Raises:
         DataError: as `message_of`.

@@ -1,7 +1,9 @@
-"""The batches of a run: epochs of samples, mixed with those of other sources, prepared ahead of training, from any position on.
+"""The batches of a run: epochs of samples, mixed with those of other sources, prepared ahead of
+training, from any position on.
 
-Which sample stands where depends on seed, data and position alone. A position is a handful of numbers, and every batch comes with
-the one behind it; so what a thread has prepared ahead is never part of what a checkpoint has to know.
+Which sample stands where depends on seed, data and position alone. A position is a handful of
+numbers, and every batch comes with the one behind it; so what a thread has prepared ahead is never
+part of what a checkpoint has to know.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands in its data: the epoch and place of every source, and how many samples were drawn.
+    """Where a run stands in its data: the epoch and place of every source, and how many samples
+    were drawn.
 
-    epoch, place: of the source whose end is an epoch's. replay_epoch, replay_place: of the first one that is mixed in. begun: samples of
-    the first epoch that the run has begun behind. further: epoch and place of each source that is mixed in behind that one.
+    epoch, place: of the source whose end is an epoch's. replay_epoch, replay_place: of the first
+    one that is mixed in. begun: samples of the first epoch that the run has begun behind. further:
+    epoch and place of each source that is mixed in behind that one.
     """
 
     epoch: int = 0
@@ -58,10 +62,16 @@ class Position:
         return replace(self, further=tuple(turns), drawn=self.drawn + 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. `begun` and `further` are in it where there is something in them, as in all positions of earlier versions."""
+        """For JSON. `begun` and `further` are in it where there is something in them, as in all
+        positions of earlier versions.
+        """
         values = {**vars(self), "place": list(self.place), "replay_place": list(self.replay_place)}
         values["further"] = [[epoch, list(place)] for epoch, place in self.further]
-        return {name: value for name, value in values.items() if value or name not in ("begun", "further")}
+        return {
+            name: value
+            for name, value in values.items()
+            if value or name not in ("begun", "further")
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
@@ -81,7 +91,9 @@ class Loaded:
 
 
 class Other(NamedTuple):
-    """A source that is mixed in, over and over: `share` of all samples are its. label: what messages call it."""
+    """A source that is mixed in, over and over: `share` of all samples are its. label: what
+    messages call it.
+    """
 
     samples: Samples
     share: float
@@ -95,9 +107,11 @@ class Loader:
         samples: what is trained on; its end is the epoch's.
         batch_size, pad_id, side: of the batches.
         epochs: how many.
-        others: sources that are mixed in. Whose sample a slot is, is drawn from the seed and the slot's number, by the shares.
+        others: sources that are mixed in. Whose sample a slot is, is drawn from the seed and the
+            slot's number, by the shares.
         seed: of those draws.
-        pin: put the batches into pinned memory, for a GPU to copy from; whoever works ahead does it, and not the training.
+        pin: put the batches into pinned memory, for a GPU to copy from; whoever works ahead does
+            it, and not the training.
     """
 
     def __init__(
@@ -118,7 +132,8 @@ class Loader:
         self._seed, self._pin = seed, pin
 
     def count(self, limit: int | None = None, begun: int = 0) -> int | None:
-        """Batches of all epochs, counted no further than `limit`; None where only reading on would tell.
+        """Batches of all epochs, counted no further than `limit`; None where only reading on would
+        tell.
 
         Args:
             limit: what is enough.
@@ -165,12 +180,17 @@ class Loader:
             yield self._loaded(group, last)
 
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
-        batch = replace(collate(group, self._pad_id, side=self._side), offset=position.drawn - len(group))
+        batch = replace(
+            collate(group, self._pad_id, side=self._side), offset=position.drawn - len(group)
+        )
         return Loaded(position.epoch, batch.pinned() if self._pin else batch, position)
 
     def drawn(self, position: Position = Position()) -> Iterator[tuple[Sample, Position]]:
         """Samples of all sources in their drawn order, each with the position behind it."""
-        turns = [self._over_and_over(other, *position.turn(number)) for number, other in enumerate(self.others)]
+        turns = [
+            self._over_and_over(other, *position.turn(number))
+            for number, other in enumerate(self.others)
+        ]
         for epoch in range(position.epoch, self._epochs):
             if epoch != position.epoch:
                 position = replace(position, epoch=epoch, place=Place())
@@ -182,19 +202,24 @@ class Loader:
                 position = replace(position, place=place, drawn=position.drawn + 1)
                 yield sample, position
 
-    def _over_and_over(self, other: Other, epoch: int, place: Place) -> Iterator[tuple[Sample, int, Place]]:
+    def _over_and_over(
+        self, other: Other, epoch: int, place: Place
+    ) -> Iterator[tuple[Sample, int, Place]]:
         while True:
             start, empty = place, True
             for sample, behind in other.samples.walk(epoch, start):
                 empty = False
                 yield sample, epoch, behind
             if empty and start == Place():
-                raise DataError(f"{other.label}: no sample came out of it; check its name and its columns")
+                raise DataError(
+                    f"{other.label}: no sample came out of it; check its name and its columns"
+                )
             epoch, place = epoch + 1, Place()
 
 
 class Ahead(Generic[T]):
-    """An iterator that a thread works in front of, `depth` items at most; what it raises is raised here, in its turn.
+    """An iterator that a thread works in front of, `depth` items at most; what it raises is raised
+    here, in its turn.
 
     Args:
         items: advanced by the thread alone.
@@ -202,7 +227,9 @@ class Ahead(Generic[T]):
         stop: looked at while waiting; the iteration ends when it says so.
     """
 
-    def __init__(self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], bool] = lambda: False):
+    def __init__(
+        self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], bool] = lambda: False
+    ):
         self._items, self._stop = items, stop
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         self._closed = threading.Event()
@@ -223,7 +250,9 @@ class Ahead(Generic[T]):
                 raise value
 
     def close(self) -> None:
-        """Stop the thread; what it has prepared is dropped. One that waits for its source is left to itself."""
+        """Stop the thread; what it has prepared is dropped. One that waits for its source is left
+        to itself.
+        """
         self._closed.set()
         self._thread.join(timeout=_CLOSE_SECONDS)
 

@@ -1,8 +1,9 @@
-"""Records in local files: text, JSON, JSON lines, CSV, Parquet; one file, a glob, or a folder of them.
+"""Records in local files: text, JSON, JSON lines, CSV, Parquet; one file, a glob, or a folder of
+them.
 
-What can be is read where it lies: of a .jsonl or .csv file only where its records start is held (sixteen bytes each), Parquet is
-memory-mapped by `datasets`; a text file is held as a whole unless it is streamed, a .json file always. What is not as it should
-be is named with its file and line.
+What can be is read where it lies: of a .jsonl or .csv file only where its records start is held
+(sixteen bytes each), Parquet is memory-mapped by `datasets`; a text file is held as a whole unless
+it is streamed, a .json file always. What is not as it should be is named with its file and line.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from npt.errors import DataError, first_line, kind_of
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 TEXT_PIECE = 1 << 16
-"""Characters of a text file that make a record: a longer file is cut behind a line's end, and is one document all the same."""
+"""Characters of a text file that make a record: a longer file is cut behind a line's end, and is
+one document all the same.
+"""
 
 PIECE = "npt:piece"
 """Key of such a record: whether it is its document's first piece, and whether it is the last."""
 
 Record = Mapping[str, Any]
 
-csv.field_size_limit(2**31 - 1)  # of 128 KiB otherwise, in every reader of the process; a document may be longer
+# of 128 KiB otherwise, in every reader of the process; a document may be longer
+csv.field_size_limit(2**31 - 1)
 
 
 def local_files(name: str) -> list[Path]:
-    """The files that a path, a folder or a glob stands for, in order of their names. Of a folder hidden ones are left out.
+    """The files that a path, a folder or a glob stands for, in order of their names. Of a folder
+    hidden ones are left out.
 
     Raises:
         DataError: there is none, or one is of an unknown kind or empty.
@@ -47,7 +52,9 @@ def local_files(name: str) -> list[Path]:
         files = _found(path)
         for file in files:
             if file.suffix not in SUFFIXES or not file.is_file():
-                raise DataError(f"{file} is not a {', '.join(SUFFIXES)} file; convert it to one of them")
+                raise DataError(
+                    f"{file} is not a {', '.join(SUFFIXES)} file; convert it to one of them"
+                )
             if file.stat().st_size == 0:
                 raise DataError(f"{file} is empty; leave it out")
     except OSError as error:
@@ -57,19 +64,32 @@ def local_files(name: str) -> list[Path]:
 
 def _found(path: Path) -> list[Path]:
     if path.is_dir():
-        below = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        below = (
+            p
+            for p in path.rglob("*")
+            if not any(part.startswith(".") for part in p.relative_to(path).parts)
+        )
         files = sorted(p for p in below if p.suffix in SUFFIXES and p.is_file())
         if not files:
             raise DataError(f"{path} holds no {', '.join(SUFFIXES)} file; check --dataset_name")
         return files
-    files = [path] if path.exists() else sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    files = (
+        [path]
+        if path.exists()
+        else sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    )
     if not files:
-        raise DataError(f"there is no file {path}; check --dataset_name ('builtin' is the text that needs no file)")
+        raise DataError(
+            f"there is no file {path}; check --dataset_name ('builtin' is the text that needs no"
+            " file)"
+        )
     return files
 
 
 def read_sequence(files: Sequence[Path]) -> Sequence[Record]:
-    """The records of the files, one file behind the other, for reading in any order and from any thread."""
+    """The records of the files, one file behind the other, for reading in any order and from any
+    thread.
+    """
     parts = [_sequence(file) for file in files]
     return parts[0] if len(parts) == 1 else Joined(parts)
 
@@ -118,10 +138,12 @@ class Joined(Sequence[Record]):
 class _Lines(Sequence[Record]):
     """The records of a file of lines, found by where they start.
 
-    Every access opens the file anew: it may be read by several threads at once, and a folder of a thousand files leaves none open.
+    Every access opens the file anew: it may be read by several threads at once, and a folder of a
+    thousand files leaves none open.
 
     Raises:
-        DataError: the file cannot be read, at an access also if it is not the file any more that the records were found in.
+        DataError: the file cannot be read, at an access also if it is not the file any more that
+            the records were found in.
     """
 
     def __init__(self, path: Path):
@@ -140,7 +162,10 @@ class _Lines(Sequence[Record]):
         offset, number = self._offsets[index], self._numbers[index]
         with _opened(self.path) as file:
             if _state(file) != self._state:
-                raise DataError(f"{self.path} has changed since it was first read; start again, on a copy if it is still being written")
+                raise DataError(
+                    f"{self.path} has changed since it was first read; start again, on a copy if it"
+                    " is still being written"
+                )
             file.seek(offset)
             return self._record(file, number)
 
@@ -180,7 +205,8 @@ class JsonLines(_Lines):
 
 
 class CsvRows(_Lines):
-    """A .csv file (RFC 4180, fields between commas): a header of names, then rows, whose fields are text whatever they look like.
+    """A .csv file (RFC 4180, fields between commas): a header of names, then rows, whose fields are
+    text whatever they look like.
 
     A row with fewer fields than names lacks the last ones; blank lines are none.
     """
@@ -240,7 +266,9 @@ def _csv_rows(lines: _Decoded) -> Iterator[tuple[int, int, list[str]]]:
         try:
             row = next(rows, None)
         except csv.Error as error:
-            raise DataError(f"{lines.path}, line {number}: not CSV ({error}); mend it there") from error
+            raise DataError(
+                f"{lines.path}, line {number}: not CSV ({error}); mend it there"
+            ) from error
         if row is None:
             return
         if row:
@@ -250,12 +278,15 @@ def _csv_rows(lines: _Decoded) -> Iterator[tuple[int, int, list[str]]]:
 def _csv_record(path: Path, number: int, names: list[str], row: list[str]) -> Record:
     if len(row) > len(names):
         problem = f"{len(row)} fields, but the header names {len(names)}"
-        raise DataError(f'{path}, line {number}: {problem}; put a field that holds commas between "')
+        raise DataError(
+            f'{path}, line {number}: {problem}; put a field that holds commas between "'
+        )
     return {"id": f"{path.name}:{number}", **dict(zip(names, row, strict=False))}
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Record:
-    """The record on line `number` (from 1) of a .jsonl file, named by its line unless it names itself.
+    """The record on line `number` (from 1) of a .jsonl file, named by its line unless it names
+    itself.
 
     Raises:
         DataError: not UTF-8, not JSON or no object; what was found is its cause.
@@ -264,10 +295,18 @@ def parse_line(path: Path, number: int, line: bytes) -> Record:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        column, what = (f", column {error.colno}", error.msg) if isinstance(error, json.JSONDecodeError) else ("", str(error))
-        raise DataError(f"{path}, line {number}{column}: not JSON ({what}); each line has to be one JSON object") from error
+        column, what = (
+            (f", column {error.colno}", error.msg)
+            if isinstance(error, json.JSONDecodeError)
+            else ("", str(error))
+        )
+        raise DataError(
+            f"{path}, line {number}{column}: not JSON ({what}); each line has to be one JSON object"
+        ) from error
     if not isinstance(record, dict):
-        raise DataError(f'{path}, line {number}: {kind_of(record)}, not an object like {{"text": ...}}')
+        raise DataError(
+            f'{path}, line {number}: {kind_of(record)}, not an object like {{"text": ...}}'
+        )
     return {"id": f"{path.name}:{number}", **record}
 
 
@@ -281,7 +320,11 @@ def _pieces(path: Path) -> Iterator[Record]:
                 if number == 0 and not following:
                     yield {"text": piece, "id": path.name}
                 else:
-                    yield {"text": piece, "id": f"{path.name}#{number}", PIECE: (number == 0, not following)}
+                    yield {
+                        "text": piece,
+                        "id": f"{path.name}#{number}",
+                        PIECE: (number == 0, not following),
+                    }
                 number, piece = number + 1, following
     except UnicodeDecodeError:
         _locate_other_encoding(path)
@@ -310,19 +353,26 @@ def _array(path: Path) -> Sequence[Record]:
         remedy = "mend it there, or name the file .jsonl if each of its lines is an object"
         raise DataError(f"{path}{where}: not JSON ({what}); {remedy}") from error
     if not isinstance(values, list):
-        raise DataError(f'{path} holds {kind_of(values)}; it has to be a list of objects like {{"text": ...}}')
+        raise DataError(
+            f'{path} holds {kind_of(values)}; it has to be a list of objects like {{"text": ...}}'
+        )
     for number, value in enumerate(values):
         if not isinstance(value, dict):
-            raise DataError(f'{path}, entry {number}: {kind_of(value)}, not an object like {{"text": ...}}')
+            raise DataError(
+                f'{path}, entry {number}: {kind_of(value)}, not an object like {{"text": ...}}'
+            )
     return [{"id": f"{path.name}:{number}", **value} for number, value in enumerate(values)]
 
 
 def _parquet(path: Path, streaming: bool) -> Any:
     import datasets
 
-    logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)  # what it logs is raised and said here
+    # what it logs is raised and said here
+    logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
     try:
-        return datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train", streaming=streaming)
+        return datasets.load_dataset(
+            "parquet", data_files=glob.escape(str(path)), split="train", streaming=streaming
+        )
     except Exception as error:  # pyarrow and datasets each raise their own
         raise _parquet_fault(path, error) from error
 
@@ -336,7 +386,10 @@ def _parquet_stream(path: Path) -> Iterator[Record]:
 
 
 def _parquet_fault(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read as Parquet: {first_line(error.__cause__ or error)[:300]}; mend the file")
+    return DataError(
+        f"{path} cannot be read as Parquet: {first_line(error.__cause__ or error)[:300]}; mend the"
+        " file"
+    )
 
 
 @contextmanager
@@ -358,7 +411,10 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line {number}: not UTF-8 (byte {error.start}: {error.reason}); convert the file first") from error
+        raise DataError(
+            f"{path}, line {number}: not UTF-8 (byte {error.start}: {error.reason}); convert the"
+            " file first"
+        ) from error
 
 
 def _locate_other_encoding(path: Path) -> None:

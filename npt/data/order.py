@@ -1,9 +1,10 @@
 """A seeded order of n things that is computed, not stored: position i alone says which comes i-th.
 
-A balanced Feistel network over the next power of four is a bijection, and walking its cycles until a value below n comes out
-makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). So a run that is taken up at
-position i needs nothing but i, and an order of a billion records takes no memory. What comes out is part of every saved position:
-it must never change.
+A balanced Feistel network over the next power of four is a bijection, and walking its cycles until
+a value below n comes out makes it one of [0, n) (Black and Rogaway, "Ciphers with arbitrary finite
+domains", CT-RSA 2002). So a run that is taken up at position i needs nothing but i, and an order of
+a billion records takes no memory. What comes out is part of every saved position: it must never
+change.
 """
 
 from __future__ import annotations

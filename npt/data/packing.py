@@ -1,7 +1,8 @@
 """Packing: short documents side by side in one row, so that little of a batch is padding.
 
-Attention stays inside a document and positions restart with each (`Batch.documents`), so a token's state is what it would be in a
-row of its own; only where it stands differs. The first token of a packed document has nothing before it, and is no target.
+Attention stays inside a document and positions restart with each (`Batch.documents`), so a token's
+state is what it would be in a row of its own; only where it stands differs. The first token of a
+packed document has nothing before it, and is no target.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
 
 
 def _joined(row: Sequence[Sample]) -> Sample:
-    labels = [label for s in row for label in (IGNORE_INDEX, *(s.labels if s.labels is not None else s.input_ids)[1:])]
+    labels = [
+        label
+        for s in row
+        for label in (IGNORE_INDEX, *(s.labels if s.labels is not None else s.input_ids)[1:])
+    ]
     return Sample(
         id="+".join(s.id for s in row),
         input_ids=tuple(i for s in row for i in s.input_ids),

@@ -1,6 +1,8 @@
-"""Prompts out of any data: texts, prompts with or without completions, conversations, and samples that have a loss mask.
+"""Prompts out of any data: texts, prompts with or without completions, conversations, and samples
+that have a loss mask.
 
-They are tokenised as training tokenises what stands in front of a completion, and come in training's order.
+They are tokenised as training tokenises what stands in front of a completion, and come in
+training's order.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ _AS_PROMPT = DataConfig(prompt_column=PROMPT, completion_column=COMPLETION)
 _ANY_ANSWER = "x"
 
 
-def read_prompts(records: Iterable[Record], tokenizer: Any, config: DataConfig, *, length: int, seed: int) -> Iterator[Sample]:
+def read_prompts(
+    records: Iterable[Record], tokenizer: Any, config: DataConfig, *, length: int, seed: int
+) -> Iterator[Sample]:
     """Prompts of at most `length` tokens, in an order that the seed fixes.
 
-    A prompt that is longer keeps its end; a text is cut to pieces, each a prompt. Of a record with ids and labels the leading
-    tokens without a label are the prompt, of a conversation everything before its last answer. End tokens are left out.
+    A prompt that is longer keeps its end; a text is cut to pieces, each a prompt. Of a record with
+    ids and labels the leading tokens without a label are the prompt, of a conversation everything
+    before its last answer. End tokens are left out.
 
     Args:
         records: as for training; those with a prompt need no completion.
@@ -41,23 +46,36 @@ def read_prompts(records: Iterable[Record], tokenizer: Any, config: DataConfig, 
         prompts = _Sequence(records, tokenizer, config, length)
     else:
         prompts = _Stream(records, tokenizer, config, length)
-    return Samples(prompts, tokenizer, DataConfig(max_length=length), seed=seed, hold_out=False).epoch(0)
+    return Samples(
+        prompts, tokenizer, DataConfig(max_length=length), seed=seed, hold_out=False
+    ).epoch(0)
 
 
-def prompt_record(number: int, record: Any, tokenizer: Any, config: DataConfig, length: int) -> dict[str, Any]:
+def prompt_record(
+    number: int, record: Any, tokenizer: Any, config: DataConfig, length: int
+) -> dict[str, Any]:
     """A record's prompt as a record of its own: {"id", "input_ids"}."""
     whole = isinstance(record, Mapping) and "input_ids" not in record
     if whole and config.prompt_column is None and _is_instruction(record, config):
         record = {**record, OUTPUT: _ANY_ANSWER}
-    elif whole and config.prompt_column is None and (column := conversation_column(record, config)) is not None:
+    elif (
+        whole
+        and config.prompt_column is None
+        and (column := conversation_column(record, config)) is not None
+    ):
         record, config = _with_any_answer(number, record, column), _AS_PROMPT
-    elif whole and (config.prompt_column is not None or (config.text_column not in record and PROMPT in record)):
+    elif whole and (
+        config.prompt_column is not None or (config.text_column not in record and PROMPT in record)
+    ):
         record = _with_any_answer(number, record, config.prompt_column or PROMPT)
         config = _AS_PROMPT
     for encoded in encode([(number, record)], tokenizer, config, Counts()):
         ids, prompt = encoded.ids, encoded.prompt
         if encoded.labels is not None:
-            prompt = next((i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX), 0) or None
+            prompt = (
+                next((i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX), 0)
+                or None
+            )
         if prompt is not None:
             ids = ids[:prompt][-length:]
         elif ids[-1:] == [tokenizer.eos_token_id]:
@@ -68,16 +86,28 @@ def prompt_record(number: int, record: Any, tokenizer: Any, config: DataConfig, 
 
 def _is_instruction(record: Mapping[str, Any], config: DataConfig) -> bool:
     """Alpaca's, which here needs no output where there is no text either."""
-    return is_alpaca(record, config) or (INSTRUCTION in record and PROMPT not in record and config.text_column not in record)
+    return is_alpaca(record, config) or (
+        INSTRUCTION in record and PROMPT not in record and config.text_column not in record
+    )
 
 
 def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
     given = record.get("id")
     name = str(number if given is None else given)
     if column not in record:
-        raise DataError(f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set --prompt_column")
-    prompt = messages_of(name, record, column) if isinstance(record[column], list) else record[column]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":
+        raise DataError(
+            f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set"
+            " --prompt_column"
+        )
+    prompt = (
+        messages_of(name, record, column) if isinstance(record[column], list) else record[column]
+    )
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and isinstance(prompt[-1], Mapping)
+        and prompt[-1].get("role") == "assistant"
+    ):
         prompt = prompt[:-1]
     return {"id": name, PROMPT: prompt, COMPLETION: _ANY_ANSWER}
 
@@ -102,4 +132,6 @@ class _Stream:
         self._records, self._how = records, how
 
     def __iter__(self) -> Iterator[Record]:
-        return (prompt_record(number, record, *self._how) for number, record in enumerate(self._records))
+        return (
+            prompt_record(number, record, *self._how) for number, record in enumerate(self._records)
+        )

@@ -1,6 +1,8 @@
-"""What a run would be trained on: counts, ids and a few decoded samples of a data set, before any base is loaded.
+"""What a run would be trained on: counts, ids and a few decoded samples of a data set, before any
+base is loaded.
 
-One pass in constant memory: a histogram of lengths, reservoirs of a few samples, a bounded sketch of hashes.
+One pass in constant memory: a histogram of lengths, reservoirs of a few samples, a bounded sketch
+of hashes.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Problem:
-    """Something to mend, and how. fatal: training would stop at it or refuse batches; else it wastes time or spoils a figure."""
+    """Something to mend, and how. fatal: training would stop at it or refuse batches; else it
+    wastes time or spoils a figure.
+    """
 
     problem: str
     remedy: str
@@ -58,7 +62,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring tokens of one kind, decoded. kind: target, masked, or left out (its text is empty)."""
+    """Neighbouring tokens of one kind, decoded. kind: target, masked, or left out (its text is
+    empty).
+    """
 
     kind: str
     tokens: int
@@ -78,12 +84,13 @@ class Shown:
 class DataReport:
     """What came out of a data set.
 
-    complete: False where `max_records` ended the pass. blank_lines: of .jsonl files. shortest, median, longest: tokens of a sample.
-    padding, padding_packed: expected share of a batch's tokens, without and with packing. heldout: samples; None where the
-    source has held-out records of its own. targets: tokens whose label is not -100. moved_labels: targets whose label is
-    another token. outside: ids and labels outside the vocabulary, the first of them in the sample `outside_first`.
-    double_starts: samples that begin with two start tokens. copies: share of samples that repeat another one;
-    copies_exact: whether it was counted or estimated.
+    complete: False where `max_records` ended the pass. blank_lines: of .jsonl files. shortest,
+    median, longest: tokens of a sample. padding, padding_packed: expected share of a batch's
+    tokens, without and with packing. heldout: samples; None where the source has held-out records
+    of its own. targets: tokens whose label is not -100. moved_labels: targets whose label is
+    another token. outside: ids and labels outside the vocabulary, the first of them in the sample
+    `outside_first`. double_starts: samples that begin with two start tokens. copies: share of
+    samples that repeat another one; copies_exact: whether it was counted or estimated.
     """
 
     name: str
@@ -123,7 +130,13 @@ class DataReport:
         values = asdict(self)
         counts = self.counts.as_dict()
         del values["counts"]
-        return {"name": values.pop("name"), "complete": values.pop("complete"), **counts, **values, "trainable": self.trainable}
+        return {
+            "name": values.pop("name"),
+            "complete": values.pop("complete"),
+            **counts,
+            **values,
+            "trainable": self.trainable,
+        }
 
 
 def examine(
@@ -135,7 +148,8 @@ def examine(
     seed: int = 0,
     max_records: int | None = None,
 ) -> DataReport:
-    """Read a data set once, as training would, and report on it; what is broken is noted and passed over.
+    """Read a data set once, as training would, and report on it; what is broken is noted and passed
+    over.
 
     Args:
         config: the data and how they are cut. `num_samples` is not applied.
@@ -189,7 +203,13 @@ def examine(
     return replace(report, problems=tuple(_problems(report)))
 
 
-def _samples(chunk: list[tuple[Record, Origin]], tokenizer: Any, config: DataConfig, counts: Counts, reading: Reading) -> Iterator[Sample]:
+def _samples(
+    chunk: list[tuple[Record, Origin]],
+    tokenizer: Any,
+    config: DataConfig,
+    counts: Counts,
+    reading: Reading,
+) -> Iterator[Sample]:
     """The samples of some records, `counts` and broken records filled in."""
     trial = Counts()
     try:
@@ -216,7 +236,9 @@ class Lengths:
         self._histogram[length] += 1
 
     def at(self, share: float) -> int:
-        """The length that a share of all are not longer than: 0 the shortest, 0.5 the (lower) median; 0 of none."""
+        """The length that a share of all are not longer than: 0 the shortest, 0.5 the (lower)
+        median; 0 of none.
+        """
         passed, total = 0, self._histogram.total()
         for length in sorted(self._histogram):
             passed += self._histogram[length]
@@ -225,7 +247,8 @@ class Lengths:
         return 0
 
     def padding(self, batch_size: int) -> float:
-        """Expected share of padding in a batch of `batch_size` drawn without replacement, padded to its longest.
+        """Expected share of padding in a batch of `batch_size` drawn without replacement, padded to
+        its longest.
 
         P(longest <= l) is the chance that all of them are among the samples not longer than l.
         """
@@ -249,9 +272,9 @@ class Lengths:
 class Copies:
     """The share of samples that repeat another one, in bounded memory.
 
-    Hashes are counted; when too many distinct ones are kept, the half of them that a further bit tells is dropped and left out
-    from then on (distinct sampling: Gibbons, VLDB 2001). What is kept is a random part of the distinct samples with all
-    their copies.
+    Hashes are counted; when too many distinct ones are kept, the half of them that a further bit
+    tells is dropped and left out from then on (distinct sampling: Gibbons, VLDB 2001). What is kept
+    is a random part of the distinct samples with all their copies.
     """
 
     def __init__(self, limit: int = SKETCH):
@@ -259,7 +282,9 @@ class Copies:
         self._counts: Counter[int] = Counter()
 
     def add(self, ids: Iterable[int]) -> None:
-        key = int.from_bytes(hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).digest(), "big")
+        key = int.from_bytes(
+            hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).digest(), "big"
+        )
         if key & self._mask:
             return
         self._counts[key] += 1
@@ -279,7 +304,9 @@ class Copies:
 
 
 class Reservoir(Generic[T]):
-    """A uniform draw of `size` of the things that are added (Vitter's algorithm R), in the order they came in."""
+    """A uniform draw of `size` of the things that are added (Vitter's algorithm R), in the order
+    they came in.
+    """
 
     def __init__(self, size: int, seed: int):
         self._size, self._random = size, random.Random(seed)
@@ -322,7 +349,11 @@ class _Tally:
         low, high = min(ids), max(ids)
         self.id_min = low if self.id_min is None else min(self.id_min, low)
         self.id_max = high if self.id_max is None else max(self.id_max, high)
-        outside = sum(not 0 <= i < self._vocab_size for i in ids) if low < 0 or high >= self._vocab_size else 0
+        outside = (
+            sum(not 0 <= i < self._vocab_size for i in ids)
+            if low < 0 or high >= self._vocab_size
+            else 0
+        )
         if sample.labels is None:
             self.targets += len(ids)
         else:
@@ -337,7 +368,9 @@ class _Tally:
 
 
 def show(sample: Sample, tokenizer: Any, vocab_size: int) -> Shown:
-    """Decode a sample stretch by stretch; long stretches lose their middle, ids outside the vocabulary are named by number."""
+    """Decode a sample stretch by stretch; long stretches lose their middle, ids outside the
+    vocabulary are named by number.
+    """
     labels = sample.labels if sample.labels is not None else sample.input_ids
     kinds = ["masked" if label == IGNORE_INDEX else "target" for label in labels]
     stretches = []
@@ -345,7 +378,11 @@ def show(sample: Sample, tokenizer: Any, vocab_size: int) -> Shown:
         ids = [token for _, token in group]
         stretches.append(Stretch(kind, len(ids), _shortened(ids, tokenizer, vocab_size)))
     if len(stretches) > STRETCHES:
-        head, middle, tail = stretches[: STRETCHES // 2], stretches[STRETCHES // 2 : -STRETCHES // 2], stretches[-STRETCHES // 2 :]
+        head, middle, tail = (
+            stretches[: STRETCHES // 2],
+            stretches[STRETCHES // 2 : -STRETCHES // 2],
+            stretches[-STRETCHES // 2 :],
+        )
         stretches = [*head, Stretch("left out", sum(s.tokens for s in middle), ""), *tail]
     return Shown(sample.id, len(sample.input_ids), tuple(stretches))
 
@@ -354,7 +391,10 @@ def _shortened(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
     if len(ids) <= 2 * EDGE + 1:
         return _decoded(ids, tokenizer, vocab_size)
     head, tail = ids[:EDGE], ids[-EDGE:]
-    return f"{_decoded(head, tokenizer, vocab_size)} … {len(ids) - 2 * EDGE} tokens … {_decoded(tail, tokenizer, vocab_size)}"
+    return (
+        f"{_decoded(head, tokenizer, vocab_size)} … {len(ids) - 2 * EDGE} tokens …"
+        f" {_decoded(tail, tokenizer, vocab_size)}"
+    )
 
 
 def _decoded(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
@@ -369,9 +409,12 @@ def _decoded(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` on one line, with what does not show made visible: control and format characters, surrogates, other separators,
-    and the backslash that they are written with."""
-    return "".join(_escape(c) if c == "\\" or (c != " " and unicodedata.category(c)[0] in "CZ") else c for c in text)
+    """`text` on one line, with what does not show made visible: control and format characters,
+    surrogates, other separators, and the backslash that they are written with."""
+    return "".join(
+        _escape(c) if c == "\\" or (c != " " and unicodedata.category(c)[0] in "CZ") else c
+        for c in text
+    )
 
 
 def _escape(character: str) -> str:
@@ -383,12 +426,21 @@ def _problems(report: DataReport) -> Iterator[Problem]:
     counts = report.counts
     if report.broken_total:
         what = f"{report.broken_total:,} broken place" + ("s" if report.broken_total > 1 else "")
-        yield Problem(f"{what}, the first at {report.broken[0].place}", "mend or remove what is listed", fatal=True)
+        yield Problem(
+            f"{what}, the first at {report.broken[0].place}",
+            "mend or remove what is listed",
+            fatal=True,
+        )
     if not counts.samples and not report.broken_total:
-        yield Problem("no sample of two tokens or more came out", "check --dataset_name and --text_column", fatal=True)
+        yield Problem(
+            "no sample of two tokens or more came out",
+            "check --dataset_name and --text_column",
+            fatal=True,
+        )
     if report.outside:
         yield Problem(
-            f"{report.outside:,} ids outside the vocabulary [0, {report.vocab_size}), the first in sample {report.outside_first}",
+            f"{report.outside:,} ids outside the vocabulary [0, {report.vocab_size}), the first in"
+            f" sample {report.outside_first}",
             "encode the data with the tokenizer of --model_name",
             fatal=True,
         )
@@ -397,25 +449,43 @@ def _problems(report: DataReport) -> Iterator[Problem]:
     if report.moved_labels:
         yield Problem(
             f"{report.moved_labels:,} labels are not the token they stand at",
-            "leave labels unshifted, the loss moves them by one; ignore this if other targets are meant",
+            "leave labels unshifted, the loss moves them by one; ignore this if other targets are"
+            " meant",
         )
-    if not report.packing and report.padding > PADDING_WORTH_SAYING and report.padding_packed < report.padding / 2:
-        yield Problem(f"{report.padding:.0%} of a batch is padding", f"use --packing ({report.padding_packed:.0%})")
+    if (
+        not report.packing
+        and report.padding > PADDING_WORTH_SAYING
+        and report.padding_packed < report.padding / 2
+    ):
+        yield Problem(
+            f"{report.padding:.0%} of a batch is padding",
+            f"use --packing ({report.padding_packed:.0%})",
+        )
     cut_samples = counts.cut_prompts + counts.cut_completions
     if cut_samples > CUT_WORTH_SAYING * counts.samples:
         what = f"{counts.cut_prompts:,} prompts and {counts.cut_completions:,} completions"
         yield Problem(f"{what} of {counts.samples:,} samples are cut", "raise --max_length")
     skipped = counts.skipped.total()
     if skipped > SKIPPED_WORTH_SAYING * counts.records:
-        yield Problem(f"{listed(counts.skipped)} of {counts.records:,} records are skipped", "remove them if that is not meant")
+        yield Problem(
+            f"{listed(counts.skipped)} of {counts.records:,} records are skipped",
+            "remove them if that is not meant",
+        )
     if report.double_starts:
         yield Problem(
-            f"{report.double_starts:,} samples begin with two start tokens", "take the start token out of the text, the tokenizer adds it"
+            f"{report.double_starts:,} samples begin with two start tokens",
+            "take the start token out of the text, the tokenizer adds it",
         )
     if report.copies > COPIES_WORTH_SAYING:
-        yield Problem(f"{report.copies:.0%} of the samples are copies of others", "remove the copies, or they count several times")
+        yield Problem(
+            f"{report.copies:.0%} of the samples are copies of others",
+            "remove the copies, or they count several times",
+        )
     if report.heldout == 0:
-        yield Problem("no sample is held out (one in twenty is)", "bring more data, or the figures will be of training text")
+        yield Problem(
+            "no sample is held out (one in twenty is)",
+            "bring more data, or the figures will be of training text",
+        )
 
 
 def listed(skipped: Mapping[str, int]) -> str:

@@ -15,8 +15,9 @@ _HELDOUT_ONE_IN = 20
 class Sample:
     """One row of a batch, or several packed into one.
 
-    id: names its origin: the record, and the token it starts at. labels: of each token, -100 where it is no target; None where
-    all are. lengths: of the documents packed into it, in order; None for one document.
+    id: names its origin: the record, and the token it starts at. labels: of each token, -100 where
+    it is no target; None where all are. lengths: of the documents packed into it, in order; None
+    for one document.
     """
 
     id: str
@@ -26,6 +27,8 @@ class Sample:
 
     @property
     def heldout(self) -> bool:
-        """One sample in twenty, by a hash of its tokens: the same on every machine, and for every copy of a sample."""
+        """One sample in twenty, by a hash of its tokens: the same on every machine, and for every
+        copy of a sample.
+        """
         digest = hashlib.sha256(",".join(map(str, self.input_ids)).encode()).digest()
         return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0

@@ -1,4 +1,6 @@
-"""Where records come from: the built-in text, local files, the hub. A record is a mapping with a text or with token ids."""
+"""Where records come from: the built-in text, local files, the hub. A record is a mapping with a
+text or with token ids.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Record = Mapping[str, Any]
 
 
 def open_source(config: DataConfig) -> Iterable[Record]:
-    """The records of `--dataset_name`: a sequence, or with `--streaming` something that is read anew at every pass.
+    """The records of `--dataset_name`: a sequence, or with `--streaming` something that is read
+    anew at every pass.
 
     Raises:
         DataError: unknown or unreadable, empty, or a line that is not what it should be.
@@ -43,8 +46,9 @@ def open_source(config: DataConfig) -> Iterable[Record]:
 
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
-    """The settings for one of several sources, which may be of another form: without prompt and completion columns where its first
-    record has none of that name, and with the usual text column where it has that one alone.
+    """The settings for one of several sources, which may be of another form: without prompt and
+    completion columns where its first record has none of that name, and with the usual text column
+    where it has that one alone.
 
     Args:
         config: the settings for all sources.
@@ -64,40 +68,61 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
 
 
 def own_heldout(config: DataConfig) -> Iterable[Record] | None:
-    """The held-out records that a source has of its own: those of the built-in text; None of any other."""
+    """The held-out records that a source has of its own: those of the built-in text; None of any
+    other.
+    """
     return _Reader(lambda: _builtin("heldout")) if config.dataset_name == BUILTIN else None
 
 
 def check_source(config: DataConfig) -> None:
-    """Refuse what needs no reading to be refused, before a large base is loaded: a local file that is missing, empty or of an
-    unknown kind, a split or configuration that the source does not have.
+    """Refuse what needs no reading to be refused, before a large base is loaded: a local file that
+    is missing, empty or of an unknown kind, a split or configuration that the source does not have.
 
     Raises:
         DataError: as `open_source`.
-        ConfigError: a source that only `datasets` can read, which is not installed; a mixture, which only training takes.
+        ConfigError: a source that only `datasets` can read, which is not installed; a mixture,
+            which only training takes.
     """
     if config.dataset_mix is not None:
-        raise ConfigError(f"--dataset_mix {config.dataset_mix} is for training; name one data set with --dataset_name")
+        raise ConfigError(
+            f"--dataset_mix {config.dataset_mix} is for training; name one data set with"
+            " --dataset_name"
+        )
     local = is_local(config.dataset_name)
     if local:
-        parquet = next((file for file in local_files(config.dataset_name) if file.suffix == ".parquet"), None)
+        parquet = next(
+            (file for file in local_files(config.dataset_name) if file.suffix == ".parquet"), None
+        )
         if parquet is not None:
             require("datasets", str(parquet))
     elif config.dataset_name != BUILTIN:
         require("datasets", f"the data set {config.dataset_name!r} of the hub")
     if (local or config.dataset_name == BUILTIN) and config.dataset_config is not None:
-        raise DataError(f"--dataset_config {config.dataset_config} is for hub data sets; {config.dataset_name} has none")
+        raise DataError(
+            f"--dataset_config {config.dataset_config} is for hub data sets; {config.dataset_name}"
+            " has none"
+        )
     if config.dataset_name == BUILTIN and config.dataset_split not in SPLITS:
-        raise DataError(f"the built-in text has no split {config.dataset_split!r}; choose from {', '.join(SPLITS)}")
+        raise DataError(
+            f"the built-in text has no split {config.dataset_split!r}; choose from"
+            f" {', '.join(SPLITS)}"
+        )
     if local and config.dataset_split != "train":
-        raise DataError(f"--dataset_split {config.dataset_split} is for hub data sets; a local file is one split")
+        raise DataError(
+            f"--dataset_split {config.dataset_split} is for hub data sets; a local file is one"
+            " split"
+        )
 
 
 def is_local(name: str) -> bool:
-    """Whether a data set's name means files on this machine: a path, a folder, a glob, or anything with a file's ending."""
+    """Whether a data set's name means files on this machine: a path, a folder, a glob, or anything
+    with a file's ending.
+    """
     path = os.path.expanduser(name)
     ending = Path(path).suffix in SUFFIXES
-    return name != BUILTIN and (ending or os.path.isabs(path) or os.path.exists(path) or any(c in name for c in "*?["))
+    return name != BUILTIN and (
+        ending or os.path.isabs(path) or os.path.exists(path) or any(c in name for c in "*?[")
+    )
 
 
 class _Reader:
@@ -121,7 +146,8 @@ class _HubStream:
             yield from self._records
         except Exception as error:
             raise DataError(
-                f"the data set {self._name!r} broke off: {first_line(error)[:300]}; check the network, or download it and pass the files"
+                f"the data set {self._name!r} broke off: {first_line(error)[:300]}; check the"
+                " network, or download it and pass the files"
             ) from error
 
     def skip(self, count: int) -> _HubStream:
@@ -138,10 +164,17 @@ def _hub(config: DataConfig) -> Iterable[Record]:
     import datasets
 
     try:
-        records = datasets.load_dataset(config.dataset_name, config.dataset_config, split=config.dataset_split, streaming=config.streaming)
-    except Exception as error:  # the hub client raises dozens of classes, down to the HTTP library's own
+        records = datasets.load_dataset(
+            config.dataset_name,
+            config.dataset_config,
+            split=config.dataset_split,
+            streaming=config.streaming,
+        )
+    # the hub client raises dozens of classes, down to the HTTP library's own
+    except Exception as error:
         raise DataError(
-            f"cannot load the data set {config.dataset_name!r} (split {config.dataset_split!r}): {first_line(error)[:300]}; check the "
-            f"name and the network, or give --dataset_name a local file ({', '.join(SUFFIXES)})"
+            f"cannot load the data set {config.dataset_name!r} (split {config.dataset_split!r}):"
+            f" {first_line(error)[:300]}; check the name and the network, or give --dataset_name a"
+            f" local file ({', '.join(SUFFIXES)})"
         ) from error
     return _HubStream(records, config.dataset_name) if config.streaming else records

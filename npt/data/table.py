@@ -1,4 +1,6 @@
-"""A data report for a terminal: the counts, a few samples with their loss mask, and what is to be mended."""
+"""A data report for a terminal: the counts, a few samples with their loss mask, and what is to be
+mended.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ LEGEND = (
     (f"{OPEN}masked{CLOSE}", "dim"),
     (" tokens are no targets (label -100), ", ""),
     ("the rest", "green"),
-    (" are; … is what is left out. Special tokens by name, line ends and other unseen characters as escapes.", ""),
+    (
+        (
+            " are; … is what is left out. Special tokens by name, line ends and other unseen"
+            " characters as escapes."
+        ),
+        "",
+    ),
 )
 
 Part = tuple[str, str]
@@ -25,7 +33,11 @@ Part = tuple[str, str]
 
 def print_report(report: DataReport, console: Console) -> None:
     """The report, on a console of any encoding."""
-    _print(console, (report.name, "bold"), ("" if report.complete else f", its first {report.counts.records:,} records", ""))
+    _print(
+        console,
+        (report.name, "bold"),
+        ("" if report.complete else f", its first {report.counts.records:,} records", ""),
+    )
     console.print(_counts(report))
     if report.broken:
         console.print()
@@ -40,7 +52,11 @@ def print_report(report: DataReport, console: Console) -> None:
         _print(console, *_sample(shown))
     console.print()
     for problem in report.problems:
-        _print(console, ("error: ", "bold red") if problem.fatal else ("hint: ", "yellow"), (str(problem), ""))
+        _print(
+            console,
+            ("error: ", "bold red") if problem.fatal else ("hint: ", "yellow"),
+            (str(problem), ""),
+        )
     if not report.problems:
         _print(console, ("no problem found", "green"))
 
@@ -54,14 +70,28 @@ def _counts(report: DataReport) -> Table:
     def row(name: str, value: str) -> None:
         table.add_row(Text(name), Text(value))
 
-    row("records", f"{counts.records:,}" + (f"; blank lines: {report.blank_lines:,}" if report.blank_lines else ""))
+    row(
+        "records",
+        f"{counts.records:,}"
+        + (f"; blank lines: {report.blank_lines:,}" if report.blank_lines else ""),
+    )
     row("broken", f"{report.broken_total:,}")
-    heldout = "held out: files of its own" if report.heldout is None else f"{_share(report.heldout, counts.samples)} held out"
+    heldout = (
+        "held out: files of its own"
+        if report.heldout is None
+        else f"{_share(report.heldout, counts.samples)} held out"
+    )
     row("samples", f"{counts.samples:,}, {heldout}")
     row("tokens", f"{counts.tokens:,}, {_share(report.targets, counts.tokens)} targets")
-    row("tokens of a sample", f"{report.shortest:,} to {report.longest:,}, median {report.median:,}")
+    row(
+        "tokens of a sample", f"{report.shortest:,} to {report.longest:,}, median {report.median:,}"
+    )
     without, packed = f"{report.padding:.1%}", f"{report.padding_packed:.1%}"
-    padding = f"{packed}, {without} without --packing" if report.packing else f"{without}, {packed} with --packing"
+    padding = (
+        f"{packed}, {without} without --packing"
+        if report.packing
+        else f"{without}, {packed} with --packing"
+    )
     row(f"padding, batches of {report.batch_size}", padding)
     row("cut", f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions")
     row("skipped", listed(counts.skipped) or "0")
@@ -71,7 +101,10 @@ def _counts(report: DataReport) -> Table:
         row("columns not used", listed_columns(counts.unused))
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     row("ids", f"{ids} of a vocabulary of {report.vocab_size:,}, {report.outside:,} outside")
-    row("copies", f"{report.copies:.1%} of the samples" + ("" if report.copies_exact else " (estimated)"))
+    row(
+        "copies",
+        f"{report.copies:.1%} of the samples" + ("" if report.copies_exact else " (estimated)"),
+    )
     return table
 
 
@@ -93,11 +126,15 @@ def _quoted(text: str) -> str:
 
 
 def _print(console: Console, *parts: Part) -> None:
-    """Print as it is, whatever the console's encoding lacks as escapes, and leave the wrapping to the terminal."""
+    """Print as it is, whatever the console's encoding lacks as escapes, and leave the wrapping to
+    the terminal.
+    """
     encoding = console.encoding
     text = Text()
     for piece, style in parts:
-        text.append(piece.encode(encoding, "backslashreplace").decode(encoding), style=style or None)
+        text.append(
+            piece.encode(encoding, "backslashreplace").decode(encoding), style=style or None
+        )
     console.print(text, soft_wrap=True)
 
 

@@ -1,11 +1,13 @@
 """How the embedded model was made: `python -m npt.demo.build --output FOLDER`.
 
-A Llama (grouped-query attention, tied embeddings) of about 3.5 M parameters and its byte-level BPE tokenizer, trained on
-the `train` split of the built-in text (`npt.data.builtin`) with plain next-token cross-entropy. It is small enough to
-travel inside the package and has learnt enough for distillation, quantisation and perplexity to mean something.
+A Llama (grouped-query attention, tied embeddings) of about 3.5 M parameters and its byte-level BPE
+tokenizer, trained on the `train` split of the built-in text (`npt.data.builtin`) with plain
+next-token cross-entropy. It is small enough to travel inside the package and has learnt enough for
+distillation, quantisation and perplexity to mean something.
 
-The figures it was accepted by are written to `build.json`: bits per byte on the held-out files, and gzip's on the same
-files. Training is seeded, but not bit-reproducible across machines or torch versions; the saved weights are what counts.
+The figures it was accepted by are written to `build.json`: bits per byte on the held-out files, and
+gzip's on the same files. Training is seeded, but not bit-reproducible across machines or torch
+versions; the saved weights are what counts.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator((text for _, text in builtin_files("train")), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -81,8 +85,12 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, split: str) -> torch.Tensor
     return torch.tensor([token for ids in encoded for token in [*ids, eos]], dtype=torch.int64)
 
 
-def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int, batch: int, peak_lr: float, seed: int) -> None:
-    """AdamW, warm-up and cosine to a tenth, clip 1.0, bf16 autocast; non-overlapping windows, shifted anew every epoch."""
+def train(
+    model: LlamaForCausalLM, stream: torch.Tensor, steps: int, batch: int, peak_lr: float, seed: int
+) -> None:
+    """AdamW, warm-up and cosine to a tenth, clip 1.0, bf16 autocast; non-overlapping windows,
+    shifted anew every epoch.
+    """
     decay = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -100,11 +108,15 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int, batch: int,
         if len(starts) < batch:
             shift = int(torch.randint(CONTEXT, (1,), generator=generator))
             windows = (len(stream) - shift - 1) // CONTEXT
-            starts = [shift + CONTEXT * int(i) for i in torch.randperm(windows, generator=generator)]
+            starts = [
+                shift + CONTEXT * int(i) for i in torch.randperm(windows, generator=generator)
+            ]
         rows = [starts.pop() for _ in range(batch)]
         ids_BT = torch.stack([stream[s : s + CONTEXT] for s in rows])
         labels_BT = torch.stack([stream[s + 1 : s + CONTEXT + 1] for s in rows])
-        progress = (step + 1) / warmup if step < warmup else (step - warmup) / max(1, steps - warmup)
+        progress = (
+            (step + 1) / warmup if step < warmup else (step - warmup) / max(1, steps - warmup)
+        )
         scale = progress if step < warmup else 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = peak_lr * scale
@@ -118,13 +130,18 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int, batch: int,
         running = loss.item() if running is None else 0.98 * running + 0.02 * loss.item()
         if step % 25 == 0 or step + 1 == steps:
             rate = (step + 1) * batch * CONTEXT / (time.perf_counter() - started)
-            print(f"step {step + 1}/{steps}  loss {running:.4f} nats/token  {rate:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step + 1}/{steps}  loss {running:.4f} nats/token  {rate:,.0f} tokens/s",
+                flush=True,
+            )
 
 
 @torch.no_grad()
-def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, stride: int = CONTEXT // 2) -> dict:
-    """Held-out code length per byte: each file on its own, windows of CONTEXT, each token scored once with the longest
-    context its window gives; gzip -9 of each file beside it."""
+def bits_per_byte(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, stride: int = CONTEXT // 2
+) -> dict:
+    """Held-out code length per byte: each file on its own, windows of CONTEXT, each token scored
+    once with the longest context its window gives; gzip -9 of each file beside it."""
     nats = 0.0
     n_bytes = n_tokens = gzip_bytes = 0
     for _, text in builtin_files("heldout"):
@@ -153,7 +170,9 @@ def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, s
 
 
 def sample_text(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the model writes behind SAMPLE_PROMPT: 90 tokens at temperature 0.7, nucleus 0.95, seed 0."""
+    """What the model writes behind SAMPLE_PROMPT: 90 tokens at temperature 0.7, nucleus 0.95, seed
+    0.
+    """
     torch.manual_seed(0)
     prompt = tokenizer(SAMPLE_PROMPT, return_tensors="pt")
     tokens = model.generate(
@@ -169,7 +188,9 @@ def sample_text(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the model and tokenizer to")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder to write the model and tokenizer to"
+    )
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch", type=int, default=8, help=f"windows of {CONTEXT} tokens a step")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
@@ -181,14 +202,18 @@ def main(argv: list[str] | None = None) -> None:
     stream = token_stream(tokenizer, "train")
     model = LlamaForCausalLM(model_config(tokenizer))
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters:,} parameters, {len(stream):,} training tokens, {args.steps * args.batch * CONTEXT:,} to be seen")
+    print(
+        f"{parameters:,} parameters, {len(stream):,} training tokens,"
+        f" {args.steps * args.batch * CONTEXT:,} to be seen"
+    )
     started = time.perf_counter()
     train(model, stream, args.steps, args.batch, args.learning_rate, args.seed)
     minutes = (time.perf_counter() - started) / 60
 
     model.to(torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    model = LlamaForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()  # judged as it will be loaded
+    # judged as it will be loaded
+    model = LlamaForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
     figures = bits_per_byte(model, tokenizer)
     record = {
         "parameters": parameters,

@@ -1,7 +1,7 @@
 """Reading a post-mortem bundle: everything is checked before anything is made of it.
 
-A bundle may come from somebody else. It is safetensors and JSON, never a pickle; names in it are compared with names that are
-known, and lead nowhere on disk.
+A bundle may come from somebody else. It is safetensors and JSON, never a pickle; names in it are
+compared with names that are known, and lead nowhere on disk.
 """
 
 from __future__ import annotations
@@ -23,13 +23,25 @@ from npt.distill.transaction import Kept, Refusal
 from npt.errors import BundleError, ConfigError
 from npt.health.record import Record
 from npt.random_state import read_random_state
-from npt.stored import Header, check_entries, check_names, described, read_headers, read_json, read_tensors, shown
+from npt.stored import (
+    Header,
+    check_entries,
+    check_names,
+    described,
+    read_headers,
+    read_json,
+    read_tensors,
+    shown,
+)
 
 KINDS = ("data", "loss", "gradient", "norm", "spike", "update")
 
 _RANDOM = "rng."
 _OPTIONAL = {f.name for f in fields(Batch) if f.default is None}
-_NO_DOCUMENTS = "its rows are packed, and the npt that wrote it left out where their documents end; that is told from the positions"
+_NO_DOCUMENTS = (
+    "its rows are packed, and the npt that wrote it left out where their documents end; that is"
+    " told from the positions"
+)
 _NUMBER = (int, float)
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "format": (int,),
@@ -83,14 +95,18 @@ _BASE_CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float16", "bfloat16"),
     "matmul_precision": ("highest", "high", "medium"),
 }
-_FINDINGS: dict[str, tuple[type, ...]] = dict.fromkeys(("adapters", "moments", "base"), (str, type(None)))
+_FINDINGS: dict[str, tuple[type, ...]] = dict.fromkeys(
+    ("adapters", "moments", "base"), (str, type(None))
+)
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class RecordedBase:
-    """The base a run was on. dtype: what it computes in, such as 'float32'; of a packed base, what its products do."""
+    """The base a run was on. dtype: what it computes in, such as 'float32'; of a packed base, what
+    its products do.
+    """
 
     name: str
     hash: str
@@ -101,12 +117,15 @@ class RecordedBase:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose form has been checked; micro-batches and random state are on the host, adapters and moments still on disk.
+    """A bundle whose form has been checked; micro-batches and random state are on the host,
+    adapters and moments still on disk.
 
-    step: applied steps behind the state. window: the micro-batches that ended the run. accepted: those of the last window of
-    which nothing was refused. rate: learning rate of the window's step. samples_at_once: that the run computed of a micro-batch.
-    limits: of the spike guard, None without one. headers: of `state.safetensors`. random_state: by `cpu`, `cuda.0` and so on. said:
-    `postmortem.json` as it stands. note: what an older bundle lacked and how it was made up for, None where nothing was.
+    step: applied steps behind the state. window: the micro-batches that ended the run. accepted:
+    those of the last window of which nothing was refused. rate: learning rate of the window's step.
+    samples_at_once: that the run computed of a micro-batch. limits: of the spike guard, None
+    without one. headers: of `state.safetensors`. random_state: by `cpu`, `cuda.0` and so on. said:
+    `postmortem.json` as it stands. note: what an older bundle lacked and how it was made up for,
+    None where nothing was.
     """
 
     folder: Path
@@ -138,16 +157,28 @@ class Bundle:
         """
         path = self.folder / STATE_NAME
         stored = [name for name in self.headers if not name.startswith("rng.")]
-        keys = OPTIMIZER_TENSORS if any(name.startswith("optimizer.") for name in stored) else ()  # none before it was ever asked to step
+        # none before it was ever asked to step
+        keys = OPTIMIZER_TENSORS if any(name.startswith("optimizer.") for name in stored) else ()
         wanted = {f"adapter.{name}": tuple(p.shape) for name, p in parameters.items()}
         for name, p in parameters.items():
-            wanted |= {f"optimizer.{name}.{key}": () if key == "step" else tuple(p.shape) for key in keys}
+            wanted |= {
+                f"optimizer.{name}.{key}": () if key == "step" else tuple(p.shape) for key in keys
+            }
         check_names(path, stored, wanted, BundleError)
         for name, shape in wanted.items():
             if self.headers[name] != ("F32", shape):
-                _refuse(path, f"{name} is {described(self.headers[name])}, the model needs F32 {list(shape)}")
+                _refuse(
+                    path,
+                    f"{name} is {described(self.headers[name])}, the model needs F32 {list(shape)}",
+                )
         tensors = read_tensors(path, wanted, BundleError)
-        return {name: (tensors[f"adapter.{name}"], {key: tensors[f"optimizer.{name}.{key}"] for key in keys}) for name in parameters}
+        return {
+            name: (
+                tensors[f"adapter.{name}"],
+                {key: tensors[f"optimizer.{name}.{key}"] for key in keys},
+            )
+            for name in parameters
+        }
 
 
 def read_bundle(folder: str | Path) -> Bundle:
@@ -161,17 +192,23 @@ def read_bundle(folder: str | Path) -> Bundle:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise BundleError(f"there is no bundle {folder}; name a folder RUN/postmortem/step-XXXXXXXX")
+        raise BundleError(
+            f"there is no bundle {folder}; name a folder RUN/postmortem/step-XXXXXXXX"
+        )
     for name in (RECORD_NAME, STATE_NAME, WINDOW_NAME):
         if not (folder / name).is_file():
-            raise BundleError(f"{folder} holds no {name}; name a complete folder RUN/postmortem/step-XXXXXXXX")
+            raise BundleError(
+                f"{folder} holds no {name}; name a complete folder RUN/postmortem/step-XXXXXXXX"
+            )
     path = folder / RECORD_NAME
     said = read_json(path, BundleError)
     if said.get("format") != FORMAT:
         raise BundleError(
-            f"{path} is of format {shown(said.get('format'))}, this version reads {FORMAT}; replay it with the npt that wrote it"
+            f"{path} is of format {shown(said.get('format'))}, this version reads {FORMAT}; replay"
+            " it with the npt that wrote it"
         )
-    newer = {"samples_at_once": 1, "offsets": [], "accepted_offsets": []}  # which older bundles do not have
+    # which older bundles do not have
+    newer = {"samples_at_once": 1, "offsets": [], "accepted_offsets": []}
     check_entries(path, "", {**newer, **said}, _ENTRIES, BundleError)
     check_entries(path, "schedule.", said["schedule"], _SCHEDULE, BundleError)
     check_entries(path, "base.", said["base"], _BASE, BundleError)
@@ -180,16 +217,26 @@ def read_bundle(folder: str | Path) -> Bundle:
         _refuse(path, f"step is {shown(said['step'])}")
     for key, choices in _BASE_CHOICES.items():
         if said["base"][key] not in choices:
-            _refuse(path, f"base.{key} is {shown(said['base'][key])}, expected one of {', '.join(map(str, choices))}")
+            _refuse(
+                path,
+                f"base.{key} is {shown(said['base'][key])}, expected one of"
+                f" {', '.join(map(str, choices))}",
+            )
     sample_ids = _sample_ids(path, "sample_ids", said)
     accepted_ids = _sample_ids(path, "accepted_sample_ids", said)
     if not sample_ids or len(accepted_ids) > ACCEPTED:
-        _refuse(path, f"{len(sample_ids)} micro-batches and {len(accepted_ids)} accepted ones are not what a window leaves")
+        _refuse(
+            path,
+            f"{len(sample_ids)} micro-batches and {len(accepted_ids)} accepted ones are not what a"
+            " window leaves",
+        )
     if said["micro_batch"] is not None and not 0 <= said["micro_batch"] < len(sample_ids):
         _refuse(path, f"micro_batch is {said['micro_batch']}, the window has {len(sample_ids)}")
     if said["record"] is not None:
         _check_record(path, said["record"])
-    places = {str(index): ids for index, ids in enumerate(sample_ids)} | {f"accepted.{i}": ids for i, ids in enumerate(accepted_ids)}
+    places = {str(index): ids for index, ids in enumerate(sample_ids)} | {
+        f"accepted.{i}": ids for i, ids in enumerate(accepted_ids)
+    }
     batches, note = _batches(folder / WINDOW_NAME, places)
     offsets, accepted_offsets = (
         _offsets(path, "offsets", said, len(sample_ids)),
@@ -202,8 +249,13 @@ def read_bundle(folder: str | Path) -> Bundle:
         step=said["step"],
         reason=said["reason"],
         refusals=tuple(_refusal(path, entry, len(sample_ids)) for entry in said["refusals"]),
-        window=tuple(replace(batches[str(index)], offset=offset) for index, offset in enumerate(offsets)),
-        accepted=tuple(replace(batches[f"accepted.{index}"], offset=offset) for index, offset in enumerate(accepted_offsets)),
+        window=tuple(
+            replace(batches[str(index)], offset=offset) for index, offset in enumerate(offsets)
+        ),
+        accepted=tuple(
+            replace(batches[f"accepted.{index}"], offset=offset)
+            for index, offset in enumerate(accepted_offsets)
+        ),
         adapter_config=_config(path, NPTConfig, said),
         train_config=train_config,
         rate=_rate(path, said, train_config),
@@ -250,7 +302,11 @@ def _config(path: Path, cls: type[C], said: Mapping[str, Any]) -> C:
     absent = sorted(set(names) - set(settings))
     if absent:
         version = shown(said["versions"].get("npt"))
-        _refuse(path, f"the setting {absent[0]} is missing; it was written by npt {version}, which can replay it")
+        _refuse(
+            path,
+            f"the setting {absent[0]} is missing; it was written by npt {version}, which can"
+            " replay it",
+        )
     try:
         return cls(**{name: settings[name] for name in names})
     except (ConfigError, TypeError) as error:
@@ -263,14 +319,21 @@ def _rate(path: Path, said: Mapping[str, Any], config: TrainConfig) -> float:
     if total is not None and total < 1:
         _refuse(path, f"schedule.total_steps is {total}")
     kind = kind_of_run(config.scheduler_type, total)
-    wanted = {"learning_rate": config.learning_rate, "scheduler_type": kind, "warmup_steps": config.warmup_steps}
+    wanted = {
+        "learning_rate": config.learning_rate,
+        "scheduler_type": kind,
+        "warmup_steps": config.warmup_steps,
+    }
     for key, value in wanted.items():
         if found[key] != value:
             _refuse(path, f"schedule.{key} is {shown(found[key])}, its settings give {value}")
     rate = rate_at(step, config.learning_rate, kind, config.warmup_steps, total)
     # Not equal to the last bit: another machine's cosine may differ there.
     if not math.isclose(rate, found["next_rate"], rel_tol=1e-9, abs_tol=1e-30):
-        _refuse(path, f"schedule.next_rate is {found['next_rate']}, its schedule gives {rate} at step {step}")
+        _refuse(
+            path,
+            f"schedule.next_rate is {found['next_rate']}, its schedule gives {rate} at step {step}",
+        )
     return float(found["next_rate"])
 
 
@@ -286,7 +349,10 @@ def _limits(path: Path, limits: Sequence[Any] | None) -> tuple[float, float] | N
     """Of loss and gradient norm; JSON has no word for infinity, so null is one."""
     if limits is None:
         return None
-    if len(limits) != 2 or any(not (value is None or (isinstance(value, _NUMBER) and not isinstance(value, bool))) for value in limits):
+    if len(limits) != 2 or any(
+        not (value is None or (isinstance(value, _NUMBER) and not isinstance(value, bool)))
+        for value in limits
+    ):
         _refuse(path, f"spike_limits is {shown(limits)}, expected two numbers")
     loss, norm = (math.inf if value is None else float(value) for value in limits)
     return loss, norm
@@ -295,24 +361,47 @@ def _limits(path: Path, limits: Sequence[Any] | None) -> tuple[float, float] | N
 def _offsets(path: Path, key: str, said: Mapping[str, Any], count: int) -> list[int]:
     """Of so many micro-batches; 0 in a bundle that is older than this entry."""
     offsets = said.get(key, [0] * count)
-    if len(offsets) != count or not all(type(offset) is int and 0 <= offset < 2**63 for offset in offsets):
+    if len(offsets) != count or not all(
+        type(offset) is int and 0 <= offset < 2**63 for offset in offsets
+    ):
         _refuse(path, f"{key} is {shown(offsets)}, expected {count} numbers from 0 on")
     return list(offsets)
 
 
-def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Batch], str | None]:
-    """The batch at every place, which has the samples that are named; and what had to be made up for."""
+def _batches(
+    path: Path, places: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, Batch], str | None]:
+    """The batch at every place, which has the samples that are named; and what had to be made up
+    for.
+    """
     headers = read_headers(path, BundleError)
-    stored = {place: [name for name in ROW_TENSORS if name not in _OPTIONAL or f"{place}.{name}" in headers] for place in places}
-    check_names(path, headers, [f"{place}.{name}" for place in places for name in stored[place]], BundleError)
+    stored = {
+        place: [
+            name for name in ROW_TENSORS if name not in _OPTIONAL or f"{place}.{name}" in headers
+        ]
+        for place in places
+    }
+    check_names(
+        path,
+        headers,
+        [f"{place}.{name}" for place in places for name in stored[place]],
+        BundleError,
+    )
     for place, sample_ids in places.items():
         shape = headers[f"{place}.input_ids"][1]
         for name in stored[place]:
             header = headers[f"{place}.{name}"]
             if header != ("I64", shape) or len(shape) != 2 or 0 in shape:
-                _refuse(path, f"{place}.{name} is {described(header)}, expected I64 [B, T] like input_ids {list(shape)}")
+                _refuse(
+                    path,
+                    f"{place}.{name} is {described(header)}, expected I64 [B, T] like input_ids"
+                    f" {list(shape)}",
+                )
         if shape[0] != len(sample_ids):
-            _refuse(path, f"{place}.input_ids has {shape[0]} rows, but {len(sample_ids)} samples are named")
+            _refuse(
+                path,
+                f"{place}.input_ids has {shape[0]} rows, but {len(sample_ids)} samples are named",
+            )
     tensors = read_tensors(path, headers, BundleError)
     batches, note = {}, None
     for place, sample_ids in places.items():
@@ -322,7 +411,9 @@ def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> tuple[dict[st
             documents = documents_of(parts["position_ids"], parts["attention_mask"])
             if documents is not None:
                 parts["documents"], note = documents, _NO_DOCUMENTS
-        batches[place] = batch_from_tensors(parts["input_ids"], parts["attention_mask"], sample_ids).with_rows(parts, sample_ids)
+        batches[place] = batch_from_tensors(
+            parts["input_ids"], parts["attention_mask"], sample_ids
+        ).with_rows(parts, sample_ids)
     return batches, note
 
 
@@ -336,10 +427,14 @@ def _check_numbers(path: Path, place: str, parts: Mapping[str, Tensor]) -> None:
 
 
 def _random_state(path: Path, headers: Mapping[str, Header]) -> dict[str, Tensor]:
-    """Of the CPU and of every CUDA device, by `cpu` and `cuda.INDEX`; nothing else may stand beside adapters and optimizer."""
+    """Of the CPU and of every CUDA device, by `cpu` and `cuda.INDEX`; nothing else may stand beside
+    adapters and optimizer.
+    """
     for name in headers:
         if not name.startswith(("adapter.", "optimizer.", _RANDOM)):
-            _refuse(path, f"the tensor {shown(name)}, {described(headers[name])}, is none of a bundle's")
+            _refuse(
+                path, f"the tensor {shown(name)}, {described(headers[name])}, is none of a bundle's"
+            )
     return read_random_state(path, _RANDOM, headers, BundleError)
 
 

@@ -2,13 +2,15 @@
 
     step-00000500/
       adapter/            the adapter, usable on its own
-      state.safetensors   moments, step counts, random state of every rank, what the spike guard remembers
+      state.safetensors   moments, step counts, random state of every rank, what the spike guard
+      remembers
       state.json          counters, position in the data, settings, the base's hash
       manifest.json       sha256 and size of every other file, and of itself; written last
 
-One writer. The folder is filled beside its place, synced, and renamed into it, so it is there as a whole or not at all; what
-a disk does to it later shows in the sums. safetensors and JSON only: nothing here can run code. A checkpoint may come from
-somebody else, whose sums are right whatever it holds: all of it is compared with what the run needs before anything is changed.
+One writer. The folder is filled beside its place, synced, and renamed into it, so it is there as a
+whole or not at all; what a disk does to it later shows in the sums. safetensors and JSON only:
+nothing here can run code. A checkpoint may come from somebody else, whose sums are right whatever
+it holds: all of it is compared with what the run needs before anything is changed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,16 @@ from npt.fidelity.evaluate import Fidelity
 from npt.files import new_folder, write_json
 from npt.quant.identity import BaseIdentity
 from npt.random_state import read_random_state
-from npt.stored import Header, check_entries, check_names, described, read_headers, read_json, read_tensors, shown
+from npt.stored import (
+    Header,
+    check_entries,
+    check_names,
+    described,
+    read_headers,
+    read_json,
+    read_tensors,
+    shown,
+)
 
 FORMAT = 1
 TENSORS, RECORD, MANIFEST = "state.safetensors", "state.json", "manifest.json"
@@ -68,7 +79,8 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 class State:
     """What a checkpoint puts back, found to fit the model: nothing can go wrong half-way any more.
 
-    kept: adapters and optimizer state. spikes: what the spike guard remembered, if there was one. random_states: by rank.
+    kept: adapters and optimizer state. spikes: what the spike guard remembered, if there was one.
+    random_states: by rank.
     """
 
     step: int
@@ -77,12 +89,17 @@ class State:
     random_states: Mapping[int, Mapping[str, Tensor]]
 
     def restore(self, transaction: Transaction[Any]) -> None:
-        """Put adapters, moments, spike guard and step count back into a transaction over the same parameters, without an open window."""
+        """Put adapters, moments, spike guard and step count back into a transaction over the same
+        parameters, without an open window.
+        """
         kept: Kept = {}
         for name, parameter in zip(transaction.names, transaction.parameters, strict=True):
             value, moments = self.kept[name]
             places = transaction.optimizer.state[parameter]
-            kept[name] = value, {key: moment.to(places[key].device, copy=True) for key, moment in moments.items()}
+            kept[name] = (
+                value,
+                {key: moment.to(places[key].device, copy=True) for key, moment in moments.items()},
+            )
         transaction.restore(kept)
         transaction.resume_at(self.step)
         if transaction.spikes is not None and self.spikes is not None:
@@ -91,7 +108,9 @@ class State:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint. record: `state.json`, of the form that is written. headers: of `state.safetensors`."""
+    """A verified checkpoint. record: `state.json`, of the form that is written. headers: of
+    `state.safetensors`.
+    """
 
     folder: Path
     record: Mapping[str, Any]
@@ -115,7 +134,9 @@ class Checkpoint:
         """Return in what the checkpoint's base differs from this one, or None."""
         return base_mismatch(self.folder / ADAPTER, base)
 
-    def state(self, model: PreTrainedModel, base: BaseIdentity, *, check_base: bool = True) -> State:
+    def state(
+        self, model: PreTrainedModel, base: BaseIdentity, *, check_base: bool = True
+    ) -> State:
         """Everything that is put back, once it is found to fit; the model is not changed.
 
         Args:
@@ -124,26 +145,48 @@ class Checkpoint:
             check_base: False takes a checkpoint of any base that its shapes fit.
 
         Raises:
-            CheckpointError: a tensor of the state is missing, extra, misshapen, of another dtype or not finite.
+            CheckpointError: a tensor of the state is missing, extra, misshapen, of another dtype or
+                not finite.
             AdapterFileError: the adapter does not fit, or the base is another one.
         """
         path = self.folder / TENSORS
         _, adapters = read_adapter(model, self.folder / ADAPTER, base=base, check_base=check_base)
         shapes = adapter_shapes(model, attached_config(model))
         wanted: dict[str, tuple[int, ...]] = {
-            f"optimizer.{name}.{key}": () if key == "step" else shape for name, shape in shapes.items() for key in OPTIMIZER_TENSORS
+            f"optimizer.{name}.{key}": () if key == "step" else shape
+            for name, shape in shapes.items()
+            for key in OPTIMIZER_TENSORS
         }
-        check_names(path, [name for name in self.headers if not name.startswith(("rng.", "spikes."))], wanted, CheckpointError)
+        check_names(
+            path,
+            [name for name in self.headers if not name.startswith(("rng.", "spikes."))],
+            wanted,
+            CheckpointError,
+        )
         for name, shape in wanted.items():
             if self.headers[name] != ("F32", shape):
-                raise CheckpointError(f"{path}: {name} is {described(self.headers[name])}, the run needs F32 {list(shape)}")
+                raise CheckpointError(
+                    f"{path}: {name} is {described(self.headers[name])}, the run needs F32"
+                    f" {list(shape)}"
+                )
         spikes = self._spikes(path)
-        random_states = {rank: read_random_state(path, f"rng.{rank}.", self.headers, CheckpointError) for rank in self._ranks(path)}
+        random_states = {
+            rank: read_random_state(path, f"rng.{rank}.", self.headers, CheckpointError)
+            for rank in self._ranks(path)
+        }
         tensors = read_tensors(path, wanted, CheckpointError)
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(f"{path}: {name} holds a non-finite value; use another checkpoint")
-        kept: Kept = {name: (adapters[name], {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS}) for name in shapes}
+                raise CheckpointError(
+                    f"{path}: {name} holds a non-finite value; use another checkpoint"
+                )
+        kept: Kept = {
+            name: (
+                adapters[name],
+                {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS},
+            )
+            for name in shapes
+        }
         return State(self.step, kept, spikes, random_states)
 
     def _ranks(self, path: Path) -> list[int]:
@@ -151,7 +194,10 @@ class Checkpoint:
         found = {name.split(".")[1] for name in self.headers if name.startswith("rng.")}
         ranks = [str(rank) for rank in range(len(found))]
         if found != set(ranks) or not ranks:
-            raise CheckpointError(f"{path} holds random states of the ranks {shown(sorted(found))}, expected those from 0 on")
+            raise CheckpointError(
+                f"{path} holds random states of the ranks {shown(sorted(found))}, expected those"
+                " from 0 on"
+            )
         return [int(rank) for rank in ranks]
 
     def _spikes(self, path: Path) -> tuple[list[float], list[float]] | None:
@@ -162,10 +208,17 @@ class Checkpoint:
         for name in _SPIKES:
             dtype, shape = self.headers[name]
             if dtype != "F64" or len(shape) != 1 or shape[0] > HISTORY:
-                raise CheckpointError(f"{path}: {name} is {described(self.headers[name])}, expected F64 [{HISTORY}] at most")
-        losses, norms = (tensor.tolist() for tensor in read_tensors(path, _SPIKES, CheckpointError).values())
+                raise CheckpointError(
+                    f"{path}: {name} is {described(self.headers[name])}, expected F64 [{HISTORY}]"
+                    " at most"
+                )
+        losses, norms = (
+            tensor.tolist() for tensor in read_tensors(path, _SPIKES, CheckpointError).values()
+        )
         if not all(map(math.isfinite, [*losses, *norms])):
-            raise CheckpointError(f"{path}: what the spike guard remembered is not finite; use another checkpoint")
+            raise CheckpointError(
+                f"{path}: what the spike guard remembered is not finite; use another checkpoint"
+            )
         return losses, norms
 
 
@@ -191,12 +244,23 @@ def write_checkpoint(
         OSError: it could not be written; nothing is there then.
         AdapterFileError: an adapter is not finite.
     """
-    tensors = {f"rng.{rank}.{name}": state for rank, states in random_states.items() for name, state in states.items()}
+    tensors = {
+        f"rng.{rank}.{name}": state
+        for rank, states in random_states.items()
+        for name, state in states.items()
+    }
     for name, (_, moments) in transaction.snapshot().items():
-        tensors |= {f"optimizer.{name}.{key}": value.cpu().contiguous() for key, value in moments.items() if isinstance(value, Tensor)}
+        tensors |= {
+            f"optimizer.{name}.{key}": value.cpu().contiguous()
+            for key, value in moments.items()
+            if isinstance(value, Tensor)
+        }
     if transaction.spikes is not None:
         values = transaction.spikes.remembered()
-        tensors |= {name: torch.tensor(logarithms, dtype=torch.float64) for name, logarithms in zip(_SPIKES, values, strict=True)}
+        tensors |= {
+            name: torch.tensor(logarithms, dtype=torch.float64)
+            for name, logarithms in zip(_SPIKES, values, strict=True)
+        }
     with new_folder(folder) as temporary:
         save_adapter(model, temporary / ADAPTER, base=base)
         save_file(tensors, temporary / TENSORS)
@@ -225,10 +289,16 @@ def verify_checkpoint(folder: Path) -> None:
         text, content = _manifest_text(files if isinstance(files, dict) else {}), path.read_bytes()
         if content != text.encode():
             own = _short(manifest.get("sha256"))
-            raise CheckpointError(f"{path} does not add up: it says sha256 {own} of its entries, they have {_own_sum(files)[:12]}")
+            raise CheckpointError(
+                f"{path} does not add up: it says sha256 {own} of its entries, they have"
+                f" {_own_sum(files)[:12]}"
+            )
         found = _files(folder)
         assert isinstance(files, dict)
-        for kind, names in (("lacks", set(files) - set(found)), ("holds the extra file", set(found) - set(files))):
+        for kind, names in (
+            ("lacks", set(files) - set(found)),
+            ("holds the extra file", set(found) - set(files)),
+        ):
             if names:
                 raise CheckpointError(f"{folder} {kind} {shown(min(names))} ({len(names)} such)")
         for name, sums in files.items():
@@ -236,15 +306,16 @@ def verify_checkpoint(folder: Path) -> None:
             if now != sums:
                 said = sums if isinstance(sums, dict) else {}
                 raise CheckpointError(
-                    f"{found[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the manifest says "
-                    f"{_short(said.get('sha256'))} of {shown(said.get('bytes'))}"
+                    f"{found[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
+                    f" manifest says {_short(said.get('sha256'))} of {shown(said.get('bytes'))}"
                 )
     except (OSError, RecursionError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint and check the form of what it holds beside the adapter; no tensor is read yet.
+    """Verify a checkpoint and check the form of what it holds beside the adapter; no tensor is read
+    yet.
 
     Raises:
         CheckpointError: it does not verify, or is not of the form that is written.
@@ -254,31 +325,47 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     record = read_json(path, CheckpointError)
     if record.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} is of format {shown(record.get('format'))}, this version reads {FORMAT}; resume with the npt that wrote it"
+            f"{path} is of format {shown(record.get('format'))}, this version reads {FORMAT};"
+            " resume with the npt that wrote it"
         )
     check_entries(path, "", record, _ENTRIES, CheckpointError, exact=False)
     for name in _COUNTERS:
         if not 0 <= record[name] < 2**62:
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected a count")
-    check_entries(path, "counted_from.", record["counted_from"], {"steps": (int,), "micro_batches": (int,)}, CheckpointError)
+    check_entries(
+        path,
+        "counted_from.",
+        record["counted_from"],
+        {"steps": (int,), "micro_batches": (int,)},
+        CheckpointError,
+    )
     for name in ("refused_by_kind", "refused_by_epoch", "counted_from"):
         if not all(_is_count(value) for value in record[name].values()):
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
     at_once = record.get("samples_at_once", [])  # earlier versions did not know of it
-    if not isinstance(at_once, list) or not all(samples is None or (_is_count(samples) and samples > 0) for samples in at_once):
-        raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, expected a count or nothing for each rank")
+    if not isinstance(at_once, list) or not all(
+        samples is None or (_is_count(samples) and samples > 0) for samples in at_once
+    ):
+        raise CheckpointError(
+            f"{path}: samples_at_once is {shown(at_once)}, expected a count or nothing for each"
+            " rank"
+        )
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]
         _check_position(record["position"])
         _check_figures(record["initial"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = shown(str(error))
-        raise CheckpointError(f"{path} holds a position, figures or counts that are none: {what}; use another checkpoint") from error
+        raise CheckpointError(
+            f"{path} holds a position, figures or counts that are none: {what}; use another"
+            " checkpoint"
+        ) from error
     return Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest checkpoint below `folder` that verifies, and what is wrong with those behind it that do not.
+    """The newest checkpoint below `folder` that verifies, and what is wrong with those behind it
+    that do not.
 
     Raises:
         CheckpointError: the newest one that verifies is not of the form that this version writes.
@@ -302,7 +389,14 @@ def _check_position(values: Mapping[str, Any]) -> None:
     position = Position.from_dict(dict(values))
     if position.as_dict() != values:
         raise ValueError(f"position {values}")
-    numbers = [*values["place"], *values["replay_place"], position.epoch, position.replay_epoch, position.drawn, position.begun]
+    numbers = [
+        *values["place"],
+        *values["replay_place"],
+        position.epoch,
+        position.replay_epoch,
+        position.drawn,
+        position.begun,
+    ]
     numbers += [number for epoch, place in position.further for number in (epoch, *place)]
     if not all(map(_is_count, numbers)):
         raise ValueError(f"position {numbers}")
@@ -310,7 +404,11 @@ def _check_position(values: Mapping[str, Any]) -> None:
 
 def _check_figures(values: Mapping[str, Any]) -> None:
     figures = Fidelity.from_dict(values)
-    numbers = [*figures.teacher.as_dict().values(), *figures.floor.as_dict().values(), *figures.student.as_dict().values()]
+    numbers = [
+        *figures.teacher.as_dict().values(),
+        *figures.floor.as_dict().values(),
+        *figures.student.as_dict().values(),
+    ]
     for layer in figures.layers.values():
         numbers += [layer["nmse_student"], *layer.values()]
     odd = [value for value in numbers if not isinstance(value, _NUMBER) and value is not None]
@@ -332,7 +430,8 @@ def _files(folder: Path) -> dict[str, Path]:
                 found[path.relative_to(folder).as_posix()] = path
             elif not stat.S_ISDIR(mode):
                 raise CheckpointError(
-                    f"{path} is a {'link' if stat.S_ISLNK(mode) else 'special file'}; a checkpoint holds plain files only"
+                    f"{path} is a {'link' if stat.S_ISLNK(mode) else 'special file'}; a checkpoint"
+                    " holds plain files only"
                 )
     found.pop(MANIFEST, None)
     return dict(sorted(found.items()))
@@ -340,7 +439,10 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _sums(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
-        return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "bytes": path.stat().st_size}
+        return {
+            "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
+            "bytes": path.stat().st_size,
+        }
 
 
 def _short(value: Any) -> str:

@@ -1,8 +1,10 @@
-"""Disagreements of student and teacher as training data: where the student's greedy token leaves the teacher's.
+"""Disagreements of student and teacher as training data: where the student's greedy token leaves
+the teacher's.
 
-The teacher continues each prompt greedily. On its tokens the student is asked, position by position, what it would have written;
-a prompt at which it would have written something else becomes a record, with the teacher's continuation as the completion. The
-record holds the tokens themselves beside the texts, because text does not always encode back to the tokens it was decoded from.
+The teacher continues each prompt greedily. On its tokens the student is asked, position by
+position, what it would have written; a prompt at which it would have written something else becomes
+a record, with the teacher's continuation as the completion. The record holds the tokens themselves
+beside the texts, because text does not always encode back to the tokens it was decoded from.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 
 @dataclass(frozen=True)
 class Progress:
-    """What a collection has come to: prompts that are done, how many of them the student left, and sums over the teacher's
-    tokens. prompts_sha256: of the tokens of all prompts that are done, by which other data are noticed."""
+    """What a collection has come to: prompts that are done, how many of them the student left, and
+    sums over the teacher's tokens. prompts_sha256: of the tokens of all prompts that are done, by
+    which other data are noticed."""
 
     prompts: int = 0
     disagreements: int = 0
@@ -56,8 +59,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """resumed: prompts that an earlier call had done. removed: bytes of an unfinished batch that it had left. signal: number of
-    the signal that ended this call early, if one did."""
+    """resumed: prompts that an earlier call had done. removed: bytes of an unfinished batch that it
+    had left. signal: number of the signal that ended this call early, if one did."""
 
     output: Path
     progress: Progress
@@ -100,10 +103,11 @@ def collect(
     base: BaseIdentity | None = None,
     report: Callable[[Progress], None] = lambda _: None,
 ) -> CollectResult:
-    """Write the prompts at which the student leaves its teacher to `output`, a .jsonl file to train on.
+    """Write the prompts at which the student leaves its teacher to `output`, a .jsonl file to train
+    on.
 
-    Called again with the same settings it goes on after the last batch that was finished; the file is then the one that an
-    uninterrupted call writes, byte for byte at the same batch size.
+    Called again with the same settings it goes on after the last batch that was finished; the file
+    is then the one that an uninterrupted call writes, byte for byte at the same batch size.
 
     Args:
         model: with adapters attached.
@@ -119,7 +123,8 @@ def collect(
         report: told after every batch.
 
     Raises:
-        ConfigError: settings that cannot work, or an output that other settings or data were written to.
+        ConfigError: settings that cannot work, or an output that other settings or data were
+            written to.
         DataError: no prompts.
         NumericalError: logits that are not finite.
         ModelError: no adapters are attached.
@@ -128,7 +133,8 @@ def collect(
     config = data_config if data_config is not None else DataConfig()
     check_length(config.max_length, model.config)
     length = prompt_length(config, max_new_tokens)
-    base_hash = (base if base is not None else base_identity(model)).strict  # the file promises the same bytes
+    # the file promises the same bytes
+    base_hash = (base if base is not None else base_identity(model)).strict
     student = adapter_hash(model)
     settings = {
         "base": base_hash,
@@ -143,7 +149,10 @@ def collect(
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
     first = next(prompts, None)  # before there is a file
     if first is None:
-        raise DataError("no prompt of two tokens or more came out of the data; check --dataset_name and its columns")
+        raise DataError(
+            "no prompt of two tokens or more came out of the data; check --dataset_name and its"
+            " columns"
+        )
     prompts = itertools.chain([first], prompts)
     ends = end_ids(model, tokenizer)
     in_training = [module for module in model.modules() if module.training]
@@ -154,13 +163,19 @@ def collect(
             resumed = done.prompts
             digest = _passed_over(prompts, done, journal.path)
             while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
-                wanted = batch_size if num_prompts is None else min(batch_size, num_prompts - done.prompts)
+                wanted = (
+                    batch_size
+                    if num_prompts is None
+                    else min(batch_size, num_prompts - done.prompts)
+                )
                 batch = list(itertools.islice(prompts, wanted))
                 if not batch:
                     break
                 compared = compare_prompts(model, batch, max_new_tokens, ends)
                 left = [c for c in compared if c.position is not None]
-                records = [{**r, **marks} for r in _records(model, tokenizer, left, max_new_tokens, ends)]
+                records = [
+                    {**r, **marks} for r in _records(model, tokenizer, left, max_new_tokens, ends)
+                ]
                 for prompt in batch:
                     digest.update(_bytes(prompt))
                 done = _advanced(done, compared, digest.hexdigest())
@@ -173,7 +188,8 @@ def collect(
 
 
 def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
-    """Tokens of a prompt, at most, so that prompt and completion together are one sample of `max_length`.
+    """Tokens of a prompt, at most, so that prompt and completion together are one sample of
+    `max_length`.
 
     Raises:
         ConfigError: there is no room for a prompt.
@@ -183,14 +199,18 @@ def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
     length = config.max_length - max_new_tokens
     if length < 2:
         raise ConfigError(
-            f"--max_new_tokens is {max_new_tokens} of --max_length {config.max_length}, which leaves no room for a prompt of two tokens; "
-            "lower one or raise the other"
+            f"--max_new_tokens is {max_new_tokens} of --max_length {config.max_length}, which"
+            " leaves no room for a prompt of two tokens; lower one or raise the other"
         )
     return length
 
 
 def _records(
-    model: PreTrainedModel, tokenizer: Any, left: Sequence[Comparison], max_new_tokens: int, ends: frozenset[int]
+    model: PreTrainedModel,
+    tokenizer: Any,
+    left: Sequence[Comparison],
+    max_new_tokens: int,
+    ends: frozenset[int],
 ) -> list[dict[str, Any]]:
     """What is written of the prompts at which the student left, its own continuation among it."""
     starts = [c.student_start for c in left]
@@ -237,8 +257,8 @@ def _passed_over(prompts: Iterable[Sample], done: Progress, path: Path) -> Any:
         count += 1
     if count < done.prompts or digest.hexdigest() != done.prompts_sha256:
         raise ConfigError(
-            f"--output {path} was begun on other data: its first {done.prompts} prompts are not those of this call; choose another file, "
-            "or the data of before"
+            f"--output {path} was begun on other data: its first {done.prompts} prompts are not"
+            " those of this call; choose another file, or the data of before"
         )
     return digest
 

@@ -1,13 +1,16 @@
-"""Heartbeats of the processes of a run: a lost one is found while the host waits for a GPU, which runs no Python meanwhile.
+"""Heartbeats of the processes of a run: a lost one is found while the host waits for a GPU, which
+runs no Python meanwhile.
 
-A sum over NCCL returns before it has happened. If another rank is lost it never happens, and the host blocks at whatever it does
-next on that device: reading a result, or merely launching kernels once the queue of launches is full. So a thread of its own beats
-for this rank in the launcher's key-value store, reads the beats of the others, and aborts the communicators when one of them is
-lost, which ends the kernels that wait for it. Every host wait returns then, with numbers that mean nothing; whoever waited asks
-`lost` before reading them.
+A sum over NCCL returns before it has happened. If another rank is lost it never happens, and the
+host blocks at whatever it does next on that device: reading a result, or merely launching kernels
+once the queue of launches is full. So a thread of its own beats for this rank in the launcher's
+key-value store, reads the beats of the others, and aborts the communicators when one of them is
+lost, which ends the kernels that wait for it. Every host wait returns then, with numbers that mean
+nothing; whoever waited asks `lost` before reading them.
 
-A beat proves that a process is alive, not that it makes progress: progress is bounded by the run's timeout. Beats are judged only
-while this rank waits for something, and only those of ranks that have beaten before: a rank that still loads its base is not lost.
+A beat proves that a process is alive, not that it makes progress: progress is bounded by the run's
+timeout. Beats are judged only while this rank waits for something, and only those of ranks that
+have beaten before: a rank that still loads its base is not lost.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ BEAT_SECONDS = 1.0
 """Between two beats. Each costs a process two requests to the store."""
 
 SILENT_SECONDS = 20.0
-"""Without a beat after which a rank counts as lost. Reading a large tensor or a swapped-out host may keep a thread from running for
-some seconds; taking a healthy run down costs more than waiting a little longer for a broken one."""
+"""Without a beat after which a rank counts as lost. Reading a large tensor or a swapped-out host
+may keep a thread from running for some seconds; taking a healthy run down costs more than waiting a
+little longer for a broken one."""
 
 ENDED_SECONDS = 3.0
-"""After which a rank that has ended is missed by one that waits: what it still had a part in has arrived by then."""
+"""After which a rank that has ended is missed by one that waits: what it still had a part in has
+arrived by then.
+"""
 
 _BEAT = "npt/beat/"
 _ENDED = b"ended"
@@ -54,7 +60,8 @@ class Heartbeat:
         rank: of this process.
         size: how many there are.
         timeout: seconds that an arrival may take, of however lively ranks.
-        on_loss: called once, in the thread, after `lost` has been set; it ends what waits for the others.
+        on_loss: called once, in the thread, after `lost` has been set; it ends what waits for the
+            others.
         device: that arrivals are on.
         period: seconds between two beats.
         silence: seconds without a beat after which a rank counts as lost; at most `timeout`.
@@ -78,7 +85,8 @@ class Heartbeat:
         self._timeout, self._period, self._silence = timeout, period, min(silence, timeout)
         self._on_loss = on_loss
         self._others = [other for other in range(size) if other != rank]
-        self._seen: dict[int, tuple[bytes, float]] = {}  # the last beat of each other rank, and when it was first read
+        # the last beat of each other rank, and when it was first read
+        self._seen: dict[int, tuple[bytes, float]] = {}
         self._awaited: deque[tuple[Arrival, float]] = deque()
         self._no_store: str | None = None
         self._stop = threading.Event()
@@ -118,7 +126,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a query in this thread must not make a context on another GPU
+            # a query in this thread must not make a context on another GPU
+            torch.cuda.set_device(self._device)
         beats = 0
         while True:
             ended = self._stop.wait(self._period if beats else 0.0)
@@ -129,7 +138,9 @@ class Heartbeat:
             beats += 1
             waiting = self._waiting()
             if waiting is not None and self.lost is None:
-                self.lost = self._no_store or self._ended() or self._silent() or self._overdue(waiting)
+                self.lost = (
+                    self._no_store or self._ended() or self._silent() or self._overdue(waiting)
+                )
                 if self.lost is not None:
                     self._on_loss()
 
@@ -141,14 +152,20 @@ class Heartbeat:
                 if other not in self._seen and self._store.check([f"{_BEAT}{other}"]):
                     self._seen[other] = b"", time.monotonic()
             known = list(self._seen)
-            for other, beat in zip(known, self._store.multi_get([f"{_BEAT}{other}" for other in known]), strict=True):
+            for other, beat in zip(
+                known, self._store.multi_get([f"{_BEAT}{other}" for other in known]), strict=True
+            ):
                 if self._seen[other][0] != beat:
                     self._seen[other] = bytes(beat), time.monotonic()
         except (RuntimeError, ValueError) as error:
-            self._no_store = f"the launcher's store does not answer: {str(error).splitlines()[0][:200]}"
+            self._no_store = (
+                f"the launcher's store does not answer: {str(error).splitlines()[0][:200]}"
+            )
 
     def _waiting(self) -> float | None:
-        """Since when this rank waits for the oldest arrival that has not happened; None if it waits for none."""
+        """Since when this rank waits for the oldest arrival that has not happened; None if it waits
+        for none.
+        """
         while self._awaited:
             arrival, since = self._awaited[0]
             try:
@@ -161,20 +178,32 @@ class Heartbeat:
 
     def _ended(self) -> str | None:
         limit = time.monotonic() - min(ENDED_SECONDS, self._silence)
-        ended = [other for other, (beat, since) in self._seen.items() if beat == _ENDED and since < limit]
+        ended = [
+            other for other, (beat, since) in self._seen.items() if beat == _ENDED and since < limit
+        ]
         return f"rank {ended[0]} has ended" if ended else None
 
     def _silent(self) -> str | None:
         now = time.monotonic()
-        late = [(now - since, other) for other, (_, since) in self._seen.items() if now - since > self._silence]
+        late = [
+            (now - since, other)
+            for other, (_, since) in self._seen.items()
+            if now - since > self._silence
+        ]
         return f"no heartbeat of rank {max(late)[1]} for {max(late)[0]:.0f} s" if late else None
 
     def _overdue(self, since: float) -> str | None:
-        return f"Timed out after {self._timeout:g} s" if time.monotonic() - since > self._timeout else None
+        return (
+            f"Timed out after {self._timeout:g} s"
+            if time.monotonic() - since > self._timeout
+            else None
+        )
 
 
 def reachable(store: dist.Store | None) -> bool:
-    """Whether the process that keeps a store is still there; the store itself would say so with a page of stack."""
+    """Whether the process that keeps a store is still there; the store itself would say so with a
+    page of stack.
+    """
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
@@ -191,7 +220,8 @@ def abort_groups(seconds: float) -> bool:
     """Abort all process groups without waiting for their kernels, and forget them.
 
     Args:
-        seconds: to wait for this at most. NCCL's own abort may hang; it is left to a daemon thread then.
+        seconds: to wait for this at most. NCCL's own abort may hang; it is left to a daemon thread
+            then.
 
     Returns:
         Whether it is done.
@@ -205,6 +235,7 @@ def abort_groups(seconds: float) -> bool:
 def _abort_groups() -> None:
     from torch.distributed import distributed_c10d
 
-    with _ABORTING, contextlib.suppress(RuntimeError):  # where NCCL cannot, nothing more can be done here
+    # where NCCL cannot, nothing more can be done here
+    with _ABORTING, contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             distributed_c10d._abort_process_group()

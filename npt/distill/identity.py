@@ -17,10 +17,12 @@ LOOKED_AT = 16
 
 
 def data_identity(records: Iterable[Record] | None) -> dict[str, Any]:
-    """What tells one data set from another without reading it: the number of records, and a sum over some of them.
+    """What tells one data set from another without reading it: the number of records, and a sum
+    over some of them.
 
-    Of a stream it is the first record. Of a generator, which can be read once only, nothing is known. What is never looked at may
-    differ all the same: this finds the wrong file, not the edited record.
+    Of a stream it is the first record. Of a generator, which can be read once only, nothing is
+    known. What is never looked at may differ all the same: this finds the wrong file, not the
+    edited record.
 
     Returns:
         For JSON: `records`, None of a stream, and `sha256`, None where nothing is known.
@@ -32,7 +34,11 @@ def data_identity(records: Iterable[Record] | None) -> dict[str, Any]:
     if hasattr(records, "__len__") and hasattr(records, "__getitem__"):
         sequence: Any = records
         size = len(sequence)
-        indices = sorted({index * (size - 1) // (LOOKED_AT - 1) for index in range(LOOKED_AT)}) if size else []
+        indices = (
+            sorted({index * (size - 1) // (LOOKED_AT - 1) for index in range(LOOKED_AT)})
+            if size
+            else []
+        )
         looked_at = [sequence[index] for index in indices]
     elif iter(records) is records:
         return {"records": None, "sha256": None}
@@ -48,7 +54,8 @@ def check_same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with other data than a checkpoint's run had.
 
     Args:
-        before, now: from `data_identity` by what the data are called; what is not known of either is not compared.
+        before, now: from `data_identity` by what the data are called; what is not known of either
+            is not compared.
 
     Raises:
         CheckpointError: with both.
@@ -57,10 +64,13 @@ def check_same_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         one = before.get(name)
         if not isinstance(one, Mapping):
             continue
-        if any(None not in (one.get(key), other[key]) and one.get(key) != other[key] for key in ("records", "sha256")):
+        if any(
+            None not in (one.get(key), other[key]) and one.get(key) != other[key]
+            for key in ("records", "sha256")
+        ):
             raise CheckpointError(
-                f"the checkpoint was trained on {name} of {_said(one)}, this run has {_said(other)}; resume with the same, or start "
-                "a new run"
+                f"the checkpoint was trained on {name} of {_said(one)}, this run has"
+                f" {_said(other)}; resume with the same, or start a new run"
             )
 
 
@@ -70,4 +80,10 @@ def _said(identity: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value.tolist() if hasattr(value, "tolist") else str(value)
+    return (
+        dict(value)
+        if isinstance(value, Mapping)
+        else value.tolist()
+        if hasattr(value, "tolist")
+        else str(value)
+    )

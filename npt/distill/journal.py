@@ -1,7 +1,8 @@
 """A .jsonl file that only grows, and beside it the state that says how much of it stands.
 
-Lines are appended, then the state is replaced: what a crash leaves behind the state's mark was not committed, and is removed when
-the work is taken up again. So work that is a function of its settings ends in the same bytes however often it was interrupted.
+Lines are appended, then the state is replaced: what a crash leaves behind the state's mark was not
+committed, and is removed when the work is taken up again. So work that is a function of its
+settings ends in the same bytes however often it was interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from npt.errors import ConfigError
 from npt.files import to_json, write_json
 
 STATE_SUFFIX = ".state"
-"""Of the state's file; not one that data are read from, so that a folder of both can be trained on."""
+"""Of the state's file; not one that data are read from, so that a folder of both can be trained on.
+"""
 
 
 class Journal:
@@ -28,14 +30,16 @@ class Journal:
     Args:
         path: the file; it and its folder are made if missing.
         settings: what the work is a function of, by the names that a user knows them by.
-        marks: entries that every line of this work has, by which its own unfinished lines are told from others'.
+        marks: entries that every line of this work has, by which its own unfinished lines are told
+            from others'.
 
     Attributes:
         progress: what was committed last; empty at the start.
         removed: bytes behind the last commit that were removed.
 
     Raises:
-        ConfigError: the file is not this work's, was changed since, is being written to, or cannot be written.
+        ConfigError: the file is not this work's, was changed since, is being written to, or cannot
+            be written.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], marks: Mapping[str, Any]):
@@ -49,9 +53,13 @@ class Journal:
             self._check_settings(state)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = os.open(
+                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
         except OSError as error:
-            raise ConfigError(f"--output {self.path} cannot be written: {error.strerror}; choose another file") from error
+            raise ConfigError(
+                f"--output {self.path} cannot be written: {error.strerror}; choose another file"
+            ) from error
         try:
             self._lock()
             state = read_state(self.path)  # once more: another process may have ended in between
@@ -65,7 +73,8 @@ class Journal:
             raise
 
     def commit(self, records: Sequence[Mapping[str, Any]], progress: dict[str, Any]) -> None:
-        """Append the records, each by one write, make them durable, and only then let the state speak of them.
+        """Append the records, each by one write, make them durable, and only then let the state
+        speak of them.
 
         Raises:
             ConfigError: the disk is full or gone; what was committed before stands.
@@ -81,7 +90,8 @@ class Journal:
             self._save(progress)
         except OSError as error:
             raise ConfigError(
-                f"--output {self.path} cannot be written: {error.strerror}; make room and run the same command again"
+                f"--output {self.path} cannot be written: {error.strerror}; make room and run the"
+                " same command again"
             ) from error
 
     def close(self) -> None:
@@ -92,11 +102,21 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _save(self, progress: dict[str, Any]) -> None:
-        value = {"settings": self._settings, "bytes": self._size, "sha256": self._hash.hexdigest(), "progress": progress}
+        value = {
+            "settings": self._settings,
+            "bytes": self._size,
+            "sha256": self._hash.hexdigest(),
+            "progress": progress,
+        }
         write_json(_state_path(self.path), value)
         self.progress = progress
 
@@ -104,7 +124,10 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"--output {self.path} is being written to by another process; wait for it or choose another file") from error
+            raise ConfigError(
+                f"--output {self.path} is being written to by another process; wait for it or"
+                " choose another file"
+            ) from error
         except OSError:
             pass  # a file system without locks
 
@@ -113,8 +136,8 @@ class Journal:
             before = state["settings"].get(name)
             if before != json.loads(to_json(value)):
                 raise ConfigError(
-                    f"--output {self.path} was begun with {name} {_short(before)}, this call has {_short(value)}; choose another file, "
-                    "or the settings of before"
+                    f"--output {self.path} was begun with {name} {_short(before)}, this call has"
+                    f" {_short(value)}; choose another file, or the settings of before"
                 )
 
     def _resume(self, state: Mapping[str, Any]) -> None:
@@ -127,8 +150,8 @@ class Journal:
                 left -= len(piece)
             if left or self._hash.hexdigest() != state["sha256"]:
                 raise ConfigError(
-                    f"--output {self.path} was changed since it was written; choose another file, or remove it and "
-                    f"{_state_path(self.path).name}"
+                    f"--output {self.path} was changed since it was written; choose another file,"
+                    f" or remove it and {_state_path(self.path).name}"
                 )
             for line in file:
                 self._check_own(line)
@@ -139,15 +162,20 @@ class Journal:
         self._size, self.progress = size, dict(state["progress"])
 
     def _check_own(self, line: bytes) -> None:
-        """Only what this work may have written behind its last commit is removed: whole lines of its own, and a torn one."""
+        """Only what this work may have written behind its last commit is removed: whole lines of
+        its own, and a torn one.
+        """
         try:
             torn = line[:1] == b"{" and not line.endswith(b"\n")
             record = self._marks if torn else json.loads(line)
         except ValueError:
             record = None
-        if not isinstance(record, dict) or any(record.get(name) != value for name, value in self._marks.items()):
+        if not isinstance(record, dict) or any(
+            record.get(name) != value for name, value in self._marks.items()
+        ):
             raise ConfigError(
-                f"--output {self.path} holds lines that were added by something else: {line[:40]!r}; move them to a file of their own"
+                f"--output {self.path} holds lines that were added by something else:"
+                f" {line[:40]!r}; move them to a file of their own"
             )
 
 
@@ -164,18 +192,28 @@ def read_state(path: Path) -> dict[str, Any] | None:
         text = state_path.read_text(encoding="utf-8") if state_path.exists() else None
         held = path.stat().st_size if path.exists() else None
     except OSError as error:
-        raise ConfigError(f"--output {path} cannot be used: {error.strerror}; choose another file") from error
+        raise ConfigError(
+            f"--output {path} cannot be used: {error.strerror}; choose another file"
+        ) from error
     if text is None:
         if held:
-            raise ConfigError(f"--output {path} exists, but {state_path.name} beside it does not; choose another file")
+            raise ConfigError(
+                f"--output {path} exists, but {state_path.name} beside it does not; choose another"
+                " file"
+            )
         return None
     try:
         state = json.loads(text)
         size, _, _, _ = (state[key] for key in ("bytes", "sha256", "settings", "progress"))
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{state_path} is not the state of a collection; choose another --output") from error
+        raise ConfigError(
+            f"{state_path} is not the state of a collection; choose another --output"
+        ) from error
     if size and held is None:
-        raise ConfigError(f"--output {path} is gone, but {state_path.name} speaks of {size} bytes in it; put it back or remove the state")
+        raise ConfigError(
+            f"--output {path} is gone, but {state_path.name} speaks of {size} bytes in it; put it"
+            " back or remove the state"
+        )
     return state
 
 

@@ -3,19 +3,24 @@
 With p the teacher's and q the student's distribution, softmax(logits / T), per token in nats:
 
     forward KL       T^2 sum p (log p - log q)        q has to cover all that p does
-    reverse KL       T^2 sum q (log q - log p)        q may leave parts of p out, and must not invent any
-    JSD              T^2 (w sum p (log p - log m) + (1 - w) sum q (log q - log m)),   m = w p + (1 - w) q
-                     at most -w log w - (1 - w) log(1 - w), that is log 2 at w = 1/2, where it is symmetric, times T^2
+    reverse KL       T^2 sum q (log q - log p)        q may leave parts of p out, and must not
+    invent any
+    JSD              T^2 (w sum p (log p - log m) + (1 - w) sum q (log q - log m)),   m = w p + (1 -
+    w) q
+                     at most -w log w - (1 - w) log(1 - w), that is log 2 at w = 1/2, where it is
+                     symmetric, times T^2
                      (Agarwal et al., "On-policy distillation of language models", 2024, eq. 1)
     cross-entropy    -log q(target), at T = 1; the teacher has no part in it
 
-The factor T^2 (Hinton et al., "Distilling the knowledge in a neural network", 2015) keeps the gradient's size as T changes; without
-it that falls with 1 / T^2. So a value at T other than 1 is not in nats any more.
+The factor T^2 (Hinton et al., "Distilling the knowledge in a neural network", 2015) keeps the
+gradient's size as T changes; without it that falls with 1 / T^2. So a value at T other than 1 is
+not in nats any more.
 
-All are pure, return (sum, count), compute from log-softmax in fp32 (in fp64 where the logits are) and pass no gradient to the
-teacher. A logit of -inf, as on padded vocabulary entries, is a probability of 0; where one side alone has it a KL is infinite and
-the micro-batch is refused. Where a value is finite its gradient is finite, at any temperature. No rows give (0, 0) with a gradient
-of zeros.
+All are pure, return (sum, count), compute from log-softmax in fp32 (in fp64 where the logits are)
+and pass no gradient to the teacher. A logit of -inf, as on padded vocabulary entries, is a
+probability of 0; where one side alone has it a KL is infinite and the micro-batch is refused. Where
+a value is finite its gradient is finite, at any temperature. No rows give (0, 0) with a gradient of
+zeros.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -37,31 +42,46 @@ from npt.fidelity.divergence import at_least_fp32, kl_of_logs
 from npt.quant.precision import cast_once
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
-"""Logits of a chunk, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward some seven such tensors are alive at once, of
-the JSD thirteen. A product of r rows reads V D weights for 2 r V D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep
-a card busy that computes 120 operations (TF32 on an H100, by its data sheet) in the time that it reads a byte."""
+"""Logits of a chunk, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward some seven
+such tensors are alive at once, of the JSD thirteen. A product of r rows reads V D weights for 2 r V
+D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep a card busy that computes 120
+operations (TF32 on an H100, by its data sheet) in the time that it reads a byte."""
 
 RowLoss = Callable[[Tensor, Tensor, Tensor | None], SumAndCount]
-"""(student's logits [N, V], teacher's logits [N, V] or targets [N], token weights [N] or None) -> (sum, count)."""
+"""(student's logits [N, V], teacher's logits [N, V] or targets [N], token weights [N] or None) ->
+(sum, count).
+"""
 
 
-def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None) -> SumAndCount:
+def forward_kl(
+    student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None
+) -> SumAndCount:
     """T^2 KL(teacher || student) from logits, [N, V] twice; `weights` [N] are the tokens'."""
     log_q, log_p = _log_probabilities(student, teacher, temperature)
     return weighted_sum(temperature**2 * kl_of_logs(log_p, log_q), weights)
 
 
-def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None) -> SumAndCount:
+def reverse_kl(
+    student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None
+) -> SumAndCount:
     """T^2 KL(student || teacher) from logits, [N, V] twice; `weights` [N] are the tokens'."""
     log_q, log_p = _log_probabilities(student, teacher, temperature)
     return weighted_sum(temperature**2 * kl_of_logs(log_q, log_p), weights)
 
 
-def jsd(student: Tensor, teacher: Tensor, temperature: float = 1.0, weight: float = 0.5, *, weights: Tensor | None = None) -> SumAndCount:
-    """T^2 (w KL(teacher || m) + (1 - w) KL(student || m)), m = w p + (1 - w) q, from logits, [N, V] twice.
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    temperature: float = 1.0,
+    weight: float = 0.5,
+    *,
+    weights: Tensor | None = None,
+) -> SumAndCount:
+    """T^2 (w KL(teacher || m) + (1 - w) KL(student || m)), m = w p + (1 - w) q, from logits, [N, V]
+    twice.
 
-    Finite whatever either side holds to be impossible. The mixture is made of probabilities, because `logaddexp` of two -inf has
-    a NaN gradient.
+    Finite whatever either side holds to be impossible. The mixture is made of probabilities,
+    because `logaddexp` of two -inf has a NaN gradient.
 
     Args:
         weight: w, between 0 and 1, both left out: there the divergence is 0 for all pairs.
@@ -74,8 +94,12 @@ def jsd(student: Tensor, teacher: Tensor, temperature: float = 1.0, weight: floa
     return weighted_sum(temperature**2 * per_token, weights)
 
 
-def token_cross_entropy(logits: Tensor, targets: Tensor, *, weights: Tensor | None = None) -> SumAndCount:
-    """-log q(target) from logits [N, V] and the tokens [N] that they are to predict, all of which count."""
+def token_cross_entropy(
+    logits: Tensor, targets: Tensor, *, weights: Tensor | None = None
+) -> SumAndCount:
+    """-log q(target) from logits [N, V] and the tokens [N] that they are to predict, all of which
+    count.
+    """
     return weighted_sum(F.cross_entropy(at_least_fp32(logits), targets, reduction="none"), weights)
 
 
@@ -89,18 +113,21 @@ def through_head(
     *,
     teacher_head: nn.Module | None = None,
 ) -> SumAndCount:
-    """A loss of the logits that `head` makes of states, chunk by chunk. Of a frozen head the gradient is taken on the way.
+    """A loss of the logits that `head` makes of states, chunk by chunk. Of a frozen head the
+    gradient is taken on the way.
 
-    What is alive at a time is made of chunks of CHUNK values, whatever N is; so of many tokens [N, V] never exists, and from
-    thirteen chunks on all that is alive together is less than that. The gradient of a sum for the states needs no later factor but
-    one, so no logit is computed a second time for it; a head that is trained itself is computed again in backward. A head stored in
-    16 bit is cast to fp32 once for all chunks.
+    What is alive at a time is made of chunks of CHUNK values, whatever N is; so of many tokens [N,
+    V] never exists, and from thirteen chunks on all that is alive together is less than that. The
+    gradient of a sum for the states needs no later factor but one, so no logit is computed a second
+    time for it; a head that is trained itself is computed again in backward. A head stored in 16
+    bit is cast to fp32 once for all chunks.
 
     Args:
         head: lm_head.
         loss: of a chunk's logits.
         student: [N, D], the student's last hidden state (after the final norm).
-        teacher: [N, D], the teacher's; or targets, [N] int64, which no head is applied to. No gradient reaches it.
+        teacher: [N, D], the teacher's; or targets, [N] int64, which no head is applied to. No
+            gradient reaches it.
         vocab_size: V, which sets the chunk length.
         weights: [N], of the tokens.
         teacher_head: the teacher's lm_head, where it has one of its own.
@@ -118,7 +145,9 @@ def through_head(
     if any(parameter.requires_grad for parameter in head.parameters()):
         parts = [None] * len(student.split(rows)) if weights is None else weights.split(rows)
         chunks = zip(student.split(rows), teacher.detach().split(rows), parts, strict=True)
-        return torch.stack([checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]).sum(), len(student)
+        return torch.stack(
+            [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
+        ).sum(), len(student)
     with cast_once(head, guide):
         return _ChunkedSum.apply(student, teacher.detach(), weights, chunk_sum, rows), len(student)
 
@@ -132,7 +161,14 @@ class _ChunkedSum(torch.autograd.Function):
     """The sum of a function over chunks of rows, with its gradient for the first argument, [N, D]."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor | None, chunk_sum: Callable[..., Tensor], rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        weights: Tensor | None,
+        chunk_sum: Callable[..., Tensor],
+        rows: int,
+    ) -> Tensor:
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(student) if wanted else None
         sums = []
@@ -140,8 +176,11 @@ class _ChunkedSum(torch.autograd.Function):
             here = slice(start, start + rows)
             part = student[here].detach().requires_grad_(wanted)
             with torch.set_grad_enabled(wanted):
-                # A view, because torch's own observers of modules (its counter of operations is one) cannot hook a leaf in here.
-                value = chunk_sum(part.view_as(part), teacher[here], None if weights is None else weights[here])
+                # A view, because torch's own observers of modules (its counter of operations is
+                # one) cannot hook a leaf in here.
+                value = chunk_sum(
+                    part.view_as(part), teacher[here], None if weights is None else weights[here]
+                )
             if grad is not None:
                 (grad[here],) = torch.autograd.grad(value, part)
             sums.append(value.detach())
@@ -159,16 +198,26 @@ def row_loss(config: TrainConfig) -> RowLoss:
     """The loss that `config.logit_loss` names, with its temperature and weight."""
     name, temperature = config.logit_loss, config.logit_temperature
     if name == "reverse_kl":
-        return lambda student, teacher, weights: reverse_kl(student, teacher, temperature, weights=weights)
+        return lambda student, teacher, weights: reverse_kl(
+            student, teacher, temperature, weights=weights
+        )
     if name == "jsd":
-        return lambda student, teacher, weights: jsd(student, teacher, temperature, config.jsd_weight, weights=weights)
+        return lambda student, teacher, weights: jsd(
+            student, teacher, temperature, config.jsd_weight, weights=weights
+        )
     if name == "cross_entropy":
-        return lambda student, targets, weights: token_cross_entropy(student, targets, weights=weights)
+        return lambda student, targets, weights: token_cross_entropy(
+            student, targets, weights=weights
+        )
     assert name == "kl"
-    return lambda student, teacher, weights: forward_kl(student, teacher, temperature, weights=weights)
+    return lambda student, teacher, weights: forward_kl(
+        student, teacher, temperature, weights=weights
+    )
 
 
-def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _log_probabilities(
+    student: Tensor, teacher: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """log q and log p."""
     log_q, log_p = (
         torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)

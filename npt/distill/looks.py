@@ -1,4 +1,6 @@
-"""What trackers are shown every so many steps: texts of student and teacher, and how far the multipliers have moved."""
+"""What trackers are shown every so many steps: texts of student and teacher, and how far the
+multipliers have moved.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Row = tuple[str, str, str]
 
 
 class Looks:
-    """Looks at a student that is being trained, and leaves everything as it was, the random state included.
+    """Looks at a student that is being trained, and leaves everything as it was, the random state
+    included.
 
     Args:
         model: the student, whose base is the teacher.
@@ -43,9 +46,16 @@ class Looks:
         pad_id: int,
         between: Callable[[], None],
     ):
-        self._model, self._tokenizer, self._teacher, self._between = model, tokenizer, teacher, between
+        self._model, self._tokenizer, self._teacher, self._between = (
+            model,
+            tokenizer,
+            teacher,
+            between,
+        )
         self._samples, self._batch_size, self._pad_id = samples, batch_size, pad_id
-        self._positions = getattr(model.config, "max_position_embeddings", None) or PROMPT_TOKENS + NEW_TOKENS
+        self._positions = (
+            getattr(model.config, "max_position_embeddings", None) or PROMPT_TOKENS + NEW_TOKENS
+        )
         self._taught: list[str] | None = None  # the teacher's texts stay as they are
 
     def texts(self) -> list[Row]:
@@ -56,17 +66,27 @@ class Looks:
         """
         prompts = [prompt for sample in self._samples if (prompt := self._prompt(sample))][:PROMPTS]
         if self._taught is None:
-            teacher = self._teacher if self._teacher is not None else mode_view(self._model, "teacher")
+            teacher = (
+                self._teacher if self._teacher is not None else mode_view(self._model, "teacher")
+            )
             self._taught = [self._written(teacher, prompt) for prompt in prompts]
         student = mode_view(self._model, "student")
         return [
-            (self._tokenizer.decode(list(prompt), skip_special_tokens=True), self._written(student, prompt), taught)
+            (
+                self._tokenizer.decode(list(prompt), skip_special_tokens=True),
+                self._written(student, prompt),
+                taught,
+            )
             for prompt, taught in zip(prompts, self._taught, strict=True)
         ]
 
     def modulation(self, samples: int) -> Modulation:
         """Measure the modulation on the first so many samples."""
-        return measure_modulation(self._model, batches(self._samples[:samples], self._batch_size, self._pad_id), between=self._between)
+        return measure_modulation(
+            self._model,
+            batches(self._samples[:samples], self._batch_size, self._pad_id),
+            between=self._between,
+        )
 
     def _written(self, model: Any, prompt: Sequence[int]) -> str:
         self._between()
@@ -76,5 +96,7 @@ class Looks:
     def _prompt(self, sample: Sample) -> tuple[int, ...]:
         """The beginning of its first document, in front of what is to be learnt of it."""
         ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
-        scored = sample.labels is not None and next((i for i, label in enumerate(sample.labels) if label != IGNORE_INDEX), len(ids))
+        scored = sample.labels is not None and next(
+            (i for i, label in enumerate(sample.labels) if label != IGNORE_INDEX), len(ids)
+        )
         return ids[: min(PROMPT_TOKENS, scored or len(ids) // 2, self._positions - 1)]

@@ -1,4 +1,6 @@
-"""The loop: windows of micro-batches through the transaction, and what is logged, saved and counted on the way."""
+"""The loop: windows of micro-batches through the transaction, and what is logged, saved and counted
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,17 @@ from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distill.step_recording import StepRecording
 from npt.distill.strategies import REPORTED, MicroBatch, Strategy
 from npt.distill.trackers import Trackers
-from npt.distill.transaction import EXACT, FAILED, HISTORY, Refusal, S, Trace, Transaction, WindowResult, draws_of
+from npt.distill.transaction import (
+    EXACT,
+    FAILED,
+    HISTORY,
+    Refusal,
+    S,
+    Trace,
+    Transaction,
+    WindowResult,
+    draws_of,
+)
 from npt.errors import ConfigError, StoppedError, TooManyRefusalsError
 from npt.fidelity.evaluate import Fidelity
 from npt.health.diagnose import diagnose
@@ -44,15 +56,17 @@ SHARE_COUNTS_FROM = 50
 """Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
 
 DIAGNOSES = 5
-"""Refusals of a run that are looked into: what breaks more often than that breaks in the same place."""
+"""Refusals of a run that are looked into: what breaks more often than that breaks in the same
+place.
+"""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Window:
-    """K micro-batches of every rank, or fewer at the very end, the epoch in which the first of them lies, and where the data stand
-    behind it.
+    """K micro-batches of every rank, or fewer at the very end, the epoch in which the first of them
+    lies, and where the data stand behind it.
 
     Every rank has all of them: number i is computed by rank i modulo the number of ranks.
     """
@@ -66,7 +80,10 @@ class Window:
         """A fingerprint of samples and tokens, from 1 on and below `EXACT`."""
         checksum = 0
         for batch in self.batches:
-            checksum = zlib.crc32(batch.input_ids.numpy().tobytes(), zlib.crc32("\n".join(batch.sample_ids).encode(), checksum))
+            checksum = zlib.crc32(
+                batch.input_ids.numpy().tobytes(),
+                zlib.crc32("\n".join(batch.sample_ids).encode(), checksum),
+            )
         return checksum % (EXACT - 1) + 1
 
 
@@ -82,13 +99,15 @@ class Loop:
         folder, trackers, display: where to report.
         stop: set by a signal; looked at before every micro-batch.
         evaluate: figures of the model as it is.
-        save: save everything as it stands; False where that failed and training goes on all the same. save_best: keep the adapters
-            as the best so far.
+        save: save everything as it stands; False where that failed and training goes on all the
+            same. save_best: keep the adapters as the best so far.
         record: what `run.json` holds, for a post-mortem.
-        ranks: the processes that train together, each in a loop like this one; default this one alone.
-        passes: how many samples of a micro-batch are computed at once; default all of them. Where memory does not do for so many, they
-            become fewer.
-        look: shows the trackers the student as it is at a step, every `sample_steps`; it changes nothing.
+        ranks: the processes that train together, each in a loop like this one; default this one
+            alone.
+        passes: how many samples of a micro-batch are computed at once; default all of them. Where
+            memory does not do for so many, they become fewer.
+        look: shows the trackers the student as it is at a step, every `sample_steps`; it changes
+            nothing.
     """
 
     def __init__(
@@ -113,10 +132,20 @@ class Loop:
         self._look = look
         self.ranks = ranks if ranks is not None else Ranks()
         self.passes = passes if passes is not None else Passes(config.batch_size)
-        self.model, self.strategy, self.config, self.total_steps = model, strategy, config, total_steps
+        self.model, self.strategy, self.config, self.total_steps = (
+            model,
+            strategy,
+            config,
+            total_steps,
+        )
         self.stages = stages_of(config, total_steps)
         self.folder, self.trackers, self.display, self.stop = folder, trackers, display, stop
-        self._evaluate, self._save, self._save_best, self._record = evaluate, save, save_best, record
+        self._evaluate, self._save, self._save_best, self._record = (
+            evaluate,
+            save,
+            save_best,
+            record,
+        )
         self.transaction = new_transaction(adapter_parameters(model), config, rates, self.ranks)
         self.optimizer = self.transaction.optimizer
         self.recording = StepRecording(folder, display, config)
@@ -128,12 +157,15 @@ class Loop:
         self.refused_by_kind: Counter[str] = Counter()
         self.refused_by_epoch: Counter[int] = Counter()
         self._in_a_row = 0
-        self._open: dict[int, Window | None] = {}  # committed, not accounted for yet; None behind the last one
+        # committed, not accounted for yet; None behind the last one
+        self._open: dict[int, Window | None] = {}
         self._known: deque[WindowResult[MicroBatch]] = deque()  # results of theirs that have come
         self._accepted: Window | None = None  # the last one of which nothing was refused
-        self._refused: tuple[Window, WindowResult[MicroBatch], Stage] | None = None  # the last other one, without its state
+        # the last other one, without its state
+        self._refused: tuple[Window, WindowResult[MicroBatch], Stage] | None = None
         self._epoch = self._diagnoses = 0
-        self._failure: Exception | None = None  # what this rank cannot go on for, until all know of it
+        # what this rank cannot go on for, until all know of it
+        self._failure: Exception | None = None
         self._halts: dict[int, int] = {}  # ranks that cannot go on, and why
         self._ended = False  # the data are used up
         self._logged_at, self._logged_tokens = time.perf_counter(), 0
@@ -152,18 +184,21 @@ class Loop:
         """
         self.model.eval()
         self.recording.announce()
-        self._safely(self._evaluate_if_due)  # where a signal ended the evaluation of the step that is gone on from
+        # where a signal ended the evaluation of the step that is gone on from
+        self._safely(self._evaluate_if_due)
         self._logged_at = time.perf_counter()
         coming = iter(windows)
-        # What ends the loop are results, which all ranks have alike and at the same window, and never what one rank alone knows.
+        # What ends the loop are results, which all ranks have alike and at the same window, and
+        # never what one rank alone knows.
         while self._wants_more:
             window = self._safely(partial(next, coming, None))
             self._fill_window(window)
             self._open[self.transaction.committed] = window
             mark = window.mark if self.ranks.size > 1 and window is not None else 0
             self._account(self.transaction.commit(mark))
-            # What depends on the state at an exact step must not see the window behind it. Where results come late this
-            # waits for them; a window that turns out refused has merely been waited for in vain.
+            # What depends on the state at an exact step must not see the window behind it. Where
+            # results come late this waits for them; a window that turns out refused has merely been
+            # waited for in vain.
             if self._is_boundary(self.steps + self.transaction.in_flight):
                 self.settle()
         self.settle()
@@ -171,7 +206,9 @@ class Loop:
         self._close_epoch()
 
     def _fill_window(self, window: Window | None) -> None:
-        """Compute this rank's micro-batches of it. Where a signal comes in front of its end it has not happened, on any rank."""
+        """Compute this rank's micro-batches of it. Where a signal comes in front of its end it has
+        not happened, on any rank.
+        """
         if window is None:  # the data are used up, or a signal ended their preparation
             if self.stop.number is not None and self._failure is None:
                 self.transaction.halt(self.stop.number)
@@ -182,7 +219,9 @@ class Loop:
                 self.settle()  # which frees what is kept of the windows in flight
 
     def _filled(self, window: Window) -> bool:
-        """False where memory ran out. The window is to be begun again then, with fewer samples at once: all of it is computed alike."""
+        """False where memory ran out. The window is to be begun again then, with fewer samples at
+        once: all of it is computed alike.
+        """
         for index, batch in enumerate(window.batches):
             if self._failure is not None:
                 break
@@ -197,14 +236,16 @@ class Loop:
 
     @property
     def _wants_more(self) -> bool:
-        """Whether there is a step to be made. `max_steps` may leave none; a run that is resumed may have made them all."""
+        """Whether there is a step to be made. `max_steps` may leave none; a run that is resumed may
+        have made them all.
+        """
         if self._halts or self._ended:
             return False
         return self.config.max_steps is None or self.steps < self.config.max_steps
 
     def _safely(self, act: Callable[[], T]) -> T | None:
-        """Do what can fail on this rank alone. What fails on one of several ranks ends the next window on all of them; until then
-        it goes along, so that none waits for it in vain."""
+        """Do what can fail on this rank alone. What fails on one of several ranks ends the next
+        window on all of them; until then it goes along, so that none waits for it in vain."""
         if self.ranks.size == 1:
             return act()
         if self._failure is None:
@@ -216,12 +257,18 @@ class Loop:
         return None
 
     def _raise_failure(self) -> None:
-        """End the loop, on every rank, with what one of them failed for, be it behind the last window."""
+        """End the loop, on every rank, with what one of them failed for, be it behind the last
+        window.
+        """
         if self.ranks.size == 1:
             return
-        reasons = self.ranks.gather_json(None if self._failure is None else reason_of(self._failure))
+        reasons = self.ranks.gather_json(
+            None if self._failure is None else reason_of(self._failure)
+        )
         if any(reason is not None for reason in reasons):
-            raise self.ranks.everywhere(self._failure if self._failure is not None else rank_failure(reasons))
+            raise self.ranks.everywhere(
+                self._failure if self._failure is not None else rank_failure(reasons)
+            )
 
     def settle(self) -> None:
         """Wait for the windows whose results are still on their way, and account for them."""
@@ -232,37 +279,59 @@ class Loop:
         if index == 0:
             self.recording.open(self._coming_step)
         fill = partial(self._fill, batch, self.stage.config, index)
-        lack = self._tried(partial(try_micro_batch, self.transaction, batch, self.model.config.vocab_size, fill))
-        self._logged_at += self.recording.take_seconds()  # reading and writing a record is not training
+        lack = self._tried(
+            partial(try_micro_batch, self.transaction, batch, self.model.config.vocab_size, fill)
+        )
+        # reading and writing a record is not training
+        self._logged_at += self.recording.take_seconds()
         if lack is None:
             return True
         step = self._coming_step
         # One sample is tried again where windows in flight keep memory, which is going to be freed.
-        again = self.passes.of(batch) == 1 and self.ranks.size == 1 and self.transaction.in_flight > 0
+        again = (
+            self.passes.of(batch) == 1 and self.ranks.size == 1 and self.transaction.in_flight > 0
+        )
         before = 1 if again else self.passes.lower(batch, lack)
-        self.folder.event("out_of_memory", step=step, samples=before, samples_at_once=self.passes.samples, message=lack)
-        said = f"out of memory with {before} samples at once ({lack}); it is begun again with {self.passes.samples}"
+        self.folder.event(
+            "out_of_memory",
+            step=step,
+            samples=before,
+            samples_at_once=self.passes.samples,
+            message=lack,
+        )
+        said = (
+            f"out of memory with {before} samples at once ({lack}); it is begun again with"
+            f" {self.passes.samples}"
+        )
         self.display.say(f"step {step}: {said}")
         return False
 
     def _tried(self, act: Callable[[], None]) -> str | None:
-        """What memory lacked, if it did not do. Where ranks share a base that is an error: one that stopped inside a layer is out of
-        step with the others."""
+        """What memory lacked, if it did not do. Where ranks share a base that is an error: one that
+        stopped inside a layer is out of step with the others."""
         if is_sharded(self.model):
             act()
             return None
         return tried(act)[1]
 
     def _fill(self, batch: Batch, config: TrainConfig, index: int | None = None) -> MicroBatch:
-        """Gradients and sums of a micro-batch; `index` where it is one of a window, which may be recorded."""
+        """Gradients and sums of a micro-batch; `index` where it is one of a window, which may be
+        recorded.
+        """
         sums = []
         for part in self.passes.parts(batch):
-            fill: Callable[[], MicroBatch] = partial(fill_gradients, self.strategy, self.model, part, config)
-            sums.append((fill if index is None else self.recording.around(fill, self.model, part, index))())
+            fill: Callable[[], MicroBatch] = partial(
+                fill_gradients, self.strategy, self.model, part, config
+            )
+            sums.append(
+                (fill if index is None else self.recording.around(fill, self.model, part, index))()
+            )
         return added(sums)
 
     def _fill_again(self, batch: Batch, config: TrainConfig) -> MicroBatch:
-        """The same outside the transaction, with the random numbers that it was computed with there."""
+        """The same outside the transaction, with the random numbers that it was computed with
+        there.
+        """
         with draws_of(config.seed, batch.sample_ids, batch.offset):
             return self._fill(batch, config)
 
@@ -273,22 +342,32 @@ class Loop:
 
     @property
     def stage(self) -> Stage:
-        """That of the step which comes next. Where results come late, those in front of a stage's first step are waited for."""
+        """That of the step which comes next. Where results come late, those in front of a stage's
+        first step are waited for.
+        """
         return stage_at(self.stages, self.steps)
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
         if step == c.max_steps or any(step == stage.start for stage in self.stages):
             return True
-        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps, self._look and c.sample_steps))
+        return any(
+            every and step % every == 0
+            for every in (c.save_steps, c.eval_steps, self._look and c.sample_steps)
+        )
 
     def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
         self._known.extend(results)
-        while self._known:  # one that ends the loop leaves those behind it there: their steps are in the weights all the same
+        # one that ends the loop leaves those behind it there: their steps are in the weights all
+        # the same
+        while self._known:
             result = self._known.popleft()
             window = self._open.pop(result.index)
             if result.halts or window is None:
-                self._halts, self._ended = self._halts or result.halts, self._ended or window is None
+                self._halts, self._ended = (
+                    self._halts or result.halts,
+                    self._ended or window is None,
+                )
                 continue
             if window.epoch != self._epoch:
                 self._close_epoch()
@@ -298,7 +377,9 @@ class Loop:
             for refusal in result.refusals:
                 self.refused_by_kind[refusal.kind] += 1
                 self.refused_by_epoch[window.epoch] += 1
-                self.folder.event("refusal", step=self.steps + 1, epoch=window.epoch, **asdict(refusal))
+                self.folder.event(
+                    "refusal", step=self.steps + 1, epoch=window.epoch, **asdict(refusal)
+                )
                 self.display.say(f"refused at step {self.steps + 1}, {refusal}")
                 self._diagnose(window, refusal)
             if result.refusals:
@@ -310,7 +391,9 @@ class Loop:
                 self._after_step(result)
 
     def _diagnose(self, window: Window, refusal: Refusal) -> None:
-        """Say which number is bad, for the first few refusals whose data were in order; it costs two forward passes."""
+        """Say which number is bad, for the first few refusals whose data were in order; it costs
+        two forward passes.
+        """
         if refusal.micro_batch is None or refusal.kind == "data" or self._diagnoses == DIAGNOSES:
             return
         self._diagnoses += 1
@@ -318,26 +401,40 @@ class Loop:
             return
         try:
             parts = self.passes.parts(window.batches[refusal.micro_batch])
-            finding = next((found for part in parts if (found := diagnose(self.model, part)) is not None), None)
-            message = "no bad number in adapters, base or logits now" if finding is None else str(finding)
+            finding = next(
+                (found for part in parts if (found := diagnose(self.model, part)) is not None), None
+            )
+            message = (
+                "no bad number in adapters, base or logits now" if finding is None else str(finding)
+            )
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"failed: {type(error).__name__}: {error}"
-        self.folder.event("diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message)
+        self.folder.event(
+            "diagnosis", step=self.steps + 1, micro_batch=refusal.micro_batch, message=message
+        )
         self.display.say(f"  diagnosis: {message}")
 
     def _check_budget(self, window: Window, result: WindowResult[MicroBatch], longest: int) -> None:
         c = self.config
         if longest >= c.max_consecutive_bad:
-            self._give_up(window, result, f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})")
-        if self.micro_batches >= SHARE_COUNTS_FROM and self.refused > c.max_refused_share * self.micro_batches:
+            self._give_up(
+                window,
+                result,
+                f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})",
+            )
+        if (
+            self.micro_batches >= SHARE_COUNTS_FROM
+            and self.refused > c.max_refused_share * self.micro_batches
+        ):
             share = f"{self.refused} of {self.micro_batches} micro-batches refused"
             self._give_up(window, result, f"{share} (--max_refused_share {c.max_refused_share:g})")
 
     def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
         self._close_epoch()
         before, stage = self.steps, self.stage
-        # What is saved from here on bears the step that its weights are of: that of this window, if it was applied at all, or,
-        # where results come late, of the last one behind it. How many those are, one to `IN_FLIGHT`, is a matter of the clock.
+        # What is saved from here on bears the step that its weights are of: that of this window, if
+        # it was applied at all, or, where results come late, of the last one behind it. How many
+        # those are, one to `IN_FLIGHT`, is a matter of the clock.
         later = [*self._known, *self.transaction.flush()]
         self._known.clear()
         for known in (result, *later):
@@ -349,7 +446,8 @@ class Loop:
             self.micro_batches += known.micro_batches
             self.refused_by_kind.update(refusal.kind for refusal in known.refusals)
         if not result.refusals and self._refused is not None:
-            window, result, stage = self._refused  # the share of refusals was exceeded at a window that had none
+            # the share of refusals was exceeded at a window that had none
+            window, result, stage = self._refused
         self._gather_history()
         situation = Situation(
             model=self.model,
@@ -379,14 +477,24 @@ class Loop:
         self.folder.event("stopped", step=self.steps, reason=reason, **bundle)
         if bundle["postmortem"] is None:
             why = f"no post-mortem could be written below {self.folder.path}: {bundle['error']}"
-            raise self.ranks.everywhere(TooManyRefusalsError(f"{said}; {why}; free or choose a disk that can be written to"))
+            raise self.ranks.everywhere(
+                TooManyRefusalsError(f"{said}; {why}; free or choose a disk that can be written to")
+            )
         where = self.folder.path / bundle["postmortem"]
-        raise self.ranks.everywhere(TooManyRefusalsError(f"{said}; look into it with: npt replay {where}"))
+        raise self.ranks.everywhere(
+            TooManyRefusalsError(f"{said}; look into it with: npt replay {where}")
+        )
 
     def _postmortem(self, situation: Situation) -> dict[str, Any]:
-        """Where below the run folder the bundle is, or why there is none: the run has to say why it stopped in either case."""
+        """Where below the run folder the bundle is, or why there is none: the run has to say why it
+        stopped in either case.
+        """
         try:
-            return {"postmortem": str(write_postmortem(self.folder.path, situation).relative_to(self.folder.path))}
+            return {
+                "postmortem": str(
+                    write_postmortem(self.folder.path, situation).relative_to(self.folder.path)
+                )
+            }
         except Exception as error:
             return {"postmortem": None, "error": str(error)}
 
@@ -395,8 +503,15 @@ class Loop:
         if self.ranks.size == 1:
             return
         everyone = self.ranks.gather_json([asdict(trace) for trace in self.transaction.history])
-        traces = [Trace(**{**entry, "sample_ids": tuple(entry["sample_ids"])}) for entries in everyone for entry in entries]
-        self.transaction.history = deque(sorted(traces, key=lambda t: (t.window, t.micro_batch)), maxlen=HISTORY * self.ranks.size)
+        traces = [
+            Trace(**{**entry, "sample_ids": tuple(entry["sample_ids"])})
+            for entries in everyone
+            for entry in entries
+        ]
+        self.transaction.history = deque(
+            sorted(traces, key=lambda t: (t.window, t.micro_batch)),
+            maxlen=HISTORY * self.ranks.size,
+        )
 
     def _after_step(self, result: WindowResult[MicroBatch]) -> None:
         c = self.config
@@ -415,10 +530,13 @@ class Loop:
             self._safely(partial(self._look, self.steps))
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-        self._logged_at += time.perf_counter() - working_until  # saving, evaluating and looking is not training
+        # saving, evaluating and looking is not training
+        self._logged_at += time.perf_counter() - working_until
 
     def _begin_stage(self) -> None:
-        """The next step is driven in another way: its losses are not to be measured by those before."""
+        """The next step is driven in another way: its losses are not to be measured by those
+        before.
+        """
         strategy = self.stage.config.strategy
         if self.transaction.spikes is not None:
             self.transaction.spikes = SpikeGuard(self.config.spike_sigmas)
@@ -431,7 +549,9 @@ class Loop:
 
     @property
     def unsaved(self) -> bool:
-        """Whether anything has happened since the last checkpoint, be it that everything was refused."""
+        """Whether anything has happened since the last checkpoint, be it that everything was
+        refused.
+        """
         return self._saved != self.micro_batches
 
     def save(self) -> None:
@@ -441,7 +561,11 @@ class Loop:
 
     def _evaluate_if_due(self) -> None:
         every = self.config.eval_steps
-        if not every or self.steps % every or self.steps in (0, self.total_steps, self.last_evaluation):
+        if (
+            not every
+            or self.steps % every
+            or self.steps in (0, self.total_steps, self.last_evaluation)
+        ):
             return
         with contextlib.suppress(StoppedError):  # the loop looks at the signal itself, and saves
             self._evaluated(self._evaluate())
@@ -453,11 +577,18 @@ class Loop:
         self.folder.event("evaluation", step=self.steps, student=student, **against)
         logged = {f"eval/{key}": value for key, value in student.items()}
         if against:
-            logged |= {f"eval/unquantized_{key}": value for key, value in against["unquantized"].items()}
+            logged |= {
+                f"eval/unquantized_{key}": value for key, value in against["unquantized"].items()
+            }
         self.trackers.log(logged, self.steps)
         aim = fidelity.aim
-        each = "".join(f"; {name} {figures.perplexity_ratio:.4f}" for name, figures in fidelity.sources.items())
-        self.display.say(f"step {self.steps}: held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}{each}")
+        each = "".join(
+            f"; {name} {figures.perplexity_ratio:.4f}" for name, figures in fidelity.sources.items()
+        )
+        self.display.say(
+            f"step {self.steps}: held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL"
+            f" {aim.kl:.4f}{each}"
+        )
         self.keep_if_best(fidelity)
 
     def keep_if_best(self, fidelity: Fidelity) -> None:
@@ -473,7 +604,9 @@ class Loop:
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
             "refused_by_kind": dict(self.refused_by_kind),
-            "refused_by_epoch": {str(epoch): count for epoch, count in self.refused_by_epoch.items()},
+            "refused_by_epoch": {
+                str(epoch): count for epoch, count in self.refused_by_epoch.items()
+            },
             "in_a_row": self._in_a_row,
             "epoch": self._epoch,
             "diagnoses": self._diagnoses,
@@ -490,27 +623,43 @@ class Loop:
             state: of a checkpoint.
             saved: the checkpoint lies in this run's folder.
         """
-        self.steps, self.tokens, self.micro_batches = state["step"], state["tokens"], state["micro_batches"]
+        self.steps, self.tokens, self.micro_batches = (
+            state["step"],
+            state["tokens"],
+            state["micro_batches"],
+        )
         self.refused_by_kind = Counter(state["refused_by_kind"])
-        self.refused_by_epoch = Counter({int(epoch): count for epoch, count in state["refused_by_epoch"].items()})
-        self._in_a_row, self._epoch, self._diagnoses = state["in_a_row"], state["epoch"], state["diagnoses"]
+        self.refused_by_epoch = Counter(
+            {int(epoch): count for epoch, count in state["refused_by_epoch"].items()}
+        )
+        self._in_a_row, self._epoch, self._diagnoses = (
+            state["in_a_row"],
+            state["epoch"],
+            state["diagnoses"],
+        )
         self.last_evaluation = state["last_evaluation"]
         # In a new folder there is no best yet, whatever the one before had.
-        self.best_kl = math.inf if state["best_kl"] is None or not self.folder.has_best else state["best_kl"]
+        self.best_kl = (
+            math.inf if state["best_kl"] is None or not self.folder.has_best else state["best_kl"]
+        )
         self.position = Position.from_dict(state["position"])
         self._logged_tokens = self.tokens
         self._saved = self.micro_batches if saved else None
-        if state["strategy"] != self.stage.config.strategy:  # another number of steps, or other shares of them
+        # another number of steps, or other shares of them
+        if state["strategy"] != self.stage.config.strategy:
             self._begin_stage()
 
     def _metrics(self, result: WindowResult[MicroBatch]) -> dict[str, Any]:
-        """One metrics line: means over the window's survivors, those of every rank, per valid token, of the loss on the logits per
-        predicted token."""
+        """One metrics line: means over the window's survivors, those of every rank, per valid
+        token, of the loss on the logits per predicted token."""
         config = stage_at(self.stages, self.steps - 1).config
         names, layers = (*REPORTED, "scored"), [index for index, _ in npt_layers(self.model)]
-        # Of the reports, which came with the window's record: the survivors' own tensors may lie behind newer windows in a queue.
+        # Of the reports, which came with the window's record: the survivors' own tensors may lie
+        # behind newer windows in a queue.
         own = [sum(report[i] for report in result.reports) for i in range(len(REPORTED))]
-        reported = torch.tensor([report[len(REPORTED) :] for report in result.reports], dtype=torch.float32)
+        reported = torch.tensor(
+            [report[len(REPORTED) :] for report in result.reports], dtype=torch.float32
+        )
         per_layer = reported.sum(dim=0).tolist() if result.reports else [0.0] * len(layers)
         sums = self.ranks.sums([*own, sum(part.scored for part in result.survivors), *per_layer])
         of_all = dict(zip(names, sums, strict=False))
@@ -530,23 +679,33 @@ class Loop:
         }
         self._logged_at, self._logged_tokens = now, self.tokens
         if config.logit_kl_weight:
-            scored = of_all["scored"]  # a mean over what was predicted; the loss divides by all valid tokens
+            # a mean over what was predicted; the loss divides by all valid tokens
+            scored = of_all["scored"]
             metrics[f"loss_{config.logit_loss}"] = of_all["logit"] / scored if scored else math.nan
         if len(self.stages) > 1:
             metrics["stage"] = self.stages.index(stage_at(self.stages, self.steps - 1))
         if not config.hidden_weight:  # nothing was compared there
             return metrics
-        return metrics | {f"layers.{index}.nmse": value for index, value in zip(layers, per_layer, strict=True)}
+        return metrics | {
+            f"layers.{index}.nmse": value for index, value in zip(layers, per_layer, strict=True)
+        }
 
     def _close_epoch(self) -> None:
         """Report an epoch in which something was refused."""
         count = self.refused_by_epoch.get(self._epoch, 0)
         if count:
-            self.folder.event("epoch", epoch=self._epoch, refused=count, refused_total=self.refused, kinds=dict(self.refused_by_kind))
+            self.folder.event(
+                "epoch",
+                epoch=self._epoch,
+                refused=count,
+                refused_total=self.refused,
+                kinds=dict(self.refused_by_kind),
+            )
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse adapters that are frozen: an optimizer given them moves them by its weight decay alone.
+    """Refuse adapters that are frozen: an optimizer given them moves them by its weight decay
+    alone.
 
     Raises:
         ConfigError: the first such tensor.
@@ -554,13 +713,17 @@ def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise ConfigError(
-            f"{frozen[0]} is frozen (requires_grad is False, {len(frozen)} of {len(parameters)} tensors), and a run trains every tensor of "
-            "its adapters; call requires_grad_(True) on it first"
+            f"{frozen[0]} is frozen (requires_grad is False, {len(frozen)} of {len(parameters)}"
+            " tensors), and a run trains every tensor of its adapters; call requires_grad_(True)"
+            " on it first"
         )
 
 
 def new_transaction(
-    parameters: dict[str, nn.Parameter], config: TrainConfig, rates: Sequence[float], ranks: Ranks | None = None
+    parameters: dict[str, nn.Parameter],
+    config: TrainConfig,
+    rates: Sequence[float],
+    ranks: Ranks | None = None,
 ) -> Transaction[MicroBatch]:
     """The optimizer and the transaction of a run with these settings.
 
@@ -575,22 +738,42 @@ def new_transaction(
     """
     check_unfrozen(parameters)
     optimizer = torch.optim.AdamW(
-        parameters.values(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
+        parameters.values(),
+        lr=config.learning_rate,
+        betas=ADAM_BETAS,
+        weight_decay=config.weight_decay,
+        fused=True,
     )
     spikes = SpikeGuard(config.spike_sigmas) if config.skip_spikes else None
     report = attrgetter("report")
-    return Transaction(parameters, optimizer, config.max_grad_norm, rates, spikes=spikes, ranks=ranks, report=report, seed=config.seed)
+    return Transaction(
+        parameters,
+        optimizer,
+        config.max_grad_norm,
+        rates,
+        spikes=spikes,
+        ranks=ranks,
+        report=report,
+        seed=config.seed,
+    )
 
 
-def fill_gradients(strategy: Strategy, model: PreTrainedModel, batch: Batch, config: TrainConfig) -> MicroBatch:
-    """The strategy on one batch, on the model's device and with autocast off, whatever a caller has on."""
+def fill_gradients(
+    strategy: Strategy, model: PreTrainedModel, batch: Batch, config: TrainConfig
+) -> MicroBatch:
+    """The strategy on one batch, on the model's device and with autocast off, whatever a caller has
+    on.
+    """
     device = next(model.parameters()).device
     with torch.autocast(device.type, enabled=False):
         return strategy(model, batch.to(device), config)
 
 
-def try_micro_batch(transaction: Transaction[S], batch: Batch, vocab_size: int, fill: Callable[[], S]) -> None:
-    """Hand one batch to the transaction: refused where the host's check finds a fault, filled in otherwise.
+def try_micro_batch(
+    transaction: Transaction[S], batch: Batch, vocab_size: int, fill: Callable[[], S]
+) -> None:
+    """Hand one batch to the transaction: refused where the host's check finds a fault, filled in
+    otherwise.
 
     Args:
         transaction: with an open window.
@@ -606,7 +789,8 @@ def try_micro_batch(transaction: Transaction[S], batch: Batch, vocab_size: int, 
 
 
 def bad_in_a_row(before: int, result: WindowResult[Any]) -> tuple[int, int]:
-    """The longest row of refusals that this window made or went on with, and the row that stands at its end.
+    """The longest row of refusals that this window made or went on with, and the row that stands at
+    its end.
 
     A micro-batch that counted ends a row. In a window that was refused as a whole none counted.
     """

@@ -1,8 +1,9 @@
 """Cross-entropy with the text: the next token, or several tokens ahead.
 
-Aligned teacher forcing: logits at position t predict the label at t + 1, so labels are the token ids themselves, not shifted, and
--100 where a token is not to be predicted. Positions that count are gathered before anything is computed on them; what stands at
-the others, NaN included, reaches neither value nor gradient.
+Aligned teacher forcing: logits at position t predict the label at t + 1, so labels are the token
+ids themselves, not shifted, and -100 where a token is not to be predicted. Positions that count are
+gathered before anything is computed on them; what stands at the others, NaN included, reaches
+neither value nor gradient.
 
 Shapes: B batch, T time, D hidden, V vocabulary, N tokens that are predicted.
 """
@@ -32,15 +33,19 @@ def cross_entropy(
     Args:
         logits: [B, T, V], as a model's forward gives them.
         labels: [B, T], not shifted.
-        attention_mask: [B, T] of ones and zeros; without it every position is taken for real. With padding on the left it has to
-            be given, or the last padded position would predict the first token.
-        position_ids: [B, T], where several documents lie in a row: none predicts the first token of another.
+        attention_mask: [B, T] of ones and zeros; without it every position is taken for real. With
+            padding on the left it has to be given, or the last padded position would predict the
+            first token.
+        position_ids: [B, T], where several documents lie in a row: none predicts the first token of
+            another.
         ignore_index: label of what is no target.
 
     Returns:
         (sum, count); on a GPU the host waits for the count.
     """
-    return multi_token_prediction_loss([logits], labels, attention_mask, position_ids, ignore_index=ignore_index)[2][0]
+    return multi_token_prediction_loss(
+        [logits], labels, attention_mask, position_ids, ignore_index=ignore_index
+    )[2][0]
 
 
 def multi_token_prediction_loss(
@@ -53,19 +58,24 @@ def multi_token_prediction_loss(
     vocab_size: int | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> tuple[Tensor, int, list[SumAndCount]]:
-    """Cross-entropy of heads of which each looks one token further: head k, from 0, at t predicts the label at t + 1 + k.
+    """Cross-entropy of heads of which each looks one token further: head k, from 0, at t predicts
+    the label at t + 1 + k.
 
-    Labels, mask and `ignore_index` are shifted for each head. A target that is padding, ignored, beyond its row's end or in
-    another document never counts, nor does what a padded position predicts.
+    Labels, mask and `ignore_index` are shifted for each head. A target that is padding, ignored,
+    beyond its row's end or in another document never counts, nor does what a padded position
+    predicts.
 
     Args:
-        states: each head's logits [B, T, V]; or, with `heads`, the state [B, T, D] that each of them reads.
+        states: each head's logits [B, T, V]; or, with `heads`, the state [B, T, D] that each of
+            them reads.
         labels, attention_mask, position_ids, ignore_index: as for `cross_entropy`.
-        heads: modules from [N, D] to [N, V]. Logits then exist for positions that count alone, and a chunk of them at a time.
+        heads: modules from [N, D] to [N, V]. Logits then exist for positions that count alone, and
+            a chunk of them at a time.
         vocab_size: V, needed with `heads`.
 
     Returns:
-        (sum, count) over all heads, and each head's (sum, count); on a GPU the host waits for the counts.
+        (sum, count) over all heads, and each head's (sum, count); on a GPU the host waits for the
+        counts.
 
     Raises:
         ValueError: shapes or numbers that do not fit.
@@ -82,18 +92,33 @@ def multi_token_prediction_loss(
         else:
             assert vocab_size is not None
             per_head.append(through_head(heads[k], _row_loss, rows, targets, vocab_size))
-    return torch.stack([part for part, _ in per_head]).sum(), sum(count for _, count in per_head), per_head
+    return (
+        torch.stack([part for part, _ in per_head]).sum(),
+        sum(count for _, count in per_head),
+        per_head,
+    )
 
 
 def _row_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> SumAndCount:
     return token_cross_entropy(logits, targets, weights=weights)
 
 
-def _check(states: Sequence[Tensor], labels: Tensor, heads: Sequence[nn.Module] | None, vocab_size: int | None) -> None:
+def _check(
+    states: Sequence[Tensor],
+    labels: Tensor,
+    heads: Sequence[nn.Module] | None,
+    vocab_size: int | None,
+) -> None:
     if not states:
         raise ValueError("no logits; pass a tensor [B, T, V] for each head")
     for state in states:
         if state.ndim != 3 or state.shape[:2] != labels.shape:
-            raise ValueError(f"logits or states of shape {tuple(state.shape)} for labels of shape {tuple(labels.shape)}; pass [B, T, ...]")
+            raise ValueError(
+                f"logits or states of shape {tuple(state.shape)} for labels of shape"
+                f" {tuple(labels.shape)}; pass [B, T, ...]"
+            )
     if heads is not None and (len(heads) != len(states) or vocab_size is None):
-        raise ValueError(f"{len(heads)} heads for {len(states)} states and vocab_size {vocab_size}; pass a state for each head, and V")
+        raise ValueError(
+            f"{len(heads)} heads for {len(states)} states and vocab_size {vocab_size}; pass a state"
+            " for each head, and V"
+        )

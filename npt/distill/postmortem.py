@@ -1,8 +1,10 @@
-"""The bundle written when training stops for numerical reasons: the state it stopped in and what it stopped on.
+"""The bundle written when training stops for numerical reasons: the state it stopped in and what it
+stopped on.
 
-safetensors and JSON only, written as a whole or not at all. Adapters, optimizer state and micro-batches are what a replay
-cannot do without: they are written first. What is looked at for the reader's sake (findings, the record and the trace of one
-micro-batch) means running that micro-batch again, which may fail in any way or be killed; it is added to a bundle that stands.
+safetensors and JSON only, written as a whole or not at all. Adapters, optimizer state and
+micro-batches are what a replay cannot do without: they are written first. What is looked at for the
+reader's sake (findings, the record and the trace of one micro-batch) means running that micro-batch
+again, which may fail in any way or be killed; it is added to a bundle that stands.
 """
 
 from __future__ import annotations
@@ -39,20 +41,26 @@ FORMAT = 1
 STATE_NAME, WINDOW_NAME, RECORD_NAME = "state.safetensors", "window.safetensors", "postmortem.json"
 
 ACCEPTED = 4
-"""Micro-batches at most that are kept of the last window in which nothing was refused, for comparison."""
+"""Micro-batches at most that are kept of the last window in which nothing was refused, for
+comparison.
+"""
 
 EXPLOSION = 1e18
-"""A size whose square leaves fp32: what a trace looks for where no number was non-finite but a sum of squares."""
+"""A size whose square leaves fp32: what a trace looks for where no number was non-finite but a sum
+of squares.
+"""
 
 
 @dataclass(frozen=True)
 class Situation:
     """Where a run stands when it gives up.
 
-    model, transaction: as they are, with no window in flight. fill: gradients and sums of one micro-batch. window: the
-    micro-batches that ended the run, as collated. result: what became of them. accepted: those of the last window of which
-    nothing was refused. step: applied steps that the state before the window has behind it. total_steps: of the run, None where
-    unknown. record: the content of `run.json`. samples_at_once: that `fill` computes of a micro-batch, None for all of it.
+    model, transaction: as they are, with no window in flight. fill: gradients and sums of one
+    micro-batch. window: the micro-batches that ended the run, as collated. result: what became of
+    them. accepted: those of the last window of which nothing was refused. step: applied steps that
+    the state before the window has behind it. total_steps: of the run, None where unknown. record:
+    the content of `run.json`. samples_at_once: that `fill` computes of a micro-batch, None for all
+    of it.
     """
 
     model: PreTrainedModel
@@ -71,14 +79,16 @@ class Situation:
 
 
 def write_postmortem(run: Path, situation: Situation) -> Path:
-    """Write `postmortem/step-XXXXXXXX` below the run folder. Model, optimizer and random state are as before afterwards.
+    """Write `postmortem/step-XXXXXXXX` below the run folder. Model, optimizer and random state are
+    as before afterwards.
 
     Args:
         run: the run folder.
         situation: what is written down.
 
     Returns:
-        The bundle's folder: `state.safetensors` (adapters and optimizer state as the window found them, random state),
+        The bundle's folder: `state.safetensors` (adapters and optimizer state as the window found
+        them, random state),
         `window.safetensors` (its micro-batches), `postmortem.json`.
 
     Raises:
@@ -103,8 +113,8 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
 
 
 def suspect(refusals: Iterable[Refusal], traces: Iterable[Trace]) -> int | None:
-    """The micro-batch of a window to look into: the first that was refused for what it computed, else, where the window was
-    refused as a whole, the one with the largest gradient.
+    """The micro-batch of a window to look into: the first that was refused for what it computed,
+    else, where the window was refused as a whole, the one with the largest gradient.
 
     Args:
         refusals: of the window.
@@ -123,23 +133,29 @@ def suspect(refusals: Iterable[Refusal], traces: Iterable[Trace]) -> int | None:
     return max(computed, key=lambda t: t.grad_norm).micro_batch
 
 
-def first_fault(model: PreTrainedModel, batch: Batch, run: Callable[[], Any], *, exploded: bool) -> Verdict | None:
+def first_fault(
+    model: PreTrainedModel, batch: Batch, run: Callable[[], Any], *, exploded: bool
+) -> Verdict | None:
     """The operation that made a micro-batch's first bad number.
 
     Args:
         model: with adapters attached.
         batch: the micro-batch.
         run: computes it.
-        exploded: it, or its window, was refused. Where every number is finite the first one too large to be squared is looked
-            for then, since a norm overflows before its elements do.
+        exploded: it, or its window, was refused. Where every number is finite the first one too
+            large to be squared is looked for then, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
-    return trace(model, batch, run=run, limit=EXPLOSION) if verdict is None and exploded else verdict
+    return (
+        trace(model, batch, run=run, limit=EXPLOSION) if verdict is None and exploded else verdict
+    )
 
 
 @contextmanager
 def untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context the adapters have no gradients; afterwards theirs are as before, and so is torch's random state."""
+    """Within the context the adapters have no gradients; afterwards theirs are as before, and so is
+    torch's random state.
+    """
     parameters = adapter_parameters(model).values()
     gradients = [p.grad for p in parameters]
     try:
@@ -172,7 +188,9 @@ def _known(situation: Situation) -> dict[str, Any]:
             "scheduler_type": kind,
             "warmup_steps": c.warmup_steps,
             "total_steps": situation.total_steps,
-            "next_rate": rate_at(step, c.learning_rate, kind, c.warmup_steps, situation.total_steps),
+            "next_rate": rate_at(
+                step, c.learning_rate, kind, c.warmup_steps, situation.total_steps
+            ),
         },
         "spike_limits": None if situation.transaction.spikes is None else list(result.limits),
         "settings": {**situation.record["settings"], **asdict(c)},  # of this stage
@@ -188,7 +206,9 @@ def _known(situation: Situation) -> dict[str, Any]:
         "base_hash_at_stop": None,
         "precision": None,
         "findings": {"adapters": None, "moments": None, "base": None},
-        "samples_at_once": c.batch_size if situation.samples_at_once is None else situation.samples_at_once,
+        "samples_at_once": (
+            c.batch_size if situation.samples_at_once is None else situation.samples_at_once
+        ),
         "micro_batch": suspect(result.refusals, _traces(situation)),
         "record": None,
         "verdict": None,
@@ -206,14 +226,24 @@ def _state(situation: Situation) -> dict[str, Tensor]:
     state = {f"rng.{name}": value for name, value in random_state().items()}
     for name, (value, moments) in kept.items():
         state[f"adapter.{name}"] = _stored(value)
-        state |= {f"optimizer.{name}.{key}": _stored(moment) for key, moment in moments.items() if isinstance(moment, Tensor)}
+        state |= {
+            f"optimizer.{name}.{key}": _stored(moment)
+            for key, moment in moments.items()
+            if isinstance(moment, Tensor)
+        }
     return state
 
 
 def _tokens(situation: Situation) -> dict[str, Tensor]:
     named = [(str(index), batch) for index, batch in enumerate(situation.window)]
-    named += [(f"accepted.{index}", batch) for index, batch in enumerate(situation.accepted[:ACCEPTED])]
-    return {f"{place}.{name}": _stored(tensor) for place, batch in named for name, tensor in batch.row_tensors.items()}
+    named += [
+        (f"accepted.{index}", batch) for index, batch in enumerate(situation.accepted[:ACCEPTED])
+    ]
+    return {
+        f"{place}.{name}": _stored(tensor)
+        for place, batch in named
+        for name, tensor in batch.row_tensors.items()
+    }
 
 
 def _stored(tensor: Tensor) -> Tensor:
@@ -221,7 +251,9 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _observed(situation: Situation) -> dict[str, Any]:
-    """What there is to see in the state that the window found; of what cannot be had the failure is said."""
+    """What there is to see in the state that the window found; of what cannot be had the failure is
+    said.
+    """
     model, index = situation.model, suspect(situation.result.refusals, _traces(situation))
     failures: dict[str, str] = {}
 
@@ -246,7 +278,10 @@ def _observed(situation: Situation) -> dict[str, Any]:
         if index is not None:
             batch = situation.window[index]
             found["record"] = seen("record", lambda: _recorded(situation, index))
-            verdict = seen("verdict", lambda: first_fault(model, batch, lambda: situation.fill(batch), exploded=True))
+            verdict = seen(
+                "verdict",
+                lambda: first_fault(model, batch, lambda: situation.fill(batch), exploded=True),
+            )
             found["verdict"] = None if verdict is None else verdict.as_dict()
     return found | {"failures": failures}
 

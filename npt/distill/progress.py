@@ -10,7 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressDisplay:
-    """A bar with loss, tokens/s, refusals and the time left; without a terminal, one line per logged step.
+    """A bar with loss, tokens/s, refusals and the time left; without a terminal, one line per
+    logged step.
 
     Args:
         total_steps: of the run; None where unknown (no time left is shown then).
@@ -46,8 +47,13 @@ class ProgressDisplay:
             self._bar.update(self._task, figures=f"loss {metrics['loss']:.5f}  {rate}")
             return
         of = "" if self._total is None else f"/{self._total}"
-        figures = f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e}  {rate}"
-        self.console.print(f"step {step}{of}  {figures}{self._left(step)}", highlight=False, soft_wrap=True)
+        figures = (
+            f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e} "
+            f" {rate}"
+        )
+        self.console.print(
+            f"step {step}{of}  {figures}{self._left(step)}", highlight=False, soft_wrap=True
+        )
 
     def say(self, line: str) -> None:
         """A line above the bar, or among the lines."""
@@ -60,5 +66,9 @@ class ProgressDisplay:
     def _left(self, step: int) -> str:
         if self._total is None:
             return ""
-        seconds = (time.perf_counter() - self._started) / max(1, step - self._first) * (self._total - step)
+        seconds = (
+            (time.perf_counter() - self._started)
+            / max(1, step - self._first)
+            * (self._total - step)
+        )
         return f"  {int(seconds) // 60}:{int(seconds) % 60:02d} left"

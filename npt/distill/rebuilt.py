@@ -1,4 +1,6 @@
-"""The state of a bundle on its base again: whatever is tried starts from it, and leaves it as it was."""
+"""The state of a bundle on its base again: whatever is tried starts from it, and leaves it as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Rebuilt:
         BundleError: the bundle's tensors do not fit the model.
     """
 
-    def __init__(self, bundle: Bundle, model: PreTrainedModel, teacher: PreTrainedModel | None = None):
+    def __init__(
+        self, bundle: Bundle, model: PreTrainedModel, teacher: PreTrainedModel | None = None
+    ):
         self.bundle, self.model, self.teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
         self._kept = bundle.kept(self.parameters)
@@ -62,15 +66,17 @@ class Rebuilt:
         set_random_state(self.bundle.random_state)
 
     def fill(self, batch: Batch) -> MicroBatch:
-        """Gradients and sums of one micro-batch, with the random numbers that the run drew for it and in the parts that it was computed
-        in there: an overflow may be a matter of their size."""
+        """Gradients and sums of one micro-batch, with the random numbers that the run drew for it
+        and in the parts that it was computed in there: an overflow may be a matter of their size.
+        """
         strategy, config = partial(drive, teacher=self.teacher), self.bundle.train_config
         parts = Passes(self.bundle.samples_at_once).parts(batch)
         with draws_of(config.seed, batch.sample_ids, batch.offset):
             return added([fill_gradients(strategy, self.model, part, config) for part in parts])
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
-        """One window through a transaction of its own, as the run would have taken it; the state is restored around it.
+        """One window through a transaction of its own, as the run would have taken it; the state is
+        restored around it.
 
         Args:
             batches: its micro-batches, on the host.
@@ -84,7 +90,12 @@ class Rebuilt:
         if transaction.spikes is not None and limits is not None:
             transaction.spikes.limits = limits
         for batch in batches:
-            try_micro_batch(transaction, batch, self.model.config.vocab_size, lambda batch=batch: self.fill(batch))  # type: ignore[misc]
+            try_micro_batch(
+                transaction,
+                batch,
+                self.model.config.vocab_size,
+                lambda batch=batch: self.fill(batch),  # type: ignore[misc]
+            )
         (result,) = [*transaction.commit(), *transaction.flush()]
         self.restore()
         return Tried(tuple(result.refusals), tuple(transaction.history))
@@ -101,30 +112,40 @@ class Rebuilt:
         return {name: None if finding is None else str(finding) for name, finding in found.items()}
 
     def _fresh(self, made: Kept) -> Kept:
-        """The bundle's state in tensors of its own, each on its parameter's device; moments it does not hold as they are `made`."""
+        """The bundle's state in tensors of its own, each on its parameter's device; moments it does
+        not hold as they are `made`.
+        """
 
         def own(tensor: Tensor, parameter: Tensor) -> Tensor:
             return tensor.to(parameter.device, copy=True)
 
         return {
-            name: (own(value, self.parameters[name]), {k: own(v, self.parameters[name]) for k, v in state.items()} or made[name][1])
+            name: (
+                own(value, self.parameters[name]),
+                {k: own(v, self.parameters[name]) for k, v in state.items()} or made[name][1],
+            )
             for name, (value, state) in self._kept.items()
         }
 
 
 @contextmanager
-def rebuilt(bundle: Bundle, *, model_name: str | None = None, device: str | torch.device | None = None) -> Iterator[Rebuilt]:
+def rebuilt(
+    bundle: Bundle, *, model_name: str | None = None, device: str | torch.device | None = None
+) -> Iterator[Rebuilt]:
     """Load the bundle's base, check that it is the one, and put the bundle's state on it.
 
-    Within the context torch's products and random state are the bundle's; afterwards they are as before.
+    Within the context torch's products and random state are the bundle's; afterwards they are as
+    before.
 
     Args:
         bundle: from `read_bundle`.
         model_name: of the base, where it is not to be found under the recorded name.
-        device: default the recorded kind, where there is one, since statistics of 4-bit weights are rounded otherwise on another.
+        device: default the recorded kind, where there is one, since statistics of 4-bit weights are
+            rounded otherwise on another.
 
     Raises:
-        BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit it.
+        BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit
+            it.
         ConfigError: there is no such kind of device.
     """
     precision = torch.get_float32_matmul_precision()
@@ -161,15 +182,20 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
         )
     except ModelError as error:
         raise BundleError(
-            f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's own --model_name"
+            f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's"
+            " own --model_name"
         ) from error
     found = base_hash(model)
     if found != base.hash:
         here = next(model.parameters()).device.type
-        elsewhere = f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})" if here != kind else ""
+        elsewhere = (
+            f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})"
+            if here != kind
+            else ""
+        )
         raise BundleError(
-            f"{bundle.folder} was recorded on base {base.hash[:12]} ({base.name!r}), {name!r} is {found[:12]}; pass the run's own model "
-            f"with --model_name{elsewhere}"
+            f"{bundle.folder} was recorded on base {base.hash[:12]} ({base.name!r}), {name!r} is"
+            f" {found[:12]}; pass the run's own model with --model_name{elsewhere}"
         )
     try:
         attach(model, bundle.adapter_config)
@@ -179,9 +205,12 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
 
 
 def _attention(bundle: Bundle, *settings: str) -> str:
-    """The attention recorded under the first of the settings that is there; the default where none is recorded, or one of a model that
-    `load_base` did not load."""
-    recorded = next((bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]), None)
+    """The attention recorded under the first of the settings that is there; the default where none
+    is recorded, or one of a model that `load_base` did not load."""
+    recorded = next(
+        (bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]),
+        None,
+    )
     return recorded if recorded in ATTENTIONS else "sdpa"
 
 
@@ -190,11 +219,17 @@ def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrained
     if precision is None:
         return None
     try:
-        attention = _attention(bundle, "teacher_attention", "attn_implementation")  # earlier runs recorded one for both
+        # earlier runs recorded one for both
+        attention = _attention(bundle, "teacher_attention", "attn_implementation")
         teacher = load_teacher(name, precision, device=device, attn_implementation=attention)
     except (ConfigError, ModelError) as error:
-        raise BundleError(f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}") from error
+        raise BundleError(
+            f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}"
+        ) from error
     recorded, found = str(bundle.said["settings"].get("teacher")), base_hash(teacher)
     if found != recorded:
-        raise BundleError(f"{bundle.folder} was recorded with teacher {recorded[:12]}, {name!r} is {found[:12]}; pass its own --model_name")
+        raise BundleError(
+            f"{bundle.folder} was recorded with teacher {recorded[:12]}, {name!r} is {found[:12]};"
+            " pass its own --model_name"
+        )
     return teacher

@@ -1,4 +1,6 @@
-"""Taking a run up again: which checkpoint, in which folder, and whether its settings go with those asked for."""
+"""Taking a run up again: which checkpoint, in which folder, and whether its settings go with those
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _MATTERS = {
     "teacher_precision": "teacher_precision",
     "teacher": "teacher (its hash)",
 }
-"""Settings that a run cannot go on with in another form: the adapters', the base's, and what the order of its samples is made of."""
+"""Settings that a run cannot go on with in another form: the adapters', the base's, and what the
+order of its samples is made of.
+"""
 
 _OF_ONE_START = ("resume", "output_dir")
 
@@ -34,9 +38,10 @@ _OF_ONE_START = ("resume", "output_dir")
 class Resumed:
     """What a run goes on from; finding it has changed nothing.
 
-    folder: the run's. checkpoint: None where a run is to start anew in it. goes_on: the folder is the one that the checkpoint lies
-    in, or that a run without checkpoints left, and is written on; otherwise it is a new one. broken: newer checkpoints that do
-    not verify, and why. seen: the names of all checkpoints there.
+    folder: the run's. checkpoint: None where a run is to start anew in it. goes_on: the folder is
+    the one that the checkpoint lies in, or that a run without checkpoints left, and is written on;
+    otherwise it is a new one. broken: newer checkpoints that do not verify, and why. seen: the
+    names of all checkpoints there.
     """
 
     folder: Path
@@ -54,24 +59,31 @@ def find_resumed(resume: str, output_dir: str | None) -> Resumed:
     """The checkpoint that `--resume` means.
 
     Args:
-        resume: `auto` for the newest good one below `output_dir`; else a run folder, or one checkpoint of it.
+        resume: `auto` for the newest good one below `output_dir`; else a run folder, or one
+            checkpoint of it.
         output_dir: of the run. A path without it goes on in the folder that it lies in.
 
     Raises:
-        ConfigError: `auto` without a folder, or with one that holds something other than a run; a checkpoint that lies in no run
-            folder without `output_dir`; another process is writing the folder.
+        ConfigError: `auto` without a folder, or with one that holds something other than a run; a
+            checkpoint that lies in no run folder without `output_dir`; another process is writing
+            the folder.
         CheckpointError: there is none, or none that verifies, or it cannot be read.
     """
     try:
         return _find(resume, output_dir)
     except OSError as error:
-        raise CheckpointError(f"--resume {resume}: {error.filename or 'it'} cannot be read: {error.strerror}; check its rights") from error
+        raise CheckpointError(
+            f"--resume {resume}: {error.filename or 'it'} cannot be read: {error.strerror}; check"
+            " its rights"
+        ) from error
 
 
 def _find(resume: str, output_dir: str | None) -> Resumed:
     if resume == AUTO:
         if output_dir is None:
-            raise ConfigError("--resume auto looks for checkpoints below --output_dir; name that folder")
+            raise ConfigError(
+                "--resume auto looks for checkpoints below --output_dir; name that folder"
+            )
         return _newest(Path(output_dir), Path(output_dir), required=False)
     path = Path(resume).expanduser()
     if not path.is_dir():
@@ -79,10 +91,15 @@ def _find(resume: str, output_dir: str | None) -> Resumed:
     if (path / CHECKPOINTS).is_dir():
         return _newest(path, path if output_dir is None else Path(output_dir), required=True)
     if not ((path / MANIFEST).exists() or path.name.startswith("step-")):
-        raise CheckpointError(f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; name one, or auto")
+        raise CheckpointError(
+            f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; name"
+            " one, or auto"
+        )
     above = path.resolve().parent
     if above.name != CHECKPOINTS and output_dir is None:
-        raise ConfigError(f"the checkpoint {resume} lies in no run folder; name one to go on in with --output_dir")
+        raise ConfigError(
+            f"the checkpoint {resume} lies in no run folder; name one to go on in with --output_dir"
+        )
     run = above.parent if output_dir is None else Path(output_dir)
     goes_on = above.name == CHECKPOINTS and _same(run, above.parent)
     if goes_on:
@@ -97,30 +114,40 @@ def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
         check_free(run)
         return Resumed(run, None, goes_on)
     if not is_run(run):
-        raise ConfigError(f"--output_dir {run} holds something other than a run; choose another folder")
+        raise ConfigError(
+            f"--output_dir {run} holds something other than a run; choose another folder"
+        )
     if goes_on:
         tidy(run)
     checkpoint, broken = newest_good(run / CHECKPOINTS)
     if checkpoint is None and (broken or required):
         raise CheckpointError(
-            f"no checkpoint below {run} verifies: {'; '.join(broken.values()) or 'there is none'}; start anew in another folder"
+            f"no checkpoint below {run} verifies: {'; '.join(broken.values()) or 'there is none'};"
+            " start anew in another folder"
         )
     return _placed(to, checkpoint, goes_on, broken)
 
 
-def _placed(run: Path, checkpoint: Checkpoint | None, goes_on: bool, broken: Mapping[Path, str]) -> Resumed:
+def _placed(
+    run: Path, checkpoint: Checkpoint | None, goes_on: bool, broken: Mapping[Path, str]
+) -> Resumed:
     if not goes_on:
         check_free(run)
         return Resumed(run, checkpoint, False, broken)
-    return Resumed(run, checkpoint, True, broken, tuple(path.name for path in checkpoints(run / CHECKPOINTS)))
+    return Resumed(
+        run, checkpoint, True, broken, tuple(path.name for path in checkpoints(run / CHECKPOINTS))
+    )
 
 
 def _same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ between a checkpoint's run and this one, with both values; those that only one of them has are not compared.
+def changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ between a checkpoint's run and this one, with both values; those that
+    only one of them has are not compared.
 
     Raises:
         CheckpointError: one that matters differs.
@@ -132,8 +159,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
             continue
         if name in _MATTERS:
             raise CheckpointError(
-                f"the checkpoint was trained with --{_MATTERS[name]} {_shown(old)}, this run asks for {_shown(new)}; resume with the same, "
-                "or start a new run"
+                f"the checkpoint was trained with --{_MATTERS[name]} {_shown(old)}, this run asks"
+                f" for {_shown(new)}; resume with the same, or start a new run"
             )
         changed[name] = (old, new)
     return changed
@@ -150,5 +177,9 @@ def _plain(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     return (
-        ",".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) and value.isprintable() else shown(value)
+        ",".join(map(str, value))
+        if isinstance(value, list)
+        else value
+        if isinstance(value, str) and value.isprintable()
+        else shown(value)
     )

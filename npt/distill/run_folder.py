@@ -35,8 +35,8 @@ _STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED
 """What may stand in the folder of a run that was killed before it had a `run.json`."""
 
 BROKEN, SUPERSEDED = "broken", "superseded"
-"""What is put behind the name of a checkpoint that is kept for its owner and never picked again: it did not verify, or the run
-went on from one before it."""
+"""What is put behind the name of a checkpoint that is kept for its owner and never picked again: it
+did not verify, or the run went on from one before it."""
 
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
@@ -44,12 +44,18 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EN
 
 def versions() -> dict[str, str]:
     """Versions of Python, of this package and of those whose numerics a run depends on."""
-    return {"python": platform.python_version(), "npt": __version__, **{package: _version(package) for package in _PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        "npt": __version__,
+        **{package: _version(package) for package in _PACKAGES},
+    }
 
 
 @cache
 def _version(package: str) -> str:
-    """Looked up once: every checkpoint names it, and to read what a package says of itself takes as long as to write a small one."""
+    """Looked up once: every checkpoint names it, and to read what a package says of itself takes as
+    long as to write a small one.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -57,18 +63,21 @@ def _version(package: str) -> str:
 
 
 class RunFolder:
-    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `adapter/`, `fidelity.json`, `modulation.json` below one
-    folder.
+    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `adapter/`,
+    `fidelity.json`, `modulation.json` below one folder.
 
-    One process writes it at a time. A line that the disk has no room for is lost and counted; the run goes on. A folder that is
-    removed or renamed under way is made anew with what comes from then on.
+    One process writes it at a time. A line that the disk has no room for is lost and counted; the
+    run goes on. A folder that is removed or renamed under way is made anew with what comes from
+    then on.
 
     Args:
         path: made if missing; has to be empty otherwise.
-        resume_at: the folder is that of a run which goes on from this step: what its metrics say of later ones is taken out.
+        resume_at: the folder is that of a run which goes on from this step: what its metrics say of
+            later ones is taken out.
 
     Raises:
-        ConfigError: the folder holds something, cannot be written, or another process is writing it.
+        ConfigError: the folder holds something, cannot be written, or another process is writing
+            it.
     """
 
     def __init__(self, path: str | Path, resume_at: int | None = None):
@@ -93,7 +102,10 @@ class RunFolder:
                 os.close(self._lock)
                 raise
         except OSError as error:
-            raise ConfigError(f"--output_dir {self.path} cannot be written: {error.strerror}; choose another folder") from error
+            raise ConfigError(
+                f"--output_dir {self.path} cannot be written: {error.strerror}; choose another"
+                " folder"
+            ) from error
 
     def write(self, name: str, value: Any) -> None:
         """A JSON file below the folder, replaced atomically."""
@@ -119,7 +131,8 @@ class RunFolder:
             self.lines_lost += 1
 
     def _make_anew_if_gone(self) -> None:
-        """A run whose folder was removed or renamed has everything before it; what comes from here on goes where it was told to.
+        """A run whose folder was removed or renamed has everything before it; what comes from here
+        on goes where it was told to.
 
         Raises:
             OSError: it cannot be made.
@@ -139,11 +152,15 @@ class RunFolder:
         self._lock, self._logs = lock, logs
         if self._run is not None:
             write_json(self.path / RUN, self._run)
-        message = f"{self.path} was removed or renamed under way and has been made anew; what stood in it is not here"
+        message = (
+            f"{self.path} was removed or renamed under way and has been made anew; what stood in it"
+            " is not here"
+        )
         self.event("warning", message=message)
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        """`checkpoints/step-XXXXXXXX` as `write` fills it; older ones beyond `keep` go after this one has verified.
+        """`checkpoints/step-XXXXXXXX` as `write` fills it; older ones beyond `keep` go after this
+        one has verified.
 
         Raises:
             OSError: it could not be written.
@@ -164,8 +181,12 @@ class RunFolder:
                     remove_folder(old)
         return folder
 
-    def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]) -> Path:
-        """`best`: the adapters, and the figures that make them the best so far. It takes no part in rotation."""
+    def save_best(
+        self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]
+    ) -> Path:
+        """`best`: the adapters, and the figures that make them the best so far. It takes no part in
+        rotation.
+        """
         self._make_anew_if_gone()
         folder = self.path / BEST
         with new_folder(folder) as temporary:
@@ -173,8 +194,12 @@ class RunFolder:
             write_json(temporary / "fidelity.json", figures)
         return folder
 
-    def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]) -> Path:
-        """`adapter`: the student that the run ends with, and its fidelity in the card; `npt.from_pretrained` takes the run's folder."""
+    def save_final(
+        self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]
+    ) -> Path:
+        """`adapter`: the student that the run ends with, and its fidelity in the card;
+        `npt.from_pretrained` takes the run's folder.
+        """
         self._make_anew_if_gone()
         return save_adapter(model, self.path / ADAPTER, base=base, fidelity=fidelity)
 
@@ -210,7 +235,9 @@ class RunFolder:
         return aside
 
     def discard(self) -> None:
-        """Remove the folder if it was made for a run that never started; that of a run which goes on stays as it is."""
+        """Remove the folder if it was made for a run that never started; that of a run which goes
+        on stays as it is.
+        """
         self.close()
         if self._fresh:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -248,7 +275,9 @@ class _Log:
 
 
 def _locked(path: Path) -> int:
-    """An exclusive lock on the folder, which ends with the process however that ends; none where the file system has no locks."""
+    """An exclusive lock on the folder, which ends with the process however that ends; none where
+    the file system has no locks.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,7 +285,10 @@ def _locked(path: Path) -> int:
         if error.errno in _NO_LOCKS:
             return handle
         os.close(handle)
-        raise ConfigError(f"--output_dir {path} is being written by another process; wait for it, or choose another folder") from error
+        raise ConfigError(
+            f"--output_dir {path} is being written by another process; wait for it, or choose"
+            " another folder"
+        ) from error
     return handle
 
 
@@ -290,7 +322,8 @@ def is_run(path: Path) -> bool:
 
 
 def tidy(path: Path) -> None:
-    """Clear away what a killed process left half-written in the folder of a run, before anything is looked for in it.
+    """Clear away what a killed process left half-written in the folder of a run, before anything is
+    looked for in it.
 
     Raises:
         ConfigError: another process is writing it.
@@ -309,16 +342,26 @@ def check_free(path: Path) -> None:
     """Refuse a folder that is in use or cannot be made, before anything expensive is done.
 
     Raises:
-        ConfigError: it is a file, a folder that holds something, or lies where nothing can be written.
+        ConfigError: it is a file, a folder that holds something, or lies where nothing can be
+            written.
     """
     try:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--output_dir {path} is a file; name a folder")
         if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
             what = "another run" if (path / "run.json").exists() else "other files"
-            raise ConfigError(f"--output_dir {path} holds {what}; choose another folder or remove it")
-        above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+            raise ConfigError(
+                f"--output_dir {path} holds {what}; choose another folder or remove it"
+            )
+        above = next(
+            folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+        )
     except OSError as error:
-        raise ConfigError(f"--output_dir {path} cannot be used: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"--output_dir {path} cannot be used: {error.strerror}; choose another folder"
+        ) from error
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output_dir {path} cannot be made: {above} is not a folder that may be written to; choose another folder")
+        raise ConfigError(
+            f"--output_dir {path} cannot be made: {above} is not a folder that may be written to;"
+            " choose another folder"
+        )

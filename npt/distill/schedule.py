@@ -1,4 +1,6 @@
-"""The learning rate as a pure function of the steps applied so far: nothing to advance, so nothing to roll back."""
+"""The learning rate as a pure function of the steps applied so far: nothing to advance, so nothing
+to roll back.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import math
 
 
 def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> list[float]:
-    """The learning rate of every step of a run; the last entry holds for all steps behind the table.
+    """The learning rate of every step of a run; the last entry holds for all steps behind the
+    table.
 
     Args:
         peak: the rate that warm-up reaches.
@@ -30,9 +33,9 @@ def kind_of_run(kind: str, total_steps: int | None) -> str:
 def learning_rate_scale(step: int, kind: str, warmup_steps: int, total_steps: int | None) -> float:
     """The factor on the peak learning rate for the step after `step` applied ones.
 
-    Linear warm-up reaches 1 after `warmup_steps` steps; its first step is already above 0, since a step at rate 0 moves
-    the optimizer's moments and nothing else. Then `constant`, or `linear` or `cosine` (Loshchilov & Hutter 2017, without
-    restarts) down to 0 behind the last step.
+    Linear warm-up reaches 1 after `warmup_steps` steps; its first step is already above 0, since a
+    step at rate 0 moves the optimizer's moments and nothing else. Then `constant`, or `linear` or
+    `cosine` (Loshchilov & Hutter 2017, without restarts) down to 0 behind the last step.
 
     Args:
         step: applied steps, from 0.

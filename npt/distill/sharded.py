@@ -1,9 +1,10 @@
 """`shard_base`: a base that no GPU holds, in parts over the ranks of a run.
 
-Making a layer whole takes all ranks, and these do not walk in step: a micro-batch is refused on one of them, the last window is
-uneven, rank 0 alone looks into a fault. So before a layer is gathered every rank says which layer it needs, or that it waits at
-one of the sums that the ranks share; each layer that somebody needs is then gathered by all. A rank that waits hands out its
-shares meanwhile, so nothing hangs that would not hang with a whole base.
+Making a layer whole takes all ranks, and these do not walk in step: a micro-batch is refused on one
+of them, the last window is uneven, rank 0 alone looks into a fault. So before a layer is gathered
+every rank says which layer it needs, or that it waits at one of the sums that the ranks share; each
+layer that somebody needs is then gathered by all. A rank that waits hands out its shares meanwhile,
+so nothing hangs that would not hang with a whole base.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _NONE = -1
 
 
 class ShardedRanks(Ranks):
-    """Ranks that hold parts of one base: in front of every sum they see to it that nobody lacks a layer."""
+    """Ranks that hold parts of one base: in front of every sum they see to it that nobody lacks a
+    layer.
+    """
 
     layers: list[Any]
     _end: RankError | None = None
@@ -48,7 +51,9 @@ class ShardedRanks(Ranks):
         super()._collect(collective, device)
 
     def _round(self, needed: int) -> list[int]:
-        """One question to all ranks, and the layers that they answer with; by rank, what each needs."""
+        """One question to all ranks, and the layers that they answer with; by rank, what each
+        needs.
+        """
         if self._end is not None:  # met in the middle of a micro-batch, and not yet the end of all
             raise self._end
         everyone: list[int] = []
@@ -68,14 +73,16 @@ class ShardedRanks(Ranks):
 
 
 def shard_base(model: PreTrainedModel, ranks: Ranks | None = None) -> Ranks:
-    """Spread every decoder layer of the frozen base over the ranks, each of which keeps a share on its device (FSDP2).
+    """Spread every decoder layer of the frozen base over the ranks, each of which keeps a share on
+    its device (FSDP2).
 
-    Every rank calls it, on the same base, and from then on every rank has to compute: what one needs of a layer the others hand out.
-    Strategy `local`, evaluation and training with `npt.Trainer` go on as before, with the same results; `end_to_end` is refused.
+    Every rank calls it, on the same base, and from then on every rank has to compute: what one
+    needs of a layer the others hand out. Strategy `local`, evaluation and training with
+    `npt.Trainer` go on as before, with the same results; `end_to_end` is refused.
 
     Args:
-        model: with adapters attached, on the CPU if a GPU could not hold it; `load_base(..., device="cpu",
-            pack_on=ranks.device)` packs it on the GPU all the same.
+        model: with adapters attached, on the CPU if a GPU could not hold it; `load_base(...,
+            device="cpu", pack_on=ranks.device)` packs it on the GPU all the same.
         ranks: of the run; default those that a launcher started. They are changed in place.
 
     Returns:
@@ -89,7 +96,10 @@ def shard_base(model: PreTrainedModel, ranks: Ranks | None = None) -> Ranks:
     attached_config(model)
     ranks = ranks if ranks is not None else join_ranks()
     if ranks.size == 1 or ranks.device is None:
-        raise ConfigError("there is one process, and nobody to share the base with; start several with torchrun, or load with device_map")
+        raise ConfigError(
+            "there is one process, and nobody to share the base with; start several with torchrun,"
+            " or load with device_map"
+        )
     keep_identity(model)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     ranks.__class__ = ShardedRanks

@@ -1,4 +1,6 @@
-"""Stopping on a signal: the loop finishes its micro-batch, saves and ends with 128 + the signal's number."""
+"""Stopping on a signal: the loop finishes its micro-batch, saves and ends with 128 + the signal's
+number.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ from typing import Any
 
 from npt.errors import StoppedError
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+)
 
 
 class StopOnSignal:
-    """Within the context, SIGINT, SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) set `number` instead of ending the process; a
-    second one ends it as it would have outside, contexts around this one included.
+    """Within the context, SIGINT, SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) set `number`
+    instead of ending the process; a second one ends it as it would have outside, contexts around
+    this one included.
 
-    A signal that the process ignores stays ignored: that is how `nohup` asks a run to outlive its terminal. Outside the main
-    thread, where Python allows no handlers, the context does nothing.
+    A signal that the process ignores stays ignored: that is how `nohup` asks a run to outlive its
+    terminal. Outside the main thread, where Python allows no handlers, the context does nothing.
 
     Args:
         at_once: raise where the signal arrives instead: for what has nothing to save yet.
@@ -43,7 +50,8 @@ class StopOnSignal:
         return self
 
     def check(self) -> None:
-        """Raise if a signal came: called where waiting for the end would take long and nothing is half done.
+        """Raise if a signal came: called where waiting for the end would take long and nothing is
+        half done.
 
         Raises:
             StoppedError: with the signal's number.
@@ -54,13 +62,17 @@ class StopOnSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         context: StopOnSignal | None = self
-        while context is not None:  # inside out, so that what stands in the end is what stood in front of them all
+        # inside out, so that what stands in the end is what stood in front of them all
+        while context is not None:
             context._restore()
             context = context._around
         if self.at_once:
             raise StoppedError(number)
         with contextlib.suppress(OSError):  # nobody may be reading any more
-            os.write(2, f"signal {number}: finishing the micro-batch and saving; once more ends at once\n".encode())
+            os.write(
+                2,
+                f"signal {number}: finishing the micro-batch and saving; once more ends at once\n".encode(),
+            )
 
     def _restore(self) -> None:
         before, self._before = self._before, {}

@@ -13,19 +13,23 @@ HISTORY = 128
 MINIMUM = 20
 """Accepted steps before anything is called a spike: a median of fewer says little."""
 
-# For a normal distribution this many median absolute deviations are one standard deviation; it makes k read as sigmas.
+# For a normal distribution this many median absolute deviations are one standard deviation; it
+# makes k read as sigmas.
 MAD_TO_SIGMA = 1.4826
 
-# Values that repeat exactly have no spread; a hundredth in the logarithm, one per cent, keeps rounding from being a spike.
+# Values that repeat exactly have no spread; a hundredth in the logarithm, one per cent, keeps
+# rounding from being a spike.
 SPREAD_FLOOR = 0.01
 
 
 class SpikeGuard:
-    """Limits of loss and gradient norm: median + k sigma of the logarithms of the last accepted steps, sigma estimated by the
-    median absolute deviation, so that neither a spike that was let through nor a NaN can drag the limits along.
+    """Limits of loss and gradient norm: median + k sigma of the logarithms of the last accepted
+    steps, sigma estimated by the median absolute deviation, so that neither a spike that was let
+    through nor a NaN can drag the limits along.
 
-    Logarithms, because both are positive and spread over factors: the gradient norms of small windows have a heavy upper tail,
-    which on their own scale reads as spikes and on a logarithmic one does not.
+    Logarithms, because both are positive and spread over factors: the gradient norms of small
+    windows have a heavy upper tail, which on their own scale reads as spikes and on a logarithmic
+    one does not.
 
     Args:
         k: how many robust standard deviations above the median a step may lie.
@@ -39,7 +43,9 @@ class SpikeGuard:
         """Of loss and gradient norm, as they stand now."""
 
     def exceeds(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Scalar bool on the tensors' device: above a limit. The limits are plain numbers, so nothing is waited for."""
+        """Scalar bool on the tensors' device: above a limit. The limits are plain numbers, so
+        nothing is waited for.
+        """
         return (loss > self.limits[0]) | (norm > self.limits[1])
 
     def accept(self, loss: float, norm: float) -> None:
@@ -62,10 +68,16 @@ class SpikeGuard:
         """What was exceeded, with both values. `limits` are those of the time of the decision."""
         parts = [
             f"{name} {value:.4g} is above {limit:.4g}"
-            for name, value, limit in (("loss", loss, limits[0]), ("gradient norm", norm, limits[1]))
+            for name, value, limit in (
+                ("loss", loss, limits[0]),
+                ("gradient norm", norm, limits[1]),
+            )
             if value > limit
         ]
-        return f"{' and '.join(parts)} (median + {self.k:g} robust sigma of the accepted steps' logarithms)"
+        return (
+            f"{' and '.join(parts)} (median + {self.k:g} robust sigma of the accepted steps'"
+            " logarithms)"
+        )
 
     def _limit(self, logarithms: deque[float]) -> float:
         if len(logarithms) < MINIMUM:

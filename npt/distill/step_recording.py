@@ -1,6 +1,8 @@
-"""Recording chosen steps of a run: the recorder around a micro-batch, and what is said of it. It steers nothing.
+"""Recording chosen steps of a run: the recorder around a micro-batch, and what is said of it. It
+steers nothing.
 
-Whatever goes wrong with the recorder is said and ends nothing; the micro-batch is computed once in any case.
+Whatever goes wrong with the recorder is said and ends nothing; the micro-batch is computed once in
+any case.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ T = TypeVar("T")
 
 
 class StepRecording:
-    """The records of `--trace_steps` and `--trace_every`: of each chosen step the first micro-batch that is computed, on rank 0.
+    """The records of `--trace_steps` and `--trace_every`: of each chosen step the first micro-batch
+    that is computed, on rank 0.
 
     Args:
         folder, display: where to report.
@@ -47,7 +50,9 @@ class StepRecording:
         """A window begins that will be `step` if it is applied."""
         self._step = step if self._wanted and self._recording.wants(step) and _rank() == 0 else None
 
-    def around(self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int) -> Callable[[], T]:
+    def around(
+        self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int
+    ) -> Callable[[], T]:
         """`fill`, recorded where this micro-batch is the one to record."""
         if self._step is None:
             return fill
@@ -63,16 +68,25 @@ class StepRecording:
         try:
             pictures = self._recording.draw()
         except Exception as error:  # an observer must not end the run that it looks at
-            message = f"the records in {self._recording.folder} could not be drawn: {type(error).__name__}: {error}"
+            message = (
+                f"the records in {self._recording.folder} could not be drawn:"
+                f" {type(error).__name__}: {error}"
+            )
             self._folder.event("pictures", files=[], message=message)
         else:
             if not pictures:
                 return
             message = f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}"
-            self._folder.event("pictures", files=[str(path.relative_to(self._folder.path)) for path in pictures], message=message)
+            self._folder.event(
+                "pictures",
+                files=[str(path.relative_to(self._folder.path)) for path in pictures],
+                message=message,
+            )
         self._display.say(message)
 
-    def _recorded(self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int) -> T:
+    def _recorded(
+        self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int
+    ) -> T:
         step, self._step = self._step, None
         assert step is not None
         self._recording.begin(step)
@@ -94,7 +108,16 @@ class StepRecording:
             path = self._recording.keep(record)
             line, file = describe(record, path), str(path.relative_to(self._folder.path))
             rows, skipped = len(record.rows), recorder.skipped
-            self._folder.event("trace", step=step, micro_batch=index, rank=0, file=file, rows=rows, skipped=skipped, message=line)
+            self._folder.event(
+                "trace",
+                step=step,
+                micro_batch=index,
+                rank=0,
+                file=file,
+                rows=rows,
+                skipped=skipped,
+                message=line,
+            )
             self._display.say(line)
         except Exception as error:
             self._failed(step, error)
@@ -108,4 +131,8 @@ class StepRecording:
 
 
 def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    return (
+        torch.distributed.get_rank()
+        if torch.distributed.is_available() and torch.distributed.is_initialized()
+        else 0
+    )

@@ -1,6 +1,8 @@
-"""Trackers: Weights & Biases, TensorBoard and the others that accelerate opens. They are shown what happens and can change nothing.
+"""Trackers: Weights & Biases, TensorBoard and the others that accelerate opens. They are shown what
+happens and can change nothing.
 
-accelerate's classes are used one by one and without its `Accelerator`, which would see to devices, precision and processes as well.
+accelerate's classes are used one by one and without its `Accelerator`, which would see to devices,
+precision and processes as well.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from npt.fidelity.modulation import Modulation
 from npt.random_state import kept_random_state
 
 LOST_AFTER = 20
-"""Calls that fail in a row before a tracker is not asked any more: each may have waited for a network."""
+"""Calls that fail in a row before a tracker is not asked any more: each may have waited for a
+network.
+"""
 
 _SUBFOLDER = "npt"
 """Of the run folder, where TensorBoard's files are."""
@@ -40,7 +44,9 @@ _SUMMARY = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
 """Figures that a run as a whole is known by."""
 
 _REMEDIES = {
-    "wandb": "log in first (wandb login), set WANDB_MODE=offline, or leave it out (--report_to none)",
+    "wandb": (
+        "log in first (wandb login), set WANDB_MODE=offline, or leave it out (--report_to none)"
+    ),
     "comet_ml": "log in first (comet login, COMET_API_KEY), or leave it out (--report_to none)",
     "clearml": "set it up first (clearml-init), or leave it out (--report_to none)",
     "mlflow": "check MLFLOW_TRACKING_URI, or leave it out (--report_to none)",
@@ -60,20 +66,32 @@ def check_trackers(config: TrainConfig) -> list[str]:
     if "all" in asked:
         chosen = [name for name in TRACKERS if installed(name)]
         if not chosen:
-            raise ConfigError(f"--report_to is all, but none of {', '.join(TRACKERS)} is installed; pip install one, or drop it")
+            raise ConfigError(
+                f"--report_to is all, but none of {', '.join(TRACKERS)} is installed; pip install"
+                " one, or drop it"
+            )
         return chosen
-    flags = {name: f"--use_{name}" for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard)) if wanted}
+    flags = {
+        name: f"--use_{name}"
+        for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard))
+        if wanted
+    }
     flags |= {name: f"--report_to {name}" for name in asked}
     for name, flag in flags.items():
         if name in EXTRAS:
             require(name, flag)
         elif not installed(name):
-            raise ConfigError(f"{flag} needs {name}, which is not installed; pip install {name}, or leave it out")
+            raise ConfigError(
+                f"{flag} needs {name}, which is not installed; pip install {name}, or leave it out"
+            )
     return [name for name in TRACKERS if name in flags]
 
 
-def start_trackers(ranks: Ranks, config: TrainConfig, folder: Path, *, resume_at: int | None = None) -> Trackers:
-    """Start a run's trackers on rank 0, which alone has any; what keeps them from starting ends every rank.
+def start_trackers(
+    ranks: Ranks, config: TrainConfig, folder: Path, *, resume_at: int | None = None
+) -> Trackers:
+    """Start a run's trackers on rank 0, which alone has any; what keeps them from starting ends
+    every rank.
 
     Args:
         ranks: the processes of the run.
@@ -92,24 +110,33 @@ def start_trackers(ranks: Ranks, config: TrainConfig, folder: Path, *, resume_at
 
 
 class Trackers:
-    """The trackers of one run, from before its base is loaded to behind its last file. A context, which closes them.
+    """The trackers of one run, from before its base is loaded to behind its last file. A context,
+    which closes them.
 
-    One that fails under way is warned of once and counted; the run, its random numbers included, goes on as without it.
+    One that fails under way is warned of once and counted; the run, its random numbers included,
+    goes on as without it.
 
     Args:
         config: which ones, and how they name the run.
         folder: the run's, which is made if it is missing.
         run: what Weights & Biases is to know the run by; one that it knows is gone on with.
         group: runs that Weights & Biases shows together.
-        resume_at: the step that the run in this folder goes on from. TensorBoard forgets what it has of later ones; Weights & Biases
-            keeps the figures that it had first, which differ from those to come only where settings were changed.
+        resume_at: the step that the run in this folder goes on from. TensorBoard forgets what it
+            has of later ones; Weights & Biases keeps the figures that it had first, which differ
+            from those to come only where settings were changed.
 
     Raises:
         ConfigError: one of them cannot be started; nothing is left behind.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: Path, *, run: str | None = None, group: str | None = None, resume_at: int | None = None
+        self,
+        config: TrainConfig,
+        folder: Path,
+        *,
+        run: str | None = None,
+        group: str | None = None,
+        resume_at: int | None = None,
     ):
         self.folder = folder
         self.warn: Callable[[str], None] = lambda message: None
@@ -152,7 +179,10 @@ class Trackers:
         TensorBoard begins here: until the run does, it forgets nothing of an earlier one.
         """
         self._described = True
-        flat = {name: value if isinstance(value, int | float | str | bool) else str(value) for name, value in _flat(values)}
+        flat = {
+            name: value if isinstance(value, int | float | str | bool) else str(value)
+            for name, value in _flat(values)
+        }
 
         def store(name: str, tracker: Any) -> None:
             if name == "wandb":
@@ -171,20 +201,30 @@ class Trackers:
         self._each(lambda _, tracker: tracker.log(numbers, step=step))
 
     def summarize(self, figures: Mapping[str, Figures], step: int, **more: float) -> None:
-        """Figures of the run as a whole, by what they are of; where a tracker has no place for such they are numbers at `step`.
+        """Figures of the run as a whole, by what they are of; where a tracker has no place for such
+        they are numbers at `step`.
 
         Args:
             figures: by the name of what was measured.
             step: of the run now.
             more: further numbers.
         """
-        numbers = _finite({f"{name}/{key}": getattr(found, key) for name, found in figures.items() for key in _SUMMARY} | more)
+        numbers = _finite(
+            {
+                f"{name}/{key}": getattr(found, key)
+                for name, found in figures.items()
+                for key in _SUMMARY
+            }
+            | more
+        )
 
         def store(name: str, tracker: Any) -> None:
             if name == "wandb":
                 tracker.tracker.summary.update(numbers)
             else:
-                tracker.log({f"summary/{key}": number for key, number in numbers.items()}, step=step)
+                tracker.log(
+                    {f"summary/{key}": number for key, number in numbers.items()}, step=step
+                )
 
         self._each(store)
 
@@ -194,22 +234,34 @@ class Trackers:
 
         def show(name: str, tracker: Any) -> None:
             if name == "wandb":
-                wandb_run.log_table(tracker.tracker, "samples", columns, [(step, *row) for row in rows], step)
+                wandb_run.log_table(
+                    tracker.tracker, "samples", columns, [(step, *row) for row in rows], step
+                )
             elif name == "tensorboard":
-                lines = ["| prompt | student | teacher |", "|---|---|---|", *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]
+                lines = [
+                    "| prompt | student | teacher |",
+                    "|---|---|---|",
+                    *(f"| {' | '.join(map(_cell, row))} |" for row in rows),
+                ]
                 tracker.tracker.add_text("samples", "\n".join(lines), global_step=step)
 
         self._each(show)
 
     def modulation(self, found: Modulation, step: int) -> None:
-        """Of every layer's targets the share of multipliers at their bounds, and where a tracker draws such a histogram of all."""
+        """Of every layer's targets the share of multipliers at their bounds, and where a tracker
+        draws such a histogram of all.
+        """
         shares: dict[str, Any] = {}
         counted: dict[str, tuple[list[int], list[float]]] = {}
         edges = found.edges
         for index, layer in found.layers.items():
             for target, look in layer.targets.items():
                 where = f"modulation/layers.{index}.{target}"
-                shares |= {f"{where}.saturated": look.saturated, f"{where}.add_rms": look.add_rms, f"{where}.std": look.std}
+                shares |= {
+                    f"{where}.saturated": look.saturated,
+                    f"{where}.add_rms": look.add_rms,
+                    f"{where}.std": look.std,
+                }
                 if look.counts is not None:
                     counted[where] = look.counts, edges
 
@@ -225,18 +277,33 @@ class Trackers:
 
     def alert(self, title: str, text: str) -> None:
         """Tell whoever follows the run, where a tracker can."""
-        self._each(lambda name, tracker: tracker.tracker.alert(title=title, text=text, level="ERROR") if name == "wandb" else None)
+        self._each(
+            lambda name, tracker: (
+                tracker.tracker.alert(title=title, text=text, level="ERROR")
+                if name == "wandb"
+                else None
+            )
+        )
 
     def files(self, record: Mapping[str, Any]) -> None:
-        """What the run folder holds at its end, where a tracker keeps files: report, pictures, adapters with `record` as metadata."""
+        """What the run folder holds at its end, where a tracker keeps files: report, pictures,
+        adapters with `record` as metadata.
+        """
         plain = _plain(record)
-        self._each(lambda name, tracker: wandb_run.log_files(tracker.tracker, self.folder, plain) if name == "wandb" else None)
+        self._each(
+            lambda name, tracker: (
+                wandb_run.log_files(tracker.tracker, self.folder, plain)
+                if name == "wandb"
+                else None
+            )
+        )
 
     def close(self, status: int = 0) -> None:
         """End them all; doing so twice is doing it once.
 
         Args:
-            status: what the run ends with. Of one that failed before it was described nothing is left.
+            status: what the run ends with. Of one that failed before it was described nothing is
+                left.
         """
 
         def end(name: str, tracker: Any) -> None:
@@ -259,7 +326,9 @@ class Trackers:
             try:
                 with undisturbed():
                     act(name, tracker)
-            except Exception as error:  # each tracker has classes of its own, and an observer must not end the run that it looks at
+            # each tracker has classes of its own, and an observer must not end the run that it
+            # looks at
+            except Exception as error:
                 self._note(name, error)
             else:
                 self._in_a_row[name] = 0
@@ -268,7 +337,9 @@ class Trackers:
         self._failed[name] += 1
         self._in_a_row[name] += 1
         if self._failed[name] == 1:
-            self.warn(f"{name} failed: {_reason(error)}; the run goes on, and it may lack some of it")
+            self.warn(
+                f"{name} failed: {_reason(error)}; the run goes on, and it may lack some of it"
+            )
         if self._in_a_row[name] == LOST_AFTER:
             del self._trackers[name]
             self.warn(f"{name} failed {LOST_AFTER} times in a row and is told no more")
@@ -276,7 +347,9 @@ class Trackers:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Whatever is drawn within the context, torch's, Python's and numpy's random states are as before afterwards."""
+    """Whatever is drawn within the context, torch's, Python's and numpy's random states are as
+    before afterwards.
+    """
     drawn, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with kept_random_state():
@@ -299,7 +372,9 @@ def _make(folder: Path) -> bool:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, os.strerror(13))
     except OSError as error:
-        raise ConfigError(f"--output_dir {folder} cannot be written: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"--output_dir {folder} cannot be written: {error.strerror}; choose another folder"
+        ) from error
     return False
 
 
@@ -307,7 +382,14 @@ def _holds_trackers_alone(folder: Path) -> bool:
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= TRACKED
 
 
-def _started(name: str, config: TrainConfig, folder: Path, run: str | None, group: str | None, resume_at: int | None) -> Any:
+def _started(
+    name: str,
+    config: TrainConfig,
+    folder: Path,
+    run: str | None,
+    group: str | None,
+    resume_at: int | None,
+) -> Any:
     """One tracker.
 
     Raises:
@@ -317,17 +399,27 @@ def _started(name: str, config: TrainConfig, folder: Path, run: str | None, grou
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     if name not in LOGGER_TYPE_TO_CLASS:
-        raise ConfigError(f"--report_to {name}: accelerate {version('accelerate')} opens no such tracker; pip install -U accelerate")
+        raise ConfigError(
+            f"--report_to {name}: accelerate {version('accelerate')} opens no such tracker; pip"
+            " install -U accelerate"
+        )
     try:
         with undisturbed():
             PartialState()  # accelerate's loggers ask for it
-            tracker = LOGGER_TYPE_TO_CLASS[name](*_arguments(name, config, folder), **_options(name, config, folder, run, group, resume_at))
+            tracker = LOGGER_TYPE_TO_CLASS[name](
+                *_arguments(name, config, folder),
+                **_options(name, config, folder, run, group, resume_at),
+            )
             if name == "tensorboard":
                 from torch.utils import tensorboard  # noqa: F401 - that it can be
             else:
                 tracker.start()
     except Exception as error:  # each tracker has classes of its own
-        where = [f"{word} {value}" for word, value in (("project", config.project), ("entity", config.wandb_entity)) if value]
+        where = [
+            f"{word} {value}"
+            for word, value in (("project", config.project), ("entity", config.wandb_entity))
+            if value
+        ]
         named = f"{name} ({', '.join(where)})" if where else name
         remedy = _REMEDIES.get(name, "mend that, or leave it out (--report_to none)")
         raise ConfigError(f"{named} cannot be started: {_reason(error)}; {remedy}") from error
@@ -340,12 +432,25 @@ def _arguments(name: str, config: TrainConfig, folder: Path) -> tuple[Any, ...]:
         return (wandb_run.project_of(config),)
     if name == "tensorboard":
         return _SUBFOLDER, str(folder)
-    project = config.project or (os.environ.get("COMET_PROJECT_NAME") if name == "comet_ml" else None) or wandb_run.PROJECT
+    project = (
+        config.project
+        or (os.environ.get("COMET_PROJECT_NAME") if name == "comet_ml" else None)
+        or wandb_run.PROJECT
+    )
     return (project, str(folder)) if name == "aim" else (project,)
 
 
-def _options(name: str, config: TrainConfig, folder: Path, run: str | None, group: str | None, resume_at: int | None) -> dict[str, Any]:
-    """Arguments that accelerate's class hands on to the library: names, and places within the run folder."""
+def _options(
+    name: str,
+    config: TrainConfig,
+    folder: Path,
+    run: str | None,
+    group: str | None,
+    resume_at: int | None,
+) -> dict[str, Any]:
+    """Arguments that accelerate's class hands on to the library: names, and places within the run
+    folder.
+    """
     named = config.run_name or folder.name
     if name == "wandb":
         return wandb_run.options_of(config, folder, run, group)
@@ -358,12 +463,21 @@ def _options(name: str, config: TrainConfig, folder: Path, run: str | None, grou
     if name == "swanlab":
         return {"experiment_name": named, "logdir": str(folder / "swanlog")}
     if name == "dvclive":
-        return {"dir": str(folder / "dvclive"), "resume": resume_at is not None, "save_dvc_exp": False}  # no commits of its own
+        # no commits of its own
+        return {
+            "dir": str(folder / "dvclive"),
+            "resume": resume_at is not None,
+            "save_dvc_exp": False,
+        }
     return {}
 
 
-def _add_histogram(writer: Any, name: str, counts: Sequence[int], edges: Sequence[float], step: int) -> None:
-    """Counts between edges, as TensorBoard takes them; a number's place within its bin is lost, so sums are of the middles."""
+def _add_histogram(
+    writer: Any, name: str, counts: Sequence[int], edges: Sequence[float], step: int
+) -> None:
+    """Counts between edges, as TensorBoard takes them; a number's place within its bin is lost, so
+    sums are of the middles.
+    """
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     writer.add_histogram_raw(
         name,
@@ -371,7 +485,9 @@ def _add_histogram(writer: Any, name: str, counts: Sequence[int], edges: Sequenc
         max=edges[-1],
         num=sum(counts),
         sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
-        sum_squares=sum(count * middle * middle for count, middle in zip(counts, middles, strict=True)),
+        sum_squares=sum(
+            count * middle * middle for count, middle in zip(counts, middles, strict=True)
+        ),
         bucket_limits=list(edges[1:]),
         bucket_counts=list(counts),
         global_step=step,
@@ -387,7 +503,11 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def _plain(value: Any) -> Any:

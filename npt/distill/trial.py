@@ -1,9 +1,12 @@
-"""What a step takes in time: one layer of the shape is tried on the device at hand, and what that gives is carried to the whole depth.
+"""What a step takes in time: one layer of the shape is tried on the device at hand, and what that
+gives is carried to the whole depth.
 
-Small models with random weights run through the very strategy and transaction, with all that belongs to a step but the other layers. Two of
-them that differ in the number of their converted layers say what one such layer takes, and what is left beside the layers; others say what
-a layer without an adapter takes, in front of the first converted one or behind it. No speed of any machine is assumed: where the layers
-are so wide that these trials would take minutes, they are tried narrower, and their time is carried to the width by their arithmetic.
+Small models with random weights run through the very strategy and transaction, with all that
+belongs to a step but the other layers. Two of them that differ in the number of their converted
+layers say what one such layer takes, and what is left beside the layers; others say what a layer
+without an adapter takes, in front of the first converted one or behind it. No speed of any machine
+is assumed: where the layers are so wide that these trials would take minutes, they are tried
+narrower, and their time is carried to the width by their arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ import torch
 from npt.adapters.attach import adapter_parameters, attach
 from npt.config import TrainConfig
 from npt.cost.flops import training_flops
-from npt.cost.measure import ROOFLINE_SIZES, live_bytes, matmul_roofline, peak_bytes, storage_bytes, tensors_of, wait_for
+from npt.cost.measure import (
+    ROOFLINE_SIZES,
+    live_bytes,
+    matmul_roofline,
+    peak_bytes,
+    storage_bytes,
+    tensors_of,
+    wait_for,
+)
 from npt.cost.shape import Shape
 from npt.data.batch import Batch, batch_from_tensors
 from npt.data.sample import Sample
@@ -44,12 +55,16 @@ SECONDS = 5.0
 """That a stage's trials may take, but where they do not get twice round in it."""
 
 NARROWEST = 512
-"""D at least of a layer that is tried in the place of a wider one: below it the time is no longer that of matrix products."""
+"""D at least of a layer that is tried in the place of a wider one: below it the time is no longer
+that of matrix products.
+"""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step and what they are made of, by the name of each part. narrowed: share of the width that was tried."""
+    """Seconds of an optimizer step and what they are made of, by the name of each part. narrowed:
+    share of the width that was tried.
+    """
 
     seconds: float
     parts: dict[str, float]
@@ -62,7 +77,9 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps really took. seconds: of the fastest step. phases: peak bytes of each phase of `npt.cost.memory`."""
+    """What steps really took. seconds: of the fastest step. phases: peak bytes of each phase of
+    `npt.cost.memory`.
+    """
 
     seconds: float
     phases: dict[str, int]
@@ -101,15 +118,22 @@ class Window:
     ):
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
-        self.transaction = new_transaction(adapter_parameters(model), config, [config.learning_rate])
+        self.transaction = new_transaction(
+            adapter_parameters(model), config, [config.learning_rate]
+        )
         self._strategy: Strategy = partial(drive, teacher=teacher)
         self._passes = passes if passes is not None else Passes(rows)
-        self._batches = [_random_batch(model.config.vocab_size, rows, length, seed) for seed in range(micro_batches)]
+        self._batches = [
+            _random_batch(model.config.vocab_size, rows, length, seed)
+            for seed in range(micro_batches)
+        ]
 
     def fill(self, wait: bool = True) -> None:
         """The window's micro-batches."""
         for batch in self._batches:
-            try_micro_batch(self.transaction, batch, self.model.config.vocab_size, partial(self._fill, batch))
+            try_micro_batch(
+                self.transaction, batch, self.model.config.vocab_size, partial(self._fill, batch)
+            )
         if wait:
             wait_for(self.device)
 
@@ -120,10 +144,17 @@ class Window:
             wait_for(self.device)
 
     def _fill(self, batch: Batch) -> Any:
-        return added([fill_gradients(self._strategy, self.model, part, self.config) for part in self._passes.parts(batch)])
+        return added(
+            [
+                fill_gradients(self._strategy, self.model, part, self.config)
+                for part in self._passes.parts(batch)
+            ]
+        )
 
 
-def predict_time(workload: Workload, samples_at_once: int, *, seconds: float = SECONDS) -> dict[str, StepTime]:
+def predict_time(
+    workload: Workload, samples_at_once: int, *, seconds: float = SECONDS
+) -> dict[str, StepTime]:
     """The time of a step of each stage, from trials of a few layers.
 
     Args:
@@ -134,7 +165,10 @@ def predict_time(workload: Workload, samples_at_once: int, *, seconds: float = S
     Returns:
         By strategy, in the order of the stages.
     """
-    return {name: _predict(workload, config, samples_at_once, seconds) for name, (_, config) in workload.stages.items()}
+    return {
+        name: _predict(workload, config, samples_at_once, seconds)
+        for name, (_, config) in workload.stages.items()
+    }
 
 
 def _predict(workload: Workload, config: TrainConfig, samples: int, seconds: float) -> StepTime:
@@ -152,9 +186,11 @@ def _predict(workload: Workload, config: TrainConfig, samples: int, seconds: flo
     found = _layers(fills)
     if share > 1:
         whole, narrow = (_layers(_flops(w, config, trials)) for w in (workload, tried))
-        found = {name: size * whole[name] / narrow[name] for name, size in found.items() if name != "beside"} | {
-            "beside": found["beside"] * share ** (2 if config.logit_kl_weight else 1)
-        }
+        found = {
+            name: size * whole[name] / narrow[name]
+            for name, size in found.items()
+            if name != "beside"
+        } | {"beside": found["beside"] * share ** (2 if config.logit_kl_weight else 1)}
     update = max(0.0, commits["three"] - commits["one"]) / 2
     passes = config.gradient_accumulation_steps * config.batch_size / samples
     parts = {f"converted layers ({depth.converted})": passes * depth.converted * found["layer"]}
@@ -181,13 +217,22 @@ def _layers(trials: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def _bearable(workload: Workload, config: TrainConfig, trials: dict[str, Depth], tokens: int, seconds: float) -> tuple[int, Workload]:
-    """The largest share of the width whose trials get twice round in about `seconds` here, and the workload of this width."""
+def _bearable(
+    workload: Workload, config: TrainConfig, trials: dict[str, Depth], tokens: int, seconds: float
+) -> tuple[int, Workload]:
+    """The largest share of the width whose trials get twice round in about `seconds` here, and the
+    workload of this width.
+    """
     if not seconds:
         return 1, workload
-    speed = matmul_roofline(workload.device, sizes=ROOFLINE_SIZES[workload.device.type][:1], seconds=0.05).flops_per_second
+    speed = matmul_roofline(
+        workload.device, sizes=ROOFLINE_SIZES[workload.device.type][:1], seconds=0.05
+    ).flops_per_second
     share, tried = 1, workload
-    while 2 * tokens * sum(_flops(tried, config, trials).values()) > seconds * speed and tried.shape.hidden >= 2 * NARROWEST:
+    while (
+        2 * tokens * sum(_flops(tried, config, trials).values()) > seconds * speed
+        and tried.shape.hidden >= 2 * NARROWEST
+    ):
         narrower = workload.narrowed(2 * share)
         if narrower is None:
             break
@@ -221,7 +266,9 @@ def _window(workload: Workload, config: TrainConfig, depth: Depth, samples: int)
     teacher = None
     if workload.teacher is not None:
         attention = workload.teacher_attention or workload.attn_implementation
-        teacher = random_base(small, quantization=None, device=workload.device, attn_implementation=attention)
+        teacher = random_base(
+            small, quantization=None, device=workload.device, attn_implementation=attention
+        )
         teacher = teacher.to(workload.teacher)
         enforce_policy(teacher)
     return Window(model, config, samples, workload.length, teacher=teacher)
@@ -239,8 +286,11 @@ def made_base(workload: Workload, config: Any) -> Any:
     return model if workload.quantization is not None else model.to(workload.stored)
 
 
-def _fastest(windows: dict[str, Window], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-    """The fewest seconds of each one's micro-batch, and of its step: whatever else the machine does can only make one slower.
+def _fastest(
+    windows: dict[str, Window], seconds: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The fewest seconds of each one's micro-batch, and of its step: whatever else the machine does
+    can only make one slower.
 
     They run in turns, once to find their kernels, and once more at least.
     """
@@ -253,14 +303,27 @@ def _fastest(windows: dict[str, Window], seconds: float) -> tuple[dict[str, floa
             filled = time.perf_counter()
             window.commit()
             spent[name].append((filled - started, time.perf_counter() - filled))
-    found = {name: [min(part) for part in zip(*values[1:], strict=True)] for name, values in spent.items()}
-    return {name: fill for name, (fill, _) in found.items()}, {name: commit for name, (_, commit) in found.items()}
+    found = {
+        name: [min(part) for part in zip(*values[1:], strict=True)]
+        for name, values in spent.items()
+    }
+    return {name: fill for name, (fill, _) in found.items()}, {
+        name: commit for name, (_, commit) in found.items()
+    }
 
 
 def measure(
-    model: Any, workload: Workload, config: TrainConfig, passes: Passes, evaluated_at_once: int, *, steps: int = 3, teacher: Any = None
+    model: Any,
+    workload: Workload,
+    config: TrainConfig,
+    passes: Passes,
+    evaluated_at_once: int,
+    *,
+    steps: int = 3,
+    teacher: Any = None,
 ) -> Measured:
-    """Run a few windows and a batch of an evaluation for real. What else lives in this process is not counted.
+    """Run a few windows and a batch of an evaluation for real. What else lives in this process is
+    not counted.
 
     Args:
         model: the whole base, with adapters attached; these are trained.
@@ -276,14 +339,17 @@ def measure(
     gc.collect()  # small models that were tried before are gone
     there = torch.cuda.memory_allocated(device) if device.type == "cuda" else live_bytes(device)
     beside = there - storage_bytes(tensors_of(model, teacher))
-    window = Window(model, config, c.batch_size, length, c.gradient_accumulation_steps, passes, teacher)
+    window = Window(
+        model, config, c.batch_size, length, c.gradient_accumulation_steps, passes, teacher
+    )
     spent = []
     for _ in range(steps + 1):
         started = time.perf_counter()
         window.fill()
         window.commit()
         spent.append(time.perf_counter() - started)
-    for _ in range(IN_FLIGHT if window.transaction.late else 0):  # as in a run, where nobody waits for them, each keeps the state before it
+    # as in a run, where nobody waits for them, each keeps the state before it
+    for _ in range(IN_FLIGHT if window.transaction.late else 0):
         window.fill(wait=False)
         window.commit(wait=False)
 
@@ -302,4 +368,7 @@ def _random_batch(vocab: int, rows: int, length: int, seed: int) -> Batch:
 
 
 def _samples(vocab: int, rows: int, length: int) -> list[Sample]:
-    return [Sample(str(i), tuple(row)) for i, row in enumerate(_random_batch(vocab, rows, length, 0).input_ids.tolist())]
+    return [
+        Sample(str(i), tuple(row))
+        for i, row in enumerate(_random_batch(vocab, rows, length, 0).input_ids.tolist())
+    ]

@@ -39,10 +39,14 @@ class UnwrittenFolder(RunFolder):
     def set_aside(self, checkpoint: Path, why: str) -> Path:
         return checkpoint
 
-    def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]) -> Path:
+    def save_best(
+        self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]
+    ) -> Path:
         return self.path / BEST
 
-    def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]) -> Path:
+    def save_final(
+        self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]
+    ) -> Path:
         return self.path / ADAPTER
 
     def discard(self) -> None: ...

@@ -1,4 +1,6 @@
-"""What is to be planned: a base's configuration and the settings of a run on it, and small models that stand for the whole one."""
+"""What is to be planned: a base's configuration and the settings of a run on it, and small models
+that stand for the whole one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from npt.quant.load import COMPUTE, TEACHERS
 
 @dataclass(frozen=True)
 class Depth:
-    """How the layers of a model lie: `before` the first converted one, `converted` ones, others `between` these, and `behind` the last."""
+    """How the layers of a model lie: `before` the first converted one, `converted` ones, others
+    `between` these, and `behind` the last.
+    """
 
     before: int
     converted: int
@@ -46,9 +50,11 @@ class Depth:
 class Workload:
     """A run that is planned.
 
-    config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of what is not packed. teacher: dtype
-    of a teacher of its own, None where the base teaches. processes: that share a window. attn_implementation: as in `load_base`.
-    compute_dtype: of products of packed weights. teacher_attention: of such a teacher, None where it is the student's.
+    config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of
+    what is not packed. teacher: dtype of a teacher of its own, None where the base teaches.
+    processes: that share a window. attn_implementation: as in `load_base`. compute_dtype: of
+    products of packed weights. teacher_attention: of such a teacher, None where it is the
+    student's.
     """
 
     config: PreTrainedConfig
@@ -84,7 +90,8 @@ class Workload:
             config: of the base.
             length: tokens of a row.
             device: default the GPU, if there is one.
-            stored: what a packed base's other weights are stored in, default what its configuration says.
+            stored: what a packed base's other weights are stored in, default what its configuration
+                says.
             processes: that share a window.
 
         Raises:
@@ -93,9 +100,14 @@ class Workload:
         for flag in ("device_map", "shard_base"):
             if getattr(base, flag):
                 raise ConfigError(
-                    f"--{flag} spreads the base over several devices, and memory is planned for one; leave one of the two out"
+                    f"--{flag} spreads the base over several devices, and memory is planned for"
+                    " one; leave one of the two out"
                 )
-        quantization = base.quantization if getattr(config, "quantization_config", None) is None else base.quant_type
+        quantization = (
+            base.quantization
+            if getattr(config, "quantization_config", None) is None
+            else base.quant_type
+        )
         if quantization is None:
             stored = torch.float16 if base.use_fp16 else torch.float32
         elif stored is None:
@@ -128,7 +140,10 @@ class Workload:
     @property
     def stages(self) -> dict[str, tuple[float, TrainConfig]]:
         """By strategy its share of the steps and the settings as they are for it."""
-        return {name: (share, self.training.in_stage(name)) for name, share in self.training.stage_shares}
+        return {
+            name: (share, self.training.in_stage(name))
+            for name, share in self.training.stage_shares
+        }
 
     def small_config(self, layers: int, vocab: int | None = None) -> PreTrainedConfig:
         """The base's configuration with other numbers of layers and of tokens, all else as it is."""
@@ -144,10 +159,13 @@ class Workload:
         return small
 
     def narrowed(self, share: int) -> Workload | None:
-        """The workload on a base of 1/`share` of the width: of D, F, heads and vocabulary, with heads as wide as they are. None where
-        these cannot be divided so often."""
+        """The workload on a base of 1/`share` of the width: of D, F, heads and vocabulary, with
+        heads as wide as they are. None where these cannot be divided so often."""
         shape, narrow = self.shape, copy.deepcopy(self.config)
-        if any(size % share for size in (shape.hidden, shape.ffn, shape.heads)) or max(self.ranks) > shape.hidden // share:
+        if (
+            any(size % share for size in (shape.hidden, shape.ffn, shape.heads))
+            or max(self.ranks) > shape.hidden // share
+        ):
             return None
         sizes: dict[str, int] = {
             "hidden_size": shape.hidden // share,
@@ -165,16 +183,26 @@ class Workload:
 
     def small_adapter(self, depth: Depth, rank: int) -> NPTConfig:
         """The adapters' form on the converted layers of a small model."""
-        return replace(self.form, layers=",".join(map(str, depth.indices)), rank=rank, ranks=None, init="random")
+        return replace(
+            self.form,
+            layers=",".join(map(str, depth.indices)),
+            rank=rank,
+            ranks=None,
+            init="random",
+        )
 
     @property
     def approximate(self) -> bool:
-        """Whether a budget of ranks is still to be spent, so that only the calibration will say which layer gets how many."""
+        """Whether a budget of ranks is still to be spent, so that only the calibration will say
+        which layer gets how many.
+        """
         return self.training.rank_budget is not None and self.adapter.ranks is None
 
     @property
     def form(self) -> NPTConfig:
-        """The adapters as they are planned: of a budget that is still to be spent, every layer has an even share, rounded up."""
+        """The adapters as they are planned: of a budget that is still to be spent, every layer has
+        an even share, rounded up.
+        """
         budget = self.training.rank_budget
         if budget is None or self.adapter.ranks is not None:
             return self.adapter

@@ -1,1 +1,3 @@
-"""The fault campaign: faults are planted in real training, and what becomes of them is judged bit for bit."""
+"""The fault campaign: faults are planted in real training, and what becomes of them is judged bit
+for bit.
+"""

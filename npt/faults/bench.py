@@ -1,7 +1,8 @@
-"""The bench: a small student on the embedded 4-bit model, trained for a few windows in which faults can be planted.
+"""The bench: a small student on the embedded 4-bit model, trained for a few windows in which faults
+can be planted.
 
-A `Run` drives strategies and transaction as the training loop does. Its outcome holds everything that a fault could leave a
-trace in; two outcomes are compared bit for bit.
+A `Run` drives strategies and transaction as the training loop does. Its outcome holds everything
+that a fault could leave a trace in; two outcomes are compared bit for bit.
 
 Shapes: K micro-batches of a window; B rows, T tokens.
 """
@@ -42,9 +43,10 @@ Place = tuple[int, int]
 class Setting:
     """What is trained, and how.
 
-    late: the reading mode of the transaction's flags. layers, targets: of the student. size: K. padding: the side it is on.
-    rates: of the steps, where they are not to fall linearly from `learning_rate`. vocabulary: V, where it is not the embedded
-    model's. change: what is done to the copy of the embedded model first.
+    late: the reading mode of the transaction's flags. layers, targets: of the student. size: K.
+    padding: the side it is on. rates: of the steps, where they are not to fall linearly from
+    `learning_rate`. vocabulary: V, where it is not the embedded model's. change: what is done to
+    the copy of the embedded model first.
     """
 
     late: bool = False
@@ -75,15 +77,22 @@ class Setting:
         )
 
     def batch(self, place: Place) -> Batch:
-        """The micro-batch at a place: random tokens, the same whatever else a run sees; the last of several rows is padded."""
+        """The micro-batch at a place: random tokens, the same whatever else a run sees; the last of
+        several rows is padded.
+        """
         window, micro = place
         generator = torch.Generator().manual_seed(10_007 * window + micro)
-        vocabulary = self.vocabulary if self.vocabulary is not None else embedded().config.vocab_size
+        vocabulary = (
+            self.vocabulary if self.vocabulary is not None else embedded().config.vocab_size
+        )
         lengths = [self.length] * self.rows
         if self.rows > 1:
             lengths[-1] -= self.length // 4
         samples = [
-            Sample(f"w{window}-m{micro}-r{row}", tuple(torch.randint(FIRST_ID, vocabulary, (n,), generator=generator).tolist()))
+            Sample(
+                f"w{window}-m{micro}-r{row}",
+                tuple(torch.randint(FIRST_ID, vocabulary, (n,), generator=generator).tolist()),
+            )
             for row, n in enumerate(lengths)
         ]
         return collate(samples, pad_id=PAD_ID, side=self.padding)
@@ -95,7 +104,9 @@ SMALL = Setting()
 
 @functools.cache
 def embedded() -> PreTrainedModel:
-    """The first six layers of the embedded model in NF4, loaded once and never changed: no fault is planted behind them."""
+    """The first six layers of the embedded model in NF4, loaded once and never changed: no fault is
+    planted behind them.
+    """
     model = load_base("tiny", quantization="nf4", device="cpu")[0]
     model.config.num_hidden_layers = 6
     decoder: Any = model.model
@@ -104,25 +115,40 @@ def embedded() -> PreTrainedModel:
 
 
 def let_draw(model: PreTrainedModel) -> None:
-    """Dropout on what every attention gives, in every mode, and noise on the embeddings; the hooks stay."""
+    """Dropout on what every attention gives, in every mode, and noise on the embeddings; the hooks
+    stay.
+    """
 
     def drop(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (nn.functional.dropout(output[0], 0.1, training=True), *output[1:])
 
     for index in range(len(decoder_layers(model))):
         model.get_submodule(f"model.layers.{index}.self_attn").register_forward_hook(drop)
-    model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output + 0.01 * torch.randn_like(output))
+    model.get_input_embeddings().register_forward_hook(
+        lambda _module, _inputs, output: output + 0.01 * torch.randn_like(output)
+    )
 
 
 class Around(nn.Module):
-    """A frozen linear layer with a LoRA beside it, made as PEFT's are: the `weight` that it shows is the base's alone."""
+    """A frozen linear layer with a LoRA beside it, made as PEFT's are: the `weight` that it shows
+    is the base's alone.
+    """
 
     def __init__(self, base_layer: Any, seed: int, rank: int = 4):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.base_layer, self.in_features, self.out_features = base_layer, base_layer.in_features, base_layer.out_features
-        self.lora_A = nn.Parameter(torch.randn(rank, self.in_features, generator=generator) / self.in_features**0.5, requires_grad=False)
-        self.lora_B = nn.Parameter(0.3 * torch.randn(self.out_features, rank, generator=generator), requires_grad=False)
+        self.base_layer, self.in_features, self.out_features = (
+            base_layer,
+            base_layer.in_features,
+            base_layer.out_features,
+        )
+        self.lora_A = nn.Parameter(
+            torch.randn(rank, self.in_features, generator=generator) / self.in_features**0.5,
+            requires_grad=False,
+        )
+        self.lora_B = nn.Parameter(
+            0.3 * torch.randn(self.out_features, rank, generator=generator), requires_grad=False
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -148,15 +174,18 @@ def let_change(model: PreTrainedModel) -> None:
     """Hooks that change what MLPs, their down_proj and whole layers give; they stay."""
     for layer in decoder_layers(model):
         mlp: Any = layer.mlp
-        mlp.down_proj.register_forward_hook(lambda _module, _inputs, output: output + 0.3 * torch.sin(3 * output))
+        mlp.down_proj.register_forward_hook(
+            lambda _module, _inputs, output: output + 0.3 * torch.sin(3 * output)
+        )
         mlp.register_forward_pre_hook(lambda _module, inputs: (1.1 * inputs[0],))
         layer.register_forward_hook(lambda _module, _inputs, output: output + 0.01)
 
 
 @dataclass(frozen=True)
 class Base:
-    """What a student is made on, and how it is to be trained, where that is not a copy of the embedded model. The model bears one
-    student at a time: the next one takes the place of the last."""
+    """What a student is made on, and how it is to be trained, where that is not a copy of the
+    embedded model. The model bears one student at a time: the next one takes the place of the last.
+    """
 
     model: PreTrainedModel
     adapter: NPTConfig
@@ -164,7 +193,9 @@ class Base:
 
 
 class Student:
-    """A fresh student with its optimizer. `fill` is one micro-batch: gradients into `.grad`, sums returned."""
+    """A fresh student with its optimizer. `fill` is one micro-batch: gradients into `.grad`, sums
+    returned.
+    """
 
     def __init__(self, setting: Setting, base: Base | None = None):
         torch.manual_seed(0)
@@ -178,23 +209,37 @@ class Student:
         attach(self.model, base.adapter)
         self.parameters = adapter_parameters(self.model)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=setting.learning_rate, betas=ADAM_BETAS, weight_decay=self.config.weight_decay, fused=True
+            self.parameters.values(),
+            lr=setting.learning_rate,
+            betas=ADAM_BETAS,
+            weight_decay=self.config.weight_decay,
+            fused=True,
         )
 
     def fill(self, batch: Batch) -> MicroBatch:
         return fill_gradients(STRATEGIES[self.config.strategy], self.model, batch, self.config)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, moments and step counts as bytes, so that equal means every bit: NaN equals itself, 0 is not -0."""
+        """Weights, moments and step counts as bytes, so that equal means every bit: NaN equals
+        itself, 0 is not -0.
+        """
         tensors: dict[str, Tensor] = {name: p.detach() for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
-            tensors |= {f"{key} of {name}": torch.as_tensor(value) for key, value in self.optimizer.state.get(p, {}).items()}
-        return {name: t.contiguous().reshape(-1).view(torch.uint8).clone() for name, t in tensors.items()}
+            tensors |= {
+                f"{key} of {name}": torch.as_tensor(value)
+                for key, value in self.optimizer.state.get(p, {}).items()
+            }
+        return {
+            name: t.contiguous().reshape(-1).view(torch.uint8).clone()
+            for name, t in tensors.items()
+        }
 
 
 Fill = Callable[[], MicroBatch]
 Plant = Callable[[Student, Batch], AbstractContextManager[tuple[Batch, Fill | None]]]
-"""Plants a fault for one micro-batch: the batch to use instead, and what to fill gradients with instead, if anything."""
+"""Plants a fault for one micro-batch: the batch to use instead, and what to fill gradients with
+instead, if anything.
+"""
 
 
 @contextmanager
@@ -204,7 +249,9 @@ def no_fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | Non
 
 @dataclass
 class Outcome:
-    """All that a run comes to. rng: the CPU's random state. rates: learning rates of the applied windows, in order."""
+    """All that a run comes to. rng: the CPU's random state. rates: learning rates of the applied
+    windows, in order.
+    """
 
     state: dict[str, Tensor]
     rng: Tensor
@@ -308,9 +355,11 @@ def run(
 
 
 def clean_run(setting: Setting, absent: frozenset[Place] = frozenset()) -> Outcome:
-    """The counterfactual: the run that never saw the micro-batches `absent`, and no fault in the others.
+    """The counterfactual: the run that never saw the micro-batches `absent`, and no fault in the
+    others.
 
-    Its flags are read at once whatever the setting says: a clean run is the same in both modes, and so needs to be made once.
+    Its flags are read at once whatever the setting says: a clean run is the same in both modes, and
+    so needs to be made once.
     """
     return _clean_run(replace(setting, late=False), absent)
 

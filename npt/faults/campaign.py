@@ -44,7 +44,9 @@ class Line:
 
 
 def judged(case: Case) -> Line:
-    """Run a case in each of its modes. What it raises is a verdict too: a fault that ends the campaign was not survived."""
+    """Run a case in each of its modes. What it raises is a verdict too: a fault that ends the
+    campaign was not survived.
+    """
     started = time.perf_counter()
     verdicts = []
     for late in case.modes:
@@ -52,7 +54,14 @@ def judged(case: Case) -> Line:
             verdicts.append(case.check(late))
         except Exception as error:
             reading = "late" if late else "at once"
-            verdicts.append(Verdict("crashed", False, False, detail=f"read {reading}: {type(error).__name__}: {error}"))
+            verdicts.append(
+                Verdict(
+                    "crashed",
+                    False,
+                    False,
+                    detail=f"read {reading}: {type(error).__name__}: {error}",
+                )
+            )
     return Line(case, together(verdicts), time.perf_counter() - started)
 
 
@@ -64,7 +73,13 @@ def clean_steps(count: int = CLEAN_STEPS) -> Case:
         _, outcome = run(setting)
         alarms = len(outcome.refusals)
         good = alarms == 0 and outcome.steps == setting.windows
-        return Verdict("unharmed" if good else "alarmed", good, good, alarms, "; ".join(str(r) for _, r in outcome.refusals[:3]))
+        return Verdict(
+            "unharmed" if good else "alarmed",
+            good,
+            good,
+            alarms,
+            "; ".join(str(r) for _, r in outcome.refusals[:3]),
+        )
 
     return Case("clean-steps", f"{count:,} clean steps, spike refusal on", "no alarm", check)
 
@@ -77,7 +92,9 @@ def find(cases: Iterable[Case], id: str) -> Case | None:
     return next((case for case in cases if case.id == id), None)
 
 
-def campaign(cases: Iterable[Case] | None = None, watch: Callable[[Line], None] | None = None) -> list[Line]:
+def campaign(
+    cases: Iterable[Case] | None = None, watch: Callable[[Line], None] | None = None
+) -> list[Line]:
     """Judge the cases (default: all, and the clean steps), telling `watch` of each."""
     lines = []
     for case in cases if cases is not None else every_case():
@@ -104,17 +121,27 @@ def print_scorecard(console: Console, lines: list[Line]) -> None:
     for line in lines:
         v = line.verdict
         verdict = _coloured(v.verdict if v.passed else f"FAILED: {v.verdict}", v.passed)
-        table.add_row(line.case.id, line.case.name, verdict, _coloured("exactly" if v.located else "no", v.located), f"{line.seconds:.1f}")
+        table.add_row(
+            line.case.id,
+            line.case.name,
+            verdict,
+            _coloured("exactly" if v.located else "no", v.located),
+            f"{line.seconds:.1f}",
+        )
     console.print(table)
     for line in lines:
         if line.verdict.detail:
             console.print(f"{line.case.id}: {line.verdict.detail}", soft_wrap=True)
     figures = summary(lines)
-    console.print(f"passed {figures['passed']} of {figures['total']}, {figures['false_alarms']} false alarms")
+    console.print(
+        f"passed {figures['passed']} of {figures['total']}, {figures['false_alarms']} false alarms"
+    )
 
 
 def comparison(cases: Iterable[Case] | None = None) -> list[dict[str, str]]:
-    """Each case that plain loops can meet too: what became of the run under each of them, and under the transaction."""
+    """Each case that plain loops can meet too: what became of the run under each of them, and under
+    the transaction.
+    """
     rows = []
     for case in cases if cases is not None else all_cases():
         if case.plant is not None:
@@ -130,7 +157,9 @@ def print_comparison(console: Console, rows: list[dict[str, str]]) -> None:
     for heading in ("planted", *columns):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(row["name"], *(_coloured(row[column], row[column] == "survives") for column in columns))
+        table.add_row(
+            row["name"], *(_coloured(row[column], row[column] == "survives") for column in columns)
+        )
     console.print(table)
     for outcome, meaning in OUTCOMES.items():
         console.print(f"{outcome}: {meaning}", soft_wrap=True)

@@ -1,6 +1,8 @@
-"""The cases: what is planted, what has to be said about it, and what may remain of it, which is nothing.
+"""The cases: what is planted, what has to be said about it, and what may remain of it, which is
+nothing.
 
-Every case has its ground truth and runs in both reading modes of the transaction where it goes through one.
+Every case has its ground truth and runs in both reading modes of the transaction where it goes
+through one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,16 @@ from npt.faults.bench import (
     run,
     whole_window,
 )
-from npt.faults.patterns import Case, Expected, costs_its_window, costs_itself, costs_nothing, found, judge, stops_everything
+from npt.faults.patterns import (
+    Case,
+    Expected,
+    costs_its_window,
+    costs_itself,
+    costs_nothing,
+    found,
+    judge,
+    stops_everything,
+)
 from npt.faults.plants import TENSOR
 from npt.faults.sight import as_called, sight_cases
 from npt.faults.verdict import Check, Verdict
@@ -65,17 +76,29 @@ def base(made: Run) -> Finding | None:
 
 
 def teacher_logits(late: bool) -> Verdict:
-    """Refused in training, and the guard names position and vocabulary entry of the captured logits."""
+    """Refused in training, and the guard names position and vocabulary entry of the captured
+    logits.
+    """
     seen: list[Tensor] = []
     setting = replace(END_TO_END, late=late)
     _, outcome = run(setting, plants={(1, 1): plants.head_fault((0, 1), True, 5, 77, seen)})
     finding = logits_fault(seen[0][None])
-    complaints = [] if finding is not None and finding.index == (0, 5, 77) else [f"the guard says {finding}"]
-    return judge(outcome, clean_run(setting, frozenset({(1, 1)})), [(1, "loss", 1, ("nan",))], "survived", complaints)
+    complaints = (
+        [] if finding is not None and finding.index == (0, 5, 77) else [f"the guard says {finding}"]
+    )
+    return judge(
+        outcome,
+        clean_run(setting, frozenset({(1, 1)})),
+        [(1, "loss", 1, ("nan",))],
+        "survived",
+        complaints,
+    )
 
 
 def masked_row(form: str) -> Callable[[], tuple[str | None, str]]:
-    """A valid token's row of the mask without a key: attention gives zeros or an even mixture, so only the mask shows it."""
+    """A valid token's row of the mask without a key: attention gives zeros or an even mixture, so
+    only the mask shows it.
+    """
 
     def look() -> tuple[str | None, str]:
         student = Student(SMALL)
@@ -91,12 +114,16 @@ def masked_row(form: str) -> Callable[[], tuple[str | None, str]]:
 
 
 def packed_bytes(late: bool) -> Verdict:
-    """Every packed byte pair of a layer a bf16 NaN: training and the guard take no notice, since they are just codes."""
+    """Every packed byte pair of a layer a bf16 NaN: training and the guard take no notice, since
+    they are just codes.
+    """
     module = "model.layers.1.mlp.up_proj"
 
     def act(student: Student) -> None:
         layer: Any = module_of(student, module)
-        layer.weight.data.view(torch.uint8).view(-1).copy_(torch.tensor([0xC0, 0x7F]).repeat(layer.weight.data.numel() // 2))
+        layer.weight.data.view(torch.uint8).view(-1).copy_(
+            torch.tensor([0xC0, 0x7F]).repeat(layer.weight.data.numel() // 2)
+        )
 
     made, outcome = run(replace(SMALL, late=late), before={0: act})
     layer: Any = module_of(made, module)
@@ -104,50 +131,86 @@ def packed_bytes(late: bool) -> Verdict:
     finding = base_fault(made.model)
     alarms = len(outcome.refusals) + (finding is not None)
     good = alarms == 0 and outcome.steps == made.setting.windows
-    return Verdict("unharmed" if good else "alarmed", good, good, alarms, "" if good else f"{finding}, {outcome.refusals}")
+    return Verdict(
+        "unharmed" if good else "alarmed",
+        good,
+        good,
+        alarms,
+        "" if good else f"{finding}, {outcome.refusals}",
+    )
 
 
 def bounded_flip(late: bool) -> Verdict:
-    """M enters through a bounded function: with one weight at 1e35 the modulation still lies in (0.5, 1.5), so training goes on
-    and says nothing. Only a limit on the size of weights names it."""
+    """M enters through a bounded function: with one weight at 1e35 the modulation still lies in
+    (0.5, 1.5), so training goes on and says nothing. Only a limit on the size of weights names it.
+    """
     name, index = "model.layers.1.npt.M.gate", (3, 1)
     made, outcome = run(replace(SMALL, late=late), before={1: poisons.flipped_bit(name, index, 30)})
     finding = too_large(made)
     named = finding is not None and finding.name == name and finding.index == index
-    finite = tensor_fault(made.parameters) is None and moments(made) is None and all(r.applied for r in outcome.results)
+    finite = (
+        tensor_fault(made.parameters) is None
+        and moments(made) is None
+        and all(r.applied for r in outcome.results)
+    )
     good = named and finite and not outcome.refusals
-    return Verdict("bounded" if finite else "harmed", named, good, len(outcome.refusals), "" if good else f"{finding}, {outcome.refusals}")
+    return Verdict(
+        "bounded" if finite else "harmed",
+        named,
+        good,
+        len(outcome.refusals),
+        "" if good else f"{finding}, {outcome.refusals}",
+    )
 
 
 def spike(plant: Plant, change: Callable[[PreTrainedModel], None] | None = None) -> Check:
-    """With spike refusal on, one window far above thirty accepted ones is refused, and leaves no trace."""
+    """With spike refusal on, one window far above thirty accepted ones is refused, and leaves no
+    trace.
+    """
 
     def check(late: bool) -> Verdict:
         setting = replace(LONG, late=late, windows=34, change=change)
         _, outcome = run(setting, plants={(30, 0): plant})
-        return judge(outcome, clean_run(setting, frozenset({(30, 0)})), [(30, "spike", None, ("is above",))], "survived")
+        return judge(
+            outcome,
+            clean_run(setting, frozenset({(30, 0)})),
+            [(30, "spike", None, ("is above",))],
+            "survived",
+        )
 
     return check
 
 
 def after_a_nan(late: bool) -> Verdict:
-    """One NaN among the losses must not blind or sharpen the spike statistics: the 129 clean steps behind it all count."""
+    """One NaN among the losses must not blind or sharpen the spike statistics: the 129 clean steps
+    behind it all count.
+    """
     setting = replace(LONG, late=late, windows=130)
-    _, outcome = run(setting, plants={(0, 0): plants.extra_loss(plants.cross_entropy_of_nothing("mean"))})
-    return judge(outcome, clean_run(setting, frozenset({(0, 0)})), [(0, "loss", 0, ("nan",))], "survived")
+    _, outcome = run(
+        setting, plants={(0, 0): plants.extra_loss(plants.cross_entropy_of_nothing("mean"))}
+    )
+    return judge(
+        outcome, clean_run(setting, frozenset({(0, 0)})), [(0, "loss", 0, ("nan",))], "survived"
+    )
 
 
 def overflowing_rate(late: bool) -> Verdict:
-    """A schedule whose second entry overflows every weight: the step is taken back again and again, and the schedule waits."""
+    """A schedule whose second entry overflows every weight: the step is taken back again and again,
+    and the schedule waits.
+    """
     setting = replace(SMALL, late=late, rates=(SMALL.learning_rate, 3e38, SMALL.learning_rate))
     kept: list[Outcome] = []
     _, outcome = run(setting, before={1: lambda made: kept.append(made.outcome())})
-    expected: list[Expected] = [(window, "update", None, ("was not finite after the step",)) for window in (1, 2)]
+    expected: list[Expected] = [
+        (window, "update", None, ("was not finite after the step",)) for window in (1, 2)
+    ]
     return judge(outcome, kept[0], expected, "stopped")
 
 
 def nothing_at_all(window: int, plant: Plant, of: Setting = SMALL) -> Check:
-    """Every micro-batch of the window is refused for its gradient: no step, and the run equals the one without the window."""
+    """Every micro-batch of the window is refused for its gradient: no step, and the run equals the
+    one without the window.
+    """
 
     def check(late: bool) -> Verdict:
         setting = replace(of, late=late)
@@ -160,7 +223,9 @@ def nothing_at_all(window: int, plant: Plant, of: Setting = SMALL) -> Check:
 
 
 def empty_sum(micros: Sequence[int]) -> Check:
-    """These micro-batches of window 1 have a loss of 0 over 0 tokens: nothing is wrong with them, and nothing comes of them."""
+    """These micro-batches of window 1 have a loss of 0 over 0 tokens: nothing is wrong with them,
+    and nothing comes of them.
+    """
 
     def check(late: bool) -> Verdict:
         setting = replace(SMALL, late=late)
@@ -181,8 +246,17 @@ def interrupted(late: bool, setting: Setting = SMALL) -> Verdict:
 def diagnosed(late: bool) -> Verdict:
     """The training loop diagnoses what it refuses, with two forward passes of its own."""
     setting = replace(SMALL, late=late, change=let_draw)
-    _, outcome = run(setting, plants={(1, 1): NAN_GRADIENT}, before={2: lambda made: diagnose(made.model, setting.batch((1, 1)))})
-    return judge(outcome, clean_run(setting, frozenset({(1, 1)})), [(1, "gradient", 1, (TENSOR,))], "survived")
+    _, outcome = run(
+        setting,
+        plants={(1, 1): NAN_GRADIENT},
+        before={2: lambda made: diagnose(made.model, setting.batch((1, 1)))},
+    )
+    return judge(
+        outcome,
+        clean_run(setting, frozenset({(1, 1)})),
+        [(1, "gradient", 1, (TENSOR,))],
+        "survived",
+    )
 
 
 NAN, INF = math.nan, math.inf
@@ -216,10 +290,26 @@ def data_cases() -> list[Case]:
             "data",
             [f"label 9999 {outside} at row 0, position 5", "w1-m1-r0"],
         ),
-        costs_itself("data-no-rows", "a batch of no rows", broken(plants.without(rows=True)), "data", ["shapes (0, 16)"]),
-        costs_itself("data-no-tokens", "rows of no tokens", broken(plants.without(rows=False)), "data", ["shapes (2, 0)"]),
         costs_itself(
-            "data-shapes", "a mask shorter than its ids", broken(plants.short_mask), "data", ["(2, 16) of ids", "(2, 15) of mask"]
+            "data-no-rows",
+            "a batch of no rows",
+            broken(plants.without(rows=True)),
+            "data",
+            ["shapes (0, 16)"],
+        ),
+        costs_itself(
+            "data-no-tokens",
+            "rows of no tokens",
+            broken(plants.without(rows=False)),
+            "data",
+            ["shapes (2, 0)"],
+        ),
+        costs_itself(
+            "data-shapes",
+            "a mask shorter than its ids",
+            broken(plants.short_mask),
+            "data",
+            ["(2, 16) of ids", "(2, 15) of mask"],
         ),
         Case(
             "data-teacher-nan",
@@ -229,9 +319,16 @@ def data_cases() -> list[Case]:
             plant=plants.head_fault((0, 1), True, 5, 77),
             setting=END_TO_END,
         ),
-        costs_nothing("data-padding-inf", "-Inf as the padding token's embedding", before=poisons.padding_embedding(-INF)),
         costs_nothing(
-            "data-padding-nan", "NaN as the padding token's embedding, padding on the left", LEFT, before=poisons.padding_embedding(NAN)
+            "data-padding-inf",
+            "-Inf as the padding token's embedding",
+            before=poisons.padding_embedding(-INF),
+        ),
+        costs_nothing(
+            "data-padding-nan",
+            "NaN as the padding token's embedding, padding on the left",
+            LEFT,
+            before=poisons.padding_embedding(NAN),
         ),
         costs_nothing(
             "data-padding-stream",
@@ -246,15 +343,29 @@ def mask_and_loss_cases() -> list[Case]:
     broken = plants.batch_fault
     return [
         *(
-            costs_nothing(f"mask-padding-{key}", f"padded tokens without a key, mask as {form}", LEFT, plant=plants.mask_form(form))
+            costs_nothing(
+                f"mask-padding-{key}",
+                f"padded tokens without a key, mask as {form}",
+                LEFT,
+                plant=plants.mask_form(form),
+            )
             for key, form in FORMS
         ),
         *(
-            found(f"mask-row-{key}", f"a valid token without a key, mask as {form}", "the mask guard names [b=1, t=5]", masked_row(form))
+            found(
+                f"mask-row-{key}",
+                f"a valid token without a key, mask as {form}",
+                "the mask guard names [b=1, t=5]",
+                masked_row(form),
+            )
             for key, form in FORMS
         ),
         costs_itself(
-            "mask-row-empty", "a row without a valid token", broken(plants.mask_out(1)), "data", ["no valid token in row 1", "w1-m1-r1"]
+            "mask-row-empty",
+            "a row without a valid token",
+            broken(plants.mask_out(1)),
+            "data",
+            ["no valid token in row 1", "w1-m1-r1"],
         ),
         costs_itself(
             "mask-all-empty",
@@ -263,7 +374,11 @@ def mask_and_loss_cases() -> list[Case]:
             "data",
             ["no valid token in row 0", "w1-m1-r0"],
         ),
-        costs_nothing("loss-labels-unused", "every label -100 under a loss of hidden states", plant=broken(plants.no_labels)),
+        costs_nothing(
+            "loss-labels-unused",
+            "every label -100 under a loss of hidden states",
+            plant=broken(plants.no_labels),
+        ),
         costs_itself(
             "loss-labels-mean",
             "every label -100 under a mean cross-entropy",
@@ -278,7 +393,12 @@ def mask_and_loss_cases() -> list[Case]:
             "no alarm, and the run equals the one without the micro-batch",
             empty_sum((1,)),
         ),
-        Case("loss-labels-window", "the same in every micro-batch of a window", "no alarm, no step", empty_sum((0, 1, 2, 3))),
+        Case(
+            "loss-labels-window",
+            "the same in every micro-batch of a window",
+            "no alarm, no step",
+            empty_sum((0, 1, 2, 3)),
+        ),
         costs_nothing(
             "loss-padding-inf",
             "Inf at padded positions of a layer's output",
@@ -306,7 +426,10 @@ def mask_and_loss_cases() -> list[Case]:
 def weight_cases() -> list[Case]:
     code, down = "model.layers.1.npt.A", "model.layers.2.npt.B.down"
     norm = "model.layers.1.input_layernorm.weight"
-    absmax, offset = "model.layers.2.mlp.down_proj: state2.absmax", "model.layers.0.self_attn.q_proj: offset"
+    absmax, offset = (
+        "model.layers.2.mlp.down_proj: state2.absmax",
+        "model.layers.0.self_attn.q_proj: offset",
+    )
     return [
         stops_everything(
             "weight-nan",
@@ -320,12 +443,35 @@ def weight_cases() -> list[Case]:
             unsaved=True,
         ),
         stops_everything(
-            "weight-absmax", "Inf in absmax of a 4-bit weight", poisons.statistic(absmax, (1,), INF), "loss", ["nan"], base, absmax, (1,)
+            "weight-absmax",
+            "Inf in absmax of a 4-bit weight",
+            poisons.statistic(absmax, (1,), INF),
+            "loss",
+            ["nan"],
+            base,
+            absmax,
+            (1,),
         ),
         stops_everything(
-            "weight-offset", "NaN in the offset of a 4-bit weight", poisons.statistic(offset, (), NAN), "loss", ["nan"], base, offset, ()
+            "weight-offset",
+            "NaN in the offset of a 4-bit weight",
+            poisons.statistic(offset, (), NAN),
+            "loss",
+            ["nan"],
+            base,
+            offset,
+            (),
         ),
-        stops_everything("weight-norm", "NaN in a frozen norm", poisons.frozen(norm, (9,), NAN), "loss", ["nan"], base, norm, (9,)),
+        stops_everything(
+            "weight-norm",
+            "NaN in a frozen norm",
+            poisons.frozen(norm, (9,), NAN),
+            "loss",
+            ["nan"],
+            base,
+            norm,
+            (9,),
+        ),
         Case("weight-packed", "packed bytes that read as NaN", "no alarm", packed_bytes),
         stops_everything(
             "weight-flip",
@@ -343,7 +489,12 @@ def weight_cases() -> list[Case]:
             "no alarm, all stays finite; the size guard names M.gate[3, 1]",
             bounded_flip,
         ),
-        found("weight-dtype", "a 4-bit layer flipped to fp16", "the audit names model.layers.3.self_attn.k_proj", runs.dtype_flipped),
+        found(
+            "weight-dtype",
+            "a 4-bit layer flipped to fp16",
+            "the audit names model.layers.3.self_attn.k_proj",
+            runs.dtype_flipped,
+        ),
         Case(
             "weight-autocast",
             "autocast switched on by the caller",
@@ -356,7 +507,12 @@ def weight_cases() -> list[Case]:
 def activation_cases() -> list[Case]:
     return [
         costs_itself(
-            "activation-inf", "Inf in a gate", plants.output_fault(MODULE, plants.spoil((3, 17), INF)), "loss", ["nan"], compare=True
+            "activation-inf",
+            "Inf in a gate",
+            plants.output_fault(MODULE, plants.spoil((3, 17), INF)),
+            "loss",
+            ["nan"],
+            compare=True,
         ),
         costs_nothing(
             "activation-clamped",
@@ -393,7 +549,14 @@ def activation_cases() -> list[Case]:
 
 def gradient_cases() -> list[Case]:
     def one(id: str, name: str, value: float, says: str, index: tuple[int, ...] = (5, 2)) -> Case:
-        return costs_itself(id, name, plants.gradient_fault(index, value), "gradient", [f"{TENSOR} has norm {says} (1 of"], compare=True)
+        return costs_itself(
+            id,
+            name,
+            plants.gradient_fault(index, value),
+            "gradient",
+            [f"{TENSOR} has norm {says} (1 of"],
+            compare=True,
+        )
 
     return [
         one("gradient-nan", "NaN in one tensor, micro-batch 2 of 3", NAN, "nan"),
@@ -410,11 +573,28 @@ def gradient_cases() -> list[Case]:
             STUDENT_STREAM,
             compare=True,
         ),
-        costs_itself("gradient-two", "two micro-batches of a window", NAN_GRADIENT, "gradient", [TENSOR], places=((1, 0), (1, 2))),
         costs_itself(
-            "gradient-every", "one micro-batch in every window", NAN_GRADIENT, "gradient", [TENSOR], places=((0, 2), (1, 0), (2, 1))
+            "gradient-two",
+            "two micro-batches of a window",
+            NAN_GRADIENT,
+            "gradient",
+            [TENSOR],
+            places=((1, 0), (1, 2)),
         ),
-        Case("gradient-all", "every micro-batch of a window", "three refusals, no step", nothing_at_all(1, NAN_GRADIENT)),
+        costs_itself(
+            "gradient-every",
+            "one micro-batch in every window",
+            NAN_GRADIENT,
+            "gradient",
+            [TENSOR],
+            places=((0, 2), (1, 0), (2, 1)),
+        ),
+        Case(
+            "gradient-all",
+            "every micro-batch of a window",
+            "three refusals, no step",
+            nothing_at_all(1, NAN_GRADIENT),
+        ),
         Case(
             "gradient-interrupted",
             "an exception in the middle of a micro-batch",
@@ -450,10 +630,36 @@ def optimizer_cases() -> list[Case]:
             (5, 2),
             whole=True,
         ),
-        costs_its_window("optimizer-write-weight", f"{step} NaN into a weight", poisons.one_bad_write(TENSOR, NAN), "update", [TENSOR]),
-        costs_its_window("optimizer-write-moment", f"{step} Inf into a moment", poisons.one_bad_write(second, INF), "update", [second]),
-        costs_its_window("optimizer-write-count", f"{step} NaN into a step count", poisons.one_bad_write(count, NAN), "update", [count]),
-        costs_itself("optimizer-first", "a fault on step 1", NAN_GRADIENT, "gradient", [TENSOR], places=((0, 1),), compare=True),
+        costs_its_window(
+            "optimizer-write-weight",
+            f"{step} NaN into a weight",
+            poisons.one_bad_write(TENSOR, NAN),
+            "update",
+            [TENSOR],
+        ),
+        costs_its_window(
+            "optimizer-write-moment",
+            f"{step} Inf into a moment",
+            poisons.one_bad_write(second, INF),
+            "update",
+            [second],
+        ),
+        costs_its_window(
+            "optimizer-write-count",
+            f"{step} NaN into a step count",
+            poisons.one_bad_write(count, NAN),
+            "update",
+            [count],
+        ),
+        costs_itself(
+            "optimizer-first",
+            "a fault on step 1",
+            NAN_GRADIENT,
+            "gradient",
+            [TENSOR],
+            places=((0, 1),),
+            compare=True,
+        ),
         Case(
             "optimizer-first-all",
             "nothing but faults before step 1",
@@ -470,22 +676,71 @@ def optimizer_cases() -> list[Case]:
 
 
 def drawing_cases() -> list[Case]:
-    """The base draws random numbers (dropout, noise), and what is refused must not leave later micro-batches other ones."""
+    """The base draws random numbers (dropout, noise), and what is refused must not leave later
+    micro-batches other ones.
+    """
     draws = replace(SMALL, change=let_draw)
-    end_to_end, propagated = replace(END_TO_END, change=let_draw), replace(draws, strategy="propagated")
+    end_to_end, propagated = (
+        replace(END_TO_END, change=let_draw),
+        replace(draws, strategy="propagated"),
+    )
     nan_loss = plants.extra_loss(plants.cross_entropy_of_nothing("mean"))
 
-    def one(id: str, name: str, plant: Plant, kind: str, says: str, setting: Setting = draws, **more: Any) -> Case:
-        return costs_itself(f"draw-{id}", f"{name} under a base that draws", plant, kind, [says], setting, **more)
+    def one(
+        id: str,
+        name: str,
+        plant: Plant,
+        kind: str,
+        says: str,
+        setting: Setting = draws,
+        **more: Any,
+    ) -> Case:
+        return costs_itself(
+            f"draw-{id}", f"{name} under a base that draws", plant, kind, [says], setting, **more
+        )
 
     return [
-        one("data", "a token id of V", plants.batch_fault(plants.id_at(1, 3, 2048)), "data", "token id 2048"),
+        one(
+            "data",
+            "a token id of V",
+            plants.batch_fault(plants.id_at(1, 3, 2048)),
+            "data",
+            "token id 2048",
+        ),
         one("loss", "a NaN loss", nan_loss, "loss", "nan"),
         one("gradient", "NaN in one tensor", NAN_GRADIENT, "gradient", TENSOR),
-        one("propagated", "NaN in one tensor, propagated,", NAN_GRADIENT, "gradient", TENSOR, propagated),
-        one("end-to-end", "NaN in one tensor, end to end,", NAN_GRADIENT, "gradient", TENSOR, end_to_end),
-        one("two", "two micro-batches of a window", NAN_GRADIENT, "gradient", TENSOR, places=((1, 0), (1, 2))),
-        one("every", "one micro-batch in every window", NAN_GRADIENT, "gradient", TENSOR, places=((0, 2), (1, 0), (2, 1))),
+        one(
+            "propagated",
+            "NaN in one tensor, propagated,",
+            NAN_GRADIENT,
+            "gradient",
+            TENSOR,
+            propagated,
+        ),
+        one(
+            "end-to-end",
+            "NaN in one tensor, end to end,",
+            NAN_GRADIENT,
+            "gradient",
+            TENSOR,
+            end_to_end,
+        ),
+        one(
+            "two",
+            "two micro-batches of a window",
+            NAN_GRADIENT,
+            "gradient",
+            TENSOR,
+            places=((1, 0), (1, 2)),
+        ),
+        one(
+            "every",
+            "one micro-batch in every window",
+            NAN_GRADIENT,
+            "gradient",
+            TENSOR,
+            places=((0, 2), (1, 0), (2, 1)),
+        ),
         Case(
             "draw-all",
             "every micro-batch of a window under a base that draws",
@@ -522,33 +777,81 @@ def drawing_cases() -> list[Case]:
 
 
 def foreign_cases() -> list[Case]:
-    """Somebody else's parts are in the base: what they compute is trained with, and what is refused is refused as it ever is."""
+    """Somebody else's parts are in the base: what they compute is trained with, and what is refused
+    is refused as it ever is.
+    """
     cases = []
-    for id, change, name in (("lora", put_around, "a LoRA around every MLP projection"), ("hook", let_change, "hooks that change values")):
+    for id, change, name in (
+        ("lora", put_around, "a LoRA around every MLP projection"),
+        ("hook", let_change, "hooks that change values"),
+    ):
         own, whole = replace(SMALL, change=change), replace(END_TO_END, change=change)
         cases += [
-            Case(f"foreign-{id}", name, "loss and gradients are those of whole layers, called", partial(as_called, setting=own), (False,)),
-            Case(f"foreign-{id}-whole", f"{name}, end to end", "likewise", partial(as_called, setting=whole), (False,)),
-            costs_itself(f"foreign-{id}-nan", f"NaN in one tensor under {name}", NAN_GRADIENT, "gradient", [TENSOR], own),
+            Case(
+                f"foreign-{id}",
+                name,
+                "loss and gradients are those of whole layers, called",
+                partial(as_called, setting=own),
+                (False,),
+            ),
+            Case(
+                f"foreign-{id}-whole",
+                f"{name}, end to end",
+                "likewise",
+                partial(as_called, setting=whole),
+                (False,),
+            ),
+            costs_itself(
+                f"foreign-{id}-nan",
+                f"NaN in one tensor under {name}",
+                NAN_GRADIENT,
+                "gradient",
+                [TENSOR],
+                own,
+            ),
         ]
     return cases
 
 
 def run_cases() -> list[Case]:
     return [
-        Case("spike-loss", "loss and gradient of a step 1,000 times too large", "window 30: spike", spike(plants.scaled(1000.0))),
         Case(
-            "spike-gradient", "a finite 1e10 in one gradient", "window 30: spike", spike(plants.gradient_fault((0, 0), 1e10, ONLY_TENSOR))
+            "spike-loss",
+            "loss and gradient of a step 1,000 times too large",
+            "window 30: spike",
+            spike(plants.scaled(1000.0)),
         ),
-        Case("run-packed", "a bad record in a packed row", "stopped at once; the bundle knows where documents end", runs.packed_run),
-        Case("run-data", "bad micro-batches in a row", "stopped after 3, exit status 3, with the bundle", runs.bad_in_a_row),
+        Case(
+            "spike-gradient",
+            "a finite 1e10 in one gradient",
+            "window 30: spike",
+            spike(plants.gradient_fault((0, 0), 1e10, ONLY_TENSOR)),
+        ),
+        Case(
+            "run-packed",
+            "a bad record in a packed row",
+            "stopped at once; the bundle knows where documents end",
+            runs.packed_run,
+        ),
+        Case(
+            "run-data",
+            "bad micro-batches in a row",
+            "stopped after 3, exit status 3, with the bundle",
+            runs.bad_in_a_row,
+        ),
         Case(
             "run-weight",
             "NaN in an adapter's tensor during a run",
-            "stopped, exit status 3; the bundle holds it and nothing else that is not finite; nothing saved",
+            "stopped, exit status 3; the bundle holds it and nothing else that is not finite;"
+            " nothing saved",
             runs.poisoned_run,
         ),
-        Case("run-budget", "every other micro-batch bad", "stopped over --max_refused_share, with the bundle", runs.over_budget),
+        Case(
+            "run-budget",
+            "every other micro-batch bad",
+            "stopped over --max_refused_share, with the bundle",
+            runs.over_budget,
+        ),
         Case(
             "run-dtype",
             "a 4-bit layer flipped to fp16 during a run",
@@ -580,7 +883,16 @@ def run_cases() -> list[Case]:
 
 def all_cases() -> list[Case]:
     """Every case, by group."""
-    groups = (data_cases, mask_and_loss_cases, weight_cases, activation_cases, gradient_cases, optimizer_cases, drawing_cases, run_cases)
+    groups = (
+        data_cases,
+        mask_and_loss_cases,
+        weight_cases,
+        activation_cases,
+        gradient_cases,
+        optimizer_cases,
+        drawing_cases,
+        run_cases,
+    )
     cases = [case for group in (*groups, foreign_cases, sight_cases) for case in group()]
     assert len({case.id for case in cases}) == len(cases)
     return cases

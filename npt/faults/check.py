@@ -1,8 +1,10 @@
-"""What a check is, and what checks look at: students on the user's own base, with the user's own settings.
+"""What a check is, and what checks look at: students on the user's own base, with the user's own
+settings.
 
-A check provokes one earlier cause of NaN and looks where it would show. It goes through the names that training goes through, so
-what it finds is true of a run, and it leaves the base as it was. What it raises, or says that it cannot do, is a failure: a check
-that did not look has found nothing to be in order.
+A check provokes one earlier cause of NaN and looks where it would show. It goes through the names
+that training goes through, so what it finds is true of a run, and it leaves the base as it was.
+What it raises, or says that it cannot do, is a failure: a check that did not look has found nothing
+to be in order.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from npt.faults.bench import FIRST_ID, Base, Run, Setting, Student
 
 @dataclass(frozen=True)
 class Check:
-    """One earlier cause, looked for. earlier: what went wrong. detail: the figures, or what is wrong still."""
+    """One earlier cause, looked for. earlier: what went wrong. detail: the figures, or what is
+    wrong still.
+    """
 
     name: str
     earlier: str
@@ -65,13 +69,25 @@ def check(name: str, earlier: str) -> Callable[[Look], Callable[[Base], Check]]:
 
 
 def setting_of(base: Base, **changes: Any) -> Setting:
-    """The bench's setting on this base: its token ids, and flags read as a run on its device reads them."""
+    """The bench's setting on this base: its token ids, and flags read as a run on its device reads
+    them.
+    """
     late = next(base.model.parameters()).device.type == "cuda"
-    return Setting(**{"late": late, "vocabulary": base.model.config.vocab_size, "windows": 2, "size": 2, **changes})
+    return Setting(
+        **{
+            "late": late,
+            "vocabulary": base.model.config.vocab_size,
+            "windows": 2,
+            "size": 2,
+            **changes,
+        }
+    )
 
 
 def student_of(base: Base, modulation: str | None = None, **changes: Any) -> Run:
-    """A fresh student with the user's adapters, or with these adapters in another form of modulation."""
+    """A fresh student with the user's adapters, or with these adapters in another form of
+    modulation.
+    """
     adapter = base.adapter if modulation is None else replace(base.adapter, modulation=modulation)
     return Run(setting_of(base, **changes), replace(base, adapter=adapter))
 
@@ -79,7 +95,12 @@ def student_of(base: Base, modulation: str | None = None, **changes: Any) -> Run
 def samples_of(base: Base, lengths: Sequence[int] = (16, 11, 5, 14)) -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
     vocabulary = base.model.config.vocab_size
-    return [Sample(f"s{i}", tuple(torch.randint(FIRST_ID, vocabulary, (n,), generator=generator).tolist())) for i, n in enumerate(lengths)]
+    return [
+        Sample(
+            f"s{i}", tuple(torch.randint(FIRST_ID, vocabulary, (n,), generator=generator).tolist())
+        )
+        for i, n in enumerate(lengths)
+    ]
 
 
 def adapters_of(student: Student) -> list[NPTAdapter]:
@@ -87,7 +108,9 @@ def adapters_of(student: Student) -> list[NPTAdapter]:
 
 
 def rounding() -> float:
-    """The relative rounding error of one fp32 product as this process computes it: TF32 keeps 10 bits of the factors."""
+    """The relative rounding error of one fp32 product as this process computes it: TF32 keeps 10
+    bits of the factors.
+    """
     return 2.0**-23 if torch.get_float32_matmul_precision() == "highest" else 2.0**-10
 
 
@@ -96,7 +119,10 @@ def filled(student: Student, batch: Batch) -> tuple[MicroBatch, dict[str, Tensor
     for p in student.parameters.values():
         p.grad = None
     sums = student.fill(batch)
-    return sums, {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in student.parameters.items()}
+    return sums, {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in student.parameters.items()
+    }
 
 
 @contextmanager

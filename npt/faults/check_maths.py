@@ -22,13 +22,19 @@ from npt.faults.check import CannotLook, adapters_of, check, rounding, setting_o
 from npt.quant.linear import dense_weight, quantized_linears
 from npt.quant.precision import audit_precision
 
-# --- the modulation --------------------------------------------------------------------------------------------------
+# --- the modulation
+# --------------------------------------------------------------------------------------------------
 
 EXTREME_CODES = (0.0, 1e-38, 1e-3, 1.0, 9.0, 17.0, 1e4, 1e19, 1e38)
-"""Up to where a code times a weight overflows, with 9 and 17 where fp32's tanh is about to round to 1."""
+"""Up to where a code times a weight overflows, with 9 and 17 where fp32's tanh is about to round to
+1.
+"""
 
 
-@check("the modulation never reaches 0", "1 + tanh(u) reached 0 and switched channels off, with their gradients")
+@check(
+    "the modulation never reaches 0",
+    "1 + tanh(u) reached 0 and switched channels off, with their gradients",
+)
 def bounded(base: Base) -> tuple[bool, str]:
     student = student_of(base, modulation="both")
     beta = base.adapter.mult_bound
@@ -41,23 +47,39 @@ def bounded(base: Base) -> tuple[bool, str]:
         for size in (1.0, 1e3):  # 1e3 makes the largest code overflow to infinity
             with torch.no_grad():
                 weight[:, 0] = size
-                _, m, _ = adapter.apply_to(target, torch.ones(len(codes), len(weight), device=z.device), z)
+                _, m, _ = adapter.apply_to(
+                    target, torch.ones(len(codes), len(weight), device=z.device), z
+                )
             assert m is not None
             if not bool(torch.isfinite(m).all()):
-                return False, f"m of {target} is not finite for a code of size {float(codes.abs().max()):g}"
+                return (
+                    False,
+                    f"m of {target} is not finite for a code of size {float(codes.abs().max()):g}",
+                )
             low, high = min(low, float(m.min())), max(high, float(m.max()))
     # One rounding of fp32 at the ends.
     good = low > 0 and low >= 1 - beta - 1e-6 and high <= 1 + beta + 1e-6
-    return good, f"m in [{low:.6g}, {high:.6g}] for codes from -1e38 to 1e38; beta {beta:g} allows [{1 - beta:g}, {1 + beta:g}]"
+    return (
+        good,
+        (
+            f"m in [{low:.6g}, {high:.6g}] for codes from -1e38 to 1e38; beta {beta:g} allows"
+            f" [{1 - beta:g}, {1 + beta:g}]"
+        ),
+    )
 
 
-@check("the modulation is exactly 1 at the start", "0.5 sigmoid(u) + 0.5 is 0.75 at u = 0, so every layer started damped")
+@check(
+    "the modulation is exactly 1 at the start",
+    "0.5 sigmoid(u) + 0.5 is 0.75 at u = 0, so every layer started damped",
+)
 def neutral(base: Base) -> tuple[bool, str]:
     student = student_of(base, modulation="both")
     seen = wrong = 0
     value = 1.0
     for adapter in adapters_of(student):
-        z = torch.randn(8, adapter.config.rank, generator=torch.Generator().manual_seed(2)).to(adapter.A.device)
+        z = torch.randn(8, adapter.config.rank, generator=torch.Generator().manual_seed(2)).to(
+            adapter.A.device
+        )
         z = z * torch.logspace(-30, 30, 8, device=z.device)[:, None]
         for target, weight in adapter.M.items():
             with torch.no_grad():
@@ -68,7 +90,13 @@ def neutral(base: Base) -> tuple[bool, str]:
             if bool(off.any()):
                 wrong, value = wrong + int(off.sum()), float(m[off][0])
     if wrong:
-        return False, f"{wrong:,} of {seen:,} multipliers are not 1 before the first step, the first of them {value:.6g}"
+        return (
+            False,
+            (
+                f"{wrong:,} of {seen:,} multipliers are not 1 before the first step, the first of"
+                f" them {value:.6g}"
+            ),
+        )
     return True, f"{seen:,} multipliers, each exactly 1, for codes of size 1e-30 to 1e30"
 
 
@@ -83,18 +111,29 @@ def start(base: Base) -> tuple[bool, str]:
     good = True
     groups = {
         "A": (config.init_std_a, [adapter.A for adapter in adapters]),
-        "B": (0.0 if config.residual == "keep" else config.init_std_b, [b for adapter in adapters for b in adapter.B.values()]),
+        "B": (
+            0.0 if config.residual == "keep" else config.init_std_b,
+            [b for adapter in adapters for b in adapter.B.values()],
+        ),
     }
     for name, (std, tensors) in groups.items():
         values = torch.cat([t.detach().flatten() for t in tensors]).to(torch.float64)
         found, n = float(values.square().mean().sqrt()), values.numel()
-        # Six standard errors of a standard deviation, sigma / sqrt(2 n): a sound start falls outside once in 5e8.
-        good = good and abs(found - std) <= 6 * std / math.sqrt(2 * n) and float(values.abs().max()) <= 8 * std
+        # Six standard errors of a standard deviation, sigma / sqrt(2 n): a sound start falls
+        # outside once in 5e8.
+        good = (
+            good
+            and abs(found - std) <= 6 * std / math.sqrt(2 * n)
+            and float(values.abs().max()) <= 8 * std
+        )
         said.append(f"{name} {found:.3g} for {std:g} over {n:,}")
     return good, f"standard deviation of {', of '.join(said)}; M all 0"
 
 
-@check("the additive term is scaled by alpha", "an unscaled additive term drowned the product it was added to")
+@check(
+    "the additive term is scaled by alpha",
+    "an unscaled additive term drowned the product it was added to",
+)
 def scaled_additive(base: Base) -> tuple[bool, str]:
     worst = 0.0
     doubled = True
@@ -103,19 +142,33 @@ def scaled_additive(base: Base) -> tuple[bool, str]:
     terms = _additive_terms(student)
     for adapter, target, z, y, out, s in terms:
         weight = adapter.B[target].detach().to(torch.float64)
-        expected, size = alpha * (z.double() @ weight.T), alpha * (z.double().abs() @ weight.abs().T)
+        expected, size = (
+            alpha * (z.double() @ weight.T),
+            alpha * (z.double().abs() @ weight.abs().T),
+        )
         worst = max(worst, float(((s.double() - expected).abs() / size.clamp_min(1e-300)).max()))
         if not torch.equal(out, y + s):
             return False, f"what is added to {target} is not s"
-    twice = student_of(replace(base, adapter=replace(base.adapter, additive_scale=2 * alpha)), modulation="additive")
+    twice = student_of(
+        replace(base, adapter=replace(base.adapter, additive_scale=2 * alpha)),
+        modulation="additive",
+    )
     for (_, _, _, _, _, s), (_, _, _, _, _, t) in zip(terms, _additive_terms(twice), strict=True):
         doubled = doubled and torch.equal(2 * s, t)
     # The error of a sum of R products, each rounded once, and one rounding for alpha.
     good = worst <= (base.adapter.rank + 2) * rounding() and doubled
-    return good, f"s = {alpha:g} (B z) within {worst:.1e}; twice the alpha gives {'exactly' if doubled else 'NOT'} twice the s"
+    return (
+        good,
+        (
+            f"s = {alpha:g} (B z) within {worst:.1e}; twice the alpha gives"
+            f" {'exactly' if doubled else 'NOT'} twice the s"
+        ),
+    )
 
 
-def _additive_terms(student: Student) -> list[tuple[NPTAdapter, str, Tensor, Tensor, Tensor, Tensor]]:
+def _additive_terms(
+    student: Student,
+) -> list[tuple[NPTAdapter, str, Tensor, Tensor, Tensor, Tensor]]:
     """(adapter, target, z, y, y', s) of the first converted layer."""
     generator = torch.Generator().manual_seed(3)
     adapter = adapters_of(student)[0]
@@ -130,41 +183,71 @@ def _additive_terms(student: Student) -> list[tuple[NPTAdapter, str, Tensor, Ten
     return found
 
 
-# --- the loss --------------------------------------------------------------------------------------------------------
+# --- the loss
+# --------------------------------------------------------------------------------------------------------
 
 
-@check("the NMSE is normalised token by token", "one loud token drowned all others, and a silent one divided by 0")
+@check(
+    "the NMSE is normalised token by token",
+    "one loud token drowned all others, and a silent one divided by 0",
+)
 def normalised(base: Base) -> tuple[bool, str]:
     device = next(base.model.parameters()).device
     width = base.model.config.hidden_size
-    direction = nn.functional.normalize(torch.randn(width, generator=torch.Generator().manual_seed(4)), dim=0).to(device)
-    loud, silent = torch.logspace(-3, 12, 16, device=device), torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1e-12], device=device)
+    direction = nn.functional.normalize(
+        torch.randn(width, generator=torch.Generator().manual_seed(4)), dim=0
+    ).to(device)
+    loud, silent = (
+        torch.logspace(-3, 12, 16, device=device),
+        torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1e-12], device=device),
+    )
     teacher = torch.cat([loud, silent])[:, None] * direction
     student = (1.1 * teacher).requires_grad_(True)
     nmse = strategies.nmse_per_token(student, teacher)
     (gradient,) = torch.autograd.grad(nmse.sum(), student)
-    alone = torch.cat([strategies.nmse_per_token(s[None], t[None]) for s, t in zip(student, teacher, strict=True)])
+    alone = torch.cat(
+        [strategies.nmse_per_token(s[None], t[None]) for s, t in zip(student, teacher, strict=True)]
+    )
     nmse, alone = nmse.detach(), alone.detach()
     if nmse.shape != (len(teacher),):
         return False, f"{list(nmse.shape)} values for {len(teacher)} tokens"
     if not bool(torch.isfinite(nmse).all()):
-        return False, f"the NMSE is {float(nmse[~torch.isfinite(nmse)][0])} for a teacher's state of size {_size_of(teacher, nmse):g}"
+        return (
+            False,
+            (
+                f"the NMSE is {float(nmse[~torch.isfinite(nmse)][0])} for a teacher's state of size"
+                f" {_size_of(teacher, nmse):g}"
+            ),
+        )
     if not bool(torch.isfinite(gradient).all()):
         return False, "the gradient is not finite for a teacher's state near 0"
     spread = float((nmse[: len(loud)] / 0.01 - 1).abs().max())
     largest = float(nmse[len(loud) :].max())
-    # 1.1 t - t is rounded in fp32 at about 1e-7 of t, a millionth of the difference; squared and summed.
+    # 1.1 t - t is rounded in fp32 at about 1e-7 of t, a millionth of the difference; squared and
+    # summed.
     good = spread < 1e-4 and 0 <= largest <= 0.0101
     if not torch.allclose(alone, nmse, rtol=1e-5, atol=0):
-        return False, f"a token of NMSE {float(alone[0]):.4g} alone has {float(nmse[0]):.4g} among others"
-    return good, f"10% off gives 0.01 within {0.01 * spread:.0e} for states of size 1e-3 to 1e12, at most {largest:.2g} for 1e-12 to 0"
+        return (
+            False,
+            f"a token of NMSE {float(alone[0]):.4g} alone has {float(nmse[0]):.4g} among others",
+        )
+    return (
+        good,
+        (
+            f"10% off gives 0.01 within {0.01 * spread:.0e} for states of size 1e-3 to 1e12, at"
+            f" most {largest:.2g} for 1e-12 to 0"
+        ),
+    )
 
 
 def _size_of(teacher: Tensor, nmse: Tensor) -> float:
     return float(teacher.norm(dim=-1)[~torch.isfinite(nmse)][0])
 
 
-@check("clipping bounds the norm that is applied", "clipping behind a NaN, or not at all, let single batches throw the weights")
+@check(
+    "clipping bounds the norm that is applied",
+    "clipping behind a NaN, or not at all, let single batches throw the weights",
+)
 def clipped(base: Base) -> tuple[bool, str]:
     limit = base.config.max_grad_norm
     raw, _ = _applied_norm(base, 1.0)
@@ -175,18 +258,27 @@ def clipped(base: Base) -> tuple[bool, str]:
     for factor in (1e4 * limit / raw, 1e-2 * limit / raw):
         before, applied = _applied_norm(base, factor)
         expected = min(before, limit)
-        # One division and one product per element in fp32, and the 1e-6 that clipping adds to the norm.
+        # One division and one product per element in fp32, and the 1e-6 that clipping adds to the
+        # norm.
         good = good and applied <= limit * (1 + 1e-5) and abs(applied - expected) <= 1e-3 * expected
         said.append(f"{before:.3g} became {applied:.3g}")
     return good, f"gradient norm {', '.join(said)}; max_grad_norm {limit:g}"
 
 
 def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
-    """The window's norm as reported before clipping, and that of the gradients that the optimizer is given."""
+    """The window's norm as reported before clipping, and that of the gradients that the optimizer
+    is given.
+    """
     made = student_of(base, windows=1, size=1)
     norms: list[float] = []
     made.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in made.parameters.values() if p.grad is not None])))
+        lambda *_: norms.append(
+            float(
+                torch.nn.utils.get_total_norm(
+                    [p.grad for p in made.parameters.values() if p.grad is not None]
+                )
+            )
+        )
     )
     made.window(0, {(0, 0): plants.scaled(factor)}, frozenset())
     (result,) = made.outcome().results
@@ -195,13 +287,17 @@ def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
     return result.grad_norm, norms[0]
 
 
-# --- precision and the base ------------------------------------------------------------------------------------------
+# --- precision and the base
+# ------------------------------------------------------------------------------------------
 
 LARGE = 1e6
 """Activations that fp16 has no numbers for."""
 
 
-@check("everything computes in fp32", "activations beyond 65504 overflowed inside 4-bit products that ran in fp16")
+@check(
+    "everything computes in fp32",
+    "activations beyond 65504 overflowed inside 4-bit products that ran in fp16",
+)
 def in_fp32(base: Base) -> tuple[bool, str]:
     try:
         audit_precision(student_of(base).model)
@@ -213,31 +309,50 @@ def in_fp32(base: Base) -> tuple[bool, str]:
     for name, module in base.model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        x = (LARGE * torch.randn(4, module.in_features, generator=generator)).to(next(module.parameters()).device)
+        x = (LARGE * torch.randn(4, module.in_features, generator=generator)).to(
+            next(module.parameters()).device
+        )
         with torch.no_grad():
             y = module(x)
             rows = dense_weight(module)[:64].double()
             expected = x.double() @ rows.T
         if y.dtype != torch.float32 or not bool(torch.isfinite(y).all()):
-            return False, f"{name} gives {y.dtype} with {int((~torch.isfinite(y)).sum())} non-finite values for inputs of 1e6"
+            return (
+                False,
+                (
+                    f"{name} gives {y.dtype} with {int((~torch.isfinite(y)).sum())} non-finite"
+                    " values for inputs of 1e6"
+                ),
+            )
         bias = 0.0 if module.bias is None else module.bias[:64].double()
         worst = max(worst, float((y[:, :64].double() - expected - bias).norm() / expected.norm()))
         seen += 1
-    # Sums of D products: fp32 comes to about 1e-7, a product in bf16 to 2e-3, in fp16 to 3e-4 where it does not overflow.
+    # Sums of D products: fp32 comes to about 1e-7, a product in bf16 to 2e-3, in fp16 to 3e-4 where
+    # it does not overflow.
     limit = 1e-5 if torch.get_float32_matmul_precision() == "highest" else 1e-3
     packed = len(quantized_linears(base.model))
-    said = f"{seen} products ({packed} in 4 bit) of inputs of 1e6 finite, within {worst:.0e} of fp64"
-    return worst < limit, said if worst < limit else f"{said}, which fp32 would be within {limit:g} of"
+    said = (
+        f"{seen} products ({packed} in 4 bit) of inputs of 1e6 finite, within {worst:.0e} of fp64"
+    )
+    return (
+        worst < limit,
+        said if worst < limit else f"{said}, which fp32 would be within {limit:g} of",
+    )
 
 
-@check("teacher and student are one base", "a second copy of embeddings and base took the memory, and drifted from the first")
+@check(
+    "teacher and student are one base",
+    "a second copy of embeddings and base took the memory, and drifted from the first",
+)
 def shared(base: Base) -> tuple[bool, str]:
     batch = setting_of(base).batch((0, 0)).to(next(base.model.parameters()).device)
     model = base.model
 
     def logits() -> Tensor:
         with torch.no_grad():
-            return model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            return model(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+            ).logits
 
     before, size, teacher = _addresses(model), _bytes(model), logits()
     student = student_of(base)
@@ -249,11 +364,21 @@ def shared(base: Base) -> tuple[bool, str]:
     moved = [name for name, address in before.items() if during.get(name) != address]
     extra = _bytes(model) - size - added
     if moved:
-        return False, f"{len(moved)} tensors of the base lie elsewhere under the student, {moved[0]} first"
+        return (
+            False,
+            f"{len(moved)} tensors of the base lie elsewhere under the student, {moved[0]} first",
+        )
     if extra:
         return False, f"{extra:,} bytes beside the base and the adapters' {added:,}"
-    detail = f"{len(before)} tensors of the base at their addresses, {added:,} bytes of adapters beside {size:,}"
-    return same, detail + (", teacher bit-equal after a step" if same else "; the teacher's logits CHANGED in a step of the student")
+    detail = (
+        f"{len(before)} tensors of the base at their addresses, {added:,} bytes of adapters beside"
+        f" {size:,}"
+    )
+    return same, detail + (
+        ", teacher bit-equal after a step"
+        if same
+        else "; the teacher's logits CHANGED in a step of the student"
+    )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -267,4 +392,8 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 
 def _bytes(model: nn.Module) -> int:
     """Of all distinct storages of the model's tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in _tensors(model)}.values())
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in _tensors(model)
+        }.values()
+    )

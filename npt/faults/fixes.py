@@ -1,4 +1,6 @@
-"""Are the earlier causes of NaN gone, on this model and with these settings? Every check, its figures, and the verdict."""
+"""Are the earlier causes of NaN gone, on this model and with these settings? Every check, its
+figures, and the verdict.
+"""
 
 from __future__ import annotations
 
@@ -64,17 +66,29 @@ def open_base(base: BaseConfig, adapter: NPTConfig, config: TrainConfig) -> Base
     return Base(model, adapter, config)
 
 
-def verify(base: Base, checks: Sequence[Callable[[Base], Check]] = CHECKS, watch: Callable[[Check], None] | None = None) -> list[Check]:
+def verify(
+    base: Base,
+    checks: Sequence[Callable[[Base], Check]] = CHECKS,
+    watch: Callable[[Check], None] | None = None,
+) -> list[Check]:
     """Run the checks.
 
     Args:
-        base: model without adapters, or with some that are given up; base tensors and random state are as before afterwards.
+        base: model without adapters, or with some that are given up; base tensors and random state
+            are as before afterwards.
         checks: default all of them.
         watch: told of each.
     """
     config = base.config
     # What checks plant must not end a run, and nothing of it is anybody else's to see.
-    quiet = replace(config, eval_steps=None, save_steps=None, skip_spikes=False, max_consecutive_bad=100, max_refused_share=1.0)
+    quiet = replace(
+        config,
+        eval_steps=None,
+        save_steps=None,
+        skip_spikes=False,
+        max_consecutive_bad=100,
+        max_refused_share=1.0,
+    )
     chosen = replace(base, config=replace(quiet, report_to=("none",)))
     found = []
     device = next(base.model.parameters()).device
@@ -98,13 +112,18 @@ def describe(base: Base) -> str:
     model, adapter = base.model, base.adapter
     packed = quantization_of(model)
     return (
-        f"{model.config._name_or_path}: {'unquantised' if packed is None else packed.upper()} on {model.device}; layers {adapter.layers}, "
-        f"rank {adapter.rank}, {adapter.modulation}, {','.join(adapter.targets)}; strategy {base.config.strategy}"
+        f"{model.config._name_or_path}: {'unquantised' if packed is None else packed.upper()} on"
+        f" {model.device}; layers {adapter.layers}, rank {adapter.rank}, {adapter.modulation},"
+        f" {','.join(adapter.targets)}; strategy {base.config.strategy}"
     )
 
 
 def summary(checks: Sequence[Check]) -> dict[str, Any]:
-    return {"checks": [asdict(check) for check in checks], "passed": sum(check.passed for check in checks), "total": len(checks)}
+    return {
+        "checks": [asdict(check) for check in checks],
+        "passed": sum(check.passed for check in checks),
+        "total": len(checks),
+    }
 
 
 def print_checks(console: Console, checks: Sequence[Check], title: str) -> None:
@@ -113,9 +132,15 @@ def print_checks(console: Console, checks: Sequence[Check], title: str) -> None:
     table.add_column("figures", overflow="fold")
     table.add_column("passed", no_wrap=True)
     for check in checks:
-        table.add_row(check.name, check.detail, Text("yes", style="green") if check.passed else Text("NO", style="red"))
+        table.add_row(
+            check.name,
+            check.detail,
+            Text("yes", style="green") if check.passed else Text("NO", style="red"),
+        )
     console.print(table)
     failed = [check for check in checks if not check.passed]
     for check in failed:
-        console.print(f"failed: {check.name}. Earlier: {check.earlier}. Now: {check.detail}", soft_wrap=True)
+        console.print(
+            f"failed: {check.name}. Earlier: {check.earlier}. Now: {check.detail}", soft_wrap=True
+        )
     console.print(f"passed {len(checks) - len(failed)} of {len(checks)}")

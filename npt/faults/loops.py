@@ -1,7 +1,9 @@
-"""Plain loops, as they are commonly written, over the same micro-batches and faults as the transaction.
+"""Plain loops, as they are commonly written, over the same micro-batches and faults as the
+transaction.
 
-Each makes one step of a window whose gradients lie in `.grad`, summed over its micro-batches and divided by its tokens. That is
-all they differ in; without a fault they compute what the transaction computes.
+Each makes one step of a window whose gradients lie in `.grad`, summed over its micro-batches and
+divided by its tokens. That is all they differ in; without a fault they compute what the transaction
+computes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ OUTCOMES: dict[str, str] = {
     "poisoned": "a weight or a moment is not finite",
     "aborts": "the run ended by itself, its state finite",
     "poisoned, aborts": "the run ended by itself, too late",
-    "stepped on zeros": "finite, but a step was taken with every gradient zero, which moments and weight decay make a move",
+    "stepped on zeros": (
+        "finite, but a step was taken with every gradient zero, which moments and weight decay make"
+        " a move"
+    ),
     "trained on it": "finite, and moved by the fault",
 }
 
@@ -37,8 +42,12 @@ def clip_only(student: Student, loss: Tensor) -> None:
 
 
 def multiply_by_zero(student: Student, loss: Tensor) -> None:
-    """'Skip' a bad step by multiplying its gradients with a flag of 0; no host branch, and 0 * NaN is NaN."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters.values() if p.grad is not None])
+    """'Skip' a bad step by multiplying its gradients with a flag of 0; no host branch, and 0 * NaN
+    is NaN.
+    """
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in student.parameters.values() if p.grad is not None]
+    )
     flag = (torch.isfinite(loss) & torch.isfinite(norm)).to(torch.float32)
     for p in student.parameters.values():
         assert p.grad is not None
@@ -53,27 +62,38 @@ def abort_on_nan_loss(student: Student, loss: Tensor) -> None:
     clip_only(student, loss)
 
 
-LOOPS: dict[str, Step] = {"clip only": clip_only, "multiply by zero": multiply_by_zero, "abort on NaN loss": abort_on_nan_loss}
+LOOPS: dict[str, Step] = {
+    "clip only": clip_only,
+    "multiply by zero": multiply_by_zero,
+    "abort on NaN loss": abort_on_nan_loss,
+}
 
 
-def train(setting: Setting, step: Step, plants: dict[Place, Plant], absent: Iterable[Place] = ()) -> tuple[Student, bool, bool]:
+def train(
+    setting: Setting, step: Step, plants: dict[Place, Plant], absent: Iterable[Place] = ()
+) -> tuple[Student, bool, bool]:
     """Train a fresh student with a plain loop.
 
     Returns:
-        The student, whether the loop gave up, and whether a step was taken with every gradient zero.
+        The student, whether the loop gave up, and whether a step was taken with every gradient
+        zero.
     """
     student = Student(setting)
     missing = frozenset(absent)
     zeros: list[bool] = []
     student.optimizer.register_step_pre_hook(
-        lambda *_: zeros.append(not any(bool(p.grad.any()) for p in student.parameters.values() if p.grad is not None))
+        lambda *_: zeros.append(
+            not any(bool(p.grad.any()) for p in student.parameters.values() if p.grad is not None)
+        )
     )
     for window in range(setting.windows):
         student.optimizer.zero_grad()
         total, tokens = torch.zeros(()), 0
         for micro in range(setting.size):
             if (window, micro) not in missing:
-                with plants.get((window, micro), no_fault)(student, setting.batch((window, micro))) as (batch, fill):
+                with plants.get((window, micro), no_fault)(
+                    student, setting.batch((window, micro))
+                ) as (batch, fill):
                     sums = fill() if fill is not None else student.fill(batch)
                 total, tokens = total + sums.loss, tokens + sums.tokens
         for p in student.parameters.values():
@@ -90,7 +110,10 @@ def became(case: Case, step: Step) -> str:
     """What becomes of a plain loop that meets the case's fault: one of `OUTCOMES`."""
     assert case.plant is not None
     student, aborted, zeros = train(case.setting, step, dict.fromkeys(case.places, case.plant))
-    poisoned = tensor_fault(student.parameters) is not None or moments_fault(student.parameters, student.optimizer) is not None
+    poisoned = (
+        tensor_fault(student.parameters) is not None
+        or moments_fault(student.parameters, student.optimizer) is not None
+    )
     if poisoned or aborted:
         return ", ".join([*(["poisoned"] if poisoned else []), *(["aborts"] if aborted else [])])
     twin = train(case.setting, step, {}, absent=case.places)[0]

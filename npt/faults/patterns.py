@@ -3,7 +3,8 @@
 - `costs_itself`: a micro-batch is refused, and the run equals the one without it;
 - `costs_nothing`: no alarm, and the run equals the one without the fault;
 - `costs_its_window`: a whole step is refused, and the run equals the one without the window;
-- `stops_everything`: state is poisoned for good, so everything is refused and nothing changes any more.
+- `stops_everything`: state is poisoned for good, so everything is refused and nothing changes any
+  more.
 """
 
 from __future__ import annotations
@@ -12,20 +13,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from npt.faults import runs
-from npt.faults.bench import SMALL, Act, Outcome, Place, Plant, Run, Setting, clean_run, run, whole_window
+from npt.faults.bench import (
+    SMALL,
+    Act,
+    Outcome,
+    Place,
+    Plant,
+    Run,
+    Setting,
+    clean_run,
+    run,
+    whole_window,
+)
 from npt.faults.verdict import Check, Verdict
 from npt.health.guards import Finding
 
 Expected = tuple[int, str, int | None, tuple[str, ...]]
-"""A refusal that has to come: window, kind, micro-batch (None: the whole window), and what its detail has to say."""
+"""A refusal that has to come: window, kind, micro-batch (None: the whole window), and what its
+detail has to say.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
     """One fault and its ground truth.
 
-    truth: what has to be located or what has to happen, for people. check: judges it in one reading mode. modes: those that
-    it runs in. plant: the fault itself, for the comparison with plain loops; None where they cannot meet it.
+    truth: what has to be located or what has to happen, for people. check: judges it in one reading
+    mode. modes: those that it runs in. plant: the fault itself, for the comparison with plain
+    loops; None where they cannot meet it.
     """
 
     id: str
@@ -62,22 +77,34 @@ def match(outcome: Outcome, expected: Sequence[Expected]) -> tuple[bool, int]:
     return not left and not strangers, strangers
 
 
-def judge(outcome: Outcome, counterfactual: Outcome, expected: Sequence[Expected], word: str, also: Sequence[str] = ()) -> Verdict:
-    """Compare with the counterfactual and with what had to be said; `also` are complaints of further checks."""
+def judge(
+    outcome: Outcome,
+    counterfactual: Outcome,
+    expected: Sequence[Expected],
+    word: str,
+    also: Sequence[str] = (),
+) -> Verdict:
+    """Compare with the counterfactual and with what had to be said; `also` are complaints of
+    further checks.
+    """
     found, strangers = match(outcome, expected)
     different = outcome.difference(counterfactual)
     complaints = [*also]
     if different is not None:
         complaints.append(f"differs from the counterfactual in {different}")
     if not found:
-        said = "; ".join(f"window {window}, {refusal}" for window, refusal in outcome.refusals) or "nothing"
+        said = (
+            "; ".join(f"window {window}, {refusal}" for window, refusal in outcome.refusals)
+            or "nothing"
+        )
         complaints.append(f"refused: {said}")
     survived = different is None and not also
     return Verdict(word if survived else "harmed", located=found and not also, passed=survived and found, false_alarms=strangers,
                    detail="; ".join(complaints))  # fmt: skip
 
 
-# --- the patterns ----------------------------------------------------------------------------------------------------
+# --- the patterns
+# ----------------------------------------------------------------------------------------------------
 
 
 def costs_itself(
@@ -100,7 +127,15 @@ def costs_itself(
 
     where = " and ".join(f"micro-batch {micro} of window {window}" for window, micro in places)
     truth = f"{where}: {kind}" + (f", saying {', '.join(says)}" if says else "")
-    return Case(id, name, truth, check, plant=plant if compare else None, setting=setting, places=tuple(places))
+    return Case(
+        id,
+        name,
+        truth,
+        check,
+        plant=plant if compare else None,
+        setting=setting,
+        places=tuple(places),
+    )
 
 
 def costs_nothing(
@@ -115,22 +150,46 @@ def costs_nothing(
 
     def check(late: bool) -> Verdict:
         chosen = replace(setting, late=late)
-        _, outcome = run(chosen, plants={} if plant is None else {(1, 1): plant}, before={} if before is None else {0: before})
+        _, outcome = run(
+            chosen,
+            plants={} if plant is None else {(1, 1): plant},
+            before={} if before is None else {0: before},
+        )
         twin = clean_run(chosen) if instead is None else run(chosen, plants={(1, 1): instead})[1]
         return judge(outcome, twin, [], "unharmed")
 
-    return Case(id, name, "no alarm, and the same run" + ("" if instead is None else " as with the clamped value itself"), check)
+    return Case(
+        id,
+        name,
+        "no alarm, and the same run"
+        + ("" if instead is None else " as with the clamped value itself"),
+        check,
+    )
 
 
-def costs_its_window(id: str, name: str, act: Act, kind: str, says: Sequence[str], setting: Setting = SMALL) -> Case:
-    """`act` in front of window 1 makes its step go wrong, once; the run equals the one without the window."""
+def costs_its_window(
+    id: str, name: str, act: Act, kind: str, says: Sequence[str], setting: Setting = SMALL
+) -> Case:
+    """`act` in front of window 1 makes its step go wrong, once; the run equals the one without the
+    window.
+    """
 
     def check(late: bool) -> Verdict:
         chosen = replace(setting, late=late)
         _, outcome = run(chosen, before={1: act})
-        return judge(outcome, clean_run(chosen, whole_window(chosen, 1)), [(1, kind, None, tuple(says))], "survived")
+        return judge(
+            outcome,
+            clean_run(chosen, whole_window(chosen, 1)),
+            [(1, kind, None, tuple(says))],
+            "survived",
+        )
 
-    return Case(id, name, f"window 1: {kind}, saying {', '.join(says)}; neither schedule nor counters move", check)
+    return Case(
+        id,
+        name,
+        f"window 1: {kind}, saying {', '.join(says)}; neither schedule nor counters move",
+        check,
+    )
 
 
 def stops_everything(
@@ -145,7 +204,8 @@ def stops_everything(
     unsaved: bool = False,
     whole: bool = False,
 ) -> Case:
-    """`act` poisons the state in front of window 1: everything is refused from there on, and nothing changes any more.
+    """`act` poisons the state in front of window 1: everything is refused from there on, and
+    nothing changes any more.
 
     Args:
         kind, says: of every refusal.
@@ -180,11 +240,18 @@ def stops_everything(
 
 
 def found(id: str, name: str, truth: str, look: Callable[[], tuple[str | None, str]]) -> Case:
-    """A fault that a watchdog has to find by itself, outside training. `look` gives what was said and what it must hold."""
+    """A fault that a watchdog has to find by itself, outside training. `look` gives what was said
+    and what it must hold.
+    """
 
     def check(late: bool) -> Verdict:
         said, part = look()
         good = said is not None and part in said
-        return Verdict("found" if good else "missed", located=good, passed=good, detail="" if good else f"said: {said}; expected: {part}")
+        return Verdict(
+            "found" if good else "missed",
+            located=good,
+            passed=good,
+            detail="" if good else f"said: {said}; expected: {part}",
+        )
 
     return Case(id, name, truth, check, modes=(False,))

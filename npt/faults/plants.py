@@ -1,4 +1,5 @@
-"""Faults, each planted in one micro-batch and gone after it: in its data, its activations, its loss or its gradients.
+"""Faults, each planted in one micro-batch and gone after it: in its data, its activations, its loss
+or its gradients.
 
 A plant knows nothing of who trains, so the same fault meets the transaction and the plain loops.
 """
@@ -24,7 +25,8 @@ TENSOR = "model.layers.1.npt.B.up"
 """The adapter tensor that faults of single tensors are planted in."""
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data
+# ------------------------------------------------------------------------------------------------------------
 
 
 def batch_fault(change: Callable[[Batch], Batch]) -> Plant:
@@ -75,7 +77,8 @@ def short_mask(batch: Batch) -> Batch:
     return replace(batch, attention_mask=batch.attention_mask[:, :-1])
 
 
-# --- activations -----------------------------------------------------------------------------------------------------
+# --- activations
+# -----------------------------------------------------------------------------------------------------
 
 
 def output_fault(module: str, change: Callable[[Tensor, Batch], Tensor]) -> Plant:
@@ -84,7 +87,9 @@ def output_fault(module: str, change: Callable[[Tensor, Batch], Tensor]) -> Plan
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
         with ExitStack() as stack:
-            hook = module_of(student, module).register_forward_hook(lambda _module, _inputs, output: change(output, batch))
+            hook = module_of(student, module).register_forward_hook(
+                lambda _module, _inputs, output: change(output, batch)
+            )
             stack.callback(hook.remove)
             yield batch, None
 
@@ -96,20 +101,27 @@ def spoil(index: tuple[int, ...], value: float) -> Callable[[Tensor, Batch], Ten
     return lambda output, _batch: _set(output, index, value)
 
 
-def spoil_and_clamp(index: tuple[int, ...], value: float, limit: float) -> Callable[[Tensor, Batch], Tensor]:
+def spoil_and_clamp(
+    index: tuple[int, ...], value: float, limit: float
+) -> Callable[[Tensor, Batch], Tensor]:
     return lambda output, _batch: _set(output, index, value).clamp(-limit, limit)
 
 
 def spoil_padding(value: float) -> Callable[[Tensor, Batch], Tensor]:
     """Every padded position of a [B, T, D] output."""
-    return lambda output, batch: torch.where(batch.attention_mask.unsqueeze(-1).bool(), output, value)
+    return lambda output, batch: torch.where(
+        batch.attention_mask.unsqueeze(-1).bool(), output, value
+    )
 
 
-def head_fault(calls: Container[int], teacher: bool, row: int, column: int, seen: list[Tensor] | None = None) -> Plant:
-    """NaN among the logits of lm_head, at these of its calls (from 0) with the teacher's or the student's state.
+def head_fault(
+    calls: Container[int], teacher: bool, row: int, column: int, seen: list[Tensor] | None = None
+) -> Plant:
+    """NaN among the logits of lm_head, at these of its calls (from 0) with the teacher's or the
+    student's state.
 
-    Of a head that is trained (`trained_head`) the student's second call is the recomputation in backward. The two states are told
-    apart by whether they carry a graph.
+    Of a head that is trained (`trained_head`) the student's second call is the recomputation in
+    backward. The two states are told apart by whether they carry a graph.
 
     Args:
         seen: receives the poisoned logits.
@@ -141,7 +153,9 @@ def head_fault(calls: Container[int], teacher: bool, row: int, column: int, seen
 
 
 def trained_head(other: Plant) -> Plant:
-    """lm_head is trained as well, so that its logits are computed again in backward, beside another plant."""
+    """lm_head is trained as well, so that its logits are computed again in backward, beside another
+    plant.
+    """
 
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
@@ -156,14 +170,18 @@ def trained_head(other: Plant) -> Plant:
 
 
 def half_precision_overflow(module: str, factor: float) -> Plant:
-    """A 4-bit layer that computes in fp16, on activations `factor` times too large: what comes out is fp32, and not finite."""
+    """A 4-bit layer that computes in fp16, on activations `factor` times too large: what comes out
+    is fp32, and not finite.
+    """
 
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
         layer: Any = module_of(student, module)
         before = layer.compute_dtype
         layer.compute_dtype = torch.float16
-        handle = layer.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * factor, *inputs[1:]))
+        handle = layer.register_forward_pre_hook(
+            lambda _module, inputs: (inputs[0] * factor, *inputs[1:])
+        )
         try:
             yield batch, None
         finally:
@@ -188,9 +206,14 @@ def mask_form(form: str) -> Plant:
 
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
-        def hook(_module: Any, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def hook(
+            _module: Any, inputs: tuple[Any, ...], arguments: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             assert arguments["attention_mask"].dtype == torch.bool
-            return inputs, {**arguments, "attention_mask": MASK_FORMS[form](arguments["attention_mask"])}
+            return inputs, {
+                **arguments,
+                "attention_mask": MASK_FORMS[form](arguments["attention_mask"]),
+            }
 
         with ExitStack() as stack:
             for layer in decoder_layers(student.model):
@@ -201,7 +224,8 @@ def mask_form(form: str) -> Plant:
     return plant
 
 
-# --- losses and gradients --------------------------------------------------------------------------------------------
+# --- losses and gradients
+# --------------------------------------------------------------------------------------------
 
 
 def gradient_fault(index: tuple[int, ...], value: float, name: str = TENSOR) -> Plant:
@@ -227,7 +251,10 @@ def scaled(factor: float) -> Plant:
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
         def fill() -> MicroBatch:
-            before = {name: None if p.grad is None else p.grad.clone() for name, p in student.parameters.items()}
+            before = {
+                name: None if p.grad is None else p.grad.clone()
+                for name, p in student.parameters.items()
+            }
             sums = student.fill(batch)
             for name, p in student.parameters.items():
                 assert p.grad is not None
@@ -245,7 +272,9 @@ def backward_fault(index: tuple[int, ...], value: float, name: str = TENSOR) -> 
 
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
-        handle = student.parameters[name].register_hook(lambda gradient: _set(gradient, index, value))
+        handle = student.parameters[name].register_hook(
+            lambda gradient: _set(gradient, index, value)
+        )
         try:
             yield batch, None
         finally:
@@ -285,9 +314,11 @@ def extra_loss(term: Extra, tokens: int | None = None, alone: bool = False) -> P
 
 
 def reverse_kl(student: Student, batch: Batch, temperature: float = 0.05) -> Tensor:
-    """Sum of q (log q - log p) at a low temperature, its zeros left out by `where`, as one would write it.
+    """Sum of q (log q - log p) at a low temperature, its zeros left out by `where`, as one would
+    write it.
 
-    At 0.05 most q underflow to 0. `where` keeps 0 log 0 out of the loss and not out of the gradient, which is 0 * Inf.
+    At 0.05 most q underflow to 0. `where` keeps 0 log 0 out of the loss and not out of the
+    gradient, which is 0 * Inf.
     """
     logits = student.model(batch.input_ids, attention_mask=batch.attention_mask).logits
     with torch.no_grad(), adapters_disabled(student.model):
@@ -298,12 +329,19 @@ def reverse_kl(student: Student, batch: Batch, temperature: float = 0.05) -> Ten
 
 
 def cross_entropy_of_nothing(reduction: str) -> Extra:
-    """Cross-entropy with every label ignored: NaN as a mean, 0 as a sum, and gradients of 0 either way."""
+    """Cross-entropy with every label ignored: NaN as a mean, 0 as a sum, and gradients of 0 either
+    way.
+    """
 
     def term(student: Student, batch: Batch) -> Tensor:
         logits = student.model(batch.input_ids, attention_mask=batch.attention_mask).logits
         labels = no_labels(batch).labels
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1),
+            labels[:, 1:].flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction=reduction,
+        )
 
     return term
 
@@ -311,7 +349,9 @@ def cross_entropy_of_nothing(reduction: str) -> Extra:
 def masked_by_multiplication(student: Student, batch: Batch) -> Tensor:
     """An Inf at a padded position, 'masked' by a mask of 0: Inf * 0 is NaN."""
     code: Any = student.parameters["model.layers.1.npt.A"]
-    errors = (code.sum() * torch.ones(batch.attention_mask.shape)).masked_fill(batch.attention_mask == 0, math.inf)
+    errors = (code.sum() * torch.ones(batch.attention_mask.shape)).masked_fill(
+        batch.attention_mask == 0, math.inf
+    )
     return (errors * batch.attention_mask).sum()
 
 
@@ -321,7 +361,9 @@ class Interrupted(Exception):
 
 @contextmanager
 def interruption(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
-    """The micro-batch raises behind its backward, with its gradients already there; the caller goes on."""
+    """The micro-batch raises behind its backward, with its gradients already there; the caller goes
+    on.
+    """
 
     def fill() -> MicroBatch:
         student.fill(batch)

@@ -44,7 +44,9 @@ def padding_embedding(value: float) -> Poison:
 
 
 def flipped_bit(name: str, index: tuple[int, ...], bit: int) -> Poison:
-    """One bit of an fp32 weight; 30 is the highest of the exponent, and makes 0.001 a number of 1e35."""
+    """One bit of an fp32 weight; 30 is the highest of the exponent, and makes 0.001 a number of
+    1e35.
+    """
 
     def act(student: Student) -> None:
         student.parameters[name].detach().view(torch.int32)[index] ^= 1 << bit
@@ -72,7 +74,9 @@ def moment(what: str, index: tuple[int, ...], value: float) -> Poison:
 
 
 def one_bad_write(what: str, value: float) -> Poison:
-    """The optimizer's next step writes `value` into one element of a weight or of a moment, as a broken kernel would."""
+    """The optimizer's next step writes `value` into one element of a weight or of a moment, as a
+    broken kernel would.
+    """
 
     def act(student: Student) -> None:
         def spoil(*_: Any) -> None:

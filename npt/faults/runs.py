@@ -77,11 +77,16 @@ def dtype_flipped() -> tuple[str | None, str]:
     name = "model.layers.3.self_attn.k_proj"
     layer: Any = module_of(student, name)
     layer.compute_dtype = torch.float16
-    return audit_message(student.model), f"{name} computes in float16 forward, float32 backward; load"
+    return (
+        audit_message(student.model),
+        f"{name} computes in float16 forward, float32 backward; load",
+    )
 
 
 def autocast(late: bool) -> Verdict:
-    """The loop switches a caller's autocast off around its micro-batches, and the audit does not let it pass unsaid."""
+    """The loop switches a caller's autocast off around its micro-batches, and the audit does not
+    let it pass unsaid.
+    """
     states = []
     messages = []
     for enabled in (False, True):
@@ -99,14 +104,19 @@ def autocast(late: bool) -> Verdict:
 def _looped(late: bool) -> dict[str, Tensor]:
     """The state after three windows of the training loop itself."""
     setting = SMALL
-    windows = [[setting.batch((window, micro)) for micro in range(setting.size)] for window in range(setting.windows)]
+    windows = [
+        [setting.batch((window, micro)) for micro in range(setting.size)]
+        for window in range(setting.windows)
+    ]
     student = Student(setting)
     with reading(late):
         looped(student, windows)
     return student.state()
 
 
-def looped(student: Student, windows: Sequence[list[Batch]], strategy: Strategy | None = None) -> tuple[Loop, list[dict[str, Any]]]:
+def looped(
+    student: Student, windows: Sequence[list[Batch]], strategy: Strategy | None = None
+) -> tuple[Loop, list[dict[str, Any]]]:
     """Train a student in the training loop itself, every step logged.
 
     Args:
@@ -138,7 +148,11 @@ def looped(student: Student, windows: Sequence[list[Batch]], strategy: Strategy 
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         written = folder.path / "metrics.jsonl"
-        lines = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()] if written.exists() else []
+        lines = (
+            [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
+            if written.exists()
+            else []
+        )
     student.optimizer = loop.optimizer
     return loop, lines
 
@@ -155,10 +169,20 @@ def reading(late: bool) -> Iterator[None]:
 
 
 @contextmanager
-def trainer(late: bool, records: list[dict[str, Any]], *, packing: bool = False, **settings: Any) -> Iterator[Trainer]:
+def trainer(
+    late: bool, records: list[dict[str, Any]], *, packing: bool = False, **settings: Any
+) -> Iterator[Trainer]:
     """A trainer of a fresh student on records of token ids, its run folder temporary."""
     with tempfile.TemporaryDirectory() as folder, reading(late):
-        config = TrainConfig(**{"batch_size": 1, "log_steps": 1, "smoke_test": False, "output_dir": f"{folder}/run", **settings})
+        config = TrainConfig(
+            **{
+                "batch_size": 1,
+                "log_steps": 1,
+                "smoke_test": False,
+                "output_dir": f"{folder}/run",
+                **settings,
+            }
+        )
         yield Trainer(
             Student(Setting(layers="1", targets=("gate",))).model,
             NoTokenizer(),
@@ -172,30 +196,47 @@ def trainer(late: bool, records: list[dict[str, Any]], *, packing: bool = False,
 
 def records(good: int, bad: int) -> list[dict[str, Any]]:
     """Records of eight token ids, those called `bad-...` with one outside the vocabulary."""
-    made = [{"id": f"good-{i}", "input_ids": [3 + (7 * i + j) % 2000 for j in range(8)]} for i in range(good)]
-    return made + [{"id": f"bad-{i}", "input_ids": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i]} for i in range(bad)]
+    made = [
+        {"id": f"good-{i}", "input_ids": [3 + (7 * i + j) % 2000 for j in range(8)]}
+        for i in range(good)
+    ]
+    return made + [
+        {"id": f"bad-{i}", "input_ids": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i]} for i in range(bad)
+    ]
 
 
-def stopped(trainer: Trainer, reason: str, step: int | None, check: Callable[[Path], list[str]]) -> Verdict:
-    """Train; the run has to stop for `reason`, with exit status 3 and a complete bundle that `check` has no complaint about."""
+def stopped(
+    trainer: Trainer, reason: str, step: int | None, check: Callable[[Path], list[str]]
+) -> Verdict:
+    """Train; the run has to stop for `reason`, with exit status 3 and a complete bundle that
+    `check` has no complaint about.
+    """
     run = trainer.folder_path
     try:
         trainer.train()
     except TooManyRefusalsError as error:
-        complaints = [] if reason in str(error) and error.exit_status == 3 else [f"stopped with {error}"]
+        complaints = (
+            [] if reason in str(error) and error.exit_status == 3 else [f"stopped with {error}"]
+        )
     else:
         return Verdict("went on", False, False, detail="the run was not stopped")
     bundles = sorted((run / "postmortem").iterdir()) if (run / "postmortem").is_dir() else []
     if len(bundles) != 1 or (step is not None and bundles[0].name != f"step-{step:08d}"):
-        return verdict_of("stopped", [*complaints, f"bundles: {[b.name for b in bundles]}"], located=False)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+        return verdict_of(
+            "stopped", [*complaints, f"bundles: {[b.name for b in bundles]}"], located=False
+        )
+    events = [
+        json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     stops = [event for event in events if event["event"] == "stopped"]
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
     missing = {"state.safetensors", "window.safetensors", "postmortem.json"} - files
     if missing:
-        return verdict_of("stopped", [*complaints, f"the bundle lacks {sorted(missing)}"], located=False)
+        return verdict_of(
+            "stopped", [*complaints, f"the bundle lacks {sorted(missing)}"], located=False
+        )
     state = load_file(bundles[0] / "state.safetensors")
     for part in ("adapter.", "optimizer.", "rng.cpu"):
         if not any(key.startswith(part) for key in state):
@@ -209,9 +250,14 @@ def stopped(trainer: Trainer, reason: str, step: int | None, check: Callable[[Pa
 
 
 def _planted(event: dict[str, Any]) -> bool:
-    """A data refusal is of a bad record, whose bad id it names; any other is of the poisoned weight."""
+    """A data refusal is of a bad record, whose bad id it names; any other is of the poisoned
+    weight.
+    """
     if event["kind"] == "data":
-        return all("bad-" in name for name in event["sample_ids"]) and f"token id {BAD_ID}" in event["detail"]
+        return (
+            all("bad-" in name for name in event["sample_ids"])
+            and f"token id {BAD_ID}" in event["detail"]
+        )
     return event["kind"] == "loss"
 
 
@@ -236,7 +282,9 @@ def bad_in_a_row(late: bool) -> Verdict:
 
     def check(bundle: Path) -> list[str]:
         said = _said(bundle)
-        good = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said["refusals"]] == [True]
+        good = [
+            r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said["refusals"]
+        ] == [True]
         return [] if good else [f"the bundle tells of {said['refusals']}"]
 
     with trainer(late, records(0, 8), max_consecutive_bad=3) as made:
@@ -244,25 +292,46 @@ def bad_in_a_row(late: bool) -> Verdict:
 
 
 def packed_run(late: bool) -> Verdict:
-    """Rows of two documents, one of which has a bad token: the bundle tells of every row where its documents end."""
+    """Rows of two documents, one of which has a bad token: the bundle tells of every row where its
+    documents end.
+    """
 
     def check(bundle: Path) -> list[str]:
         batches = read_bundle(bundle).window
-        rows = [(batch, row, name) for batch in batches for row, name in enumerate(batch.sample_ids) if "+" in name]
-        lost = [name for batch, row, name in rows if batch.documents is None or not bool(batch.documents[row].any())]
-        return [f"the documents of {name} are lost" for name in lost] or ([] if len(rows) > 1 else ["no packed row was kept"])
+        rows = [
+            (batch, row, name)
+            for batch in batches
+            for row, name in enumerate(batch.sample_ids)
+            if "+" in name
+        ]
+        lost = [
+            name
+            for batch, row, name in rows
+            if batch.documents is None or not bool(batch.documents[row].any())
+        ]
+        return [f"the documents of {name} are lost" for name in lost] or (
+            [] if len(rows) > 1 else ["no packed row was kept"]
+        )
 
-    with trainer(late, records(7, 1), packing=True, gradient_accumulation_steps=4, max_consecutive_bad=1) as made:
+    with trainer(
+        late, records(7, 1), packing=True, gradient_accumulation_steps=4, max_consecutive_bad=1
+    ) as made:
         return stopped(made, "1 refusal", 0, check)
 
 
 def poisoned_run(late: bool) -> Verdict:
-    """A weight turns NaN in front of the third micro-batch. The two steps before it stand, and nothing is saved behind it."""
+    """A weight turns NaN in front of the third micro-batch. The two steps before it stand, and
+    nothing is saved behind it.
+    """
     name = "model.layers.1.npt.A"
 
     def check(bundle: Path) -> list[str]:
         state = load_file(bundle / "state.safetensors")
-        bad = [key for key, tensor in state.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
+        bad = [
+            key
+            for key, tensor in state.items()
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+        ]
         complaints = [] if bad == [f"adapter.{name}"] else [f"not finite in the bundle: {bad}"]
         traces = _said(bundle)["history"]
         if [trace["loss"] is None for trace in traces[:5]] != [False, False, True, True, True]:
@@ -284,12 +353,16 @@ def over_budget(late: bool) -> Verdict:
     def check(bundle: Path) -> list[str]:
         return [] if _said(bundle)["history"] else ["the bundle has no history"]
 
-    with trainer(late, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4) as made:
+    with trainer(
+        late, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4
+    ) as made:
         return stopped(made, "--max_refused_share", None, check)
 
 
 def dtype_flipped_in_a_run(late: bool) -> Verdict:
-    """The audit in front of every checkpoint names the layer; of the steps it computed nothing is saved."""
+    """The audit in front of every checkpoint names the layer; of the steps it computed nothing is
+    saved.
+    """
     name = "model.layers.0.mlp.up_proj"
     with trainer(late, records(10, 0), save_steps=2) as made:
 
@@ -300,7 +373,9 @@ def dtype_flipped_in_a_run(late: bool) -> Verdict:
         try:
             made.train()
         except PrecisionError as error:
-            complaints = [] if f"{name} computes in float16" in str(error) else [f"stopped with: {error}"]
+            complaints = (
+                [] if f"{name} computes in float16" in str(error) else [f"stopped with: {error}"]
+            )
         else:
             complaints = ["the run went on"]
         saved = sorted(path.name for path in (made.folder_path / "checkpoints").iterdir())
@@ -310,7 +385,9 @@ def dtype_flipped_in_a_run(late: bool) -> Verdict:
 
 
 def refused_save(late: bool) -> Verdict:
-    """An adapter that was saved well is still there, byte for byte, after a poisoned one was refused in its place."""
+    """An adapter that was saved well is still there, byte for byte, after a poisoned one was
+    refused in its place.
+    """
     student = Student(SMALL)
     name = "model.layers.2.npt.M.down"
     with tempfile.TemporaryDirectory() as folder:
@@ -343,7 +420,9 @@ def tracker(late: bool) -> Verdict:
         drawn: dict[str, list[float]] = {}
         for file in Path(folder).rglob("events.out.tfevents*"):
             events = EventAccumulator(str(file)).Reload()
-            drawn |= {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+            drawn |= {
+                tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+            }
     complaints = [] if drawn == {"good": [1.5]} else [f"drawn: {drawn}"]
     written = json.loads(to_json(values))
     if written != {"good": 1.5, "nan": None, "inf": None, "none": None}:

@@ -1,4 +1,6 @@
-"""Cases of what is seen and by whom: attention, windows and the tokens of a text, where nothing is refused and nothing must differ."""
+"""Cases of what is seen and by whom: attention, windows and the tokens of a text, where nothing is
+refused and nothing must differ.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,25 @@ def other_attention(late: bool) -> Verdict:
         for attention in ("sdpa", "eager"):
             teacher.set_attn_implementation(attention)
             found[attention] = float(drive(student.model, batch, student.config, teacher).loss)
-        if not abs(found["eager"] / found["sdpa"] - 1) < 1e-3:  # another order of summation, in states whose difference loses digits
-            complaints.append(f"{strategy}: a loss of {found['eager']:.6g} from an eager teacher, {found['sdpa']:.6g} under SDPA")
+        # another order of summation, in states whose difference loses digits
+        if not abs(found["eager"] / found["sdpa"] - 1) < 1e-3:
+            complaints.append(
+                f"{strategy}: a loss of {found['eager']:.6g} from an eager teacher,"
+                f" {found['sdpa']:.6g} under SDPA"
+            )
     return verdict_of("unharmed", complaints)
 
 
 def as_called(late: bool, setting: Setting) -> Verdict:
-    """Loss and gradients of a strategy against those of calls of whole decoder layers and automatic differentiation."""
+    """Loss and gradients of a strategy against those of calls of whole decoder layers and automatic
+    differentiation.
+    """
     student, batch = Student(setting), setting.batch((0, 0))
     with torch.no_grad():
         for seed, parameter in enumerate(student.parameters.values()):
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+            parameter.copy_(
+                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            )
     config = replace(student.config, logit_kl_weight=0.0)
     loss = float(drive(student.model, batch, config).loss)
     gradients = {name: p.grad for name, p in student.parameters.items()}
@@ -57,7 +67,11 @@ def as_called(late: bool, setting: Setting) -> Verdict:
     complaints = []
     if not abs(loss / called - 1) < 1e-4:  # fp32 sums in another order
         complaints.append(f"a loss of {loss:.6g}, and {called:.6g} from calls")
-    for name, gradient in zip(student.parameters, torch.autograd.grad(expected, list(student.parameters.values())), strict=True):
+    for name, gradient in zip(
+        student.parameters,
+        torch.autograd.grad(expected, list(student.parameters.values())),
+        strict=True,
+    ):
         found = gradients[name]
         if found is None or not float((found - gradient).norm()) <= 1e-3 * float(gradient.norm()):
             complaints.append(f"another gradient of {name}")
@@ -66,7 +80,9 @@ def as_called(late: bool, setting: Setting) -> Verdict:
 
 
 def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tensor:
-    """The loss on hidden states of a strategy, scalar with its graph, from calls of whole decoder layers alone."""
+    """The loss on hidden states of a strategy, scalar with its graph, from calls of whole decoder
+    layers alone.
+    """
     stream = open_stream(model, batch)
     taught = hidden = stream.hidden
     losses = []
@@ -77,7 +93,9 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
         with adapter_mode(model, "student"):
             own = stream.clean(layer(hidden, **context))
         if isinstance(layer, NPTLayer):
-            losses.append(hidden_loss(config, stream.rows(own), stream.rows(behind), stream.rows(taught))[0])
+            losses.append(
+                hidden_loss(config, stream.rows(own), stream.rows(behind), stream.rows(taught))[0]
+            )
         taught = behind
         hidden = {"local": behind, "propagated": own.detach(), "end_to_end": own}[config.strategy]
     return torch.stack(losses).sum() / len(losses)
@@ -85,19 +103,39 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
 
 def unequal_prompts(late: bool) -> Verdict:
     """Prompts of unequal length in one batch, of a model that looks back on four tokens."""
-    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = random_base(MistralConfig(**size, num_key_value_heads=2, sliding_window=_WINDOW), quantization=None, device="cpu")
+    size = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = random_base(
+        MistralConfig(**size, num_key_value_heads=2, sliding_window=_WINDOW),
+        quantization=None,
+        device="cpu",
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(12.0)  # so that attention decides which token is next
     generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (2, 9, 5)]
+    prompts = [
+        torch.randint(3, 64, (length,), generator=generator).tolist() for length in (2, 9, 5)
+    ]
     names = [f"prompt {row}" for row in range(3)]
     together = continue_greedily(model, prompts, [8] * 3, (), names)
-    alone = [continue_greedily(model, [prompt], [8], (), [name])[0] for prompt, name in zip(prompts, names, strict=True)]
+    alone = [
+        continue_greedily(model, [prompt], [8], (), [name])[0]
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
     return verdict_of(
-        "unharmed", [f"{n} goes on with {a}, alone with {b}" for n, a, b in zip(names, together, alone, strict=True) if a != b]
+        "unharmed",
+        [
+            f"{n} goes on with {a}, alone with {b}"
+            for n, a, b in zip(names, together, alone, strict=True)
+            if a != b
+        ],
     )
 
 
@@ -106,7 +144,9 @@ def space_in_front(late: bool) -> Verdict:
     tokenizer = _metaspace()
     complaints = []
     for prompt, completion in (("the:", "answer"), ("the", " answer"), ("the: ", "answer")):
-        (sample,) = cut([{"prompt": prompt, "completion": completion}], tokenizer, DataConfig(max_length=32))
+        (sample,) = cut(
+            [{"prompt": prompt, "completion": completion}], tokenizer, DataConfig(max_length=32)
+        )
         targets = [label for label in sample.labels or () if label != -100]
         text = tokenizer.decode([*sample.input_ids])
         if text != prompt + completion or sample.input_ids[-len(targets) :] != tuple(targets):
@@ -132,7 +172,25 @@ def _metaspace() -> Any:
 def sight_cases() -> list[Case]:
     once, truth = (False,), "no difference"
     return [
-        Case("sight-attention", "a teacher of its own in eager attention, the student under SDPA", truth, other_attention, once),
-        Case("sight-window", "prompts of unequal length under a sliding window", truth, unequal_prompts, once),
-        Case("sight-space", "a tokenizer that begins every text with a space", truth, space_in_front, once),
+        Case(
+            "sight-attention",
+            "a teacher of its own in eager attention, the student under SDPA",
+            truth,
+            other_attention,
+            once,
+        ),
+        Case(
+            "sight-window",
+            "prompts of unequal length under a sliding window",
+            truth,
+            unequal_prompts,
+            once,
+        ),
+        Case(
+            "sight-space",
+            "a tokenizer that begins every text with a space",
+            truth,
+            space_in_front,
+            once,
+        ),
     ]

@@ -1,11 +1,12 @@
-"""Faults for the tracer to find: each planted in the embedded 4-bit model, with the place where it has to be found.
+"""Faults for the tracer to find: each planted in the embedded 4-bit model, with the place where it
+has to be found.
 
-The truth stands beside the plant and comes from how it is planted, never from what the tracer said: the tensor and element that
-are spoilt, and the operation that torch runs on them. Where a product overflows, the first element that does is computed here in
-plain fp64.
+The truth stands beside the plant and comes from how it is planted, never from what the tracer said:
+the tensor and element that are spoilt, and the operation that torch runs on them. Where a product
+overflows, the first element that does is computed here in plain fp64.
 
-Shapes: the batch has 2 rows of 16 and 12 valid tokens; the local strategy gathers their N = 28 rows, and stacks the student's
-in front of the teacher's.
+Shapes: the batch has 2 rows of 16 and 12 valid tokens; the local strategy gathers their N = 28
+rows, and stacks the student's in front of the teacher's.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class Truth:
         return _sentence(self.phase, self.operation, self.module, self.index)
 
     def fits(self, verdict: Verdict) -> bool:
-        same = all(getattr(verdict, name) == getattr(self, name) for name in ("phase", "layer", "module", "operation", "index", "cause"))
+        same = all(
+            getattr(verdict, name) == getattr(self, name)
+            for name in ("phase", "layer", "module", "operation", "index", "cause")
+        )
         return same and (self.token is None or (verdict.row, verdict.token) == self.token)
 
 
@@ -73,8 +77,9 @@ class Truth:
 class Case:
     """A planted fault.
 
-    plant: for one micro-batch, as in the fault campaign. act: done to the student before. truth: fixed, or computed from the
-    clean student and its batch. plain: the model's own forward and its loss are traced, not a training step.
+    plant: for one micro-batch, as in the fault campaign. act: done to the student before. truth:
+    fixed, or computed from the clean student and its batch. plain: the model's own forward and its
+    loss are traced, not a training step.
     """
 
     id: str
@@ -103,7 +108,9 @@ class Line:
     @property
     def found(self) -> str:
         v = self.verdict
-        return self.error or ("nothing" if v is None else _sentence(v.phase, v.operation, v.module, v.index))
+        return self.error or (
+            "nothing" if v is None else _sentence(v.phase, v.operation, v.module, v.index)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -129,7 +136,8 @@ def _short(sentence: str) -> str:
     return sentence
 
 
-# --- plants that only a trace asks for -------------------------------------------------------------------------------
+# --- plants that only a trace asks for
+# -------------------------------------------------------------------------------
 
 
 def changed(module: str, change: Callable[[Tensor], Tensor]) -> Plant:
@@ -157,7 +165,9 @@ def eager(*plants: Plant) -> Plant:
         before = student.model.config._attn_implementation
         student.model.config._attn_implementation = "eager"
         try:
-            with together(*plants)(student, batch) if plants else _nothing(student, batch) as result:
+            with (
+                together(*plants)(student, batch) if plants else _nothing(student, batch)
+            ) as result:
                 yield result
         finally:
             student.model.config._attn_implementation = before
@@ -166,18 +176,28 @@ def eager(*plants: Plant) -> Plant:
 
 
 def mask_row(layer: int, row: int, query: int, form: str) -> Plant:
-    """A valid token's row of one layer's attention mask leaves it nothing to attend to, in one of the forms of a mask."""
+    """A valid token's row of one layer's attention mask leaves it nothing to attend to, in one of
+    the forms of a mask.
+    """
 
-    def hook(_module: Any, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        _module: Any, inputs: tuple[Any, ...], arguments: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask = arguments["attention_mask"].clone()
         if form != "bool" and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-        mask[row, :, query] = {"bool": False, "-inf": -math.inf, "finfo.min": torch.finfo(torch.float32).min}[form]
+        mask[row, :, query] = {
+            "bool": False,
+            "-inf": -math.inf,
+            "finfo.min": torch.finfo(torch.float32).min,
+        }[form]
         return inputs, {**arguments, "attention_mask": mask}
 
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
-        handle = module_of(student, f"model.layers.{layer}.self_attn").register_forward_pre_hook(hook, with_kwargs=True)
+        handle = module_of(student, f"model.layers.{layer}.self_attn").register_forward_pre_hook(
+            hook, with_kwargs=True
+        )
         try:
             yield batch, None
         finally:
@@ -186,13 +206,19 @@ def mask_row(layer: int, row: int, query: int, form: str) -> Plant:
     return plant
 
 
-def input_changed(module: str, change: Callable[[Tensor], Tensor], compute: torch.dtype | None = None) -> Plant:
-    """`module` is given what `change` makes of its input, and computes in another dtype where asked."""
+def input_changed(
+    module: str, change: Callable[[Tensor], Tensor], compute: torch.dtype | None = None
+) -> Plant:
+    """`module` is given what `change` makes of its input, and computes in another dtype where
+    asked.
+    """
 
     @contextmanager
     def plant(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
         layer: Any = module_of(student, module)
-        handle = layer.register_forward_pre_hook(lambda _module, inputs: (change(inputs[0]), *inputs[1:]))
+        handle = layer.register_forward_pre_hook(
+            lambda _module, inputs: (change(inputs[0]), *inputs[1:])
+        )
         before = getattr(layer, "compute_dtype", None)
         if compute is not None:
             layer.compute_dtype = compute
@@ -303,11 +329,15 @@ def _one_hot(like: Tensor, index: Index) -> Tensor:
 
 
 def _put(x: Tensor, index: Index, value: float) -> Tensor:
-    """`x` with one element replaced, in one operation that is differentiable and writes nothing bad."""
+    """`x` with one element replaced, in one operation that is differentiable and writes nothing
+    bad.
+    """
     return torch.where(_one_hot(x, index), value, x)
 
 
-def applied(function: Callable[[Tensor], Tensor], index: Index, value: float) -> Callable[[Tensor], Tensor]:
+def applied(
+    function: Callable[[Tensor], Tensor], index: Index, value: float
+) -> Callable[[Tensor], Tensor]:
     """`function` of numbers that it bears, and of `value` at one element."""
     return lambda x: function(_put(x.abs().clamp(0.1, 1.0), index, value))
 
@@ -325,15 +355,22 @@ def _hidden_log(x: Tensor, index: Index) -> Tensor:
     return torch.where(x == 0, 0.0, x * x.abs().log())
 
 
-# --- truths that have to be computed ----------------------------------------------------------------------------------
+# --- truths that have to be computed
+# ----------------------------------------------------------------------------------
 
 
-def _overflow_of(module: str, what: str, at: Index, value: float) -> Callable[[Student, Batch], Truth]:
-    """The first element of the product of `module`'s input and its weight, with one statistic changed, that fp32 cannot hold."""
+def _overflow_of(
+    module: str, what: str, at: Index, value: float
+) -> Callable[[Student, Batch], Truth]:
+    """The first element of the product of `module`'s input and its weight, with one statistic
+    changed, that fp32 cannot hold.
+    """
 
     def truth(student: Student, batch: Batch) -> Truth:
         layer, seen = module_of(student, module), []
-        handle = layer.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].detach().double()))
+        handle = layer.register_forward_pre_hook(
+            lambda _module, inputs: seen.append(inputs[0].detach().double())
+        )
         student.fill(batch)
         handle.remove()
         clean = dense_weight(layer)
@@ -341,7 +378,9 @@ def _overflow_of(module: str, what: str, at: Index, value: float) -> Callable[[S
         product = F.linear(seen[0], dense_weight(layer).double())
         assert not torch.equal(clean, dense_weight(layer))
         (first,) = (product.abs() > torch.finfo(torch.float32).max).nonzero()[:1].tolist()
-        return Truth("forward", 1, module, "gemm_4bit", tuple(first), "corrupt absmax", (first[0], first[1]))
+        return Truth(
+            "forward", 1, module, "gemm_4bit", tuple(first), "corrupt absmax", (first[0], first[1])
+        )
 
     return truth
 
@@ -356,18 +395,28 @@ def _first_underflow(student: Student, batch: Batch) -> Truth:
 
 def _embedded_token(row: int, token: int, column: int) -> Callable[[Student, Batch], Truth]:
     return lambda _student, batch: Truth(
-        "state", None, "model.embed_tokens", "embedding", (int(batch.input_ids[row, token]), column), "corrupt weight"
+        "state",
+        None,
+        "model.embed_tokens",
+        "embedding",
+        (int(batch.input_ids[row, token]), column),
+        "corrupt weight",
     )
 
 
 def _token_weight(row: int, token: int, column: int, value: float) -> Poison:
     def act(student: Student) -> None:
-        frozen("model.embed_tokens.weight", (int(student.setting.batch(PLACE).input_ids[row, token]), column), value)(student)
+        frozen(
+            "model.embed_tokens.weight",
+            (int(student.setting.batch(PLACE).input_ids[row, token]), column),
+            value,
+        )(student)
 
     return act
 
 
-# --- the cases ---------------------------------------------------------------------------------------------------------
+# --- the cases
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _state() -> Iterator[Case]:
@@ -390,7 +439,15 @@ def _state() -> Iterator[Case]:
         "norm-weight",
         "NaN in an RMSNorm's weight",
         "weight",
-        Truth("state", 3, "model.layers.3.post_attention_layernorm", "mul", (9,), "corrupt weight", (0, 0)),
+        Truth(
+            "state",
+            3,
+            "model.layers.3.post_attention_layernorm",
+            "mul",
+            (9,),
+            "corrupt weight",
+            (0, 0),
+        ),
         act=frozen("model.layers.3.post_attention_layernorm.weight", (9,), math.nan),
     )
     yield Case(
@@ -412,14 +469,18 @@ def _state() -> Iterator[Case]:
         "absmax-nan",
         "NaN in a 4-bit weight's second-level absmax",
         "absmax",
-        Truth("state", 3, "model.layers.3.mlp.up_proj", "gemm_4bit", (1,), "corrupt absmax", (0, 0)),
+        Truth(
+            "state", 3, "model.layers.3.mlp.up_proj", "gemm_4bit", (1,), "corrupt absmax", (0, 0)
+        ),
         act=statistic("model.layers.3.mlp.up_proj: state2.absmax", (1,), math.nan),
     )
     yield Case(
         "offset-inf",
         "Inf in a 4-bit weight's offset",
         "absmax",
-        Truth("state", 5, "model.layers.5.mlp.down_proj", "gemm_4bit", (), "corrupt absmax", (0, 0)),
+        Truth(
+            "state", 5, "model.layers.5.mlp.down_proj", "gemm_4bit", (), "corrupt absmax", (0, 0)
+        ),
         act=statistic("model.layers.5.mlp.down_proj: offset", (), math.inf),
     )
     yield Case(
@@ -444,47 +505,92 @@ def _forward() -> Iterator[Case]:
         "product-fp16",
         "300 * 300 in fp16",
         "cast",
-        Truth("forward", 5, "model.layers.5.mlp.act_fn", "mul", (3, 17), "low-precision overflow", (0, 3)),
-        plant=changed("model.layers.5.mlp.act_fn", lambda x: (_put(x, (3, 17), 300.0).half() * _put(x, (3, 17), 300.0).half()).float()),
+        Truth(
+            "forward",
+            5,
+            "model.layers.5.mlp.act_fn",
+            "mul",
+            (3, 17),
+            "low-precision overflow",
+            (0, 3),
+        ),
+        plant=changed(
+            "model.layers.5.mlp.act_fn",
+            lambda x: (_put(x, (3, 17), 300.0).half() * _put(x, (3, 17), 300.0).half()).float(),
+        ),
     )
     for form in ("bool", "finfo.min"):
         yield Case(
             f"mask-{form.split('.')[0]}",
-            f"a valid token's mask row all {'False' if form == 'bool' else form}: finite, and wrong",
+            f"a valid token's mask row all {'False' if form == 'bool' else form}: finite, and"
+            " wrong",
             "mask",
-            Truth("data", 1, "model.layers.1.self_attn", "attention_mask", (0, 5), "fully masked row", (0, 5)),
+            Truth(
+                "data",
+                1,
+                "model.layers.1.self_attn",
+                "attention_mask",
+                (0, 5),
+                "fully masked row",
+                (0, 5),
+            ),
             plant=mask_row(1, 0, 5, form),
         )
     yield Case(
         "mask-inf",
         "a valid token's mask row all -Inf, attention written out",
         "mask",
-        Truth("forward", 1, "model.layers.1.self_attn", "_softmax", (0, 0, 5, 0), "fully masked row", (0, 5)),
+        Truth(
+            "forward",
+            1,
+            "model.layers.1.self_attn",
+            "_softmax",
+            (0, 0, 5, 0),
+            "fully masked row",
+            (0, 5),
+        ),
         plant=eager(mask_row(1, 0, 5, "-inf")),
     )
     yield Case(
         "norm-epsilon",
         "RMSNorm without epsilon on a token whose state is 0",
         "division",
-        Truth("forward", 0, "model.layers.0.input_layernorm", "rsqrt", (0, 4, 0), "vanishing norm", (0, 4)),
+        Truth(
+            "forward",
+            0,
+            "model.layers.0.input_layernorm",
+            "rsqrt",
+            (0, 4, 0),
+            "vanishing norm",
+            (0, 4),
+        ),
         plant=zeroed_token(0, 4, epsilon("model.layers.0.input_layernorm", 0.0)),
     )
     yield Case(
         "unit-vector",
         "a vector divided by its norm of 0",
         "division",
-        Truth("forward", 3, "model.layers.3.self_attn.o_proj", "div", (0, 6, 0), "vanishing norm", (0, 6)),
-        plant=changed(
+        Truth(
+            "forward",
+            3,
             "model.layers.3.self_attn.o_proj",
-            lambda x: _unit(x, 0, 6),
+            "div",
+            (0, 6, 0),
+            "vanishing norm",
+            (0, 6),
         ),
+        plant=changed("model.layers.3.self_attn.o_proj", lambda x: _unit(x, 0, 6)),
     )
     yield Case(
         "mean-of-none",
         "a sum over no token divided by their number",
         "division",
         Truth("forward", None, "", "div", (), "division by zero"),
-        plant=extra_loss(lambda student, _: student.parameters["model.layers.2.npt.A"].sum() * 0 / torch.zeros(())),
+        plant=extra_loss(
+            lambda student, _: (
+                student.parameters["model.layers.2.npt.A"].sum() * 0 / torch.zeros(())
+            )
+        ),
     )
     yield Case(
         "no-labels",
@@ -546,7 +652,9 @@ def _forward() -> Iterator[Case]:
         "forward",
         Truth("forward", 5, act, "log", (2, 9), "invalid argument", (0, 2)),
         plant=together(
-            changed("model.layers.1.mlp.act_fn", lambda x: torch.where(x == x, x, (x - x) / (x - x))),
+            changed(
+                "model.layers.1.mlp.act_fn", lambda x: torch.where(x == x, x, (x - x) / (x - x))
+            ),
             changed(act, applied(torch.log, (2, 9), 0.0)),
         ),
     )
@@ -568,7 +676,9 @@ def _backward() -> Iterator[Case]:
         "the derivative of a root at 0",
         "backward",
         Truth("backward", 5, act, "div in SqrtBackward0", (4, 3), "infinite slope", (0, 4)),
-        plant=changed(act, lambda x: x + torch.sqrt(torch.where(_one_hot(x, (4, 3)), x - x.detach(), 1.0))),
+        plant=changed(
+            act, lambda x: x + torch.sqrt(torch.where(_one_hot(x, (4, 3)), x - x.detach(), 1.0))
+        ),
     )
     yield Case(
         "hidden-log",
@@ -647,7 +757,9 @@ def find_fault(case: Case) -> Line:
     """Plant a case in a fresh student and trace it."""
     student = Student(case.setting)
     batch = case.setting.batch(PLACE)
-    truth = case.truth if isinstance(case.truth, Truth) else case.truth(Student(case.setting), batch)
+    truth = (
+        case.truth if isinstance(case.truth, Truth) else case.truth(Student(case.setting), batch)
+    )
     if case.act is not None:
         case.act(student)
     plant = case.plant if case.plant is not None else _nothing
@@ -666,14 +778,18 @@ def false_alarms() -> int:
         batch = setting.batch(PLACE)
         for plant in (_nothing, eager()):
             with plant(student, batch):
-                count += sum(_trace(student, batch, None, plain) is not None for plain in (False, True))
+                count += sum(
+                    _trace(student, batch, None, plain) is not None for plain in (False, True)
+                )
     return count
 
 
 def _trace(student: Student, batch: Batch, fill: Fill | None, plain: bool) -> Verdict | None:
     if plain:
         return trace(student.model, batch)
-    return trace(student.model, batch, run=fill if fill is not None else lambda: student.fill(batch))
+    return trace(
+        student.model, batch, run=fill if fill is not None else lambda: student.fill(batch)
+    )
 
 
 def summary(lines: list[Line], alarms: int) -> dict[str, Any]:
@@ -694,8 +810,12 @@ def print_lines(console: Console, lines: list[Line], alarms: int) -> None:
     for line in lines:
         cause = "" if line.verdict is None else line.verdict.cause
         style = "green" if line.passed else "red"
-        table.add_row(line.case.id, _short(str(line.truth)), Text(_short(line.found), style=style), cause)
+        table.add_row(
+            line.case.id, _short(str(line.truth)), Text(_short(line.found), style=style), cause
+        )
     console.print(table)
     console.print("phase: operation, module (its layer's number first) [first bad index]")
     passed = sum(line.passed for line in lines)
-    console.print(f"found {passed} of {len(lines)} exactly, {alarms} false alarms on the clean model")
+    console.print(
+        f"found {passed} of {len(lines)} exactly, {alarms} false alarms on the clean model"
+    )

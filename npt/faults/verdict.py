@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """verdict: one word for what became of the run. located: exactly what was planted was named, or nothing where nothing had
-    to be. false_alarms: refusals and findings of what nobody planted. detail: what is wrong, empty where nothing is."""
+    """verdict: one word for what became of the run. located: exactly what was planted was named, or
+    nothing where nothing had to be. false_alarms: refusals and findings of what nobody planted.
+    detail: what is wrong, empty where nothing is."""
 
     verdict: str
     located: bool
@@ -22,10 +23,18 @@ Check = Callable[[bool], Verdict]
 """Judges a case in a reading mode of the transaction: True reads flags one window late."""
 
 
-def verdict_of(word: str, complaints: list[str], located: bool = True, false_alarms: int = 0) -> Verdict:
+def verdict_of(
+    word: str, complaints: list[str], located: bool = True, false_alarms: int = 0
+) -> Verdict:
     """`word` where there is no complaint, else `harmed`, with the complaints."""
     good = not complaints and not false_alarms
-    return Verdict(word if good else "harmed", located and good, good and located, false_alarms, "; ".join(complaints))
+    return Verdict(
+        word if good else "harmed",
+        located and good,
+        good and located,
+        false_alarms,
+        "; ".join(complaints),
+    )
 
 
 def together(verdicts: list[Verdict]) -> Verdict:

@@ -1,7 +1,9 @@
-"""Which part of a student's distance from the unquantised base is quantisation's, and which the conversion's.
+"""Which part of a student's distance from the unquantised base is quantisation's, and which the
+conversion's.
 
-Three comparisons on the same tokens: unquantised to 4-bit, 4-bit to NPT, unquantised to NPT. The unquantised base need not be in
-memory at the same time as the others: it runs first, its final states stay on the host, and of the model only its head is kept.
+Three comparisons on the same tokens: unquantised to 4-bit, 4-bit to NPT, unquantised to NPT. The
+unquantised base need not be in memory at the same time as the others: it runs first, its final
+states stay on the host, and of the model only its head is kept.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ COMPARISONS = {
 class Reference:
     """What is kept of an unquantised base.
 
-    states: of each sample the states that its tokens are predicted from, [P, D], on the host. head: its lm_head. samples_hash: of
-    the samples that it ran on.
+    states: of each sample the states that its tokens are predicted from, [P, D], on the host. head:
+    its lm_head. samples_hash: of the samples that it ran on.
     """
 
     states: tuple[Tensor, ...]
@@ -54,11 +56,14 @@ class Reference:
 
 @torch.no_grad()
 @kept_random_state()
-def refer(model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0) -> Reference:
+def refer(
+    model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0
+) -> Reference:
     """Run the unquantised base on the samples and keep what the others are compared with.
 
-    Memory: P * D values on the host for P predicted tokens (1 GiB for 64 Ki tokens of D 4096 in fp32), and the head, V * D values,
-    for as long as the reference lives. The rest of the model can be deleted.
+    Memory: P * D values on the host for P predicted tokens (1 GiB for 64 Ki tokens of D 4096 in
+    fp32), and the head, V * D values, for as long as the reference lives. The rest of the model can
+    be deleted.
 
     Args:
         model: without adapters, or with adapters, whose teacher then runs.
@@ -89,4 +94,6 @@ def refer(model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int 
 
 def samples_hash(samples: Sequence[Sample]) -> str:
     """Of ids and targets, by which a reference for other samples is noticed."""
-    return hashlib.sha256(repr([(s.input_ids, s.labels, s.lengths) for s in samples]).encode()).hexdigest()
+    return hashlib.sha256(
+        repr([(s.input_ids, s.labels, s.lengths) for s in samples]).encode()
+    ).hexdigest()

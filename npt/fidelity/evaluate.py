@@ -35,10 +35,11 @@ MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
 class Fidelity:
     """Figures of each model, and of each layer.
 
-    layers: of converted layer i the NMSE, over all `layer_tokens`, fed the teacher's h, as `nmse_<model>`, and of the model's own stream
-    behind it, as `free_running_<model>`; each with its `_se`. unconverted_layers: the latter for the layers behind the first converted
-    one that were left as they are. divergence, attribution: where they were asked for. sources: the student's figures on the samples
-    of each source, where they are of several.
+    layers: of converted layer i the NMSE, over all `layer_tokens`, fed the teacher's h, as
+    `nmse_<model>`, and of the model's own stream behind it, as `free_running_<model>`; each with
+    its `_se`. unconverted_layers: the latter for the layers behind the first converted one that
+    were left as they are. divergence, attribution: where they were asked for. sources: the
+    student's figures on the samples of each source, where they are of several.
     """
 
     teacher: Figures
@@ -54,16 +55,25 @@ class Fidelity:
 
     @property
     def aim(self) -> Figures:
-        """The student against what it is to be like: the unquantised base where that was measured, else its teacher."""
+        """The student against what it is to be like: the unquantised base where that was measured,
+        else its teacher.
+        """
         return self.attribution.get("unquantized_to_npt", self.student)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `fidelity.json`."""
-        named = {"teacher": self.teacher, "floor": self.floor, "initial": self.initial, "student": self.student}
+        named = {
+            "teacher": self.teacher,
+            "floor": self.floor,
+            "initial": self.initial,
+            "student": self.student,
+        }
         found: dict[str, Any] = {name: f.as_dict() for name, f in named.items() if f is not None}
         found["layers"] = {str(index): values for index, values in self.layers.items()}
         if self.unconverted_layers:
-            found["unconverted_layers"] = {str(index): values for index, values in self.unconverted_layers.items()}
+            found["unconverted_layers"] = {
+                str(index): values for index, values in self.unconverted_layers.items()
+            }
         if self.layer_tokens is not None:
             found["layer_tokens"] = self.layer_tokens
         if self.divergence is not None:
@@ -76,8 +86,8 @@ class Fidelity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
-        """The figures that `as_dict` gave, now or in an earlier version, through JSON or not; what JSON has no word for comes back as
-        NaN."""
+        """The figures that `as_dict` gave, now or in an earlier version, through JSON or not; what
+        JSON has no word for comes back as NaN."""
 
         def made(name: str) -> Figures | None:
             found = values.get(name)
@@ -85,7 +95,9 @@ class Fidelity:
 
         teacher, floor, student = made("teacher"), made("floor"), made("student")
         if teacher is None or floor is None or student is None:
-            raise ValueError(f"figures of teacher, floor and student are needed, there are {', '.join(values)}")
+            raise ValueError(
+                f"figures of teacher, floor and student are needed, there are {', '.join(values)}"
+            )
         parted = values.get("divergence")
         return cls(
             teacher,
@@ -96,22 +108,31 @@ class Fidelity:
             _layers(values.get("unconverted_layers", {})),
             values.get("layer_tokens"),
             Divergence.from_dict(parted) if parted else None,
-            {name: Figures.from_dict(found) for name, found in values.get("attribution", {}).items()},
+            {
+                name: Figures.from_dict(found)
+                for name, found in values.get("attribution", {}).items()
+            },
             {name: Figures.from_dict(found) for name, found in values.get("sources", {}).items()},
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
-        """These figures as those of the trained student, with `initial`'s student as the one before training."""
+        """These figures as those of the trained student, with `initial`'s student as the one before
+        training.
+        """
 
-        def both(now: dict[int, dict[str, float]], before: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+        def both(
+            now: dict[int, dict[str, float]], before: dict[int, dict[str, float]]
+        ) -> dict[int, dict[str, float]]:
             return {
-                index: values
-                | {
-                    f"{kind}_initial{tail}": before[index][f"{kind}_student{tail}"]
-                    for kind in ("nmse", "free_running")
-                    for tail in ("", "_se")
-                    if f"{kind}_student{tail}" in before.get(index, {})
-                }
+                index: (
+                    values
+                    | {
+                        f"{kind}_initial{tail}": before[index][f"{kind}_student{tail}"]
+                        for kind in ("nmse", "free_running")
+                        for tail in ("", "_se")
+                        if f"{kind}_student{tail}" in before.get(index, {})
+                    }
+                )
                 for index, values in now.items()
             }
 
@@ -147,44 +168,63 @@ def evaluate(
     between: Callable[[], None] | None = None,
     sources: Sequence[str] | None = None,
 ) -> Fidelity:
-    """Compare the student with its teacher and with its floor (the same layers, attention dropped) on the same tokens.
+    """Compare the student with its teacher and with its floor (the same layers, attention dropped)
+    on the same tokens.
 
-    Three forwards of the model a batch, and three of its head. Memory beside the model: the logits of a chunk of tokens, and the
-    teacher's states behind every layer from the first converted one on, N * D values a layer, for one batch at a time.
+    Three forwards of the model a batch, and three of its head. Memory beside the model: the logits
+    of a chunk of tokens, and the teacher's states behind every layer from the first converted one
+    on, N * D values a layer, for one batch at a time.
 
     Args:
         model: with adapters attached; left as it was.
         tokenizer: of the base model.
-        data: records, or samples already cut. Of prompts with completions only the completions' tokens are predicted; the layers'
-            NMSE is over all tokens.
+        data: records, or samples already cut. Of prompts with completions only the completions'
+            tokens are predicted; the layers' NMSE is over all tokens.
         max_length: tokens of a sample, when `data` are records.
-        text_column, prompt_column, completion_column: fields that hold a record's text, or its prompt and completion.
+        text_column, prompt_column, completion_column: fields that hold a record's text, or its
+            prompt and completion.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
-        divergence_prompts: continue the beginnings of so many samples greedily and see where the student parts from its teacher.
+        divergence_prompts: continue the beginnings of so many samples greedily and see where the
+            student parts from its teacher.
         max_new_tokens: of such a continuation.
-        unquantized: the base before quantisation, for the attribution of what is lost; or what `attribution.refer` kept of it, for
-            which it need not be in memory any more.
+        unquantized: the base before quantisation, for the attribution of what is lost; or what
+            `attribution.refer` kept of it, for which it need not be in memory any more.
         between: called in front of every batch; what it raises ends the evaluation.
-        sources: of each sample what its source is called, to have the student's figures on each source as well.
+        sources: of each sample what its source is called, to have the student's figures on each
+            source as well.
 
     Raises:
-        DataError: no tokens to evaluate on, token ids outside the vocabulary, or a reference for other samples.
+        DataError: no tokens to evaluate on, token ids outside the vocabulary, or a reference for
+            other samples.
         ConfigError: continuations that leave no room for a prompt.
         NumericalError: logits of greedy continuations that are not finite.
         ModelError: no adapters are attached.
     """
     attached_config(model)
-    config = DataConfig(max_length=max_length, text_column=text_column, prompt_column=prompt_column, completion_column=completion_column)
+    config = DataConfig(
+        max_length=max_length,
+        text_column=text_column,
+        prompt_column=prompt_column,
+        completion_column=completion_column,
+    )
     samples = _samples(data, tokenizer, config, max_samples)
     prompts = []
     if divergence_prompts:
-        prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, getattr(model.config, "max_position_embeddings", None))
+        prompts = parting_prompts(
+            samples,
+            divergence_prompts,
+            max_new_tokens,
+            getattr(model.config, "max_position_embeddings", None),
+        )
     pad_id = pad_id_of(tokenizer)
     if unquantized is not None and not isinstance(unquantized, Reference):
         unquantized = refer(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
     if unquantized is not None and unquantized.samples_hash != samples_hash(samples):
-        raise DataError("the unquantised base was run on other samples; pass attribution.refer the samples that are evaluated on")
+        raise DataError(
+            "the unquantised base was run on other samples; pass attribution.refer the samples that"
+            " are evaluated on"
+        )
     device = next(model.parameters()).device
     pairs: list[Pair] = [(mode, "teacher") for mode in MODES]
     if unquantized is not None:
@@ -203,7 +243,9 @@ def evaluate(
                     between()
                 fault = find_fault(batch, model.config.vocab_size)
                 if fault is not None:
-                    raise DataError(f"evaluation data: {fault}; is this the tokenizer of the model?")
+                    raise DataError(
+                        f"evaluation data: {fault}; is this the tokenizer of the model?"
+                    )
                 batch = batch.to(device)
                 hidden = _compare_layers(model, batch, layer_errors)
                 heads = dict.fromkeys(hidden, model.lm_head)
@@ -215,7 +257,12 @@ def evaluate(
                 done += len(batch.input_ids)
             if prompts:
                 parted = measure_divergence(
-                    model, prompts, end_ids(model, tokenizer), max_new_tokens=max_new_tokens, batch_size=batch_size, between=between
+                    model,
+                    prompts,
+                    end_ids(model, tokenizer),
+                    max_new_tokens=max_new_tokens,
+                    batch_size=batch_size,
+                    between=between,
                 )
     finally:
         for module in in_training:
@@ -233,22 +280,41 @@ def evaluate(
         {index: values for index, values in layers.items() if "nmse_student" not in values},
         layer_errors.tokens,
         parted,
-        {name: found[pair] for name, pair in COMPARISONS.items()} if unquantized is not None else {},
-        {} if sources is None else _by_source(torch.cat(sums["student", "teacher"]), [sources[number] for number in scored]),
+        (
+            {name: found[pair] for name, pair in COMPARISONS.items()}
+            if unquantized is not None
+            else {}
+        ),
+        (
+            {}
+            if sources is None
+            else _by_source(
+                torch.cat(sums["student", "teacher"]), [sources[number] for number in scored]
+            )
+        ),
     )
 
 
 def _by_source(sums: Tensor, sources: Sequence[str]) -> dict[str, Figures]:
-    """Figures of the samples of each source, from the sums [C, ...] of each sample and what its source is called."""
-    rows = {name: [number for number, other in enumerate(sources) if other == name] for name in sources}
+    """Figures of the samples of each source, from the sums [C, ...] of each sample and what its
+    source is called.
+    """
+    rows = {
+        name: [number for number, other in enumerate(sources) if other == name] for name in sources
+    }
     return {name: figures(sums[own]) for name, own in rows.items()}
 
 
 def _layers(values: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    return {int(index): {key: math.nan if v is None else v for key, v in layer.items()} for index, layer in values.items()}
+    return {
+        int(index): {key: math.nan if v is None else v for key, v in layer.items()}
+        for index, layer in values.items()
+    }
 
 
-def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None) -> list[Sample]:
+def _samples(
+    data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None
+) -> list[Sample]:
     samples: list[Sample] = []
     items = iter(data)
     first = next(items, None)
@@ -263,8 +329,12 @@ def _samples(data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: 
     return samples
 
 
-def _compare_layers(model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors) -> dict[str, Tensor]:
-    """Run each model on one batch: its final states, and the errors of its layers added to the others'."""
+def _compare_layers(
+    model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors
+) -> dict[str, Tensor]:
+    """Run each model on one batch: its final states, and the errors of its layers added to the
+    others'.
+    """
     errors = BatchErrors(model, batch)
     hidden: dict[str, Tensor] = {}
     for mode in MODES:
@@ -281,10 +351,14 @@ def _compare(
     heads: Mapping[str, torch.nn.Module],
     sums: dict[Pair, list[Tensor]],
 ) -> list[int]:
-    """Add the per-sample sums of one batch; the rows that have any, because something is predicted of them."""
+    """Add the per-sample sums of one batch; the rows that have any, because something is predicted
+    of them.
+    """
     predicted = predicting(batch)
     rows = predicted.nonzero()[:, 0]
-    per_pair = compare_pairs(hidden, heads, batch.labels[:, 1:][predicted], model.config.vocab_size, list(sums))
+    per_pair = compare_pairs(
+        hidden, heads, batch.labels[:, 1:][predicted], model.config.vocab_size, list(sums)
+    )
     for pair, per_token in per_pair.items():
         sums[pair].append(per_sample_sums(per_token, rows, len(predicted)))
     return sorted(set(rows.tolist()))

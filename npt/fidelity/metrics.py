@@ -1,8 +1,9 @@
-"""Agreement of two next-token distributions, summed per sample so that every figure gets an honest standard error.
+"""Agreement of two next-token distributions, summed per sample so that every figure gets an honest
+standard error.
 
-Tokens of one text are not independent, samples nearly are. So the error of a mean over tokens is taken over samples, as
-that of a ratio of two sums (the linearised, or delta-method, variance of a ratio estimator; Cochran, Sampling Techniques,
-1977, ch. 6).
+Tokens of one text are not independent, samples nearly are. So the error of a mean over tokens is
+taken over samples, as that of a ratio of two sums (the linearised, or delta-method, variance of a
+ratio estimator; Cochran, Sampling Techniques, 1977, ch. 6).
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Figures:
-    """One model against the teacher on the same tokens; `_se` is the standard error of the figure before it.
+    """One model against the teacher on the same tokens; `_se` is the standard error of the figure
+    before it.
 
-    perplexity: exp of the mean negative log-likelihood of the text. perplexity_ratio: over the teacher's, its error from
-    paired differences. kl: KL(teacher || model), nats per token; reverse_kl: KL(model || teacher). top1, top5: share of tokens on
-    which the teacher's most likely token is the model's, or among the model's five. acceptance: sum over the vocabulary of
-    min(p, q), the expected rate at which speculative sampling would accept the model's draft.
+    perplexity: exp of the mean negative log-likelihood of the text. perplexity_ratio: over the
+    teacher's, its error from paired differences. kl: KL(teacher || model), nats per token;
+    reverse_kl: KL(model || teacher). top1, top5: share of tokens on which the teacher's most likely
+    token is the model's, or among the model's five. acceptance: sum over the vocabulary of min(p,
+    q), the expected rate at which speculative sampling would accept the model's draft.
 
     Figures that a file of an earlier version lacks are NaN.
     """
@@ -58,17 +61,22 @@ class Figures:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Figures:
-        """Figures that `as_dict` gave, now or in an earlier version; what JSON has no word for comes back as NaN.
+        """Figures that `as_dict` gave, now or in an earlier version; what JSON has no word for
+        comes back as NaN.
 
         Raises:
             TypeError: a figure that every version has is missing, or one is unknown.
         """
-        numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in values.items()}
+        numbers: dict[str, Any] = {
+            key: math.nan if value is None else value for key, value in values.items()
+        }
         return cls(**numbers)
 
 
 class _Predicted(NamedTuple):
-    """What one model says about N tokens. logs: log-probabilities, [N, V] fp32. first: its most likely token, [N]."""
+    """What one model says about N tokens. logs: log-probabilities, [N, V] fp32. first: its most
+    likely token, [N].
+    """
 
     logs: Tensor
     first: Tensor
@@ -81,12 +89,13 @@ def compare_pairs(
     vocab_size: int,
     pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
-    """Per token and pair of models, the quantities of COLUMNS. Every model goes through its head once, whatever the pairs.
+    """Per token and pair of models, the quantities of COLUMNS. Every model goes through its head
+    once, whatever the pairs.
 
     Args:
         hidden: [N, D] of each model, its last hidden state after the final norm.
-        heads: lm_head of each model. Logits exist for a chunk of tokens at a time only; the fp32 form of a head that is stored in
-            16 bit for the whole call.
+        heads: lm_head of each model. Logits exist for a chunk of tokens at a time only; the fp32
+            form of a head that is stored in 16 bit for the whole call.
         targets: [N], the token that came next in the text.
         vocab_size: V.
         pairs: of names of models.
@@ -99,7 +108,11 @@ def compare_pairs(
 
 
 def _compare_chunks(
-    hidden: Mapping[str, Tensor], heads: Mapping[str, torch.nn.Module], targets: Tensor, rows: int, pairs: Sequence[Pair]
+    hidden: Mapping[str, Tensor],
+    heads: Mapping[str, torch.nn.Module],
+    targets: Tensor,
+    rows: int,
+    pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
     """`compare_pairs`, so many rows at a time."""
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
@@ -125,7 +138,8 @@ def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
     log_q, log_p = model.logs, teacher.logs
     pick = targets.unsqueeze(-1)
     first = log_q.gather(-1, teacher.first.unsqueeze(-1))
-    # A comparison with NaN is false, which would count as agreement where a count of larger ones is taken.
+    # A comparison with NaN is false, which would count as agreement where a count of larger ones is
+    # taken.
     known = ~(torch.isnan(first).squeeze(-1) | torch.isnan(log_p[:, 0]))
     return torch.stack(
         [
@@ -165,7 +179,9 @@ def compare_tokens(
     """
     heads = {"model": head, "teacher": head if teacher_head is None else teacher_head}
     pair = ("model", "teacher")
-    return compare_pairs({"model": hidden, "teacher": teacher_hidden}, heads, targets, vocab_size, [pair])[pair]
+    return compare_pairs(
+        {"model": hidden, "teacher": teacher_hidden}, heads, targets, vocab_size, [pair]
+    )[pair]
 
 
 def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -1,8 +1,10 @@
-"""What the adapters do to a student's tokens: how far the multipliers move, how many sit at their bounds, how large the additive terms are.
+"""What the adapters do to a student's tokens: how far the multipliers move, how many sit at their
+bounds, how large the additive terms are.
 
-A loss does not show that a multiplicative term has run into its bounds, where it has no gradient left, or that an additive term
-has outgrown the product it corrects. Batches stream through the student as it is used, each layer fed by the one before it; only
-counts and sums of squares are kept.
+A loss does not show that a multiplicative term has run into its bounds, where it has no gradient
+left, or that an additive term has outgrown the product it corrects. Batches stream through the
+student as it is used, each layer fed by the one before it; only counts and sums of squares are
+kept.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ BINS = 40
 """Of a histogram of multipliers over (1 - beta, 1 + beta); an even number, so that 1 is an edge."""
 
 SATURATED = 0.99
-"""A multiplier is saturated beyond this share of the way from the middle of its form's range to an end."""
+"""A multiplier is saturated beyond this share of the way from the middle of its form's range to an
+end.
+"""
 
 _PRODUCTS = {"gate": "gate", "up": "up", "down": "mlp"}
 """The stage that an adapter shows of each target's product once it is modulated."""
@@ -39,8 +43,9 @@ _PRODUCTS = {"gate": "gate", "up": "up", "down": "mlp"}
 class TargetModulation:
     """One target of one layer; what its form does not have is None.
 
-    counts: finite multipliers in each of BINS equal parts of the range. saturated, bad: shares of multipliers at their bounds, and
-    not finite. mean, std: of the finite ones. add_rms: of the additive term. product_rms: of what it is added to.
+    counts: finite multipliers in each of BINS equal parts of the range. saturated, bad: shares of
+    multipliers at their bounds, and not finite. mean, std: of the finite ones. add_rms: of the
+    additive term. product_rms: of what it is added to.
     """
 
     counts: list[int] | None
@@ -62,7 +67,9 @@ class LayerModulation:
 
 @dataclass(frozen=True)
 class Modulation:
-    """All converted layers by index, over `tokens` valid tokens. mult_bound: beta. additive_scale: alpha."""
+    """All converted layers by index, over `tokens` valid tokens. mult_bound: beta. additive_scale:
+    alpha.
+    """
 
     tokens: int
     mult_bound: float
@@ -77,11 +84,16 @@ class Modulation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
-        return {**asdict(self), "layers": {str(index): asdict(layer) for index, layer in self.layers.items()}}
+        return {
+            **asdict(self),
+            "layers": {str(index): asdict(layer) for index, layer in self.layers.items()},
+        }
 
 
 @kept_random_state()
-def measure_modulation(model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None) -> Modulation:
+def measure_modulation(
+    model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None
+) -> Modulation:
     """Run the student over some batches and look at its modulation.
 
     Args:
@@ -109,7 +121,9 @@ def measure_modulation(model: PreTrainedModel, batches: Iterable[Batch], between
                     between()
                 fault = find_fault(batch, model.config.vocab_size)
                 if fault is not None:
-                    raise DataError(f"modulation data: {fault}; is this the tokenizer of the model?")
+                    raise DataError(
+                        f"modulation data: {fault}; is this the tokenizer of the model?"
+                    )
                 batch = batch.to(next(model.parameters()).device)
                 for look in looks.values():
                     look.valid = batch.valid_index
@@ -122,7 +136,12 @@ def measure_modulation(model: PreTrainedModel, batches: Iterable[Batch], between
             module.training = True
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")
-    return Modulation(tokens, config.mult_bound, config.additive_scale, {index: look.result(tokens) for index, look in looks.items()})
+    return Modulation(
+        tokens,
+        config.mult_bound,
+        config.additive_scale,
+        {index: look.result(tokens) for index, look in looks.items()},
+    )
 
 
 def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
@@ -135,15 +154,19 @@ def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
 
 
 class _Look:
-    """What one layer's adapter shows, summed up. Sums are in fp64 where the numbers lie: nothing waits for them."""
+    """What one layer's adapter shows, summed up. Sums are in fp64 where the numbers lie: nothing
+    waits for them.
+    """
 
     def __init__(self, adapter: NPTAdapter):
         self.config = adapter.config
         self.valid: Tensor | None = None  # [N], of the batch that is under way
         self._stream: Tensor | None = None
         self._width = 0
-        self._products: dict[str, Tensor] = {}  # [2]: sums of squares of the additive term and of what it is added to
-        self._multipliers: dict[str, Tensor] = {}  # [BINS + 4]: counts, saturated, bad, sum and sum of squares of m - 1
+        # [2]: sums of squares of the additive term and of what it is added to
+        self._products: dict[str, Tensor] = {}
+        # [BINS + 4]: counts, saturated, bad, sum and sum of squares of m - 1
+        self._multipliers: dict[str, Tensor] = {}
         self._sizes: dict[str, int] = {}  # elements
 
     def __call__(self, stages: dict[str, Tensor | None]) -> None:
@@ -154,12 +177,21 @@ class _Look:
         for target, stage in _PRODUCTS.items():
             product = stages.get(stage)
             if product is not None and target in self.config.targets:
-                self._target(target, self._rows(product), stages.get(f"m_{target}"), stages.get(f"s_{target}"))
+                self._target(
+                    target,
+                    self._rows(product),
+                    stages.get(f"m_{target}"),
+                    stages.get(f"s_{target}"),
+                )
 
     def _rows(self, states: Tensor) -> Tensor:
         """The valid tokens' rows of [B, T, O], as fp32: [N, O]."""
         assert self.valid is not None
-        return states.reshape(-1, states.shape[-1]).index_select(0, self.valid.to(states.device)).to(torch.float32)
+        return (
+            states.reshape(-1, states.shape[-1])
+            .index_select(0, self.valid.to(states.device))
+            .to(torch.float32)
+        )
 
     def _target(self, target: str, product: Tensor, m: Tensor | None, s: Tensor | None) -> None:
         self._sizes[target] = self._sizes.get(target, 0) + product.numel()
@@ -167,12 +199,18 @@ class _Look:
         if s is not None:
             rows = self._rows(s)
             added, product = _squares(rows), product - rows
-        self._products[target] = _added(self._products.get(target), torch.stack([added, _squares(product)]))
+        self._products[target] = _added(
+            self._products.get(target), torch.stack([added, _squares(product)])
+        )
         if m is not None:
-            self._multipliers[target] = _added(self._multipliers.get(target), self._spread(self._rows(m)))
+            self._multipliers[target] = _added(
+                self._multipliers.get(target), self._spread(self._rows(m))
+            )
 
     def _spread(self, m: Tensor) -> Tensor:
-        """[BINS + 4] of [N, O] multipliers. At the ends fp32 rounds m to the bound itself, which belongs to the outermost bin."""
+        """[BINS + 4] of [N, O] multipliers. At the ends fp32 rounds m to the bound itself, which
+        belongs to the outermost bin.
+        """
         bound = self.config.mult_bound
         away = m - 1.0
         finite = torch.isfinite(away)
@@ -182,13 +220,18 @@ class _Look:
         middle, half = multiplier_spread(self.config.mult_form, bound)
         saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
         sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
-        return torch.cat([counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums])
+        return torch.cat(
+            [counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums]
+        )
 
     def result(self, tokens: int) -> LayerModulation:
         """The layer's figures over `tokens` valid tokens."""
         assert self._stream is not None
         stream = math.sqrt(float(self._stream) / (tokens * self._width))
-        return LayerModulation(stream, {target: self._result(target) for target in _PRODUCTS if target in self._products})
+        return LayerModulation(
+            stream,
+            {target: self._result(target) for target in _PRODUCTS if target in self._products},
+        )
 
     def _result(self, target: str) -> TargetModulation:
         n = self._sizes[target]
@@ -200,7 +243,9 @@ class _Look:
         finite = n - bad
         mean = total / finite if finite else math.nan
         std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
-        return TargetModulation([int(x) for x in counts], saturated / n, bad / n, 1.0 + mean, std, add_rms, product)
+        return TargetModulation(
+            [int(x) for x in counts], saturated / n, bad / n, 1.0 + mean, std, add_rms, product
+        )
 
 
 def _squares(values: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""What a consolidated fact is worth: recall of the fact without its context, against what is forgotten of everything else.
+"""What a consolidated fact is worth: recall of the fact without its context, against what is
+forgotten of everything else.
 
-Recall is the log-probability of the fact's tokens with nothing but the start token before them. What it is with the context in front, or
-with the fact read once before where it has no context, says how far there is to go. Forgetting is the change on held-out text: perplexity,
-and the divergence from the model as it was before. Both are measured of the student with its adapters live and of the teacher, which are
-one model with the same rows.
+Recall is the log-probability of the fact's tokens with nothing but the start token before them.
+What it is with the context in front, or with the fact read once before where it has no context,
+says how far there is to go. Forgetting is the change on held-out text: perplexity, and the
+divergence from the model as it was before. Both are measured of the student with its adapters live
+and of the teacher, which are one model with the same rows.
 
-To first order recall grows with alpha and the divergence with its square, so that a bound on what may be forgotten is a bound on alpha.
+To first order recall grows with alpha and the divergence with its square, so that a bound on what
+may be forgotten is a bound on alpha.
 """
 
 from __future__ import annotations
@@ -35,12 +38,16 @@ PROBE_ALPHA = 0.1
 PROBE_SAMPLES = 16
 ROUNDS = 6
 ERRORS_OF_MARGIN = 2.0
-"""Standard errors that the divergence stays below its bound, so that other held-out text stays below it too."""
+"""Standard errors that the divergence stays below its bound, so that other held-out text stays
+below it too.
+"""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """alone: start token and fact. in_context: start token, context (or the fact once), fact. scored: tokens of the fact, at the end."""
+    """alone: start token and fact. in_context: start token, context (or the fact once), fact.
+    scored: tokens of the fact, at the end.
+    """
 
     text: str
     context: str
@@ -65,7 +72,9 @@ class Recall:
 
 @dataclass(frozen=True)
 class Retention:
-    """By stream: recall, and the model after against the model before on held-out text, which takes the teacher's place in the figures."""
+    """By stream: recall, and the model after against the model before on held-out text, which takes
+    the teacher's place in the figures.
+    """
 
     recall: dict[str, Recall]
     forgetting: dict[str, Figures]
@@ -90,7 +99,9 @@ class Retention:
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a text is consolidated: one token's modulation, of some targets and layers, at a strength; `gain` in the student's recall."""
+    """What of a text is consolidated: one token's modulation, of some targets and layers, at a
+    strength; `gain` in the student's recall.
+    """
 
     token: int
     targets: tuple[str, ...]
@@ -114,14 +125,25 @@ def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
     before = list(tokenizer(context, add_special_tokens=False)["input_ids"]) if context else []
     scored = len(own) - (not begin)
     if scored < 1:
-        raise ConfigError(f"--text is {text!r}, of which no token can be predicted; give a fact of some words")
+        raise ConfigError(
+            f"--text is {text!r}, of which no token can be predicted; give a fact of some words"
+        )
     return Fact(text, context, (*begin, *own), (*begin, *(before or own), *own), scored)
 
 
 class Before:
-    """The model as it is now, which what becomes of it is measured against: final states on held-out text, and the fact's recall."""
+    """The model as it is now, which what becomes of it is measured against: final states on
+    held-out text, and the fact's recall.
+    """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, fact: Fact, samples: Sequence[Sample], batch_size: int = 8):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        fact: Fact,
+        samples: Sequence[Sample],
+        batch_size: int = 8,
+    ):
         """
         Args:
             model: with adapters attached; left as it was.
@@ -136,13 +158,23 @@ class Before:
         """
         attached_config(model)
         device = next(model.parameters()).device
-        self._batches = [batch.to(device) for batch in batches(samples, batch_size, pad_id_of(tokenizer))]
+        self._batches = [
+            batch.to(device) for batch in batches(samples, batch_size, pad_id_of(tokenizer))
+        ]
         if not any(predicting(batch).any() for batch in self._batches):
             raise DataError("no held-out token to predict; check the data")
         self.fact = fact
-        self._states = {stream: [_final(model, batch, stream).cpu() for batch in self._batches] for stream in STREAMS}
-        self._recall = {stream: log_probability(model, fact.alone, fact.scored, stream) for stream in STREAMS}
-        self._in_context = {stream: log_probability(model, fact.in_context, fact.scored, stream) for stream in STREAMS}
+        self._states = {
+            stream: [_final(model, batch, stream).cpu() for batch in self._batches]
+            for stream in STREAMS
+        }
+        self._recall = {
+            stream: log_probability(model, fact.alone, fact.scored, stream) for stream in STREAMS
+        }
+        self._in_context = {
+            stream: log_probability(model, fact.in_context, fact.scored, stream)
+            for stream in STREAMS
+        }
 
     def recall(self, model: PreTrainedModel, stream: Mode) -> Recall:
         after = log_probability(model, self.fact.alone, self.fact.scored, stream)
@@ -155,18 +187,32 @@ class Before:
             predicted = predicting(batch)
             targets = batch.labels[:, 1:][predicted]
             per_token = compare_tokens(
-                _final(model, batch, stream), states.to(targets.device), targets, model.lm_head, model.config.vocab_size
+                _final(model, batch, stream),
+                states.to(targets.device),
+                targets,
+                model.lm_head,
+                model.config.vocab_size,
             )
             parts.append(per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted)))
         return figures(torch.cat(parts))
 
     def against(self, model: PreTrainedModel) -> Retention:
         """The model as it is now against the model as it was."""
-        return Retention({s: self.recall(model, s) for s in STREAMS}, {s: self.forgetting(model, s) for s in STREAMS})
+        return Retention(
+            {s: self.recall(model, s) for s in STREAMS},
+            {s: self.forgetting(model, s) for s in STREAMS},
+        )
 
 
-def largest_alpha(model: PreTrainedModel, before: Before, make: Callable[[float], Update], asked: float, max_kl: float) -> float:
-    """The strength, at most the one asked for, at which neither stream's divergence on held-out text is above a bound.
+def largest_alpha(
+    model: PreTrainedModel,
+    before: Before,
+    make: Callable[[float], Update],
+    asked: float,
+    max_kl: float,
+) -> float:
+    """The strength, at most the one asked for, at which neither stream's divergence on held-out
+    text is above a bound.
 
     Args:
         model: left as it was.
@@ -194,16 +240,26 @@ def largest_alpha(model: PreTrainedModel, before: Before, make: Callable[[float]
         alpha = min(asked, alpha * math.sqrt(0.95 * max_kl / max(reached, 1e-3 * max_kl)))
     else:
         if math.isfinite(max_kl) and not fitting:
-            raise ConfigError(f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is above it; raise it")
+            raise ConfigError(
+                f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is"
+                " above it; raise it"
+            )
     return fitting or asked
 
 
 def search(
-    model: PreTrainedModel, before: Before, start: Choice, max_kl: float, ids: Sequence[int], report: Callable[[str], None] | None = None
+    model: PreTrainedModel,
+    before: Before,
+    start: Choice,
+    max_kl: float,
+    ids: Sequence[int],
+    report: Callable[[str], None] | None = None,
 ) -> list[Choice]:
-    """Try what else of the same text could be consolidated at the same cost: other targets, then other tokens, then other layers.
+    """Try what else of the same text could be consolidated at the same cost: other targets, then
+    other tokens, then other layers.
 
-    Each axis is searched from the best of the one before it, at the strength where the student's divergence would reach the bound.
+    Each axis is searched from the best of the one before it, at the strength where the student's
+    divergence would reach the bound.
 
     Args:
         model: left as it was.
@@ -217,7 +273,10 @@ def search(
         What was tried, best first.
     """
     if not (max_kl > 0 and math.isfinite(max_kl)):
-        raise ConfigError(f"--max_kl is {max_kl}; a search compares at one cost, so that it needs a finite bound above 0")
+        raise ConfigError(
+            f"--max_kl is {max_kl}; a search compares at one cost, so that it needs a finite bound"
+            " above 0"
+        )
     read: dict[int, TokenModulation] = {}
     tried: dict[tuple[Any, ...], Choice] = {}
 
@@ -226,14 +285,26 @@ def search(
         if key in tried:
             return tried[key]
         if report is not None:
-            report(f"token {choice.token}, {', '.join(choice.targets)}, layers {format_layers(choice.layers)}")
+            report(
+                f"token {choice.token}, {', '.join(choice.targets)}, layers"
+                f" {format_layers(choice.layers)}"
+            )
         if choice.token not in read:
             read[choice.token] = modulation_of(model, ids, choice.token)
         modulation = read[choice.token]
-        with made(model, update_from(modulation, PROBE_ALPHA, layers=choice.layers, targets=choice.targets)):
+        with made(
+            model,
+            update_from(modulation, PROBE_ALPHA, layers=choice.layers, targets=choice.targets),
+        ):
             reached = before.forgetting(model, "student").kl
-        alpha = min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9))) if math.isfinite(reached) else PROBE_ALPHA / 8
-        with made(model, update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)):
+        alpha = (
+            min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9)))
+            if math.isfinite(reached)
+            else PROBE_ALPHA / 8
+        )
+        with made(
+            model, update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)
+        ):
             tried[key] = replace(choice, alpha=alpha, gain=before.recall(model, "student").gain)
         return tried[key]
 
@@ -243,7 +314,9 @@ def search(
     best = max([best, *(gain(replace(best, token=token)) for token in range(len(ids)))], key=_worth)
     layers = start.layers
     parts = [(index,) for index in layers] + [layers[cut:] for cut in range(1, len(layers) - 1)]
-    best = max([best, *(gain(replace(best, layers=part)) for part in parts if part != layers)], key=_worth)
+    best = max(
+        [best, *(gain(replace(best, layers=part)) for part in parts if part != layers)], key=_worth
+    )
     return sorted(tried.values(), key=_worth, reverse=True)
 
 
@@ -270,7 +343,9 @@ def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, str
     log_p = torch.log_softmax(model.lm_head(states).to(torch.float32), dim=-1)
     value = float(log_p.gather(-1, row[0, -scored:].unsqueeze(-1)).sum(dtype=torch.float64))
     if math.isnan(value):
-        raise NumericalError(f"the {stream}'s log-probability of the fact is not a number; look with npt trace")
+        raise NumericalError(
+            f"the {stream}'s log-probability of the fact is not a number; look with npt trace"
+        )
     return value
 
 

@@ -1,7 +1,9 @@
-"""The figures of fidelity for a reader: what each is called, its unit, and how it is written with its error.
+"""The figures of fidelity for a reader: what each is called, its unit, and how it is written with
+its error.
 
-Files, tables of studies and `--json` hold plain numbers, in which a share is a fraction and 1 is all of it. Terminals and pages write the
-same share in per cent. Both come from here, so that a figure reads the same wherever it stands.
+Files, tables of studies and `--json` hold plain numbers, in which a share is a fraction and 1 is
+all of it. Terminals and pages write the same share in per cent. Both come from here, so that a
+figure reads the same wherever it stands.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ MORE_DIGITS = 4
 
 @dataclass(frozen=True)
 class Figure:
-    """name: in words, with the unit where that does not stand at the number. short: for a table's narrow column. digits: behind the
-    point. percent: it is a share. ideal: what the teacher has against itself; None where that depends on the text."""
+    """name: in words, with the unit where that does not stand at the number. short: for a table's
+    narrow column. digits: behind the point. percent: it is a share. ideal: what the teacher has
+    against itself; None where that depends on the text."""
 
     name: str
     short: str
@@ -33,7 +36,9 @@ class Figure:
             return "not finite"
         scale, unit = (100.0, "%") if self.percent else (1.0, "")
         digits = self._digits(value, scale)
-        tail = f" ± {scale * error:.{digits}f}" if math.isfinite(error) and error >= NO_ERROR else ""
+        tail = (
+            f" ± {scale * error:.{digits}f}" if math.isfinite(error) and error >= NO_ERROR else ""
+        )
         return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
 
     def _digits(self, value: float, scale: float) -> int:
@@ -41,7 +46,10 @@ class Figure:
         if self.ideal is None or abs(value - self.ideal) < NO_ERROR:
             return self.digits
         shown = range(self.digits, self.digits + MORE_DIGITS)
-        return next((n for n in shown if f"{scale * value:.{n}f}" != f"{scale * self.ideal:.{n}f}"), self.digits + MORE_DIGITS)
+        return next(
+            (n for n in shown if f"{scale * value:.{n}f}" != f"{scale * self.ideal:.{n}f}"),
+            self.digits + MORE_DIGITS,
+        )
 
 
 FIGURES: dict[str, Figure] = {
@@ -57,10 +65,14 @@ FIGURES: dict[str, Figure] = {
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Any other share, in per cent, with more digits or a sign where it would read as none or all of it and is neither."""
+    """Any other share, in per cent, with more digits or a sign where it would read as none or all
+    of it and is neither.
+    """
     if not math.isfinite(share):
         return "not finite"
-    digits = next((n for n in range(digits, digits + MORE_DIGITS) if _is_told(share, n)), digits + MORE_DIGITS)
+    digits = next(
+        (n for n in range(digits, digits + MORE_DIGITS) if _is_told(share, n)), digits + MORE_DIGITS
+    )
     least = 10.0**-digits
     if _is_told(share, digits):
         return f"{100 * share:.{digits}f}%".replace("-", "−")

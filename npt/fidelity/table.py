@@ -1,6 +1,7 @@
 """The figures of an evaluation for a terminal: models, layers, attribution, greedy divergence.
 
-A figure is a row and a model a column, so that all of it fits 80 columns with errors beside the values.
+A figure is a row and a model a column, so that all of it fits 80 columns with errors beside the
+values.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ _COMPARISONS = {
 }
 
 
-def fidelity_tables(fidelity: Fidelity, text: str = "held-out", width: int = WIDE) -> list[RenderableType]:
-    """What there is to show: models and layers, and attribution and divergence where they were measured.
+def fidelity_tables(
+    fidelity: Fidelity, text: str = "held-out", width: int = WIDE
+) -> list[RenderableType]:
+    """What there is to show: models and layers, and attribution and divergence where they were
+    measured.
 
     Args:
         fidelity: the figures.
@@ -40,20 +44,32 @@ def fidelity_tables(fidelity: Fidelity, text: str = "held-out", width: int = WID
     """
     of_text = f"{fidelity.teacher.tokens:,} {text} tokens"
     found: list[RenderableType] = [
-        _figures_table(f"Fidelity to the teacher on {of_text} (± standard error)", _models(fidelity, width >= WIDE), width),
+        _figures_table(
+            f"Fidelity to the teacher on {of_text} (± standard error)",
+            _models(fidelity, width >= WIDE),
+            width,
+        ),
         _layers_table(fidelity, width),
     ]
     if fidelity.sources:
         found.append(_sources_table(fidelity, width))
     if fidelity.attribution:
-        columns = [(heading, fidelity.attribution[name]) for name, heading in _COMPARISONS.items() if name in fidelity.attribution]
-        found.append(_figures_table("What quantisation costs, and what the conversion", columns, width))
+        columns = [
+            (heading, fidelity.attribution[name])
+            for name, heading in _COMPARISONS.items()
+            if name in fidelity.attribution
+        ]
+        found.append(
+            _figures_table("What quantisation costs, and what the conversion", columns, width)
+        )
     if fidelity.divergence is not None:
         found.append(Text(divergence_line(fidelity.divergence)))
     return found
 
 
-def print_fidelity(fidelity: Fidelity, console: Console | None = None, text: str = "held-out") -> None:
+def print_fidelity(
+    fidelity: Fidelity, console: Console | None = None, text: str = "held-out"
+) -> None:
     console = console if console is not None else Console()
     for table in fidelity_tables(fidelity, text, console.width):
         console.print(table)
@@ -69,7 +85,10 @@ def print_scores(scores: Results, console: Console) -> None:
     first = next(iter(scores.values()), {})
     for task, values in first.items():
         for metric in [name for name in values if name != "samples" and not name.endswith("_se")]:
-            cells = [_plus_minus(of[task][metric], of[task].get(f"{metric}_se", math.nan), 4) for of in scores.values()]
+            cells = [
+                _plus_minus(of[task][metric], of[task].get(f"{metric}_se", math.nan), 4)
+                for of in scores.values()
+            ]
             table.add_row(task, metric, f"{values.get('samples', math.nan):.0f}", *cells)
     console.print(table)
 
@@ -77,18 +96,24 @@ def print_scores(scores: Results, console: Console) -> None:
 def divergence_line(d: Divergence) -> str:
     """Where greedy texts part, in words that do not hide those that never did within the limit."""
     ended = f", {d.ended} ended the same" if d.ended else ""
-    median = f"half have parted behind {d.median:.0f} tokens" if not math.isnan(d.median) else "fewer than half part"
+    median = (
+        f"half have parted behind {d.median:.0f} tokens"
+        if not math.isnan(d.median)
+        else "fewer than half part"
+    )
     agreed, rate = _plus_minus(d.agreed, d.agreed_se, 1), _plus_minus(d.rate, d.rate_se, 4)
     bound = " (at least: the limit cuts some off)" if d.censored else ""
     return (
-        f"Greedy texts of student and teacher behind {d.prompts} prompts, up to {d.max_new_tokens} tokens: {d.parted} part, {d.censored} "
-        f"are the same at the limit{ended}. {agreed} tokens agree on average{bound}; {median}; {rate} partings per token."
+        f"Greedy texts of student and teacher behind {d.prompts} prompts, up to {d.max_new_tokens}"
+        f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}. {agreed} tokens"
+        f" agree on average{bound}; {median}; {rate} partings per token."
     )
 
 
 def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
     trained = fidelity.initial is not None
-    # Where attention stays in the residual stream, what is left without modulation is the teacher itself.
+    # Where attention stays in the residual stream, what is left without modulation is the teacher
+    # itself.
     floor = "floor (adapters off)" if fidelity.floor.kl == 0 else "floor (attention dropped)"
     named: Sequence[tuple[str, str, Figures | None]] = (
         (floor, "floor", fidelity.floor),
@@ -103,7 +128,14 @@ def _table(title: str, width: int) -> Table:
     """Without lines between columns where these would cost the width that errors need."""
     if width >= WIDE:
         return Table(title=title, title_justify="left")
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    return Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
 
 
 def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: int) -> Table:
@@ -131,7 +163,8 @@ def _sources_table(fidelity: Fidelity, width: int) -> Table:
 def _figure(figures: Figures, name: str) -> str:
     value = getattr(figures, name)
     if math.isnan(value) and math.isfinite(figures.kl):
-        return "–"  # an earlier version did not take it; numbers that are not finite leave no KL either
+        # an earlier version did not take it; numbers that are not finite leave no KL either
+        return "–"
     return FIGURES[name].write(value, getattr(figures, f"{name}_se"))
 
 
@@ -145,7 +178,10 @@ def _layers_table(fidelity: Fidelity, width: int) -> Table:
         for model, heading in headings.items()
         if any(f"{kind}_{model}" in values for values in layers.values())
     ]
-    table = _table("NMSE behind each layer: fed the teacher's states (forced), and running on its own (free)", width)
+    table = _table(
+        "NMSE behind each layer: fed the teacher's states (forced), and running on its own (free)",
+        width,
+    )
     table.add_column("layer", justify="right", no_wrap=True)
     for _, heading in columns:
         table.add_column(heading, justify="right")

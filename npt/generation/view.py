@@ -1,9 +1,11 @@
-"""Teacher and student as two models, where there is one: a view runs in its own mode and shares everything else.
+"""Teacher and student as two models, where there is one: a view runs in its own mode and shares
+everything else.
 
-The mode is a flag on the adapters, so one model object is the teacher or the student, never both. What takes two models at once, as
-transformers' assisted generation does, takes two views: each is a shallow copy, with settings of its own for generation, whose forward
-is the model's own forward with the flag set for as long as it runs. Weights, buffers and modules are the model's, also as they change
-later; a view costs no memory and does not hold the adapters alive beyond `detach`.
+The mode is a flag on the adapters, so one model object is the teacher or the student, never both.
+What takes two models at once, as transformers' assisted generation does, takes two views: each is a
+shallow copy, with settings of its own for generation, whose forward is the model's own forward with
+the flag set for as long as it runs. Weights, buffers and modules are the model's, also as they
+change later; a view costs no memory and does not hold the adapters alive beyond `detach`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from npt.adapters.attach import VIEWED, adapter_mode, attached_config, viewed
 
 
 def student_view(model: PreTrainedModel) -> Any:
-    """The model as its student: `teacher_view(model).generate(..., assistant_model=student_view(model))`."""
+    """The model as its student: `teacher_view(model).generate(...,
+    assistant_model=student_view(model))`.
+    """
     return mode_view(model, "student")
 
 
@@ -29,10 +33,12 @@ def teacher_view(model: PreTrainedModel) -> Any:
 
 
 def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
-    """A model of the same class that runs in `mode`, whatever mode the given one is in, which it leaves as it was.
+    """A model of the same class that runs in `mode`, whatever mode the given one is in, which it
+    leaves as it was.
 
-    `config` and `generation_config` are copies, hooks on the view itself its own; hooks on the model run as well. Forward and generate
-    obey the mode; what reaches past them to `view.model` directly gets the shared decoder in the mode that it is in.
+    `config` and `generation_config` are copies, hooks on the view itself its own; hooks on the
+    model run as well. Forward and generate obey the mode; what reaches past them to `view.model`
+    directly gets the shared decoder in the mode that it is in.
 
     Args:
         model: with adapters attached, or a view of such a model.
@@ -45,7 +51,8 @@ def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
     attached_config(model)
     view = copy.copy(model)
     for name, value in vars(model).items():
-        # What is registered on the view stays off the model. The model's own hooks run when the view calls it, and only then.
+        # What is registered on the view stays off the model. The model's own hooks run when the
+        # view calls it, and only then.
         if name.startswith(("_forward_", "_backward_")):
             vars(view)[name] = type(value)()
         elif isinstance(value, dict | set):

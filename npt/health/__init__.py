@@ -1,6 +1,7 @@
 """Watching the numbers of a model in training: what is found is said, nothing is steered.
 
-The public names are imported when they are first used, so that a look at one costs nothing for the others.
+The public names are imported when they are first used, so that a look at one costs nothing for the
+others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ _HOME = {
     "print_record": "npt.health.table",
 }
 
-__all__ = ["Record", "Recorder", "RecorderCallback", "Row", "explosions", "gradients", "print_record"]
+__all__ = [
+    "Record",
+    "Recorder",
+    "RecorderCallback",
+    "Row",
+    "explosions",
+    "gradients",
+    "print_record",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,9 @@ _FP16_LOWEST = torch.finfo(torch.float16).min
 
 
 class Badness(IntEnum):
-    """FINE; SOFT: -Inf, or numbers below the limit, beside good ones, which may be a mask; HARD: NaN, +Inf or above the limit."""
+    """FINE; SOFT: -Inf, or numbers below the limit, beside good ones, which may be a mask; HARD:
+    NaN, +Inf or above the limit.
+    """
 
     FINE = 0
     SOFT = 1
@@ -23,13 +25,21 @@ class Badness(IntEnum):
 
 
 def numbers(tensor: Tensor) -> Tensor | None:
-    """The strided floating-point or complex numbers that a tensor is made of, as a view; None where there are none to look at.
+    """The strided floating-point or complex numbers that a tensor is made of, as a view; None where
+    there are none to look at.
 
-    Of a sparse tensor these are its values. Tensors that only pretend to hold memory hold no numbers.
+    Of a sparse tensor these are its values. Tensors that only pretend to hold memory hold no
+    numbers.
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):  # packed 4-bit floats have no NaN
+    # packed 4-bit floats have no NaN
+    if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):
         return None
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor) or tensor._is_zerotensor():
+    if (
+        tensor.is_meta
+        or isinstance(tensor, FakeTensor)
+        or is_traceable_wrapper_subclass(tensor)
+        or tensor._is_zerotensor()
+    ):
         return None
     values = tensor.detach()
     if values.layout == torch.sparse_coo:
@@ -40,7 +50,9 @@ def numbers(tensor: Tensor) -> Tensor | None:
 
 
 def extent(values: Tensor) -> tuple[float, float]:
-    """The lowest and the highest of `numbers`, of complex ones' parts; both NaN where one is. Waits for the device once."""
+    """The lowest and the highest of `numbers`, of complex ones' parts; both NaN where one is. Waits
+    for the device once.
+    """
     low, high = torch.stack(torch.aminmax(_reals(values))).tolist()
     return low, high
 
@@ -88,7 +100,11 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
 def element(tensor: Tensor, index: tuple[int, ...]) -> float:
     """One number; of a complex one the larger part."""
     value = tensor.detach()[index]
-    return float(torch.view_as_real(value.resolve_conj()).abs().max()) if value.is_complex() else float(value)
+    return (
+        float(torch.view_as_real(value.resolve_conj()).abs().max())
+        if value.is_complex()
+        else float(value)
+    )
 
 
 def absmax(tensor: Tensor) -> float:
@@ -114,15 +130,22 @@ def count(tensor: Tensor) -> tuple[int, int]:
 
 
 def looks_like_a_mask(tensor: Tensor) -> bool:
-    """Whether the lowest number is one that masks are written with: -Inf, the end of a dtype, or the only one beside 0."""
+    """Whether the lowest number is one that masks are written with: -Inf, the end of a dtype, or
+    the only one beside 0.
+    """
     values = numbers(tensor)
     if values is None:
         return False
     low, _ = extent(values)
-    return low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2) or bool(((values == low) | (values == 0)).all())
+    return (
+        low <= -1e37
+        or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
+        or bool(((values == low) | (values == 0)).all())
+    )
 
 
 def _reals(values: Tensor) -> Tensor:
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj())
-    return values.to(torch.float32) if values.dtype.itemsize == 1 else values  # 8-bit floats have no reductions
+    # 8-bit floats have no reductions
+    return values.to(torch.float32) if values.dtype.itemsize == 1 else values

@@ -17,10 +17,12 @@ _log = logging.getLogger(__name__)
 
 
 class RecorderCallback(TrainerCallback):
-    """Records chosen steps of a run of `transformers.Trainer`: of each the first micro-batch, on the first process only.
+    """Records chosen steps of a run of `transformers.Trainer`: of each the first micro-batch, on
+    the first process only.
 
-    A file `step-XXXXXXXX.json` per step goes into the folder, and pictures of them all when training ends. Between chosen steps no
-    hook is on the model. What goes wrong here is logged as a warning and never ends the training.
+    A file `step-XXXXXXXX.json` per step goes into the folder, and pictures of them all when
+    training ends. Between chosen steps no hook is on the model. What goes wrong here is logged as a
+    warning and never ends the training.
 
     Args:
         folder: where to write.
@@ -44,7 +46,11 @@ class RecorderCallback(TrainerCallback):
         say: Callable[[str], None] = print,
     ):
         self.recording = Recording(folder, steps, every)
-        self._gradients, self._layers, self._say = gradients, None if layers is None else tuple(layers), say
+        self._gradients, self._layers, self._say = (
+            gradients,
+            None if layers is None else tuple(layers),
+            say,
+        )
         self._recorder: Recorder | None = None
         self._step = 0
 
@@ -53,7 +59,9 @@ class RecorderCallback(TrainerCallback):
         if state.is_world_process_zero:
             self._say(str(self.recording))
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
         step = state.global_step + 1
         if model is None or not state.is_world_process_zero or not self.recording.wants(step):
             return
@@ -61,7 +69,9 @@ class RecorderCallback(TrainerCallback):
         self._step = step
         self.recording.begin(step)
         try:
-            self._recorder = Recorder(model, gradients=self._gradients, layers=self._layers).__enter__()
+            self._recorder = Recorder(
+                model, gradients=self._gradients, layers=self._layers
+            ).__enter__()
         except Exception as error:
             self._warn("record", error)
 
@@ -79,7 +89,9 @@ class RecorderCallback(TrainerCallback):
             self._warn("draw the records", error)
         else:
             if pictures:
-                self._say(f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}")
+                self._say(
+                    f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}"
+                )
 
     def _finish(self) -> None:
         """The micro-batch that was being recorded is over."""
@@ -100,4 +112,6 @@ class RecorderCallback(TrainerCallback):
         return recorder
 
     def _warn(self, what: str, error: Exception) -> None:
-        _log.warning("could not %s at step %d: %s: %s", what, self._step, type(error).__name__, error)
+        _log.warning(
+            "could not %s at step %d: %s: %s", what, self._step, type(error).__name__, error
+        )

@@ -1,15 +1,19 @@
-"""How far each number format carries a base: its error and its headroom, layer by layer, against the same base in fp32.
+"""How far each number format carries a base: its error and its headroom, layer by layer, against
+the same base in fp32.
 
-Two errors, because they say different things. The residual stream's is what has piled up by a layer, on the variant's own
-stream. That of a layer's own update is taken with the fp32 stream as its input: it is what this layer adds, whoever came before.
+Two errors, because they say different things. The residual stream's is what has piled up by a
+layer, on the variant's own stream. That of a layer's own update is taken with the fp32 stream as
+its input: it is what this layer adds, whoever came before.
 
-Headroom is how many times the largest value could still double before its format has no number for it. fp16 ends at 65504;
-bf16 goes as far as fp32, and pays in digits. It is taken of the values of the pass, so it holds for these tokens.
+Headroom is how many times the largest value could still double before its format has no number for
+it. fp16 ends at 65504; bf16 goes as far as fp32, and pays in digits. It is taken of the values of
+the pass, so it holds for these tokens.
 
-One variant is in memory at a time. What is kept of fp32 is the valid tokens' residual stream, on the host (D * (L + 1) * 4 bytes a
-token: 540 KB for D = 4096, L = 32), and lm_head.
+One variant is in memory at a time. What is kept of fp32 is the valid tokens' residual stream, on
+the host (D * (L + 1) * 4 bytes a token: 540 KB for D = 4096, L = 32), and lm_head.
 
-Shapes: B batch, T time, D hidden, H heads, N valid tokens, P tokens that a token to predict follows.
+Shapes: B batch, T time, D hidden, H heads, N valid tokens, P tokens that a token to predict
+follows.
 """
 
 from __future__ import annotations
@@ -49,8 +53,9 @@ VARIANTS: dict[str, tuple[str | None, torch.dtype]] = {
     "nf4-bf16": ("nf4", torch.bfloat16),
     "nf4-fp16": ("nf4", torch.float16),
 }
-"""By name: the 4-bit code of the weights, or None, and what everything is computed in. fp32 under a 4-bit code is how this package
-runs a quantised base; 16 bit under one is how it is often run elsewhere."""
+"""By name: the 4-bit code of the weights, or None, and what everything is computed in. fp32 under a
+4-bit code is how this package runs a quantised base; 16 bit under one is how it is often run
+elsewhere."""
 
 CHECKPOINTS = (
     "input_norm",
@@ -69,22 +74,25 @@ CHECKPOINTS = (
 )
 """Where a layer is looked at, in the order of its pass.
 
-qk: attention logits after the rotary embedding, before they are scaled down, of any two valid tokens of a row: eager attention stores
-them so, and before it masks. attention: after o_proj. residual_mid: h + a. product: act(gate) * up, what goes into down_proj.
-residual: the layer's output.
+qk: attention logits after the rotary embedding, before they are scaled down, of any two valid
+tokens of a row: eager attention stores them so, and before it masks. attention: after o_proj.
+residual_mid: h + a. product: act(gate) * up, what goes into down_proj. residual: the layer's
+output.
 """
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The values at one checkpoint. absmax: largest size of the finite ones. non_finite: how many are not."""
+    """The values at one checkpoint. absmax: largest size of the finite ones. non_finite: how many
+    are not.
+    """
 
     absmax: float
     non_finite: int
 
     def headroom(self, dtype: torch.dtype) -> float:
-        """Bits: log2 of the dtype's largest finite number over absmax, below 0 where it does not fit; -inf where a value is not
-        finite in the first place."""
+        """Bits: log2 of the dtype's largest finite number over absmax, below 0 where it does not
+        fit; -inf where a value is not finite in the first place."""
         if self.non_finite:
             return -math.inf
         return math.inf if self.absmax == 0 else math.log2(torch.finfo(dtype).max / self.absmax)
@@ -95,7 +103,8 @@ class Extent:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors ||x - x_fp32|| / ||x_fp32|| over the valid tokens, NaN or inf where a token has no finite one.
+    """Relative errors ||x - x_fp32|| / ||x_fp32|| over the valid tokens, NaN or inf where a token
+    has no finite one.
 
     mean, worst: over tokens. non_finite: tokens whose state holds a non-finite value.
     """
@@ -107,8 +116,8 @@ class Errors:
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """One decoder layer of a variant. residual: of its output on the variant's own stream. update: of what it adds to fp32's
-    stream."""
+    """One decoder layer of a variant. residual: of its output on the variant's own stream. update:
+    of what it adds to fp32's stream."""
 
     residual: Errors
     update: Errors
@@ -141,8 +150,9 @@ class VariantFigures:
 
     @property
     def failing_layers(self) -> tuple[int, ...]:
-        """Layers that give non-finite values even on fp32's stream: those at fault, not those that were handed a bad one. Where
-        fp32's stream itself does not fit, that is every layer that it is given to."""
+        """Layers that give non-finite values even on fp32's stream: those at fault, not those that
+        were handed a bad one. Where fp32's stream itself does not fit, that is every layer that it
+        is given to."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.update.non_finite)
 
     def tightest(self, dtype: torch.dtype) -> tuple[int, str, float]:
@@ -156,7 +166,11 @@ class VariantFigures:
             "quantization": self.quantization,
             "compute_dtype": str(self.dtype).removeprefix("torch."),
             **self.figures.as_dict(),
-            "first_non_finite": None if first is None else dict(zip(("layer", "checkpoint", "count"), first, strict=True)),
+            "first_non_finite": (
+                None
+                if first is None
+                else dict(zip(("layer", "checkpoint", "count"), first, strict=True))
+            ),
             "failing_layers": list(self.failing_layers),
             "layers": [
                 {
@@ -179,7 +193,9 @@ class VariantFigures:
 
 @dataclass(frozen=True)
 class PrecisionComparison:
-    """All variants of one base on the same tokens, fp32 first. heldout: whether these are of held-out text."""
+    """All variants of one base on the same tokens, fp32 first. heldout: whether these are of
+    held-out text.
+    """
 
     model: str
     samples: int
@@ -199,8 +215,8 @@ class PrecisionComparison:
 
 @dataclass(frozen=True)
 class _Pass:
-    """fp32 on one batch. states: the stream in front of every layer and behind the last, [N, D] each, on the host. final: after
-    the final norm, [P, D], on the host."""
+    """fp32 on one batch. states: the stream in front of every layer and behind the last, [N, D]
+    each, on the host. final: after the final norm, [P, D], on the host."""
 
     batch: Batch
     states: list[Tensor]
@@ -232,7 +248,8 @@ def compare_precision(
         data: where samples come from and how long they are; default the built-in text.
         count: samples, of the same choice that training and evaluation make.
         batch_size: samples at a time; changes figures by rounding only.
-        variants: names out of `VARIANTS`; fp32 is compared with itself in any case, which has to give 0.
+        variants: names out of `VARIANTS`; fp32 is compared with itself in any case, which has to
+            give 0.
         device: default the first CUDA device, else the CPU.
         watch: told of each variant before it is loaded.
 
@@ -255,7 +272,12 @@ def compare_precision(
     model, tokenizer = load_variant(name, REFERENCE, device)
     own = own_heldout(data)
     samples, heldout = evaluation_samples(
-        own if own is not None else open_source(data), tokenizer, data, count, model.config.vocab_size, own
+        own if own is not None else open_source(data),
+        tokenizer,
+        data,
+        count,
+        model.config.vocab_size,
+        own,
     )
     reference = refer(model, batches(samples, batch_size, pad_id_of(tokenizer)))
     measured = [measure(model, reference, REFERENCE)]
@@ -265,19 +287,26 @@ def compare_precision(
             tell(variant)
             model, _ = load_variant(name, variant, device)
             measured.append(measure(model, reference, variant))
-    return PrecisionComparison(name, len(samples), sum(len(s.input_ids) for s in samples), heldout, tuple(measured))
+    return PrecisionComparison(
+        name, len(samples), sum(len(s.input_ids) for s in samples), heldout, tuple(measured)
+    )
 
 
 def load_variant(
-    name: str, variant: str, device: str | torch.device | None = None, *, attn_implementation: str = "sdpa"
+    name: str,
+    variant: str,
+    device: str | torch.device | None = None,
+    *,
+    attn_implementation: str = "sdpa",
 ) -> tuple[Any, Any]:
     """A base in one of the `VARIANTS`, and its tokenizer.
 
-    The loader knows fp32, fp16 and the 4-bit codes; what else computes in 16 bit is converted after loading, so bf16 needs fp32's
-    memory for a moment.
+    The loader knows fp32, fp16 and the 4-bit codes; what else computes in 16 bit is converted after
+    loading, so bf16 needs fp32's memory for a moment.
 
     Raises:
-        ModelError: the base cannot be loaded, or is stored in 4 bit, so that there is no unquantised one to compare with.
+        ModelError: the base cannot be loaded, or is stored in 4 bit, so that there is no
+            unquantised one to compare with.
     """
     quantization, dtype = VARIANTS[variant]
     in_fp16 = quantization is None and dtype == torch.float16
@@ -285,7 +314,8 @@ def load_variant(
     model, tokenizer = load_base(name, quantization=quantization, device=device, **how)
     if quantization_of(model) != quantization:
         raise ModelError(
-            f"{name} is stored as {quantization_of(model)}, so it has no fp32 to be compared with; name its unquantised original"
+            f"{name} is stored as {quantization_of(model)}, so it has no fp32 to be compared with;"
+            " name its unquantised original"
         )
     if dtype != torch.float32 and not in_fp16:
         compute_in(model, dtype)
@@ -313,7 +343,8 @@ def refer(model: PreTrainedModel, given: Iterable[Batch]) -> Reference:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, reference: Reference, name: str = "") -> VariantFigures:
-    """Run a variant on the reference's batches, on its own stream and layer by layer on the reference's.
+    """Run a variant on the reference's batches, on its own stream and layer by layer on the
+    reference's.
 
     Args:
         model: the same base in another number format, without adapters.
@@ -330,7 +361,8 @@ def measure(model: PreTrainedModel, reference: Reference, name: str = "") -> Var
         hidden = stream.hidden
         for index, layer in enumerate(layers):
             before, after = (state.to(hidden.device) for state in one.states[index : index + 2])
-            # fp32's stream as this variant would hold it: what its format has no digits for is lost before the layer is at work.
+            # fp32's stream as this variant would hold it: what its format has no digits for is lost
+            # before the layer is at work.
             given = before.to(hidden.dtype)
             out = stream.rows(layer(stream.scatter(given), **stream.context_of(layer)))
             updates[index].append(_errors_per_token(_update(out, given), after - before, out))
@@ -344,7 +376,10 @@ def measure(model: PreTrainedModel, reference: Reference, name: str = "") -> Var
         name,
         quantization_of(model),
         hidden.dtype,
-        tuple(LayerFigures(_errors(r), _errors(u), e) for r, u, e in zip(residuals, updates, extents, strict=True)),
+        tuple(
+            LayerFigures(_errors(r), _errors(u), e)
+            for r, u, e in zip(residuals, updates, extents, strict=True)
+        ),
         figures(torch.cat(per_sample)),
     )
 
@@ -367,13 +402,20 @@ def _compare(model: PreTrainedModel, reference: Reference, one: _Pass, final: Te
     predicted = _predicted(one.batch)
     targets = one.batch.labels[:, 1:][predicted].to(final.device)
     per_token = compare_tokens(
-        final, one.final.to(final.device), targets, model.lm_head, model.config.vocab_size, teacher_head=reference.head
+        final,
+        one.final.to(final.device),
+        targets,
+        model.lm_head,
+        model.config.vocab_size,
+        teacher_head=reference.head,
     )
     return per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted))
 
 
 def _update(out: Tensor, given: Tensor) -> Tensor:
-    """What a layer has added to its input, [N, D], in fp32, in which the difference of two 16-bit numbers loses nothing here."""
+    """What a layer has added to its input, [N, D], in fp32, in which the difference of two 16-bit
+    numbers loses nothing here.
+    """
     return out.to(torch.float32) - given.to(torch.float32)
 
 
@@ -396,7 +438,9 @@ def _take(extents: dict[str, Extent], name: str, values: Tensor) -> None:
 
 @contextmanager
 def _watched(layer: Any, stream: Stream, extents: dict[str, Extent]) -> Iterator[None]:
-    """Within the context, what passes the checkpoints inside the layer is taken into `extents`, of valid tokens only."""
+    """Within the context, what passes the checkpoints inside the layer is taken into `extents`, of
+    valid tokens only.
+    """
     kept: dict[str, Tensor] = {}
 
     with ExitStack() as stack:
@@ -410,12 +454,19 @@ def _watched(layer: Any, stream: Stream, extents: dict[str, Extent]) -> Iterator
             stack.callback(module.register_forward_hook(hook).remove)
 
         def at_input(module: nn.Module, name: str) -> None:
-            handle = module.register_forward_pre_hook(lambda _module, inputs: _take(extents, name, stream.rows(inputs[0])))
+            handle = module.register_forward_pre_hook(
+                lambda _module, inputs: _take(extents, name, stream.rows(inputs[0]))
+            )
             stack.callback(handle.remove)
 
         attention, mlp = layer.self_attn, layer.mlp
         at_output(layer.input_layernorm, "input_norm")
-        for name, module in (("q", attention.q_proj), ("k", attention.k_proj), ("v", attention.v_proj), ("attention", attention.o_proj)):
+        for name, module in (
+            ("q", attention.q_proj),
+            ("k", attention.k_proj),
+            ("v", attention.v_proj),
+            ("attention", attention.o_proj),
+        ):
             at_output(module, name)
         at_input(layer.post_attention_layernorm, "residual_mid")
         at_output(layer.post_attention_layernorm, "mlp_norm")

@@ -16,7 +16,9 @@ SHOWN = ("residual", "qk", "gate", "up", "product", "down")
 """Checkpoints that have a column; all of them are in the JSON."""
 
 SMALL_HEADROOM = 2.0
-"""Bits below which headroom is pointed out: what is only four times away from the end of a format reaches it on other text."""
+"""Bits below which headroom is pointed out: what is only four times away from the end of a format
+reaches it on other text.
+"""
 
 
 def precision_tables(comparison: PrecisionComparison) -> list[RenderableType]:
@@ -24,12 +26,23 @@ def precision_tables(comparison: PrecisionComparison) -> list[RenderableType]:
     others = [v for v in comparison.variants if v.name != REFERENCE]
     text = "held-out" if comparison.heldout else "TRAINING"
     parts: list[RenderableType] = [
-        _predictions(comparison, f"{comparison.model}: predictions against fp32 on {comparison.tokens:,} {text} tokens"),
+        _predictions(
+            comparison,
+            f"{comparison.model}: predictions against fp32 on {comparison.tokens:,} {text} tokens",
+        )
     ]
     if others:
         parts += [
-            _errors(others, "Residual stream behind each layer, free-running: relative error", lambda x: x.residual),
-            _errors(others, "Each layer's own update, on the stream of fp32: relative error", lambda x: x.update),
+            _errors(
+                others,
+                "Residual stream behind each layer, free-running: relative error",
+                lambda x: x.residual,
+            ),
+            _errors(
+                others,
+                "Each layer's own update, on the stream of fp32: relative error",
+                lambda x: x.update,
+            ),
         ]
     parts.append(_headroom(comparison.variants[0]))
     return parts + [Text(line) for line in _sentences(comparison)]
@@ -41,19 +54,30 @@ def print_precision(comparison: PrecisionComparison, console: Console) -> None:
 
 
 def _predictions(comparison: PrecisionComparison, title: str) -> Table:
-    table = _table(title, "variant", "perplexity", "ratio", "KL, nats", "top-1", "first non-finite value")
+    table = _table(
+        title, "variant", "perplexity", "ratio", "KL, nats", "top-1", "first non-finite value"
+    )
     for v in comparison.variants:
         f, first = v.figures, v.first_non_finite
         row: list[str | Text]
         if math.isfinite(f.kl):
-            row = [f"{f.perplexity:.3f}", f"{f.perplexity_ratio:.5f}", f"{f.kl:.2e}", f"{100 * f.top1:.1f}%"]
+            row = [
+                f"{f.perplexity:.3f}",
+                f"{f.perplexity_ratio:.5f}",
+                f"{f.kl:.2e}",
+                f"{100 * f.top1:.1f}%",
+            ]
         else:
             row = [_bad("not finite")] * 4
-        table.add_row(v.name, *row, "none" if first is None else _bad(f"layer {first[0]}, {first[1]}"))
+        table.add_row(
+            v.name, *row, "none" if first is None else _bad(f"layer {first[0]}, {first[1]}")
+        )
     return table
 
 
-def _errors(variants: list[VariantFigures], title: str, errors: Callable[[LayerFigures], Errors]) -> Table:
+def _errors(
+    variants: list[VariantFigures], title: str, errors: Callable[[LayerFigures], Errors]
+) -> Table:
     table = _table(title, "layer", *(v.name for v in variants))
     for index in range(len(variants[0].layers)):
         table.add_row(str(index), *(_error(errors(v.layers[index])) for v in variants))
@@ -67,14 +91,23 @@ def _error(errors: Errors) -> str | Text:
 
 
 def _headroom(reference: VariantFigures) -> Table:
-    table = _table("Largest sizes in fp32, and the headroom above the largest of all, in bits", "layer", *SHOWN, "largest", "fp16", "bf16")
+    table = _table(
+        "Largest sizes in fp32, and the headroom above the largest of all, in bits",
+        "layer",
+        *SHOWN,
+        "largest",
+        "fp16",
+        "bf16",
+    )
     for index, layer in enumerate(reference.layers):
         sizes = [
             _bad(f"{extent.non_finite} bad") if extent.non_finite else f"{extent.absmax:.4g}"
             for extent in (layer.checkpoints[name] for name in SHOWN)
         ]
         bits = [layer.tightest(dtype)[1] for dtype in (torch.float16, torch.bfloat16)]
-        table.add_row(str(index), *sizes, layer.tightest(torch.float16)[0], *(_bits(value) for value in bits))
+        table.add_row(
+            str(index), *sizes, layer.tightest(torch.float16)[0], *(_bits(value) for value in bits)
+        )
     return table
 
 
@@ -88,8 +121,19 @@ def _sentences(comparison: PrecisionComparison) -> list[str]:
     lines = []
     if math.isfinite(bits):
         largest = f"{name} in layer {index}, {reference.layers[index].checkpoints[name].absmax:.4g}"
-        judgement = "beyond it" if bits < 0 else "narrow: other text may reach it" if bits < SMALL_HEADROOM else f"{bits:.1f} bits below"
-        lines.append(f"fp16 ends at {torch.finfo(torch.float16).max:g}; the largest value of the fp32 pass is {largest}: {judgement}")
+        judgement = (
+            "beyond it"
+            if bits < 0
+            else (
+                "narrow: other text may reach it"
+                if bits < SMALL_HEADROOM
+                else f"{bits:.1f} bits below"
+            )
+        )
+        lines.append(
+            f"fp16 ends at {torch.finfo(torch.float16).max:g}; the largest value of the fp32 pass"
+            f" is {largest}: {judgement}"
+        )
     for v in comparison.variants:
         first = v.first_non_finite
         if first is not None:
@@ -97,8 +141,9 @@ def _sentences(comparison: PrecisionComparison) -> list[str]:
             failing = ", ".join(map(str, v.failing_layers)) or "none"
             tokens = v.layers[-1].residual.non_finite
             lines.append(
-                f"{v.name}: the first NaN or Inf is in layer {at}, {where} ({count} values); behind the last layer {tokens} of "
-                f"{comparison.tokens} tokens are lost; layers that fail on the stream of fp32: {failing}"
+                f"{v.name}: the first NaN or Inf is in layer {at}, {where} ({count} values); behind"
+                f" the last layer {tokens} of {comparison.tokens} tokens are lost; layers that fail"
+                f" on the stream of fp32: {failing}"
             )
     return lines
 
@@ -106,7 +151,11 @@ def _sentences(comparison: PrecisionComparison) -> list[str]:
 def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 and heading == "variant" else "right", overflow="fold")
+        table.add_column(
+            heading,
+            justify="left" if number == 0 and heading == "variant" else "right",
+            overflow="fold",
+        )
     return table
 
 

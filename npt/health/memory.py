@@ -1,7 +1,9 @@
-"""Notes on tensors, kept by the memory that they stand in: every view of it finds them, and they go when it is freed.
+"""Notes on tensors, kept by the memory that they stand in: every view of it finds them, and they go
+when it is freed.
 
-A tensor is a view of a storage, and one storage may hold several: rows of a preallocated buffer, all weights of a recurrent
-network. So a note holds for a stretch of a storage, and ends where the stretch is overwritten.
+A tensor is a view of a storage, and one storage may hold several: rows of a preallocated buffer,
+all weights of a recurrent network. So a note holds for a stretch of a storage, and ends where the
+stretch is overwritten.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ N = TypeVar("N")
 
 @dataclass(frozen=True)
 class Stretch:
-    """The bytes of a storage from a tensor's first element to behind its last. dense: it fills them all."""
+    """The bytes of a storage from a tensor's first element to behind its last. dense: it fills them
+    all.
+    """
 
     key: int
     start: int
@@ -60,7 +64,9 @@ class _Note(Generic[N]):
 
 
 class Memory(Generic[N]):
-    """Notes by stretch of storage. A weak reference keeps a storage's identity from being given to another while it is noted."""
+    """Notes by stretch of storage. A weak reference keeps a storage's identity from being given to
+    another while it is noted.
+    """
 
     def __init__(self) -> None:
         self._notes: dict[int, list[_Note[N]]] = {}
@@ -79,7 +85,10 @@ class Memory(Generic[N]):
         notes = self._live(here.key)
         if not any(known.note == note and known.stretch.covers(here) for known in notes):
             values = tensor.detach()._values() if tensor.layout == torch.sparse_coo else tensor
-            self._notes[here.key] = [*notes, _Note(StorageWeakRef(values.untyped_storage()), here, note)]
+            self._notes[here.key] = [
+                *notes,
+                _Note(StorageWeakRef(values.untyped_storage()), here, note),
+            ]
 
     def forget(self, tensor: Tensor) -> None:
         """Drop the notes on what writing to the tensor replaces."""

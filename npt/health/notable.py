@@ -1,4 +1,6 @@
-"""What in a run of records deserves a look first: non-finite tensors, those nearest to overflow, and those that grew most."""
+"""What in a run of records deserves a look first: non-finite tensors, those nearest to overflow,
+and those that grew most.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class NearOverflow:
 
 @dataclass(frozen=True)
 class Growth:
-    """A tensor whose RMS is `factor` times that of the same checkpoint one layer, or one recorded step, earlier in the pass."""
+    """A tensor whose RMS is `factor` times that of the same checkpoint one layer, or one recorded
+    step, earlier in the pass.
+    """
 
     record: int
     row: Row
@@ -43,7 +47,12 @@ class Growth:
 
 def non_finite(records: Sequence[Record]) -> list[NonFinite]:
     """All of them, in the order in which they appeared."""
-    return [NonFinite(i, row) for i, record in enumerate(records) for row in record.rows if not row.finite]
+    return [
+        NonFinite(i, row)
+        for i, record in enumerate(records)
+        for row in record.rows
+        if not row.finite
+    ]
 
 
 def near_overflow(records: Sequence[Record], at_most: int = 5) -> list[NearOverflow]:
@@ -59,7 +68,9 @@ def near_overflow(records: Sequence[Record], at_most: int = 5) -> list[NearOverf
 
 
 def growths(records: Sequence[Record], at_most: int = 5) -> list[Growth]:
-    """Those that grew most, each tensor once, at its worst. A gradient flows from the layer above to the one below."""
+    """Those that grew most, each tensor once, at its worst. A gradient flows from the layer above
+    to the one below.
+    """
     found: dict[tuple[Direction, Line, str], Growth] = {}
     directions: tuple[Direction, ...] = ("forward", "gradient")
     for direction in directions:
@@ -72,7 +83,9 @@ def growths(records: Sequence[Record], at_most: int = 5) -> list[Growth]:
                 candidates = []
                 if line.layer is not None:
                     layer = line.layer - 1 if direction == "forward" else line.layer + 1
-                    _, below = now.get((Line(f"{line.parent}.{layer}".lstrip("."), layer), column), (None, None))
+                    _, below = now.get(
+                        (Line(f"{line.parent}.{layer}".lstrip("."), layer), column), (None, None)
+                    )
                     if _positive(below):
                         candidates.append(Growth(i, row, rms / below, "layer", layer, below))
                 if (line, column) in previous:

@@ -1,7 +1,9 @@
-"""The page: findings first, then every recorded step as a heat map that can be searched, in one file that needs nothing else.
+"""The page: findings first, then every recorded step as a heat map that can be searched, in one
+file that needs nothing else.
 
-The page goes into tickets and over mail, so it loads nothing, and module names, which are somebody's data, reach it as text only.
-Its numbers stand in it once, as compact JSON; without JavaScript plain tables take the map's place.
+The page goes into tickets and over mail, so it loads nothing, and module names, which are
+somebody's data, reach it as text only. Its numbers stand in it once, as compact JSON; without
+JavaScript plain tables take the map's place.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _VIRIDIS = (
     "#2e6d8e", "#2a778e", "#26828e", "#228b8d", "#1f958b", "#1fa088", "#23a983", "#2eb37c",
     "#3fbc73", "#52c569", "#69cd5b", "#84d44b", "#9dd93b", "#bade28", "#d8e219", "#f1e51d",
 )  # fmt: skip
-"""Background of each step of the scale: matplotlib's viridis, here because a page does not need matplotlib."""
+"""Background of each step of the scale: matplotlib's viridis, here because a page does not need
+matplotlib.
+"""
 
 _WHITE_INK = 10
 """Steps, from the darkest on, on which white has a larger contrast than black."""
@@ -82,17 +86,24 @@ def page(records: Sequence[Record]) -> str:
     parts = {
         "title": f"Tensor health, {span(records)}",
         "lead": (
-            f"The tensors of a model at {count}: a line for each decoder layer from the first to the last, and one for each module "
-            "outside of them; a column for each checkpoint in the order of the forward pass. "
-            "Look for the framed red cell, the first tensor of its pass that is not finite: forward, a fault spreads from it to the right "
-            "and down; a gradient's spreads to the left and up."
+            f"The tensors of a model at {count}: a line for each decoder layer from the first to"
+            " the last, and one for each module outside of them; a column for each checkpoint in"
+            " the order of the forward pass. Look for the framed red cell, the first tensor of its"
+            " pass that is not finite: forward, a fault spreads from it to the right and down; a"
+            " gradient's spreads to the left and up."
         ),
         "findings": _findings(records, heat),
-        "shown": ""
-        if len(chosen) == len(records)
-        else f'<p class="soft">{len(chosen)} of {len(records)} steps are shown here; the findings above are of all of them.</p>',
+        "shown": (
+            ""
+            if len(chosen) == len(records)
+            else (
+                f'<p class="soft">{len(chosen)} of {len(records)} steps are shown here; the'
+                " findings above are of all of them.</p>"
+            )
+        ),
         "palette": "\n".join(
-            f".c{i} {{ background: {back}; color: {'#ffffff' if i < _WHITE_INK else '#000000'} }}" for i, back in enumerate(_VIRIDIS)
+            f".c{i} {{ background: {back}; color: {'#ffffff' if i < _WHITE_INK else '#000000'} }}"
+            for i, back in enumerate(_VIRIDIS)
         ),
         "tables": "\n".join(heat.tables()),
         "data": heat.data(),
@@ -102,9 +113,13 @@ def page(records: Sequence[Record]) -> str:
 
 
 class _Map:
-    """The steps that the page shows as heat maps: what they hold, their place in the page, and their numbers."""
+    """The steps that the page shows as heat maps: what they hold, their place in the page, and
+    their numbers.
+    """
 
-    def __init__(self, records: Sequence[Record], chosen: Sequence[int], layouts: dict[Direction, Layout]):
+    def __init__(
+        self, records: Sequence[Record], chosen: Sequence[int], layouts: dict[Direction, Layout]
+    ):
         labels = step_labels(records)
         self.place_of = {i: k for k, i in enumerate(chosen)}
         self.records = [records[i] for i in chosen]
@@ -112,8 +127,15 @@ class _Map:
         self.layouts = layouts
         self.cells = {d: [cells(record, d) for record in self.records] for d in layouts}
         self.scales = {
-            d: {q: scale(numbers, q) for q in _LABELS if (numbers := [x for c in found if (x := value(c.row, q)) is not None])}
-            for d, found in ((d, [cell for one in steps for cell in one.values()]) for d, steps in self.cells.items())
+            d: {
+                q: scale(numbers, q)
+                for q in _LABELS
+                if (numbers := [x for c in found if (x := value(c.row, q)) is not None])
+            }
+            for d, found in (
+                (d, [cell for one in steps for cell in one.values()])
+                for d, steps in self.cells.items()
+            )
         }
 
     def link(self, record: int, row: Row, text: str) -> str:
@@ -130,12 +152,20 @@ class _Map:
         for k, label in enumerate(self.labels):
             for direction, where in self.layouts.items():
                 title = f"{label}, {direction}"
-                yield f'<h3 id="{direction}-{k}">{title}</h3>\n<div class="scroll" role="region" aria-label="{title}" tabindex="0">'
-                heads = "".join(f"<th scope=col><span>{_text(column)}</span>" for column in where.columns)
+                yield (
+                    f'<h3 id="{direction}-{k}">{title}</h3>\n<div class="scroll" role="region"'
+                    f' aria-label="{title}" tabindex="0">'
+                )
+                heads = "".join(
+                    f"<th scope=col><span>{_text(column)}</span>" for column in where.columns
+                )
                 yield f'<table class="grid"><thead><tr><th scope=col>layer{heads}<tbody>'
                 found, first = self.cells[direction][k], first_bad(self.records[k], direction)
                 for line, name in zip(where.lines, where.labels, strict=True):
-                    row = (self._cell(found.get((line, column)), direction, (line, column) == first) for column in where.columns)
+                    row = (
+                        self._cell(found.get((line, column)), direction, (line, column) == first)
+                        for column in where.columns
+                    )
                     yield f"<tr><th scope=row>{_text(name)}{''.join(row)}"
                 yield "</table></div>"
 
@@ -144,7 +174,9 @@ class _Map:
             return "<td>"
         number = value(cell.row, "rms")
         if cell.mark >= Mark.INF:
-            return f'<td class="b{" f" if first else ""}">{"NaN" if cell.mark == Mark.NAN else "Inf"}'
+            return (
+                f'<td class="b{" f" if first else ""}">{"NaN" if cell.mark == Mark.NAN else "Inf"}'
+            )
         if number is None:
             return "<td>–"
         if number == 0:
@@ -158,16 +190,29 @@ class _Map:
         kinds: dict[tuple[tuple[int, ...], str, int], int] = {}
         directions = []
         for direction, where in self.layouts.items():
-            positions = {line: i for i, line in enumerate(where.lines)}, {column: j for j, column in enumerate(where.columns)}
+            positions = (
+                {line: i for i, line in enumerate(where.lines)},
+                {column: j for j, column in enumerate(where.columns)},
+            )
             firsts = [first_bad(record, direction) for record in self.records]
             head = {
-                "lines": [[label, line.name or label] for label, line in zip(where.labels, where.lines, strict=True)],
+                "lines": [
+                    [label, line.name or label]
+                    for label, line in zip(where.labels, where.lines, strict=True)
+                ],
                 "columns": where.columns,
-                "first": [None if at is None else [positions[0][at[0]], positions[1][at[1]]] for at in firsts],
+                "first": [
+                    None if at is None else [positions[0][at[0]], positions[1][at[1]]]
+                    for at in firsts
+                ],
                 "scales": self.scales[direction],
             }
             steps = (
-                ",".join(_numbers(found.get((line, column)), kinds) for line in where.lines for column in where.columns)
+                ",".join(
+                    _numbers(found.get((line, column)), kinds)
+                    for line in where.lines
+                    for column in where.columns
+                )
                 for found in self.cells[direction]
             )
             grids = ",\n".join(f"[{step}]" for step in steps)
@@ -179,11 +224,17 @@ class _Map:
             "open": next((k for k, count in enumerate(broken) if count), len(broken) - 1),
             "colours": _COLOURS,
             "quantities": [
-                {"key": q, "label": _LABELS[q], "log": q in LOGARITHMIC} for q in _LABELS if any(q in of for of in self.scales.values())
+                {"key": q, "label": _LABELS[q], "log": q in LOGARITHMIC}
+                for q in _LABELS
+                if any(q in of for of in self.scales.values())
             ],
-            "kinds": [[str(list(shape)), dtype, count, maximum(dtype)] for shape, dtype, count in kinds],
+            "kinds": [
+                [str(list(shape)), dtype, count, maximum(dtype)] for shape, dtype, count in kinds
+            ],
         }
-        return (json.dumps(shared)[:-1] + f', "directions": {{{", ".join(directions)}}}}}').replace("<", "\\u003c")
+        return (json.dumps(shared)[:-1] + f', "directions": {{{", ".join(directions)}}}}}').replace(
+            "<", "\\u003c"
+        )
 
 
 def _numbers(cell: Cell | None, kinds: dict[tuple[tuple[int, ...], str, int], int]) -> str:
@@ -196,12 +247,23 @@ def _numbers(cell: Cell | None, kinds: dict[tuple[tuple[int, ...], str, int], in
     tail += [(row.saturation, None), (row.update_ratio, None), (cell.calls, 1)]
     while tail and tail[-1][0] == tail[-1][1]:
         tail.pop()
-    numbers = [kind, row.rms, row.absmax, row.min, row.max, row.mean, row.std, *(x for x, _ in tail)]
+    numbers = [
+        kind,
+        row.rms,
+        row.absmax,
+        row.min,
+        row.max,
+        row.mean,
+        row.std,
+        *(x for x, _ in tail),
+    ]
     return f"[{','.join(map(_number, numbers))}]"
 
 
 def _number(x: float | None) -> str:
-    """Three digits of it, as short as JSON allows. An infinity is a number too large for the reader, which makes it one again."""
+    """Three digits of it, as short as JSON allows. An infinity is a number too large for the
+    reader, which makes it one again.
+    """
     if x is None or math.isnan(x):
         return "null"
     if isinstance(x, int):
@@ -227,14 +289,22 @@ def _text(name: str) -> str:
 
 def _findings(records: Sequence[Record], heat: _Map) -> str:
     labels = step_labels(records)
-    return "\n".join((_bad(records, labels, heat), _overflow(records, labels, heat), _growth(records, labels, heat)))
+    return "\n".join(
+        (
+            _bad(records, labels, heat),
+            _overflow(records, labels, heat),
+            _growth(records, labels, heat),
+        )
+    )
 
 
 def _bad(records: Sequence[Record], labels: Sequence[str], heat: _Map) -> str:
     found = non_finite(records)
     total = sum(len(record.rows) for record in records)
     if not found:
-        return f"<h3>Non-finite tensors</h3>\n<p>None: all {total:,} recorded tensors are finite.</p>"
+        return (
+            f"<h3>Non-finite tensors</h3>\n<p>None: all {total:,} recorded tensors are finite.</p>"
+        )
 
     def lines(wanted: Iterable[NonFinite]) -> str:
         rows = [
@@ -246,17 +316,23 @@ def _bad(records: Sequence[Record], labels: Sequence[str], heat: _Map) -> str:
             )
             for x in wanted
         ]
-        return _table(("step", "direction", "module and stage", "*NaN", "*+Inf", "*-Inf", "*of elements"), rows)
+        return _table(
+            ("step", "direction", "module and stage", "*NaN", "*+Inf", "*-Inf", "*of elements"),
+            rows,
+        )
 
     firsts: dict[tuple[int, Direction], NonFinite] = {}
     for each in found:
         firsts.setdefault((each.record, each.row.direction), each)
     cut = f"{PASSES} of {len(firsts)} passes shown" if len(firsts) > PASSES else "each pass"
-    listed = f"The first {LISTED} of {len(found):,}" if len(found) > LISTED else f"All {len(found):,}"
+    listed = (
+        f"The first {LISTED} of {len(found):,}" if len(found) > LISTED else f"All {len(found):,}"
+    )
     return (
-        f'<h3>Non-finite tensors</h3>\n<p><span class="alarm">{len(found):,}</span> of {total:,} recorded tensors. '
-        f"The first of {cut}:</p>\n{lines(list(firsts.values())[:PASSES])}\n"
-        f"<details><summary>{listed}, in the order in which they appeared</summary>{lines(found[:LISTED])}</details>"
+        f'<h3>Non-finite tensors</h3>\n<p><span class="alarm">{len(found):,}</span> of {total:,}'
+        " recorded tensors. The first of"
+        f" {cut}:</p>\n{lines(list(firsts.values())[:PASSES])}\n<details><summary>{listed}, in the"
+        f" order in which they appeared</summary>{lines(found[:LISTED])}</details>"
     )
 
 
@@ -283,13 +359,21 @@ def _growth(records: Sequence[Record], labels: Sequence[str], heat: _Map) -> str
             x.row.direction,
             heat.link(x.record, x.row, x.row.name or "model"),
             f"× {x.factor:.3g}",
-            f"{x.rms_before:.3g} at {f'layer {x.before}' if x.since == 'layer' else labels[x.before]}",
+            (
+                f"{x.rms_before:.3g} at"
+                f" {f'layer {x.before}' if x.since == 'layer' else labels[x.before]}"
+            ),
             f"{x.row.rms:.3g}",
         )
         for x in growths(records)
     ]
     head = ("step", "direction", "module and stage", "*factor", "from", "*to")
-    return f"<h3>Largest growth of the RMS, from layer to layer or step to step</h3>\n{_table(head, rows)}" if rows else ""
+    return (
+        "<h3>Largest growth of the RMS, from layer to layer or step to"
+        f" step</h3>\n{_table(head, rows)}"
+        if rows
+        else ""
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -297,10 +381,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     kinds = ["n" if name.startswith("*") else "name" if "module" in name else "" for name in head]
 
     def line(tag: str, texts: Sequence[str]) -> str:
-        marked = (f'<{tag} class="{kind}">{text}</{tag[:2]}>' for kind, text in zip(kinds, texts, strict=True))
+        marked = (
+            f'<{tag} class="{kind}">{text}</{tag[:2]}>'
+            for kind, text in zip(kinds, texts, strict=True)
+        )
         return f"<tr>{''.join(marked)}</tr>"
 
-    heads, body = line("th scope=col", [name.lstrip("*") for name in head]), "\n".join(line("td", row) for row in rows)
+    heads, body = (
+        line("th scope=col", [name.lstrip("*") for name in head]),
+        "\n".join(line("td", row) for row in rows),
+    )
     return (
         '<div class="scroll" role="region" aria-label="table" tabindex="0"><table class="list">'
         f"<thead>{heads}</thead>\n<tbody>{body}</tbody></table></div>"

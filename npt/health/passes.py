@@ -1,4 +1,6 @@
-"""One pass of a model for those who look at it: what is run, what it comes to, and how nothing of it is left behind."""
+"""One pass of a model for those who look at it: what is run, what it comes to, and how nothing of
+it is left behind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sink:
-    """Something that may not be bad in the end, and what it is called: a loss, a gradient, or an output, which may be masked."""
+    """Something that may not be bad in the end, and what it is called: a loss, a gradient, or an
+    output, which may be masked.
+    """
 
     label: str
     tensor: Tensor
@@ -48,13 +52,19 @@ class Sink:
 def default_run(model: nn.Module, batch: Any) -> Run:
     """The model on the batch, with labels where it is a language model."""
     if isinstance(batch, Batch):
-        inputs: dict[str, Any] = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")}
+        inputs: dict[str, Any] = {
+            name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")
+        }
         if batch.documents is not None and is_known(model):
             inputs = model_inputs(model, batch)
         batch = {**inputs, "labels": batch.labels}
     if isinstance(batch, Mapping):
         arguments = dict(batch)
-        if "labels" not in arguments and isinstance(arguments.get("input_ids"), Tensor) and _is_language_model(model):
+        if (
+            "labels" not in arguments
+            and isinstance(arguments.get("input_ids"), Tensor)
+            and _is_language_model(model)
+        ):
             ids, mask = arguments["input_ids"], arguments.get("attention_mask")
             if isinstance(mask, Tensor) and mask.shape == ids.shape:
                 ids = ids.masked_fill(~mask.bool(), IGNORE_INDEX)
@@ -67,7 +77,11 @@ def default_run(model: nn.Module, batch: Any) -> Run:
 def _is_language_model(model: nn.Module) -> bool:
     """Whether labels are token ids: transformers' models with a head over their vocabulary."""
     head: Any = getattr(model, "get_output_embeddings", None)
-    return head is not None and head() is not None and "labels" in inspect.signature(model.forward).parameters
+    return (
+        head is not None
+        and head() is not None
+        and "labels" in inspect.signature(model.forward).parameters
+    )
 
 
 def ready(batch: Any, device: torch.device) -> Any:
@@ -85,19 +99,42 @@ def ready(batch: Any, device: torch.device) -> Any:
 
 
 def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
-    """What the pass came to. A scalar loss with a graph is differentiated first, if the pass has not done so."""
-    loss = result.get("loss") if isinstance(result, Mapping) else result if isinstance(result, Tensor) else getattr(result, "loss", None)
-    leaves = [(name, leaf) for name, leaf in [*model.named_parameters(), *named_inputs(batch)] if leaf.is_leaf and leaf.requires_grad]
+    """What the pass came to. A scalar loss with a graph is differentiated first, if the pass has
+    not done so.
+    """
+    loss = (
+        result.get("loss")
+        if isinstance(result, Mapping)
+        else result
+        if isinstance(result, Tensor)
+        else getattr(result, "loss", None)
+    )
+    leaves = [
+        (name, leaf)
+        for name, leaf in [*model.named_parameters(), *named_inputs(batch)]
+        if leaf.is_leaf and leaf.requires_grad
+    ]
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
             loss.backward()
         sinks = [Sink("loss", loss.detach())]
     else:
-        sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in _tensors("", result)]
-    gradients = [(f"gradient of {name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None]
-    sinks += [Sink(label, tensor) for name, gradient in gradients for label, tensor in _tensors(name, gradient)]
+        sinks = [
+            Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in _tensors("", result)
+        ]
+    gradients = [
+        (f"gradient of {name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None
+    ]
+    sinks += [
+        Sink(label, tensor)
+        for name, gradient in gradients
+        for label, tensor in _tensors(name, gradient)
+    ]
     if not sinks:
-        raise ConfigError(f"run gave {kind_of(result)} and no gradients: it has to return a loss or outputs, or to run backward")
+        raise ConfigError(
+            f"run gave {kind_of(result)} and no gradients: it has to return a loss or outputs, or"
+            " to run backward"
+        )
     return sinks
 
 
@@ -126,22 +163,34 @@ def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Within the context gradients start from nothing and no mode of the caller's stands in the way of a backward pass.
+    """Within the context gradients start from nothing and no mode of the caller's stands in the way
+    of a backward pass.
 
     Afterwards gradients, buffers, the modules' modes and random state are as before.
     """
     modes = [(module, module.training) for module in model.modules()]
-    leaves = [*model.parameters(), *(t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad)]
+    leaves = [
+        *model.parameters(),
+        *(t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad),
+    ]
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     buffers = [
-        (module._buffers, name, b, b.detach().clone()) for module in model.modules() for name, b in module._buffers.items() if b is not None
+        (module._buffers, name, b, b.detach().clone())
+        for module in model.modules()
+        for name, b in module._buffers.items()
+        if b is not None
     ]
     # An embedding with a largest norm writes to its weights in forward.
-    renormed = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None]
+    renormed = [
+        m.weight
+        for m in model.modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
+    ]
     weights = [(weight, weight.detach().clone()) for weight in renormed]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     states = random.getstate(), numpy.random.get_state()
-    torch.clear_autocast_cache()  # casts of the weights from before this pass would come out of nowhere in it
+    # casts of the weights from before this pass would come out of nowhere in it
+    torch.clear_autocast_cache()
     try:
         with (
             torch.random.fork_rng(devices=devices),
@@ -172,6 +221,14 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
 
 def versions(model: nn.Module) -> dict[str, int]:
     """How often each parameter was written to, but for those that a pass writes to of its own."""
-    renormed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None}
-    named = [(name, p) for name, p in model.named_parameters() if not is_lazy(p) and id(p) not in renormed]
+    renormed = {
+        id(m.weight)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
+    }
+    named = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if not is_lazy(p) and id(p) not in renormed
+    ]
     return {name: p._version for name, p in named if not p.is_inference()}

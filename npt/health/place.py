@@ -1,7 +1,9 @@
-"""Where an operation stands: the module that it belongs to, the source line that ran it, the token that an element is of.
+"""Where an operation stands: the module that it belongs to, the source line that ran it, the token
+that an element is of.
 
-Read off the Python frames at the moment of the operation. Nothing is installed in the model for it, and code between modules,
-such as a residual sum in a layer's own forward, is attributed as exactly as code inside one.
+Read off the Python frames at the moment of the operation. Nothing is installed in the model for it,
+and code between modules, such as a residual sum in a layer's own forward, is attributed as exactly
+as code inside one.
 """
 
 from __future__ import annotations
@@ -23,24 +25,34 @@ from torch import Tensor, nn
 from npt.data.batch import Batch
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_OBSERVERS = tuple(_HERE + name for name in ("operations.py", "badness.py", "memory.py", "place.py"))
+_OBSERVERS = tuple(
+    _HERE + name for name in ("operations.py", "badness.py", "memory.py", "place.py")
+)
 _TRACER = (_HERE + "trace.py", _HERE + "passes.py")
 """Where the walk ends: who asked for the trace tells nothing about what runs in it."""
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, bitsandbytes))
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
+    for package in (torch, bitsandbytes)
+)
 _DISPATCH = tuple(
-    os.path.join(_LIBRARIES[0], name) for name in ("_dynamo", "_compile.py", "_ops.py", "utils" + os.sep + "_python_dispatch")
+    os.path.join(_LIBRARIES[0], name)
+    for name in ("_dynamo", "_compile.py", "_ops.py", "utils" + os.sep + "_python_dispatch")
 )
 """What stands between an operation and the mode that sees it."""
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
-"""The function of torch that enters the autograd engine: frames below it run in backward, those above only started it."""
+"""The function of torch that enters the autograd engine: frames below it run in backward, those
+above only started it.
+"""
 
 _TEXT_MAX = 160
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of Python and the module that it worked for. module: dotted name, empty where no frame names one."""
+    """A line of Python and the module that it worked for. module: dotted name, empty where no frame
+    names one.
+    """
 
     module: str = ""
     source: str = ""
@@ -65,9 +77,10 @@ def module_names(model: nn.Module) -> dict[int, str]:
 class Stack:
     """What the Python frames tell about the operation that runs in them.
 
-    place: the first line that is not a library's, and the first module. own: code that is no library's stands on the way to the
-    engine, so in backward a hook or a custom function, whose own line this is. Everything else that backward does has no line of
-    its own. recomputing: a checkpoint runs its forward again. nested: the engine was entered from Python on this thread.
+    place: the first line that is not a library's, and the first module. own: code that is no
+    library's stands on the way to the engine, so in backward a hook or a custom function, whose own
+    line this is. Everything else that backward does has no line of its own. recomputing: a
+    checkpoint runs its forward again. nested: the engine was entered from Python on this thread.
     """
 
     place: Place
@@ -86,7 +99,11 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
     module: str | None = None
     source = fallback = ""
     own = recomputing = False
-    while frame is not None and frame.f_code.co_name != _ENGINE and frame.f_code.co_filename not in _TRACER:
+    while (
+        frame is not None
+        and frame.f_code.co_name != _ENGINE
+        and frame.f_code.co_filename not in _TRACER
+    ):
         file = frame.f_code.co_filename
         if not file.startswith(_OBSERVERS):
             if not file.startswith(_LIBRARIES):
@@ -101,17 +118,23 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
 
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
-    """The module that a frame works for: its `self`, or what the function takes first, as a hook or an attention function does.
+    """The module that a frame works for: its `self`, or what the function takes first, as a hook or
+    an attention function does.
 
-    Where that is the whole model, which says nothing, the variable of a loop that the frame is in says more. No other local does:
-    behind a loop over layers the last one is still there.
+    Where that is the whole model, which says nothing, the variable of a loop that the frame is in
+    says more. No other local does: behind a loop over layers the last one is still there.
     """
     code, known = frame.f_code, frame.f_locals
-    found = [names.get(id(known.get(name))) for name in ("self", *code.co_varnames[: min(code.co_argcount, 1)])]
+    found = [
+        names.get(id(known.get(name)))
+        for name in ("self", *code.co_varnames[: min(code.co_argcount, 1)])
+    ]
     module = next((name for name in found if name is not None), None)
     if module:
         return module
-    looped = (names.get(id(known.get(name))) for name in _loop_variables(code.co_filename, frame.f_lineno))
+    looped = (
+        names.get(id(known.get(name))) for name in _loop_variables(code.co_filename, frame.f_lineno)
+    )
     return next((name for name in looped if name is not None), module)
 
 
@@ -171,7 +194,8 @@ class Tokens:
 
     Args:
         batch: what the pass was run on; None knows nothing.
-        others: shapes of tensors that are of no token, such as weights, whose gradients have them as well.
+        others: shapes of tensors that are of no token, such as weights, whose gradients have them
+            as well.
     """
 
     def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
@@ -181,9 +205,18 @@ class Tokens:
         self.samples: tuple[str, ...] = ()
         self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
         if isinstance(batch, Batch):
-            self.shape = (batch.input_ids.shape[0], batch.input_ids.shape[1]) if batch.input_ids.ndim == 2 else None
+            self.shape = (
+                (batch.input_ids.shape[0], batch.input_ids.shape[1])
+                if batch.input_ids.ndim == 2
+                else None
+            )
             self.rows, self.samples = batch.valid_index.tolist(), batch.sample_ids
-            if batch.input_ids.shape == batch.labels.shape == batch.attention_mask.shape == batch.position_ids.shape:
+            if (
+                batch.input_ids.shape
+                == batch.labels.shape
+                == batch.attention_mask.shape
+                == batch.position_ids.shape
+            ):
                 self.scored = batch.scored_index.tolist()
         elif isinstance(batch, Mapping):
             for name, states in (("input_ids", 2), ("inputs_embeds", 3)):
@@ -192,12 +225,16 @@ class Tokens:
                     self.shape = (value.shape[0], value.shape[1])
                     break
 
-    def locate(self, shape: tuple[int, ...], index: tuple[int, ...]) -> tuple[int | None, int | None, str | None]:
-        """(row, token, sample) of the element at `index` of a tensor of `shape`; None what the shape does not tell for certain.
+    def locate(
+        self, shape: tuple[int, ...], index: tuple[int, ...]
+    ) -> tuple[int | None, int | None, str | None]:
+        """(row, token, sample) of the element at `index` of a tensor of `shape`; None what the
+        shape does not tell for certain.
 
-        Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened [B * T, ...] and, of a batch
-        that gathers them, the valid tokens' rows [N, ...], teacher's and student's rows stacked [2N, ...], or the rows [S, ...] of
-        the positions whose next token is predicted. Of [B, ...] the row is known.
+        Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened [B
+        * T, ...] and, of a batch that gathers them, the valid tokens' rows [N, ...], teacher's and
+        student's rows stacked [2N, ...], or the rows [S, ...] of the positions whose next token is
+        predicted. Of [B, ...] the row is known.
         """
         if self.shape is None or not index or shape in self.others:
             return None, None, None
@@ -210,7 +247,9 @@ class Tokens:
         sample = self.samples[row] if row is not None and row < len(self.samples) else None
         return row, token, sample
 
-    def _readings(self, shape: tuple[int, ...], index: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    def _readings(
+        self, shape: tuple[int, ...], index: tuple[int, ...]
+    ) -> Iterator[tuple[int, int]]:
         assert self.shape is not None
         (b, t), n = self.shape, len(self.rows)
         if len(shape) > 1 and shape[:2] == (b, t):

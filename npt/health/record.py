@@ -1,4 +1,6 @@
-"""A record: the health of a model's tensors in one pass, as plain numbers that can be written, read and drawn."""
+"""A record: the health of a model's tensors in one pass, as plain numbers that can be written, read
+and drawn.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ Direction = Literal["forward", "gradient"]
 class Row:
     """One tensor at one checkpoint of the pass.
 
-    module: dotted name of the module that it belongs to, empty for the model itself. layer: index of the decoder layer, None
-    outside of them. stage: what it is there, such as `out`, `in`, `q_proj`, `m_gate`, `residual`. direction: the value that
-    went forward, or its gradient. Statistics are of the finite elements, None where there is none.
+    module: dotted name of the module that it belongs to, empty for the model itself. layer: index
+    of the decoder layer, None outside of them. stage: what it is there, such as `out`, `in`,
+    `q_proj`, `m_gate`, `residual`. direction: the value that went forward, or its gradient.
+    Statistics are of the finite elements, None where there is none.
 
-    count: elements looked at. finite_share: in [0, 1]. saturation: share of multipliers within a hundredth of their bounds.
-    update_ratio: RMS of what was added to the residual stream over the RMS of the stream. source: index among the record's rows
-    of what this tensor was made from, where it may be compared with that in size.
+    count: elements looked at. finite_share: in [0, 1]. saturation: share of multipliers within a
+    hundredth of their bounds. update_ratio: RMS of what was added to the residual stream over the
+    RMS of the stream. source: index among the record's rows of what this tensor was made from,
+    where it may be compared with that in size.
     """
 
     module: str
@@ -61,14 +65,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """All rows of one recorded step, in the order in which the pass reached them. micro_batch: index in the step's window."""
+    """All rows of one recorded step, in the order in which the pass reached them. micro_batch:
+    index in the step's window.
+    """
 
     step: int
     rows: tuple[Row, ...]
     micro_batch: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "micro_batch": self.micro_batch, "rows": [dict(vars(row)) for row in self.rows]}
+        return {
+            "step": self.step,
+            "micro_batch": self.micro_batch,
+            "rows": [dict(vars(row)) for row in self.rows],
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
@@ -81,6 +91,8 @@ class Record:
         rows = []
         for number, row in enumerate(values["rows"]):
             if set(row) != known:
-                raise ValueError(f"row {number} has {', '.join(sorted(set(row) ^ known))} missing or unknown")
+                raise ValueError(
+                    f"row {number} has {', '.join(sorted(set(row) ^ known))} missing or unknown"
+                )
             rows.append(Row(**{**row, "shape": tuple(row["shape"])}))
         return cls(step=values["step"], rows=tuple(rows), micro_batch=values["micro_batch"])

@@ -1,44 +1,46 @@
-"""The recorder: the health of every tensor that a pass through a module produces, without a change to any of them.
+"""The recorder: the health of every tensor that a pass through a module produces, without a change
+to any of them.
 
     with Recorder(model) as recorder:
         model(**batch).loss.backward()
     record = recorder.record(step=1)
 
-Each tensor is reduced to a few numbers where it lies (`npt.health.statistics`), and all of them are read at once by `record`.
-Nothing else is kept: no tensor outlives the recorder's look at it. Hooks only look. On leaving the block, however it is left,
-every hook is gone, so a pass outside of it costs what it did before.
+Each tensor is reduced to a few numbers where it lies (`npt.health.statistics`), and all of them are
+read at once by `record`. Nothing else is kept: no tensor outlives the recorder's look at it. Hooks
+only look. On leaving the block, however it is left, every hook is gone, so a pass outside of it
+costs what it did before.
 
 What becomes a row, by its `stage`:
 
-    stage         of                what it is
-    in            every module      its main input (the first tensor), unless that tensor has a row already as what another gave
-    in.NAME       every module      its other inputs, likewise; masks are left out, their -Inf is meant
-    out           every module      its output, of several the first; out.NAME or out.NUMBER: the others, unless they have a row
-    weight, ...   every parameter   gradient only: what this pass added to it, before any clipping
-    h             NPT layer         the residual stream in front of the layer
-    a             NPT layer         attention output, behind o_proj
-    stream        NPT layer         h + a, what the MLP reads where the attention residual is kept
-    z             NPT layer         low-rank code A a
-    m_gate ...    NPT layer         multipliers of gate, up, down, with their saturation
-    s_gate ...    NPT layer         additive terms of gate, up, down
-    gate, up      NPT layer         the products as modulated (as they were before: `mlp.gate_proj out`, `mlp.up_proj out`)
-    activation    NPT layer         act(gate)
-    product       NPT layer         activation * up, what down_proj reads
-    mlp           NPT layer         the MLP's output as modulated
-    o             NPT layer         the residual sum behind the layer, with its update ratio
-    t             NPT layer         the teacher's o, under the local strategy
+    stage         of                what it is in            every module      its main input (the
+    first tensor), unless that tensor has a row already as what another gave in.NAME       every
+    module      its other inputs, likewise; masks are left out, their -Inf is meant out
+    every module      its output, of several the first; out.NAME or out.NUMBER: the others, unless
+    they have a row weight, ...   every parameter   gradient only: what this pass added to it,
+    before any clipping h             NPT layer         the residual stream in front of the layer a
+    NPT layer         attention output, behind o_proj stream        NPT layer         h + a, what
+    the MLP reads where the attention residual is kept z             NPT layer         low-rank code
+    A a m_gate ...    NPT layer         multipliers of gate, up, down, with their saturation s_gate
+    ...    NPT layer         additive terms of gate, up, down gate, up      NPT layer         the
+    products as modulated (as they were before: `mlp.gate_proj out`, `mlp.up_proj out`) activation
+    NPT layer         act(gate) product       NPT layer         activation * up, what down_proj
+    reads mlp           NPT layer         the MLP's output as modulated o             NPT layer
+    the residual sum behind the layer, with its update ratio t             NPT layer         the
+    teacher's o, under the local strategy
 
-RMSNorms, q, k and v are modules and so have their `out`. Rows stand in the order in which the pass reached them. A tensor that
-several modules name, such as the output of an MLP and of its last product, is reduced once and has a row under each name. Where a
-module is called again in the same pass its stages are numbered from there on: `out#2`. Such calls are the teacher's (first) and the
-student's (second) under the end_to_end strategy, and a recomputation under the gradient checkpointing of a model's own; what
-`--gradient_checkpointing` computes again is not looked at twice. Under the local strategy teacher and student go through gate_proj,
-up_proj and down_proj as one stack of rows, so the rows of these modules are of both, and through the first two just once where the
-attention residual is kept; a converted layer's own forward is not called. A gradient has the stage of its value; `out@2` is the second
-backward through it.
+RMSNorms, q, k and v are modules and so have their `out`. Rows stand in the order in which the pass
+reached them. A tensor that several modules name, such as the output of an MLP and of its last
+product, is reduced once and has a row under each name. Where a module is called again in the same
+pass its stages are numbered from there on: `out#2`. Such calls are the teacher's (first) and the
+student's (second) under the end_to_end strategy, and a recomputation under the gradient
+checkpointing of a model's own; what `--gradient_checkpointing` computes again is not looked at
+twice. Under the local strategy teacher and student go through gate_proj, up_proj and down_proj as
+one stack of rows, so the rows of these modules are of both, and through the first two just once
+where the attention residual is kept; a converted layer's own forward is not called. A gradient has
+the stage of its value; `out@2` is the second backward through it.
 
-Padded positions are left out of every tensor that starts with the batch and time of the mask: of `valid`, else of the
-two-dimensional `attention_mask` that the model itself is called with.
+Padded positions are left out of every tensor that starts with the batch and time of the mask: of
+`valid`, else of the two-dimensional `attention_mask` that the model itself is called with.
 """
 
 from __future__ import annotations
@@ -66,18 +68,28 @@ from npt.health.statistics import FIELDS, share_beyond, summarise
 from npt.quant.hooks import only_looks
 
 SATURATED = 0.99
-"""A multiplier counts as saturated beyond this share of the way from the middle of its form's range to an end."""
+"""A multiplier counts as saturated beyond this share of the way from the middle of its form's range
+to an end.
+"""
 
 _MAIN_INPUTS = ("hidden_states", "inputs_embeds", "input_ids", "input", "x")
 
 # What a stage of an NPT layer is made of; how much it grew from there can be an explosion.
-_MADE_OF = {"z": "a", "activation": "gate", "product": "activation", "mlp": "product", "o": "h", "t": "h"}
+_MADE_OF = {
+    "z": "a",
+    "activation": "gate",
+    "product": "activation",
+    "mlp": "product",
+    "o": "h",
+    "t": "h",
+}
 
 
 @dataclass(frozen=True)
 class _Site:
-    """A module to be observed. element: it is an element of a list of modules, such as a decoder layer. grows: its output may be
-    compared with its input in size, which says nothing of a normalisation or an embedding."""
+    """A module to be observed. element: it is an element of a list of modules, such as a decoder
+    layer. grows: its output may be compared with its input in size, which says nothing of a
+    normalisation or an embedding."""
 
     name: str
     layer: int | None
@@ -88,7 +100,9 @@ class _Site:
 
 @dataclass
 class _Entry:
-    """A row whose numbers have not been read yet. summary, saturation, update (and what it is an update of): where they stand."""
+    """A row whose numbers have not been read yet. summary, saturation, update (and what it is an
+    update of): where they stand.
+    """
 
     site: _Site
     stage: str
@@ -103,7 +117,9 @@ class _Entry:
 
 @dataclass
 class _Known:
-    """A tensor that was reduced: its numbers are still the same while it lives and its version stands. entries: its rows."""
+    """A tensor that was reduced: its numbers are still the same while it lives and its version
+    stands. entries: its rows.
+    """
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -130,24 +146,37 @@ class _Valid:
 class Recorder:
     """Records every forward and backward pass through `model` inside its block.
 
-    Numerics, random state and the graph are as without it; `torch.no_grad`, `torch.inference_mode`, mixed precision and gradient
-    checkpointing are fine. Only code that itself asks whether it is hooked may take another way: torch's `nn.TransformerEncoderLayer`
-    then leaves its fused inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a warning from `record`.
-    Recorders nest, and one can be entered again: it then starts anew.
+    Numerics, random state and the graph are as without it; `torch.no_grad`, `torch.inference_mode`,
+    mixed precision and gradient checkpointing are fine. Only code that itself asks whether it is
+    hooked may take another way: torch's `nn.TransformerEncoderLayer` then leaves its fused
+    inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a warning
+    from `record`. Recorders nest, and one can be entered again: it then starts anew.
 
     Args:
         model: any module.
         gradients: record the gradients of the same tensors, and of the parameters, as well.
         valid: [B, T] bool, True at the tokens that count.
-        layers: record only these decoder layers (elements of a `ModuleList`, by index), and what lies outside of layers.
+        layers: record only these decoder layers (elements of a `ModuleList`, by index), and what
+            lies outside of layers.
 
     Raises:
-        ValueError: `valid` has another number of dimensions; or, when the block begins, the model has no such layer.
+        ValueError: `valid` has another number of dimensions; or, when the block begins, the model
+            has no such layer.
     """
 
-    def __init__(self, model: nn.Module, *, gradients: bool = True, valid: Tensor | None = None, layers: Iterable[int] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        gradients: bool = True,
+        valid: Tensor | None = None,
+        layers: Iterable[int] | None = None,
+    ):
         if valid is not None and valid.ndim != 2:
-            raise ValueError(f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T], whether it counts")
+            raise ValueError(
+                f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T], whether"
+                " it counts"
+            )
         self.model, self.gradients = model, gradients
         self._given = None if valid is None else _Valid(valid.detach().bool())
         self._layers = None if layers is None else frozenset(layers)
@@ -168,7 +197,9 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if self._undo:
-            raise RuntimeError("this Recorder is inside its block already; make another one to nest them")
+            raise RuntimeError(
+                "this Recorder is inside its block already; make another one to nest them"
+            )
         self._forget()
         try:
             self._attach()
@@ -191,9 +222,13 @@ class Recorder:
         entries, numbers, skipped = self._entries, _read(self._summaries), self.skipped
         self._forget()
         self.skipped = skipped
-        self._tensor_hooks = [handle for handle in self._tensor_hooks if handle.hooks_dict_ref() is not None]
+        self._tensor_hooks = [
+            handle for handle in self._tensor_hooks if handle.hooks_dict_ref() is not None
+        ]
         if skipped:
-            warnings.warn(f"{len(skipped)} tensors were not recorded, the first: {skipped[0]}", stacklevel=2)
+            warnings.warn(
+                f"{len(skipped)} tensors were not recorded, the first: {skipped[0]}", stacklevel=2
+            )
         return Record(step, tuple(_row(entry, numbers) for entry in entries), micro_batch)
 
     def _attach(self) -> None:
@@ -201,12 +236,17 @@ class Recorder:
         sites = {name: _site(name, module, named) for name, module in named.items()}
         missing = (self._layers or frozenset()) - {site.layer for site in sites.values()}
         if missing:
-            raise ValueError(f"{type(self.model).__name__} has no layer {min(missing)}; leave it out of layers")
+            raise ValueError(
+                f"{type(self.model).__name__} has no layer {min(missing)}; leave it out of layers"
+            )
         for name, module in named.items():
             site = sites[name]
             if not self._chosen(site):
                 continue
-            before, after = only_looks(partial(self._before, site)), only_looks(partial(self._after, site))
+            before, after = (
+                only_looks(partial(self._before, site)),
+                only_looks(partial(self._after, site)),
+            )
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after, with_kwargs=True).remove)
             if isinstance(module, NPTAdapter):
@@ -240,10 +280,17 @@ class Recorder:
         adapter.observer = observe
         self._undo.append(restore)
 
-    def _watch_parameter(self, name: str, parameter: nn.Parameter, named: Mapping[str, nn.Module], sites: Mapping[str, _Site]) -> None:
+    def _watch_parameter(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        named: Mapping[str, nn.Module],
+        sites: Mapping[str, _Site],
+    ) -> None:
         if not parameter.requires_grad:
             return
-        # A parameter of a list or dictionary of parameters belongs to the module that has it: `npt.B.gate` is `npt`, `B.gate`.
+        # A parameter of a list or dictionary of parameters belongs to the module that has it:
+        # `npt.B.gate` is `npt`, `B.gate`.
         owner, _, _ = name.rpartition(".")
         while owner and isinstance(named[owner], nn.ParameterDict | nn.ParameterList):
             owner, _, _ = owner.rpartition(".")
@@ -261,23 +308,37 @@ class Recorder:
         def remove() -> None:
             handle.remove()
             if bare and not parameter._backward_hooks:
-                parameter._backward_hooks = None  # as it was: an empty dictionary of hooks is a trace
+                # as it was: an empty dictionary of hooks is a trace
+                parameter._backward_hooks = None
 
         self._undo.append(remove)
 
-    # --- what the hooks do. None may raise: the pass that is looked at goes on whatever happens here.
+    # --- what the hooks do. None may raise: the pass that is looked at goes on whatever happens
+    # here.
 
     def _quietly(self, site: _Site, stage: str, look: Callable[..., None], *arguments: Any) -> None:
         try:
             look(*arguments)
         except Exception as error:
-            self.skipped.append(f"{site.name} {stage}".strip() + f": {type(error).__name__}: {error}".splitlines()[0])
+            self.skipped.append(
+                f"{site.name} {stage}".strip()
+                + f": {type(error).__name__}: {error}".splitlines()[0]
+            )
 
-    def _before(self, site: _Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, site: _Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not is_recomputing():
             self._quietly(site, "in", self._inputs, site, args, kwargs)
 
-    def _after(self, site: _Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _after(
+        self,
+        site: _Site,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
         if not is_recomputing():
             self._quietly(site, "out", self._outputs, site, output)
 
@@ -299,7 +360,9 @@ class Recorder:
         source, before = self._sources.pop(site.name, (None, None))
         for position, (name, tensor) in enumerate(_tensors(output)):
             if position == 0:
-                known = self._add(site, "out" if name in ("", "0") else f"out.{name}", tensor, source)
+                known = self._add(
+                    site, "out" if name in ("", "0") else f"out.{name}", tensor, source
+                )
                 if site.element and before is not None:
                     self._add_update(known, tensor, before)
             elif self._find(tensor) is None:
@@ -313,9 +376,13 @@ class Recorder:
             if tensor is not None and not (stage == "stream" and tensor is stages["h"]):
                 self._quietly(site, stage, self._stage, site, adapter, stage, tensor, found)
 
-    def _stage(self, site: _Site, adapter: NPTAdapter, stage: str, tensor: Tensor, found: dict[str, _Known]) -> None:
+    def _stage(
+        self, site: _Site, adapter: NPTAdapter, stage: str, tensor: Tensor, found: dict[str, _Known]
+    ) -> None:
         before = found.get(_MADE_OF.get(stage, ""))
-        found[stage] = known = self._add(site, stage, tensor, None if before is None else before.entries[-1])
+        found[stage] = known = self._add(
+            site, stage, tensor, None if before is None else before.entries[-1]
+        )
         if stage.startswith("m_"):
             valid = None if self._valid is None else self._valid.on(tensor.device)
             middle, half = multiplier_spread(adapter.config.mult_form, adapter.config.mult_bound)
@@ -327,10 +394,14 @@ class Recorder:
     def _gradient(self, site: _Site, stage: str, gradient: Tensor) -> None:
         self._append(site, stage, "gradient", gradient, self._summarise(gradient, None), "@")
 
-    def _gradients(self, observed: list[_Entry], entries: list[int], gradient: Tensor, valid: _Valid | None) -> None:
+    def _gradients(
+        self, observed: list[_Entry], entries: list[int], gradient: Tensor, valid: _Valid | None
+    ) -> None:
         summary = self._summarise(gradient, valid)
         for index in entries:
-            self._append(observed[index].site, observed[index].stage, "gradient", gradient, summary, "@")
+            self._append(
+                observed[index].site, observed[index].stage, "gradient", gradient, summary, "@"
+            )
 
     # --- rows
 
@@ -338,11 +409,15 @@ class Recorder:
         """A row for a tensor that goes forward. One that is known is not reduced again."""
         known = self._find(tensor)
         if known is None:
-            known = _Known(weakref.ref(tensor), _version(tensor), self._summarise(tensor, self._valid), [])
+            known = _Known(
+                weakref.ref(tensor), _version(tensor), self._summarise(tensor, self._valid), []
+            )
             self._known[_place(tensor)] = known
             if self.gradients and tensor.requires_grad:
                 self._watch(site, stage, tensor, known.entries)
-        known.entries.append(self._append(site, stage, "forward", tensor, known.summary, "#", source))
+        known.entries.append(
+            self._append(site, stage, "forward", tensor, known.summary, "#", source)
+        )
         return known
 
     def _watch(self, site: _Site, stage: str, tensor: Tensor, entries: list[int]) -> None:
@@ -350,24 +425,40 @@ class Recorder:
         valid, observed = self._valid, self._entries
 
         def look(gradient: Tensor) -> None:
-            self._quietly(site, f"gradient of {stage}", self._gradients, observed, entries, gradient, valid)
+            self._quietly(
+                site, f"gradient of {stage}", self._gradients, observed, entries, gradient, valid
+            )
 
         self._tensor_hooks.append(tensor.register_hook(look))
 
     def _append(
-        self, site: _Site, stage: str, direction: Direction, tensor: Tensor, summary: int, number: str, source: int | None = None
+        self,
+        site: _Site,
+        stage: str,
+        direction: Direction,
+        tensor: Tensor,
+        summary: int,
+        number: str,
+        source: int | None = None,
     ) -> int:
         self._calls[site.name, stage, direction] += 1
         call = self._calls[site.name, stage, direction]
         name = stage if call == 1 else f"{stage}{number}{call}"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._entries.append(_Entry(site, name, direction, tuple(tensor.shape), dtype, summary, source))
+        self._entries.append(
+            _Entry(site, name, direction, tuple(tensor.shape), dtype, summary, source)
+        )
         return len(self._entries) - 1
 
     def _add_update(self, known: _Known, after: Tensor, before_known: _Known) -> None:
         """What the row's tensor adds to the one that it is the next state of."""
         before = before_known.unchanged()
-        if before is None or after.shape != before.shape or after.device != before.device or not after.is_floating_point():
+        if (
+            before is None
+            or after.shape != before.shape
+            or after.device != before.device
+            or not after.is_floating_point()
+        ):
             return
         pair = known.summary, before_known.summary
         if pair not in self._updates:
@@ -375,8 +466,15 @@ class Recorder:
         self._entries[known.entries[-1]].update = self._updates[pair], before_known.summary
 
     def _summarise(self, tensor: Tensor, valid: _Valid | None) -> int:
-        if tensor.layout != torch.strided or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
-            raise TypeError(f"{kind_of(tensor)} of layout {tensor.layout} on {tensor.device} cannot be summed up")
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_meta
+            or is_traceable_wrapper_subclass(tensor)
+        ):
+            raise TypeError(
+                f"{kind_of(tensor)} of layout {tensor.layout} on {tensor.device} cannot be"
+                " summed up"
+            )
         return self._keep(summarise(tensor, None if valid is None else valid.on(tensor.device)))
 
     def _keep(self, numbers: Tensor) -> int:
@@ -384,12 +482,17 @@ class Recorder:
         return len(self._summaries) - 1
 
     def _find(self, tensor: Tensor) -> _Known | None:
-        """What is known of these very numbers: another view of the same memory, in the same shape, unchanged since.
+        """What is known of these very numbers: another view of the same memory, in the same shape,
+        unchanged since.
 
         An inference tensor counts no changes, so each look at one is a new one.
         """
         known = self._known.get(_place(tensor))
-        return known if known is not None and not tensor.is_inference() and known.unchanged() is not None else None
+        return (
+            known
+            if known is not None and not tensor.is_inference() and known.unchanged() is not None
+            else None
+        )
 
 
 def _site(name: str, module: nn.Module, named: Mapping[str, nn.Module]) -> _Site:
@@ -421,7 +524,9 @@ def _parameters(kind: Any) -> tuple[str, ...]:
 
 
 def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses; caches and the like are none of them."""
+    """(name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses; caches and
+    the like are none of them.
+    """
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -439,7 +544,10 @@ def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
 
 def _named_inputs(site: _Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors that a module is called with, by the names of its parameters."""
-    names = (*site.parameters[: len(args)], *(str(i) for i in range(len(site.parameters), len(args))))
+    names = (
+        *site.parameters[: len(args)],
+        *(str(i) for i in range(len(site.parameters), len(args))),
+    )
     return dict(_tensors({**dict(zip(names, args, strict=True)), **kwargs}))
 
 
@@ -459,7 +567,9 @@ def _validity(found: Mapping[str, Tensor]) -> _Valid | None:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What two views of the same numbers in the same shape have in common; an empty tensor lies nowhere."""
+    """What two views of the same numbers in the same shape have in common; an empty tensor lies
+    nowhere.
+    """
     at = tensor.data_ptr() or id(tensor)
     return at, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
 
@@ -488,7 +598,9 @@ def _row(entry: _Entry, numbers: list[list[float]]) -> Row:
     values = dict(zip(FIELDS, numbers[entry.summary], strict=True))
     count, nan, up, down = (int(values[name]) for name in ("count", "nan", "pos_inf", "neg_inf"))
     finite = count - nan - up - down
-    sizes = {name: values[name] if finite else None for name in ("min", "max", "mean", "std", "rms")}
+    sizes = {
+        name: values[name] if finite else None for name in ("min", "max", "mean", "std", "rms")
+    }
     update = None
     if entry.update is not None:
         added, before = (numbers[i][FIELDS.index("rms")] for i in entry.update)

@@ -1,4 +1,6 @@
-"""Which steps of a run are recorded, and where their records go: what the training loop and transformers' Trainer share."""
+"""Which steps of a run are recorded, and where their records go: what the training loop and
+transformers' Trainer share.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ from npt.health.ranking import worst
 from npt.health.record import Record
 
 PICTURED = 100
-"""Records that are drawn at most, evenly spread over those of the run: more could be told apart in no picture."""
+"""Records that are drawn at most, evenly spread over those of the run: more could be told apart in
+no picture.
+"""
 
 
 class Recording:
-    """The records of a run: each chosen step once, a JSON file each, and pictures of them all at the end.
+    """The records of a run: each chosen step once, a JSON file each, and pictures of them all at
+    the end.
 
     Args:
         folder: made with the first record; files are `step-XXXXXXXX.json`.
@@ -40,11 +45,18 @@ class Recording:
         parts = ([] if self.steps is None else [f"steps {self.steps}"]) + (
             [] if self.every is None else [f"every {_ordinal(self.every)} step"]
         )
-        return f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on rank 0 only, into {self.folder}"
+        return (
+            f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on rank 0"
+            f" only, into {self.folder}"
+        )
 
     def wants(self, step: int) -> bool:
-        """Whether the step is chosen and has not been begun before: where it is refused and tried again, the refused one counts."""
-        chosen = any(step in steps for steps in self._ranges) or (self.every is not None and step % self.every == 0)
+        """Whether the step is chosen and has not been begun before: where it is refused and tried
+        again, the refused one counts.
+        """
+        chosen = any(step in steps for steps in self._ranges) or (
+            self.every is not None and step % self.every == 0
+        )
         return chosen and step not in self._tried
 
     def begin(self, step: int) -> None:
@@ -71,9 +83,12 @@ class Recording:
         """
         if not self._files:
             return []
-        from npt.health.picture import write_pictures  # draws with a library that nothing else needs
+        # draws with a library that nothing else needs
+        from npt.health.picture import write_pictures
 
-        return write_pictures([read_record(path) for path in _spread(self._files, PICTURED)], self.folder)
+        return write_pictures(
+            [read_record(path) for path in _spread(self._files, PICTURED)], self.folder
+        )
 
 
 def read_record(path: Path) -> Record:
@@ -87,7 +102,10 @@ def read_record(path: Path) -> Record:
 
 def describe(record: Record, path: Path) -> str:
     """The line that a run says about a step that it recorded."""
-    return f"recorded step {record.step} (micro-batch {record.micro_batch}, rank 0) in {path}: {worst(record)}"
+    return (
+        f"recorded step {record.step} (micro-batch {record.micro_batch}, rank 0) in {path}:"
+        f" {worst(record)}"
+    )
 
 
 def _spread(items: list[Path], most: int) -> list[Path]:
@@ -98,5 +116,7 @@ def _spread(items: list[Path], most: int) -> list[Path]:
 
 
 def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    ending = (
+        "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
     return f"{number}{ending}"

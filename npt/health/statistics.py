@@ -1,12 +1,14 @@
-"""The statistics of one tensor, reduced where it lies: a vector of nine numbers that can wait on the device to be read.
+"""The statistics of one tensor, reduced where it lies: a vector of nine numbers that can wait on
+the device to be read.
 
-Counts are of all elements; minimum, maximum, mean, standard deviation and RMS of the finite ones, so that one NaN hides
-nothing else. Before anything is squared the elements are scaled by the largest of them: the RMS of a tensor that is about to
-overflow is the number that one wants to see.
+Counts are of all elements; minimum, maximum, mean, standard deviation and RMS of the finite ones,
+so that one NaN hides nothing else. Before anything is squared the elements are scaled by the
+largest of them: the RMS of a tensor that is about to overflow is the number that one wants to see.
 
-On a CPU, where reading a number costs nothing, a tensor without NaN, infinities or extreme sizes takes a short way: minimum and
-maximum, which a NaN cannot hide from, one sum, one product with itself. Elsewhere nothing is read, so nothing can be decided by
-what the numbers are, and every tensor takes the long way.
+On a CPU, where reading a number costs nothing, a tensor without NaN, infinities or extreme sizes
+takes a short way: minimum and maximum, which a NaN cannot hide from, one sum, one product with
+itself. Elsewhere nothing is read, so nothing can be decided by what the numbers are, and every
+tensor takes the long way.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ import torch
 from torch import Tensor
 
 FIELDS = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "std", "rms")
-"""What the numbers of `summarise` are, in order. The last five are NaN where no element is finite."""
+"""What the numbers of `summarise` are, in order. The last five are NaN where no element is finite.
+"""
 
-# Between these sizes no sum of squares of a block overflows fp32, and what underflows in one is too small to be seen in it.
+# Between these sizes no sum of squares of a block overflows fp32, and what underflows in one is too
+# small to be seen in it.
 _SMALLEST, _LARGEST = 1e-12, 1e15
 
 _BLOCK = 1 << 18
-"""Elements of one fp32 product with itself. Over ten million its error would be 2e-4, over this many it is 1e-6."""
+"""Elements of one fp32 product with itself. Over ten million its error would be 2e-4, over this
+many it is 1e-6.
+"""
 
 _NONE = (math.nan,) * 5
 
@@ -34,10 +40,10 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     On a CUDA device nothing waits for the result.
 
     Args:
-        tensor: any shape, also empty or 0-dimensional; floating point, integers, bool, or complex, of which the real and
-            imaginary parts are the elements.
-        valid: [B, T] bool, True at the tokens that count. Of a tensor whose first two dimensions are these, the others are left
-            out; any other tensor is taken whole.
+        tensor: any shape, also empty or 0-dimensional; floating point, integers, bool, or complex,
+            of which the real and imaginary parts are the elements.
+        valid: [B, T] bool, True at the tokens that count. Of a tensor whose first two dimensions
+            are these, the others are left out; any other tensor is taken whole.
     """
     values, mask = _elements(tensor, valid)
     if _readable(values):
@@ -45,8 +51,11 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     return _by_selection(values.to(_wide(values)), mask)
 
 
-def share_beyond(tensor: Tensor, centre: float, distance: float, valid: Tensor | None = None) -> Tensor:
-    """The share of elements that lie further from `centre` than `distance`: [1] float64 on the tensor's device, 0 of none.
+def share_beyond(
+    tensor: Tensor, centre: float, distance: float, valid: Tensor | None = None
+) -> Tensor:
+    """The share of elements that lie further from `centre` than `distance`: [1] float64 on the
+    tensor's device, 0 of none.
 
     Args:
         tensor, valid: as in `summarise`.
@@ -63,7 +72,9 @@ def share_beyond(tensor: Tensor, centre: float, distance: float, valid: Tensor |
 
 
 def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The real elements that count, and where they cannot be gathered without waiting, a mask [of their shape] of those that do."""
+    """The real elements that count, and where they cannot be gathered without waiting, a mask [of
+    their shape] of those that do.
+    """
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -94,8 +105,11 @@ def _on_host(values: Tensor) -> Tensor:
     sizes = _sizes(flat) if count else _NONE
     if sizes is not None:
         return _vector(count, 0, 0, 0, sizes)
-    nan, up, down = (int(torch.count_nonzero(bad)) for bad in (flat != flat, flat == math.inf, flat == -math.inf))
-    kept = flat if nan + up + down == 0 else torch.masked_select(flat, (flat - flat) == 0)  # faster than isfinite and indexing
+    nan, up, down = (
+        int(torch.count_nonzero(bad)) for bad in (flat != flat, flat == math.inf, flat == -math.inf)
+    )
+    # faster than isfinite and indexing
+    kept = flat if nan + up + down == 0 else torch.masked_select(flat, (flat - flat) == 0)
     if kept.numel() == 0:
         return _vector(count, nan, up, down, _NONE)
     sizes = _sizes(kept)
@@ -109,7 +123,9 @@ def _on_host(values: Tensor) -> Tensor:
 
 
 def _sizes(flat: Tensor) -> tuple[float, ...] | None:
-    """min, max, mean, std, RMS of one or more elements; None where some are not finite, or of a size that squares do not bear."""
+    """min, max, mean, std, RMS of one or more elements; None where some are not finite, or of a
+    size that squares do not bear.
+    """
     low, high = (float(end) for end in torch.aminmax(flat))
     size = max(abs(low), abs(high))
     if size == 0.0:
@@ -137,13 +153,19 @@ def _vector(count: int, nan: int, up: int, down: int, sizes: tuple[float, ...]) 
 
 
 def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
-    """The same of any elements, by selections only: nothing is read. The sums run in fp64 whatever `values` is in."""
+    """The same of any elements, by selections only: nothing is read. The sums run in fp64 whatever
+    `values` is in.
+    """
     if values.numel() == 0:
         return _vector(0, 0, 0, 0, _NONE).to(values.device)
     chosen = torch.ones((), dtype=torch.bool, device=values.device) if mask is None else mask
     finite = torch.isfinite(values) & chosen
     counts = [
-        torch.full((), values.numel(), dtype=torch.int64, device=values.device) if mask is None else mask.sum(),
+        (
+            torch.full((), values.numel(), dtype=torch.int64, device=values.device)
+            if mask is None
+            else mask.sum()
+        ),
         ((values != values) & chosen).sum(),
         ((values == math.inf) & chosen).sum(),
         ((values == -math.inf) & chosen).sum(),
@@ -158,5 +180,16 @@ def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
     mean = scaled.sum(dtype=wide) / n
     variance = torch.where(finite, scaled - mean.to(values.dtype), 0.0).square().sum(dtype=wide) / n
     scale = scale.to(wide)
-    sizes = [low.to(wide), high.to(wide), mean * scale, variance.sqrt() * scale, (variance + mean * mean).sqrt() * scale]
-    return torch.stack([*(count.to(wide) for count in counts), *(torch.where(n > 0, value, math.nan) for value in sizes)])
+    sizes = [
+        low.to(wide),
+        high.to(wide),
+        mean * scale,
+        variance.sqrt() * scale,
+        (variance + mean * mean).sqrt() * scale,
+    ]
+    return torch.stack(
+        [
+            *(count.to(wide) for count in counts),
+            *(torch.where(n > 0, value, math.nan) for value in sizes),
+        ]
+    )

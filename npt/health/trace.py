@@ -1,9 +1,10 @@
 """`trace`: from "loss is NaN" to the operation that did it.
 
-The pass is run once as it is, and where loss and gradients are good that is all. Otherwise it is run again, from the same random
-state, under a ledger of its operations, which knows for every bad tensor who made it bad; and once more for a close-up: what
-went into that operation, and the line of the forward operation whose backward failed. Of numbers that overflowed two further
-passes tell where they had begun to grow. Weights, gradients, buffers and random state are as before afterwards.
+The pass is run once as it is, and where loss and gradients are good that is all. Otherwise it is
+run again, from the same random state, under a ledger of its operations, which knows for every bad
+tensor who made it bad; and once more for a close-up: what went into that operation, and the line of
+the forward operation whose backward failed. Of numbers that overflowed two further passes tell
+where they had begun to grow. Weights, gradients, buffers and random state are as before afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from npt.health.badness import absmax, count, element, first_bad
 from npt.health.guards import quantization_statistics, target_fault
 from npt.health.mask_look import MaskLook
 from npt.health.operations import External, Ledger, Origin
-from npt.health.passes import Run, Sink, default_run, named_inputs, ready, sinks_of, untouched, versions
+from npt.health.passes import (
+    Run,
+    Sink,
+    default_run,
+    named_inputs,
+    ready,
+    sinks_of,
+    untouched,
+    versions,
+)
 from npt.health.place import Place, Tokens, layer_of, module_names
 from npt.health.verdict import OUTSIDE, Operand, Phase, Verdict, dtype_name
 
@@ -41,22 +51,28 @@ _OVERFLOWS = (
 
 
 @unfused()  # what is looked at is single operations
-def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit: float = math.inf) -> Verdict | None:
+def trace(
+    model: nn.Module, batch: Any = None, *, run: Run | None = None, limit: float = math.inf
+) -> Verdict | None:
     """The first fault of a forward and backward pass, or None where there is none.
 
     Args:
-        model: any module; quantised, converted, on any device. Its mode (train or eval) is left as it is.
-        batch: what to run it on: a mapping of keyword arguments (as tokenizers and data loaders give it), a
-            `npt.data.batch.Batch`, a tensor, or a tuple of arguments. A language model without labels gets its input ids as
-            labels. Beside `run` it only serves to name samples and tokens.
-        run: computes the pass instead. It returns a scalar loss, which is differentiated here if it has a graph, or an object
-            or mapping with such a `loss`, or whatever it computes; it may also run backward itself. It is called once, and up
-            to five more times where there is a fault; it has to do the same each time, and to leave the weights alone. What
-            gets gradients has to be part of the model. Gradients of before it are put aside meanwhile.
+        model: any module; quantised, converted, on any device. Its mode (train or eval) is left as
+            it is.
+        batch: what to run it on: a mapping of keyword arguments (as tokenizers and data loaders
+            give it), a `npt.data.batch.Batch`, a tensor, or a tuple of arguments. A language model
+            without labels gets its input ids as labels. Beside `run` it only serves to name samples
+            and tokens.
+        run: computes the pass instead. It returns a scalar loss, which is differentiated here if it
+            has a graph, or an object or mapping with such a `loss`, or whatever it computes; it may
+            also run backward itself. It is called once, and up to five more times where there is a
+            fault; it has to do the same each time, and to leave the weights alone. What gets
+            gradients has to be part of the model. Gradients of before it are put aside meanwhile.
         limit: look for the first number larger than this as well: an explosion before it overflows.
 
     Returns:
-        Who first made the number that spoilt loss or gradients. A mask that leaves a valid token without keys is a fault too,
+        Who first made the number that spoilt loss or gradients. A mask that leaves a valid token
+        without keys is a fault too,
         though all that comes of it may be finite and wrong.
 
     Raises:
@@ -79,9 +95,15 @@ def trace(model: nn.Module, batch: Any = None, *, run: Run | None = None, limit:
         bad = [sink.label for sink in sinks if sink.bad]
         unsure = any(sink.unsure for sink in sinks)
         del sinks
-    changed = next((name for name, version in versions(model).items() if before.get(name, version) != version), None)
+    changed = next(
+        (name for name, version in versions(model).items() if before.get(name, version) != version),
+        None,
+    )
     if changed is not None:
-        raise ConfigError(f"run wrote to {changed}: give trace a run that computes loss and gradients, and takes no optimizer step")
+        raise ConfigError(
+            f"run wrote to {changed}: give trace a run that computes loss and gradients, and takes"
+            " no optimizer step"
+        )
     if not bad and not unsure and math.isinf(limit):
         return masks.verdict()
     verdict = _Tracer(model, batch, run, limit).verdict()
@@ -106,7 +128,11 @@ class _Tracer:
     def verdict(self) -> Verdict | None:
         """The first fault; None where this pass was good."""
         ledger, sinks = self._pass(limit=self.limit)
-        found = [(origin, sink.label) for sink in sinks if (origin := _origin_of(sink, ledger)) is not None]
+        found = [
+            (origin, sink.label)
+            for sink in sinks
+            if (origin := _origin_of(sink, ledger)) is not None
+        ]
         reached = [label for _, label in found]
         if math.isfinite(self.limit) and ledger.first is not None:
             found.append((ledger.first, f"more than {self.limit:g}"))
@@ -118,7 +144,12 @@ class _Tracer:
         if close is None:
             return self._written(origin, causes.unrepeated(origin), label)
         finding = causes.explain(close)
-        if close.phase == "forward" and close.external is None and reached and all(name.startswith("gradient") for name in reached):
+        if (
+            close.phase == "forward"
+            and close.external is None
+            and reached
+            and all(name.startswith("gradient") for name in reached)
+        ):
             finding = causes.hidden(finding)
         verdict = self._written(close, finding, label)
         if finding.cause in _OVERFLOWS and close.external is None:
@@ -127,17 +158,25 @@ class _Tracer:
 
     def _pass(self, **wanted: Any) -> tuple[Ledger, list[Sink]]:
         with untouched(self.model, self.batch):
-            # A compiled module has operations of its own, and refuses to run under a ledger if it was compiled as one graph.
-            with torch.compiler.set_stance("force_eager"), Ledger(self.modules, self.externals, **wanted) as ledger:
+            # A compiled module has operations of its own, and refuses to run under a ledger if it
+            # was compiled as one graph.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                Ledger(self.modules, self.externals, **wanted) as ledger,
+            ):
                 result = self.run()
                 sinks = sinks_of(self.model, self.batch, result)
             return ledger, sinks
 
     def _close_up(self, origin: Origin, limit: float) -> Origin | None:
-        """The same origin with what only a second look shows: what went in, and its forward's line; None if it did not recur."""
+        """The same origin with what only a second look shows: what went in, and its forward's line;
+        None if it did not recur.
+        """
         if origin.external is not None:
             return origin
-        ledger = self._pass(limit=limit, keep=(origin.number, origin.output), watch=origin.sequence)[0]
+        ledger = self._pass(
+            limit=limit, keep=(origin.number, origin.output), watch=origin.sequence
+        )[0]
         close, watched = ledger.kept, ledger.watched
         if close is None or close.operation != origin.operation:
             return None
@@ -146,23 +185,37 @@ class _Tracer:
             # Backward of a backward: the forward operation is one further back.
             watched = self._pass(limit=limit, watch=watched.sequence)[0].watched
         if watched is not None:
-            close.place = Place(close.place.module or watched.place.module, close.place.source or watched.place.source)
+            close.place = Place(
+                close.place.module or watched.place.module,
+                close.place.source or watched.place.source,
+            )
         return close
 
     def _with_growth(self, verdict: Verdict, origin: Origin) -> Verdict:
-        """Where the numbers that overflowed had become large: half of the way there, in orders of magnitude."""
-        sizes = {label: absmax(tensor) for label, tensor in origin.inputs if tensor.is_floating_point()}
+        """Where the numbers that overflowed had become large: half of the way there, in orders of
+        magnitude.
+        """
+        sizes = {
+            label: absmax(tensor) for label, tensor in origin.inputs if tensor.is_floating_point()
+        }
         label = max(sizes, key=lambda name: sizes[name], default=None)
         if label is None or sizes[label] <= causes.HUGE:
             return verdict
         limit = math.sqrt(sizes[label])
         ledger = self._pass(limit=limit, asked=origin.number)[0]
         start = ledger.read_origins.get(label)
-        start = self._close_up(start, limit) if start is not None and start.sequence is not None else start
+        start = (
+            self._close_up(start, limit)
+            if start is not None and start.sequence is not None
+            else start
+        )
         if start is None:
             return verdict
         if start.external is not None:
-            grew = f"{start.external.name}{_at(start.index)} was {start.value:g} before anything was computed"
+            grew = (
+                f"{start.external.name}{_at(start.index)} was {start.value:g} before anything was"
+                " computed"
+            )
             if start.external.kind == "outside" or abs(start.value) <= causes.HUGE:
                 return replace(verdict, grew=grew)
             cause = causes.explain(start).cause
@@ -183,8 +236,11 @@ class _Tracer:
             module = external.module if external.kind == "state" else module
         located = self.tokens.locate(shape, index)
         if located[0] is None and located[1] is None:
-            # What it came through, or the part of a tensor that was written, may be of a token all the same.
-            located = self.tokens.locate(*(origin.shown if external is not None else (origin.shape, origin.index)))
+            # What it came through, or the part of a tensor that was written, may be of a token all
+            # the same.
+            located = self.tokens.locate(
+                *(origin.shown if external is not None else (origin.shape, origin.index))
+            )
         row, token, sample = located
         return Verdict(
             cause=finding.cause,
@@ -214,10 +270,23 @@ def _origin_of(sink: Sink, ledger: Ledger) -> Origin | None:
 
 def _operands(origin: Origin) -> tuple[Operand, ...]:
     tensors = [_operand(origin, label, tensor) for label, tensor in origin.inputs[:OPERANDS_SHOWN]]
-    constants = [(name, value) for name, value in origin.constants.items() if name in causes.CONSTANTS]
+    constants = [
+        (name, value) for name, value in origin.constants.items() if name in causes.CONSTANTS
+    ]
     return (
         *tensors,
-        *(Operand(name, "constant", (), int(value != value), int(abs(value) == math.inf), abs(value), value) for name, value in constants),
+        *(
+            Operand(
+                name,
+                "constant",
+                (),
+                int(value != value),
+                int(abs(value) == math.inf),
+                abs(value),
+                value,
+            )
+            for name, value in constants
+        ),
     )
 
 
@@ -254,10 +323,21 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     if not isinstance(vocabulary, int):
         return None
     for name in ("input_ids", "labels"):
-        ids = getattr(batch, name, None) if isinstance(batch, Batch) else batch.get(name) if isinstance(batch, Mapping) else None
+        ids = (
+            getattr(batch, name, None)
+            if isinstance(batch, Batch)
+            else batch.get(name)
+            if isinstance(batch, Mapping)
+            else None
+        )
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
-        finding = target_fault(ids, vocabulary, IGNORE_INDEX if name == "labels" else None, name="label" if name == "labels" else "token")
+        finding = target_fault(
+            ids,
+            vocabulary,
+            IGNORE_INDEX if name == "labels" else None,
+            name="label" if name == "labels" else "token",
+        )
         if finding is not None:
             row, token, sample = Tokens(batch).locate(tuple(ids.shape), finding.index)
             return Verdict(
@@ -281,13 +361,23 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
 
 
 def _not_repeatable(label: str) -> Verdict:
-    return _without_operation("not repeatable", label, math.nan, f"{label} was not finite once, and finite when everything was run again")
+    return _without_operation(
+        "not repeatable",
+        label,
+        math.nan,
+        f"{label} was not finite once, and finite when everything was run again",
+    )
 
 
 def _outside_of_torch(sink: Sink) -> Verdict:
     index = first_bad(sink.tensor)
     explanation = f"{sink.label} is not finite, and no operation made it so"
-    return replace(_without_operation("outside of torch", sink.label, element(sink.tensor, index), explanation), index=index)
+    return replace(
+        _without_operation(
+            "outside of torch", sink.label, element(sink.tensor, index), explanation
+        ),
+        index=index,
+    )
 
 
 def _without_operation(cause: str, label: str, value: float, explanation: str) -> Verdict:
@@ -312,7 +402,9 @@ def _operation(origin: Origin) -> str:
 
 
 def _phase(text: str) -> Phase:
-    phases: dict[str, Phase] = {p: p for p in ("forward", "recomputation", "backward", "data", "state")}
+    phases: dict[str, Phase] = {
+        p: p for p in ("forward", "recomputation", "backward", "data", "state")
+    }
     return phases[text]
 
 

@@ -1,4 +1,6 @@
-"""Settings by name: for `--config` the files beside this one, for `npt sweep` those of `studies`; each says in its head what it is."""
+"""Settings by name: for `--config` the files beside this one, for `npt sweep` those of `studies`;
+each says in its head what it is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def studies() -> dict[str, Path]:
 
 
 def study_file(name: str) -> Path:
-    """The file that `npt sweep` means: one of that name on disk, else a study that comes with the package."""
+    """The file that `npt sweep` means: one of that name on disk, else a study that comes with the
+    package.
+    """
     path = Path(name)
     return path if path.exists() else studies().get(name, path)
 

@@ -7,8 +7,8 @@ Whatever is not fp32 on CUDA goes to transformers' function as it came.
 
 The backward of that kernel splits the keys among thread blocks that add to the same gradient in no
 fixed order. With one split the order is fixed. The call itself asks for it, so no global switch of
-torch is touched; with few rows and heads it is slower (not measured). K and V are saved as they were
-before they were repeated, and a mask as it was given.
+torch is touched; with few rows and heads it is slower (not measured). K and V are saved as they
+were before they were repeated, and a mask as it was given.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from transformers.masking_utils import sdpa_mask
 from npt.quant.precision import policy_dtype
 
 SDPA = "npt_sdpa"
-"""The name under which transformers knows `sdpa_attention`. It is never saved: transformers writes no
-attention implementation to a configuration."""
+"""The name under which transformers knows `sdpa_attention`. It is never saved: transformers writes
+no attention implementation to a configuration."""
 
 _HIDDEN = -1e30
-"""Added to a masked score. Finite, so that a padded query without keys gives numbers and not NaN. Its
-exponential is exactly 0 next to any unmasked score, and times log2(e), as the kernel takes it, it
-does not overflow."""
+"""Added to a masked score. Finite, so that a padded query without keys gives numbers and not NaN.
+Its exponential is exactly 0 next to any unmasked score, and times log2(e), as the kernel takes it,
+it does not overflow."""
 
 _ALIGNED = 8
 """A row of a mask starts at a multiple of so many numbers in memory, as the kernel reads it."""
@@ -68,18 +68,38 @@ def sdpa_attention(
     """
     length = query.shape[2]
     square = attention_mask is not None or key.shape[2] == length
-    theirs = dropout or any(others.get(name) is not None and others[name] is not False for name in _THEIRS)
+    theirs = dropout or any(
+        others.get(name) is not None and others[name] is not False for name in _THEIRS
+    )
     if theirs or length == 1 or not square or not _on_cuda_in_fp32(query, key, value):
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **others,
         )
-    causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)) and _has_exact_backward(query, causal):
-        output = _Exact.apply(query, key, value, attention_mask, causal, _scale(scaling, query.shape[-1]))
+    causal = attention_mask is None and bool(
+        getattr(module, "is_causal", True) if is_causal is None else is_causal
+    )
+    if (
+        torch.is_grad_enabled()
+        and any(x.requires_grad for x in (query, key, value))
+        and _has_exact_backward(query, causal)
+    ):
+        output = _Exact.apply(
+            query, key, value, attention_mask, causal, _scale(scaling, query.shape[-1])
+        )
     else:
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling)
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling
+        )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -131,10 +151,25 @@ class _Exact(torch.autograd.Function):
     """Attention by the memory-efficient kernel, its backward in one split of the keys."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
         heads = query.shape[1] // key.shape[1]
         output, log_sum_exp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, repeat_kv(key, heads), repeat_kv(value, heads), _bias(mask, query, key), True, 0.0, causal, scale=scale
+            query,
+            repeat_kv(key, heads),
+            repeat_kv(value, heads),
+            _bias(mask, query, key),
+            True,
+            0.0,
+            causal,
+            scale=scale,
         )
         ctx.save_for_backward(query, key, value, mask, output, log_sum_exp, seed, offset)
         ctx.causal, ctx.scale = causal, scale
@@ -145,7 +180,10 @@ class _Exact(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, output, log_sum_exp, seed, offset = ctx.saved_tensors
         heads = query.shape[1] // key.shape[1]
-        by_token = [x.transpose(1, 2) for x in (gradient, query, repeat_kv(key, heads), repeat_kv(value, heads), output)]
+        by_token = [
+            x.transpose(1, 2)
+            for x in (gradient, query, repeat_kv(key, heads), repeat_kv(value, heads), output)
+        ]
         given = {} if ctx.scale is None else {"scale": ctx.scale}
         of_query, of_key, of_value, _ = torch.ops.aten._efficient_attention_backward(
             *by_token[:4],
@@ -164,7 +202,14 @@ class _Exact(torch.autograd.Function):
             num_splits_key=1,
             **given,
         )
-        return of_query.transpose(1, 2), _summed(of_key, heads), _summed(of_value, heads), None, None, None
+        return (
+            of_query.transpose(1, 2),
+            _summed(of_key, heads),
+            _summed(of_value, heads),
+            None,
+            None,
+            None,
+        )
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:

@@ -16,13 +16,17 @@ VARIABLE = "NPT_DEVICE"
 """Environment variable that names the default device, `cpu` or `cuda`."""
 
 MINIMAL_DRIVERS = {12: 525, 13: 580}
-"""The oldest major version of the NVIDIA driver on Linux that runs programs built for this major version of CUDA."""
+"""The oldest major version of the NVIDIA driver on Linux that runs programs built for this major
+version of CUDA.
+"""
 
 
 def default_device() -> torch.device:
-    """Return the first GPU that this process sees, or the CPU if it sees none; `NPT_DEVICE=cpu` or `cuda` decides it otherwise.
+    """Return the first GPU that this process sees, or the CPU if it sees none; `NPT_DEVICE=cpu` or
+    `cuda` decides it otherwise.
 
-    Warns, once per process, if the machine has an NVIDIA GPU and torch was built for CUDA, but cannot use it.
+    Warns, once per process, if the machine has an NVIDIA GPU and torch was built for CUDA, but
+    cannot use it.
 
     Raises:
         ConfigError: NPT_DEVICE names another device, or a GPU that cannot be used.
@@ -35,7 +39,10 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     if named == "cuda":
-        raise ConfigError(f"{VARIABLE} is cuda, but {unusable_gpu() or 'torch sees no GPU here'}; set it to cpu, or unset it")
+        raise ConfigError(
+            f"{VARIABLE} is cuda, but {unusable_gpu() or 'torch sees no GPU here'}; set it to cpu,"
+            " or unset it"
+        )
     _warn_once()
     return torch.device("cpu")
 
@@ -47,7 +54,8 @@ def unusable_gpu(root: Path = Path("/")) -> str | None:
         root: of the file system that the driver shows itself in.
 
     Returns:
-        One line; None if the CPU is what is meant: torch is built for it, no GPU can be seen, or CUDA_VISIBLE_DEVICES hides it.
+        One line; None if the CPU is what is meant: torch is built for it, no GPU can be seen, or
+        CUDA_VISIBLE_DEVICES hides it.
     """
     built = torch.version.cuda
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -59,19 +67,28 @@ def unusable_gpu(root: Path = Path("/")) -> str | None:
     wanted = "" if needed is None else f" {needed} or newer"
     found = _driver_version(driver / "version")
     if found is None:
-        return f"torch {torch.__version__} is built for CUDA {built} and finds no NVIDIA driver; install driver{wanted}"
+        return (
+            f"torch {torch.__version__} is built for CUDA {built} and finds no NVIDIA driver;"
+            f" install driver{wanted}"
+        )
     if needed is not None and int(found.split(".")[0]) < needed:
         return (
-            f"torch {torch.__version__} is built for CUDA {built}, which takes NVIDIA driver{wanted}, and the driver here is {found}; "
-            "update the driver, or install a torch built for an older CUDA"
+            f"torch {torch.__version__} is built for CUDA {built}, which takes NVIDIA"
+            f" driver{wanted}, and the driver here is {found}; update the driver, or install a"
+            " torch built for an older CUDA"
         )
-    return f"torch {torch.__version__}, built for CUDA {built}, cannot use the GPU with NVIDIA driver {found}; see what nvidia-smi says"
+    return (
+        f"torch {torch.__version__}, built for CUDA {built}, cannot use the GPU with NVIDIA driver"
+        f" {found}; see what nvidia-smi says"
+    )
 
 
 def _driver_version(path: Path) -> str | None:
     """The version of the loaded kernel module, such as `535.129.03`."""
     try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8"))
+        found = re.search(
+            r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8")
+        )
     except OSError:
         return None
     return found[1] if found else None

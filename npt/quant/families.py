@@ -1,9 +1,12 @@
-"""The families of base models, in one table: which decoder layers are known, what they are made of, which tokens they see.
+"""The families of base models, in one table: which decoder layers are known, what they are made of,
+which tokens they see.
 
-All of them compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names, so that a name stands in the code as it is and is
-checked for here, once. Names alone are no proof: others (Granite, Gemma, OLMo 2) scale or norm the same parts in other places, so that a
-family is taken in by hand and never guessed. What differs between the families, and is looked after elsewhere, is inside their attention
-(biases of Qwen2, norms of q and k of Qwen3, layers without rotary embedding of SmolLM3), which nobody opens.
+All of them compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names, so that a
+name stands in the code as it is and is checked for here, once. Names alone are no proof: others
+(Granite, Gemma, OLMo 2) scale or norm the same parts in other places, so that a family is taken in
+by hand and never guessed. What differs between the families, and is looked after elsewhere, is
+inside their attention (biases of Qwen2, norms of q and k of Qwen3, layers without rotary embedding
+of SmolLM3), which nobody opens.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 from npt.errors import ModelError, article, kind_of
 
 Sight = Literal["full", "window", "by layer"]
-"""What a family's attention looks back on: everything; a window where the configuration sets one; either, by `layer_types`."""
+"""What a family's attention looks back on: everything; a window where the configuration sets one;
+either, by `layer_types`.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,15 @@ FAMILIES = {
 """By the configuration's `model_type`."""
 
 NORM_1, ATTENTION, NORM_2 = "input_layernorm", "self_attn", "post_attention_layernorm"
-LAYER_PARTS = (NORM_1, ATTENTION, NORM_2, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn")
+LAYER_PARTS = (
+    NORM_1,
+    ATTENTION,
+    NORM_2,
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "mlp.act_fn",
+)
 """Where a decoder layer keeps what an NPT layer is made of."""
 
 MODEL_PARTS = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
@@ -73,15 +86,22 @@ def check_layer(index: int, layer: nn.Module) -> None:
     """
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
-        raise ModelError(f"layer {index} is {kind_of(layer)} and has no {', '.join(missing)}; it cannot be converted")
+        raise ModelError(
+            f"layer {index} is {kind_of(layer)} and has no {', '.join(missing)}; it cannot be"
+            " converted"
+        )
     known = [family.layer for family in FAMILIES.values()]
     if type(layer) not in known:
         names = ", ".join(c.__name__ for c in known)
-        raise ModelError(f"layer {index} is {kind_of(layer)}, which may put its parts together differently; only {names} are known")
+        raise ModelError(
+            f"layer {index} is {kind_of(layer)}, which may put its parts together differently; only"
+            f" {names} are known"
+        )
 
 
 def check_family(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a base of an unknown family before its weights are read, saying what its layers lack where they can be made.
+    """Refuse a base of an unknown family before its weights are read, saying what its layers lack
+    where they can be made.
 
     Raises:
         ModelError: the family, those that are known, and what is missing.
@@ -91,7 +111,9 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
     lacking = _lacking(config)
     because = f" (it has no {', '.join(lacking)})" if lacking else ""
     kind = f"{article(config.model_type)} {config.model_type!r} model"
-    raise ModelError(f"{name} is {kind}{because}; only {', '.join(FAMILIES)} models can be converted")
+    raise ModelError(
+        f"{name} is {kind}{because}; only {', '.join(FAMILIES)} models can be converted"
+    )
 
 
 def is_known(model: nn.Module) -> bool:
@@ -110,12 +132,17 @@ def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
         return (sight == "window" and config.sliding_window is not None,) * config.num_hidden_layers
     odd = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
     if odd:
-        raise ModelError(f"the model has layers of type {odd[0]!r}; only full_attention and sliding_attention are known")
+        raise ModelError(
+            f"the model has layers of type {odd[0]!r}; only full_attention and sliding_attention"
+            " are known"
+        )
     return tuple(kind == "sliding_attention" for kind in config.layer_types)
 
 
 def _lacking(config: PreTrainedConfig) -> list[str]:
-    """What a model of this configuration has no part for; nothing is allocated, and nothing said where it cannot be made."""
+    """What a model of this configuration has no part for; nothing is allocated, and nothing said
+    where it cannot be made.
+    """
     one = copy.deepcopy(config)
     try:
         one.num_hidden_layers = 1
@@ -124,4 +151,6 @@ def _lacking(config: PreTrainedConfig) -> list[str]:
     except Exception:  # a configuration of anything at all, of which the family's name says enough
         return []
     missing = missing_parts(model, MODEL_PARTS)
-    return missing if "model.layers" in missing else missing_parts(model.model.layers[0], LAYER_PARTS)
+    return (
+        missing if "model.layers" in missing else missing_parts(model.model.layers[0], LAYER_PARTS)
+    )

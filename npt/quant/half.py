@@ -1,4 +1,5 @@
-"""A loaded base made to compute in 16 bit: the mixtures that people run, for comparison with the policy's fp32.
+"""A loaded base made to compute in 16 bit: the mixtures that people run, for comparison with the
+policy's fp32.
 
 Nothing that trains uses this; the precision policy is in `npt.quant.precision`.
 """
@@ -12,14 +13,19 @@ from transformers import PreTrainedModel
 from npt.quant.linear import quantized_linears
 from npt.quant.precision import UpcastEmbedding, UpcastLinear, audit_precision, declare_dtype
 
-_PLAIN: dict[type[nn.Module], type[nn.Module]] = {UpcastEmbedding: nn.Embedding, UpcastLinear: nn.Linear}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {
+    UpcastEmbedding: nn.Embedding,
+    UpcastLinear: nn.Linear,
+}
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Store and compute everything but packed weights in `dtype`, in place; packed weights dequantise to it.
+    """Store and compute everything but packed weights in `dtype`, in place; packed weights
+    dequantise to it.
 
-    Parameters only: `model.to(dtype)` would round the rotary frequencies as well, which every checkpoint keeps in fp32, and the
-    model would lose count of far positions for a reason that has nothing to do with its weights.
+    Parameters only: `model.to(dtype)` would round the rotary frequencies as well, which every
+    checkpoint keeps in fp32, and the model would lose count of far positions for a reason that has
+    nothing to do with its weights.
 
     Args:
         model: from `load_base`, without adapters.

@@ -1,10 +1,12 @@
-"""A scale and a bias for every row of a frozen linear layer, beside its product: what can be added to a 4-bit base exactly.
+"""A scale and a bias for every row of a frozen linear layer, beside its product: what can be added
+to a 4-bit base exactly.
 
     y = scale * (W x + b) + bias
 
-W stays packed as it is, not a byte of it is written, and taking the rows away gives the layer back bit for bit. The layer's class is
-swapped for a subclass of itself, as a decoder layer's is for its NPT form; the two vectors are buffers that no state dict knows, so that
-the base keeps its names and its hash.
+W stays packed as it is, not a byte of it is written, and taking the rows away gives the layer back
+bit for bit. The layer's class is swapped for a subclass of itself, as a decoder layer's is for its
+NPT form; the two vectors are buffers that no state dict knows, so that the base keeps its names and
+its hash.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Rows = tuple[Tensor, Tensor]
 
 
 class RowScaled(nn.Module):
-    """Mix-in that puts the rows behind a linear layer's product; put in front of the layer's own class."""
+    """Mix-in that puts the rows behind a linear layer's product; put in front of the layer's own
+    class.
+    """
 
     row_scale: Tensor
     row_bias: Tensor

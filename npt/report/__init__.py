@@ -1,1 +1,3 @@
-"""The page about a run, `report.html`: made of the run's folder alone, so that it can be made again wherever that folder is."""
+"""The page about a run, `report.html`: made of the run's folder alone, so that it can be made again
+wherever that folder is.
+"""

@@ -1,4 +1,6 @@
-"""Many steps on few columns of a picture, so that none of them is lost: a column keeps the smallest and the largest of its values."""
+"""Many steps on few columns of a picture, so that none of them is lost: a column keeps the smallest
+and the largest of its values.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A column's values. low, high, mean: of the finite ones, of which there are `count`. bad: how many were not finite."""
+    """A column's values. low, high, mean: of the finite ones, of which there are `count`. bad: how
+    many were not finite.
+    """
 
     low: float
     high: float
@@ -92,7 +96,9 @@ def _bucket(values: Sequence[float]) -> Bucket | None:
 
 
 def coarser(fine: Axis, coarse: Axis, found: Mapping[int, Bucket]) -> dict[int, Bucket]:
-    """The same on fewer columns, each of which holds whole columns of the finer axis over the same steps."""
+    """The same on fewer columns, each of which holds whole columns of the finer axis over the same
+    steps.
+    """
     groups: dict[int, list[Bucket]] = {}
     for column, bucket in found.items():
         groups.setdefault(coarse.column(fine.steps(column)[0]), []).append(bucket)

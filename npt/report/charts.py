@@ -1,8 +1,8 @@
 """Pictures as inline SVG that stretches with the page while its letters keep their size.
 
-Places along a picture are percentages; lines lie in an inner picture that is stretched as a whole, with strokes that are not. All
-colours are the style sheet's, so that light and dark need one picture only, and nothing but a class stands for a meaning without a
-shape or a word beside it.
+Places along a picture are percentages; lines lie in an inner picture that is stretched as a whole,
+with strokes that are not. All colours are the style sheet's, so that light and dark need one
+picture only, and nothing but a class stands for a meaning without a shape or a word beside it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ CROWDED = 60
 """Marks in a lane from which each is a line only."""
 
 LARGEST, SMALLEST = 1e300, 1e-290
-"""Size of a number beyond which it is drawn at the end of its scale, and of a span below which numbers are drawn as one: neither their
-difference nor a tick between them is to overflow, or to lose its digits."""
+"""Size of a number beyond which it is drawn at the end of its scale, and of a span below which
+numbers are drawn as one: neither their difference nor a tick between them is to overflow, or to
+lose its digits."""
 
 _POWER = math.floor(math.log10(LARGEST))  # of ten, whose multiples are numbers as well
 
@@ -45,7 +46,9 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float], log: bool | None = None) -> Scale | None:
-        """The scale that these finite numbers need; None of none. log: default where they are positive and spread over a factor of 8."""
+        """The scale that these finite numbers need; None of none. log: default where they are
+        positive and spread over a factor of 8.
+        """
         if not values:
             return None
         low, high = (max(-LARGEST, min(LARGEST, value)) for value in (min(values), max(values)))
@@ -88,11 +91,21 @@ def _round_numbers(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(size))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
     first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [
+        round(i * step, 12 - math.floor(math.log10(step)))
+        for i in range(first, math.floor(high / step + 1e-9) + 1)
+    ]
 
 
-def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], label: str, log: bool | None = None, unit: str = "") -> str:
-    """Lines over the steps. Of columns that hold several values a line shows the mean, a band around it all of them.
+def line_chart(
+    axis: Axis,
+    series: Sequence[tuple[str, Mapping[int, Bucket]]],
+    label: str,
+    log: bool | None = None,
+    unit: str = "",
+) -> str:
+    """Lines over the steps. Of columns that hold several values a line shows the mean, a band
+    around it all of them.
 
     Args:
         axis: of the steps.
@@ -101,26 +114,41 @@ def line_chart(axis: Axis, series: Sequence[tuple[str, Mapping[int, Bucket]]], l
         log: whether the scale is logarithmic; default where that shows more.
         unit: of the values, which stands over their scale.
     """
-    finite = [x for _, found in series for bucket in found.values() if bucket.count for x in (bucket.low, bucket.high)]
+    finite = [
+        x
+        for _, found in series
+        for bucket in found.values()
+        if bucket.count
+        for x in (bucket.low, bucket.high)
+    ]
     scale = Scale.of(finite, log)
     parts = [_grid(scale), _steps(axis)]
     if scale is not None:
-        parts.append(f'<text class="tick" x="0" y="-6">{text(", ".join(filter(None, (unit, "logarithmic" * scale.log))))}</text>')
+        parts.append(
+            '<text class="tick" x="0"'
+            f' y="-6">{text(", ".join(filter(None, (unit, "logarithmic" * scale.log))))}</text>'
+        )
         for kind, found in series:
             parts.append(_inner(_paths(axis, found, scale, kind)))
             if len(found) <= DOTS:
                 parts += [
-                    f'<circle class="dot {kind}" cx="{_percent(axis.middle(i))}" cy="{_percent(1 - scale.place(x))}" r="2.5"/>'
+                    f'<circle class="dot {kind}" cx="{_percent(axis.middle(i))}"'
+                    f' cy="{_percent(1 - scale.place(x))}" r="2.5"/>'
                     for i, bucket in found.items()
                     for x in ({bucket.low, bucket.high} if bucket.count else ())
                 ]
     bad = sorted({i for _, found in series for i, bucket in found.items() if bucket.bad})
-    parts += [_mark(axis.middle(i), "5%", "cross", f"not finite at {step_text(axis, i)}") for i in bad[:200]]
+    parts += [
+        _mark(axis.middle(i), "5%", "cross", f"not finite at {step_text(axis, i)}")
+        for i in bad[:200]
+    ]
     return _svg("plot", 150, label, "".join(parts))
 
 
 def _stretches(found: Mapping[int, Bucket]) -> list[list[tuple[int, Bucket]]]:
-    """The columns in stretches that end where a number was not finite: a line through that would hide it."""
+    """The columns in stretches that end where a number was not finite: a line through that would
+    hide it.
+    """
     stretches: list[list[tuple[int, Bucket]]] = [[]]
     for column, bucket in found.items():
         if bucket.count:
@@ -131,16 +159,24 @@ def _stretches(found: Mapping[int, Bucket]) -> list[list[tuple[int, Bucket]]]:
 
 
 def _paths(axis: Axis, found: Mapping[int, Bucket], scale: Scale, kind: str) -> str:
-    """The line of the means, and around it a band from the smallest to the largest values where a column has several."""
+    """The line of the means, and around it a band from the smallest to the largest values where a
+    column has several.
+    """
     line, band = [], []
 
     def points(ends: Iterable[tuple[int, float]]) -> str:
-        return "L".join(f"{1000 * axis.middle(i):.1f} {1000 * (1 - scale.place(value)):.1f}" for i, value in ends)
+        return "L".join(
+            f"{1000 * axis.middle(i):.1f} {1000 * (1 - scale.place(value)):.1f}"
+            for i, value in ends
+        )
 
     for stretch in _stretches(found):
         line.append(f"M{points((i, b.mean) for i, b in stretch)}")
         if any(b.low < b.high for _, b in stretch):
-            there, back = points((i, b.high) for i, b in stretch), points((i, b.low) for i, b in reversed(stretch))
+            there, back = (
+                points((i, b.high) for i, b in stretch),
+                points((i, b.low) for i, b in reversed(stretch)),
+            )
             band.append(f"M{there}L{back}z")
     drawn = f'<path class="band {kind}" d="{"".join(band)}"/>' if band else ""
     return f'{drawn}<path class="line {kind}" d="{"".join(line)}"/>'
@@ -167,10 +203,14 @@ def lanes(axis: Axis, rows: Sequence[tuple[str, str, Mapping[int, Mark]]], label
     for i, (name, shape, marks) in enumerate(rows):
         y = _ROW * i + _ROW // 2
         parts.append(
-            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8" y="{y}" dy="4">{text(name, 12)}</text>'
+            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8"'
+            f' y="{y}" dy="4">{text(name, 12)}</text>'
         )
         thin = " thin" if len(marks) > CROWDED else ""
-        parts += [_mark(axis.middle(column), str(y), shape + thin, mark.told, mark.hollow) for column, mark in marks.items()]
+        parts += [
+            _mark(axis.middle(column), str(y), shape + thin, mark.told, mark.hollow)
+            for column, mark in marks.items()
+        ]
     return _svg("plot lanes", height, label, "".join(parts))
 
 
@@ -187,15 +227,24 @@ _SHAPES = {
 def _mark(x: float, y: str, shape: str, told: str, hollow: bool = False) -> str:
     kind = f"mark {shape}{' hollow' if hollow else ''}"
     outline = _SHAPES["thin" if shape.endswith("thin") else shape]
-    return f'<svg class="at" x="{_percent(x)}" y="{y}"><path class="{kind}" d="{outline}"><title>{told}</title></path></svg>'
+    return (
+        f'<svg class="at" x="{_percent(x)}" y="{y}"><path class="{kind}"'
+        f' d="{outline}"><title>{told}</title></path></svg>'
+    )
 
 
 def heat_map(
-    axis: Axis, layers: Sequence[int], cells: Mapping[int, Mapping[int, Bucket]], label: str, last: int | None = None
+    axis: Axis,
+    layers: Sequence[int],
+    cells: Mapping[int, Mapping[int, Bucket]],
+    label: str,
+    last: int | None = None,
 ) -> tuple[str, Scale | None]:
-    """A line for each layer, a column for some steps, the largest value of each by its colour; and the scale of the colours.
+    """A line for each layer, a column for some steps, the largest value of each by its colour; and
+    the scale of the colours.
 
-    Where a run logs every so many steps, a value stands until the next one; the last one stands for no step behind `last`.
+    Where a run logs every so many steps, a value stands until the next one; the last one stands for
+    no step behind `last`.
     """
     end = axis.columns if last is None else axis.column(last) + 1
     largest = [b.high for found in cells.values() for b in found.values() if b.count and b.high > 0]
@@ -204,22 +253,27 @@ def heat_map(
     for row, layer in enumerate(layers):
         for start, width, kind in _runs(end, cells.get(layer, {}), scale):
             paths.setdefault(kind, []).append(f"M{start} {row}h{width}v1h-{width}z")
-    body = "".join(f'<path class="{kind}" d="{"".join(found)}"/>' for kind, found in sorted(paths.items()))
+    body = "".join(
+        f'<path class="{kind}" d="{"".join(found)}"/>' for kind, found in sorted(paths.items())
+    )
     height = max(48, min(640, max(7, min(24, 320 // max(1, len(layers)))) * len(layers)))
     inner = (
-        f'<svg width="100%" height="100%" viewBox="0 0 {axis.columns} {max(1, len(layers))}" preserveAspectRatio="none" '
-        f'shape-rendering="crispEdges">{body}</svg>'
+        f'<svg width="100%" height="100%" viewBox="0 0 {axis.columns} {max(1, len(layers))}"'
+        f' preserveAspectRatio="none" shape-rendering="crispEdges">{body}</svg>'
     )
     apart = max(1, math.ceil(13 * len(layers) / height))
     names = "".join(
-        f'<text class="tick end" dx="-8" y="{_percent((row + 0.5) / len(layers))}" dy="4">{layer}</text>'
+        f'<text class="tick end" dx="-8" y="{_percent((row + 0.5) / len(layers))}"'
+        f' dy="4">{layer}</text>'
         for row, layer in enumerate(layers)
         if row % apart == 0
     )
     return _svg("plot heat", height, label, inner + names + _steps(axis, lines=False)), scale
 
 
-def _runs(columns: int, found: Mapping[int, Bucket], scale: Scale | None) -> list[tuple[int, int, str]]:
+def _runs(
+    columns: int, found: Mapping[int, Bucket], scale: Scale | None
+) -> list[tuple[int, int, str]]:
     """Stretches of one colour along a line: (first column, columns, class)."""
     runs: list[tuple[int, int, str]] = []
     kind = ""
@@ -247,7 +301,9 @@ def colour(bucket: Bucket, scale: Scale | None) -> str:
 
 @dataclass(frozen=True)
 class Stop:
-    """A model on the way from floor to teacher. kind: of the style sheet. told: in words. low, high: the ends of its whisker."""
+    """A model on the way from floor to teacher. kind: of the style sheet. told: in words. low,
+    high: the ends of its whisker.
+    """
 
     kind: str
     place: float
@@ -257,7 +313,9 @@ class Stop:
 
 
 def track(stops: Sequence[Stop], label: str) -> str:
-    """The way from floor (0) to teacher (1), and where models stand on it; it reaches as far as they do."""
+    """The way from floor (0) to teacher (1), and where models stand on it; it reaches as far as
+    they do.
+    """
     ends = [x for stop in stops for x in (stop.low, stop.high)]
     low, high = min([0.0, *ends]), max([1.0, *ends])
     room = 0.02 * (high - low)
@@ -269,10 +327,15 @@ def track(stops: Sequence[Stop], label: str) -> str:
     parts = [f'<line class="way" x1="{at(0)}" x2="{at(1)}" y1="{y}" y2="{y}"/>']
     student = next((stop for stop in stops if stop.kind == "student"), None)
     if student is not None:
-        parts.append(f'<line class="gone" x1="{at(0)}" x2="{at(student.place)}" y1="{y}" y2="{y}"/>')
+        parts.append(
+            f'<line class="gone" x1="{at(0)}" x2="{at(student.place)}" y1="{y}" y2="{y}"/>'
+        )
     for stop in stops:
         if stop.high > stop.low:
-            parts.append(f'<line class="whisker" x1="{at(stop.low)}" x2="{at(stop.high)}" y1="{y}" y2="{y}"/>')
+            parts.append(
+                f'<line class="whisker" x1="{at(stop.low)}" x2="{at(stop.high)}" y1="{y}"'
+                f' y2="{y}"/>'
+            )
     for stop in stops:
         parts.append(f'<svg class="at" x="{at(stop.place)}" y="{y}"><path class="stop {stop.kind}" d="{_STOPS[stop.kind]}">'
                      f"<title>{stop.told}</title></path></svg>")  # fmt: skip
@@ -295,10 +358,13 @@ class Point:
     error: float = 0.0
 
 
-def dots(rows: Sequence[tuple[str, Mapping[str, Point]]], scale: Scale, name: str, label: str) -> str:
+def dots(
+    rows: Sequence[tuple[str, Mapping[str, Point]]], scale: Scale, name: str, label: str
+) -> str:
     """A line for each row with a mark for each figure, and its standard error as a whisker.
 
-    Marks, not bars: a scale that is logarithmic or does not begin at 0 has no length that would say anything.
+    Marks, not bars: a scale that is logarithmic or does not begin at 0 has no length that would say
+    anything.
 
     Args:
         rows: a name, and by `student`, `initial`, `floor` the finite figures that there are.
@@ -311,35 +377,52 @@ def dots(rows: Sequence[tuple[str, Mapping[str, Point]]], scale: Scale, name: st
     for tick in scale.ticks():
         x = _percent(scale.place(tick))
         parts.append(
-            f'<line class="grid" x1="{x}" x2="{x}" y2="{height}"/><text class="tick mid" x="{x}" y="{height}" dy="14">{brief(tick)}</text>'
+            f'<line class="grid" x1="{x}" x2="{x}" y2="{height}"/><text class="tick mid" x="{x}"'
+            f' y="{height}" dy="14">{brief(tick)}</text>'
         )
     parts.append(f'<text class="tick mid" x="50%" y="{height}" dy="30">{text(name)}</text>')
     for i, (row, points) in enumerate(rows):
         y = _ROW * i + _ROW // 2
         parts.append(
-            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8" y="{y}" dy="4">{text(row, 12)}</text>'
+            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8"'
+            f' y="{y}" dy="4">{text(row, 12)}</text>'
         )
         for kind in (kind for kind in ("floor", "initial", "student") if kind in points):
             point = points[kind]
-            told = f"{kind} {number(point.value)}" + (f" ± {number(point.error, 2)}" if point.error > 0 else "")
+            told = f"{kind} {number(point.value)}" + (
+                f" ± {number(point.error, 2)}" if point.error > 0 else ""
+            )
             if point.error > 0:
-                ends = (_percent(scale.place(end)) for end in (point.value - point.error, point.value + point.error))
-                parts.append(f'<line class="whisker {kind}" x1="{next(ends)}" x2="{next(ends)}" y1="{y}" y2="{y}"/>')
+                ends = (
+                    _percent(scale.place(end))
+                    for end in (point.value - point.error, point.value + point.error)
+                )
+                parts.append(
+                    f'<line class="whisker {kind}" x1="{next(ends)}" x2="{next(ends)}" y1="{y}"'
+                    f' y2="{y}"/>'
+                )
             x = _percent(scale.place(point.value))
             parts.append(
-                f'<svg class="at" x="{x}" y="{y}"><path class="stop {kind}" d="{_STOPS[kind]}"><title>{text(f"{row}: {told}")}</title>'
-                "</path></svg>"
+                f'<svg class="at" x="{x}" y="{y}"><path class="stop {kind}"'
+                f' d="{_STOPS[kind]}"><title>{text(f"{row}: {told}")}</title></path></svg>'
             )
     return _svg("plot dots", height, label, "".join(parts))
 
 
 def histogram(counts: Sequence[int], label: str) -> str:
-    """Counts over equal parts of a range, by the root of their share, so that what is rare is still seen."""
+    """Counts over equal parts of a range, by the root of their share, so that what is rare is still
+    seen.
+    """
     peak = math.sqrt(max(counts, default=0)) or 1.0
     width = max(1, len(counts))
     outline = "".join(f"V{100 - 100 * math.sqrt(max(0, n)) / peak:.0f}h1" for n in counts)
-    body = f'<path class="hist" d="M0 100{outline}V100z"/><path class="one" d="M{width / 2:g} 0V100"/>'
-    return f'<svg class="small" viewBox="0 0 {width} 100" preserveAspectRatio="none" role="img" aria-label="{label}">{body}</svg>'
+    body = (
+        f'<path class="hist" d="M0 100{outline}V100z"/><path class="one" d="M{width / 2:g} 0V100"/>'
+    )
+    return (
+        f'<svg class="small" viewBox="0 0 {width} 100" preserveAspectRatio="none" role="img"'
+        f' aria-label="{label}">{body}</svg>'
+    )
 
 
 def legend(scale: Scale | None) -> str:
@@ -348,9 +431,9 @@ def legend(scale: Scale | None) -> str:
         return ""
     colours = "".join(f'<i class="c{i}"></i>' for i in range(len(PALETTE)))
     return (
-        f'<p class="legend"><span>{number(10**scale.low, 2)}</span><span class="ramp" aria-hidden="true">{colours}</span>'
-        f"<span>{number(10**scale.high, 2)}</span><span class=soft>logarithmic</span>"
-        '<span><i class="broken">×</i> not finite</span></p>'
+        f'<p class="legend"><span>{number(10**scale.low, 2)}</span><span class="ramp"'
+        f' aria-hidden="true">{colours}</span><span>{number(10**scale.high, 2)}</span><span'
+        ' class=soft>logarithmic</span><span><i class="broken">×</i> not finite</span></p>'
     )
 
 
@@ -365,7 +448,10 @@ def _svg(kind: str, height: int, label: str, body: str) -> str:
 
 
 def _inner(body: str) -> str:
-    return f'<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none">{body}</svg>'
+    return (
+        '<svg width="100%" height="100%" viewBox="0 0 1000 1000"'
+        f' preserveAspectRatio="none">{body}</svg>'
+    )
 
 
 def _grid(scale: Scale | None) -> str:
@@ -374,14 +460,21 @@ def _grid(scale: Scale | None) -> str:
     parts = []
     for tick in scale.ticks():
         y = _percent(1 - scale.place(tick))
-        parts.append(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8" y="{y}" dy="4">{brief(tick)}</text>')
+        parts.append(
+            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8"'
+            f' y="{y}" dy="4">{brief(tick)}</text>'
+        )
     return "".join(parts)
 
 
 def _steps(axis: Axis, lines: bool = True) -> str:
     """The steps below a picture."""
     span = axis.last - axis.first
-    wanted = [axis.first] if span == 0 else [int(x) for x in _round_numbers(axis.first, axis.last, 5) if x == int(x)]
+    wanted = (
+        [axis.first]
+        if span == 0
+        else [int(x) for x in _round_numbers(axis.first, axis.last, 5) if x == int(x)]
+    )
     parts = ['<text class="tick mid" x="50%" y="100%" dy="29">step</text>']
     for step in wanted:
         x = _percent(axis.middle(axis.column(step)))
@@ -392,7 +485,12 @@ def _steps(axis: Axis, lines: bool = True) -> str:
 
 def brief(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0e}".replace("e-0", "e−").replace("e+0", "e").replace("e-", "e−").replace("e+", "e")
+        return (
+            f"{value:.0e}".replace("e-0", "e−")
+            .replace("e+0", "e")
+            .replace("e-", "e−")
+            .replace("e+", "e")
+        )
     return f"{value:,.10g}".replace("-", "−")
 
 

@@ -1,4 +1,6 @@
-"""`events.jsonl` as a history: what happened, what of it was undone by taking the run up further back, and how the run ended."""
+"""`events.jsonl` as a history: what happened, what of it was undone by taking the run up further
+back, and how the run ended.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ _UNDONE = frozenset({"refusal", "diagnosis", "evaluation", "epoch", "save", "sav
 _ENDS = ("done", "signal", "stopped", "error")
 
 State = Literal["done", "signal", "stopped", "error", "open", "unknown"]
-"""How the last start of a run ended: one of `_ENDS`; open where no end is on record; unknown where no start is."""
+"""How the last start of a run ended: one of `_ENDS`; open where no end is on record; unknown where
+no start is.
+"""
 
 
 @dataclass
 class Event:
-    """One line. step: None where it bears none. time: seconds since the epoch. undone: the run was taken up in front of it."""
+    """One line. step: None where it bears none. time: seconds since the epoch. undone: the run was
+    taken up in front of it.
+    """
 
     kind: str
     step: int | None = None
@@ -40,7 +46,9 @@ class Events:
 
     def of(self, kind: str, undone: bool | None = False) -> list[Event]:
         """Those of one kind; `undone` says which, None for all."""
-        return [event for event in self.all if event.kind == kind and undone in (None, event.undone)]
+        return [
+            event for event in self.all if event.kind == kind and undone in (None, event.undone)
+        ]
 
     @property
     def last_start(self) -> list[Event]:
@@ -71,7 +79,12 @@ def read_events(lines: Iterable[Mapping[str, Any]]) -> Events:
             continue
         seen[kind] = seen.get(kind, 0) + 1
         kept = {key: value for key, value in line.items() if key not in ("event", "time", "step")}
-        event = Event(kind, count(line.get("step")), number(line.get("time")), kept if seen[kind] <= DETAILED else {})
+        event = Event(
+            kind,
+            count(line.get("step")),
+            number(line.get("time")),
+            kept if seen[kind] <= DETAILED else {},
+        )
         if kind == "resume":
             _undo(events.all, event)
         events.all.append(event)
@@ -79,19 +92,24 @@ def read_events(lines: Iterable[Mapping[str, Any]]) -> Events:
 
 
 def _undo(before: list[Event], resume: Event) -> None:
-    """Mark what a run did behind the checkpoint that it is taken up from: everything, where it starts anew.
+    """Mark what a run did behind the checkpoint that it is taken up from: everything, where it
+    starts anew.
 
-    What was refused in front of that save still counts, whatever step it bears; so the save's place in the file decides, and
-    only where it cannot be found the step does.
+    What was refused in front of that save still counts, whatever step it bears; so the save's place
+    in the file decides, and only where it cannot be found the step does.
     """
     checkpoint, step = resume.details.get("checkpoint"), resume.step or 0
     place: int | None = 0
     if isinstance(checkpoint, str):
         name = PurePosixPath(checkpoint).name
-        saves = [i for i, event in enumerate(before) if event.kind == "save" and _name(event) == name]
+        saves = [
+            i for i, event in enumerate(before) if event.kind == "save" and _name(event) == name
+        ]
         place = saves[-1] + 1 if saves else None
     for i, event in enumerate(before):
-        if event.kind in _UNDONE and (i >= place if place is not None else event.step is not None and event.step > step):
+        if event.kind in _UNDONE and (
+            i >= place if place is not None else event.step is not None and event.step > step
+        ):
             event.undone = True
 
 

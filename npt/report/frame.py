@@ -1,4 +1,6 @@
-"""What every page of this package stands in: one file that needs nothing else, and lets nothing run or load but its own."""
+"""What every page of this package stands in: one file that needs nothing else, and lets nothing run
+or load but its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def frame(title: str, head: str, sections: Sequence[tuple[str, str, str]], *, style: str = "", script: str = "", data: str = "") -> str:
+def frame(
+    title: str,
+    head: str,
+    sections: Sequence[tuple[str, str, str]],
+    *,
+    style: str = "",
+    script: str = "",
+    data: str = "",
+) -> str:
     """A whole HTML page.
 
     Args:
@@ -20,14 +30,22 @@ def frame(title: str, head: str, sections: Sequence[tuple[str, str, str]], *, st
         data: JSON that the script reads, escaped for its place.
     """
     style = (Path(__file__).parent / "style.css").read_text(encoding="utf-8") + style
-    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src '{_hash(style)}'"
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src"
+        f" '{_hash(style)}'"
+    )
     if script:
         policy += f"; script-src '{_hash(script)}'"
     links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in sections)
     body = "\n".join(
-        f'<section aria-labelledby="{name}">\n<h2 id="{name}">{heading}</h2>\n{content}\n</section>' for name, heading, content in sections
+        f'<section aria-labelledby="{name}">\n<h2 id="{name}">{heading}</h2>\n{content}\n</section>'
+        for name, heading, content in sections
     )
-    scripts = f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n' if script else ""
+    scripts = (
+        f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
+        if script
+        else ""
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

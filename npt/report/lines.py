@@ -1,4 +1,6 @@
-"""Reading a .jsonl file that may still be written to, may end in half a line, and may come from somebody else."""
+"""Reading a .jsonl file that may still be written to, may end in half a line, and may come from
+somebody else.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ class Lines:
     """The objects of a .jsonl file, one for each line that is one.
 
     Attributes:
-        unreadable: lines so far that were no JSON object. One without an end is not counted: it is about to be written, or was when
-            its writer was killed.
+        unreadable: lines so far that were no JSON object. One without an end is not counted: it is
+            about to be written, or was when its writer was killed.
     """
 
     def __init__(self, path: Path):

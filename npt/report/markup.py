@@ -1,4 +1,6 @@
-"""HTML out of text that anybody may have written: escaped, bounded, without control characters and without what looks like a secret."""
+"""HTML out of text that anybody may have written: escaped, bounded, without control characters and
+without what looks like a secret.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def text(value: Any, limit: int = TEXT) -> str:
 
 
 def _visible(letter: str) -> str:
-    """A letter, or its number where it would do something else than stand there: end the text, turn the line's direction, hide."""
+    """A letter, or its number where it would do something else than stand there: end the text, turn
+    the line's direction, hide.
+    """
     if letter in "\n\t":
         return " "
     if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
@@ -55,36 +59,50 @@ def _visible(letter: str) -> str:
 
 
 def link(path: Path, page: Path, shown: str) -> str:
-    """A link from the page, which lies at `page`, to a file or folder beside it, by a relative address."""
+    """A link from the page, which lies at `page`, to a file or folder beside it, by a relative
+    address.
+    """
     where = Path(os.path.relpath(path, page.parent)).as_posix()
     address = quote(where.encode("utf-8", "surrogateescape")) + ("/" if path.is_dir() else "")
     return f'<a href="./{html.escape(address)}">{text(shown)}</a>'
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for reading: a few digits of it, a long one by its power of ten. None and NaN: there is none. Infinite: it was not
-    finite, which a file says of NaN and infinities alike."""
+    """A number for reading: a few digits of it, a long one by its power of ten. None and NaN: there
+    is none. Infinite: it was not finite, which a file says of NaN and infinities alike."""
     if value is None or not math.isfinite(value):
         return "–" if value is None or math.isnan(value) else "not finite"
     if value == 0:
         return "0"
     if not 1e-4 <= abs(value) < 1e6:
-        return re.sub(r"e([+-])0*", lambda e: "e−" if e[1] == "-" else "e", f"{value:.{digits}g}").replace("-", "−")
+        return re.sub(
+            r"e([+-])0*", lambda e: "e−" if e[1] == "-" else "e", f"{value:.{digits}g}"
+        ).replace("-", "−")
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}".replace("-", "−")
     return f"{value:.{digits}g}".replace("-", "−")
 
 
 def plus_minus(value: float | None, error: float | None) -> str:
-    """A figure with its standard error, both to the error's second digit; an error that is nothing but rounding is left out."""
-    if value is None or not math.isfinite(value) or error is None or not math.isfinite(error) or error <= 1e-6 * abs(value):
+    """A figure with its standard error, both to the error's second digit; an error that is nothing
+    but rounding is left out.
+    """
+    if (
+        value is None
+        or not math.isfinite(value)
+        or error is None
+        or not math.isfinite(error)
+        or error <= 1e-6 * abs(value)
+    ):
         return number(value)
     digits = max(0, min(9, 1 - math.floor(math.log10(error))))
     return f"{value:.{digits}f} ± {error:.{digits}f}".replace("-", "−")
 
 
 def figure(values: Mapping[str, Any], key: str) -> str:
-    """One of a model's figures with its standard error; null in a file is a number that was not finite."""
+    """One of a model's figures with its standard error; null in a file is a number that was not
+    finite.
+    """
     if key in values and values[key] is None:
         return number(math.inf)
     value, error = as_number(values.get(key)), as_number(values.get(f"{key}_se"))
@@ -96,12 +114,22 @@ def figure(values: Mapping[str, Any], key: str) -> str:
 def flat(value: Any, depth: int = 0) -> str:
     """A value of a JSON file on one line, not escaped yet."""
     if isinstance(value, dict) and depth < 3:
-        return ", ".join(f"{key} {flat(entry, depth + 1)}" for key, entry in list(value.items())[:30])
+        return ", ".join(
+            f"{key} {flat(entry, depth + 1)}" for key, entry in list(value.items())[:30]
+        )
     if isinstance(value, list) and depth < 3:
-        return ", ".join(flat(entry, depth + 1) for entry in value[:60]) + (" …" if len(value) > 60 else "")
+        return ", ".join(flat(entry, depth + 1) for entry in value[:60]) + (
+            " …" if len(value) > 60 else ""
+        )
     if isinstance(value, float):
         return number(value)
-    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)[:2000]
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else "none"
+        if value is None
+        else str(value)[:2000]
+    )
 
 
 def both_ends(items: Sequence[Item]) -> Sequence[Item]:
@@ -111,7 +139,11 @@ def both_ends(items: Sequence[Item]) -> Sequence[Item]:
 
 def cut(items: Sequence[Any], what: str) -> str:
     """What stands above the items that `both_ends` left."""
-    return f"{what}, the first and last {SHOWN // 2} of {len(items):,}" if len(items) > SHOWN else f"{what}, {len(items):,}"
+    return (
+        f"{what}, the first and last {SHOWN // 2} of {len(items):,}"
+        if len(items) > SHOWN
+        else f"{what}, {len(items):,}"
+    )
 
 
 def lacking(missing: Mapping[str, str], file: str, otherwise: str) -> str:
@@ -123,23 +155,34 @@ def lacking(missing: Mapping[str, str], file: str, otherwise: str) -> str:
         otherwise: what to say where nothing is wrong with the file.
     """
     why = missing.get(file)
-    said = f"<code>{text(file)}</code> says nothing: {text(why)}" if why else text(otherwise[:1].upper() + otherwise[1:])
+    said = (
+        f"<code>{text(file)}</code> says nothing: {text(why)}"
+        if why
+        else text(otherwise[:1].upper() + otherwise[1:])
+    )
     return f'<p class="missing">{said}.</p>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
-    """A table that scrolls by itself where it is wider than the screen. Cells are HTML already; a star before a heading makes its
-    column one of numbers, a tilde one of names."""
+    """A table that scrolls by itself where it is wider than the screen. Cells are HTML already; a
+    star before a heading makes its column one of numbers, a tilde one of names."""
     kinds = [{"*": "n", "~": "name"}.get(name[:1], "") for name in head]
 
     def cell(tag: str, kind: str, content: str) -> str:
         return f'<{tag} class="{kind}">{content}' if kind else f"<{tag}>{content}"
 
-    heads = "".join(cell("th scope=col", kind, name.lstrip("*~")) for kind, name in zip(kinds, head, strict=True))
-    body = "\n".join("<tr>" + "".join(cell("td", kind, x) for kind, x in zip(kinds, row, strict=True)) for row in rows)
+    heads = "".join(
+        cell("th scope=col", kind, name.lstrip("*~"))
+        for kind, name in zip(kinds, head, strict=True)
+    )
+    body = "\n".join(
+        "<tr>" + "".join(cell("td", kind, x) for kind, x in zip(kinds, row, strict=True))
+        for row in rows
+    )
     name = text(caption)
     return (
-        f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table class="list"><caption>{name}</caption>'
+        f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table'
+        f' class="list"><caption>{name}</caption>'
         f"<thead><tr>{heads}</thead>\n<tbody>{body}</tbody></table></div>"
     )
 

@@ -1,7 +1,9 @@
-"""The page: how near the student is to its teacher, how it got there, and what happened on the way, in one file that needs nothing else.
+"""The page: how near the student is to its teacher, how it got there, and what happened on the way,
+in one file that needs nothing else.
 
-It may be mailed and kept, and what stands in a run folder may be anybody's: it loads nothing, every text is escaped, and its policy
-lets no script run but its own. The pictures are drawn before and can be read without that script, which only reads off numbers.
+It may be mailed and kept, and what stands in a run folder may be anybody's: it loads nothing, every
+text is escaped, and its policy lets no script run but its own. The pictures are drawn before and
+can be read without that script, which only reads off numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def page(record: RunRecord, place: Path) -> str:
         record: what its folder has.
         place: where the page will lie, for its links.
     """
-    palette = "\n".join(f".c{i} {{ fill: {colour}; background: {colour} }}" for i, colour in enumerate(PALETTE))
+    palette = "\n".join(
+        f".c{i} {{ fill: {colour}; background: {colour} }}" for i, colour in enumerate(PALETTE)
+    )
     script = (Path(__file__).parent / "script.js").read_text(encoding="utf-8")
     training = Training(record)
     sections = (
@@ -50,17 +54,30 @@ def _head(record: RunRecord) -> str:
     """How the run stands, a few numbers, and what is missing."""
     kind, words = status(record)
     total = record.total_steps
-    steps = f"{record.step:,}" + (f" of {total:,}" if total is not None and total != record.step else "")
+    steps = f"{record.step:,}" + (
+        f" of {total:,}" if total is not None and total != record.step else ""
+    )
     facts = [("steps", steps), ("refusals", f"{sum(record.refused().values()):,}")]
-    tokens, loss, warnings = record.metrics.last("tokens"), record.metrics.last("loss"), len(record.events.of("warning"))
+    tokens, loss, warnings = (
+        record.metrics.last("tokens"),
+        record.metrics.last("loss"),
+        len(record.events.of("warning")),
+    )
     facts += [(f"tokens{_as_of(record, 'tokens')}", f"{tokens:,.0f}")] if tokens is not None else []
     facts += [(f"last loss{_as_of(record, 'loss')}", number(loss))] if loss is not None else []
     facts += [("warnings", f"{warnings:,}")] if warnings else []
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     missing = sorted({**record.missing, **record.stale}.items())
     items = "".join(f"<li><code>{text(name)}</code>: {text(why)}</li>" for name, why in missing)
-    said = f'<div class="missing"><p>Not all of the run is here:</p><ul>{items}</ul></div>' if items else ""
-    return f'<p class="status {kind}"><strong>{text(words)}</strong></p>\n<dl class="facts">{cells}</dl>\n{recipe(record)}\n{said}'
+    said = (
+        f'<div class="missing"><p>Not all of the run is here:</p><ul>{items}</ul></div>'
+        if items
+        else ""
+    )
+    return (
+        f'<p class="status {kind}"><strong>{text(words)}</strong></p>\n<dl'
+        f' class="facts">{cells}</dl>\n{recipe(record)}\n{said}'
+    )
 
 
 def _as_of(record: RunRecord, key: str) -> str:

@@ -1,4 +1,6 @@
-"""The head of a run's page: which base, what was converted, what it was trained on and how, so that the page explains itself."""
+"""The head of a run's page: which base, what was converted, what it was trained on and how, so that
+the page explains itself.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,14 @@ _VERSIONS = ("npt", "torch", "transformers", "bitsandbytes", "python")
 
 
 def recipe(record: RunRecord) -> str:
-    """Base, adapters, training, data and versions, a line each; nothing of what `run.json` does not say."""
-    lines = [(name, said) for name, words in _lines(record) if (said := ", ".join(word for word in words if word))]
+    """Base, adapters, training, data and versions, a line each; nothing of what `run.json` does not
+    say.
+    """
+    lines = [
+        (name, said)
+        for name, words in _lines(record)
+        if (said := ", ".join(word for word in words if word))
+    ]
     return recipe_list(lines)
 
 
@@ -35,14 +43,46 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, list[str]]]:
     shown_hash = f"hash {base_hash[:HASH_LETTERS]}" if isinstance(base_hash, str) else ""
     known = "precision" in run or "use_quantization" in settings
     stored = (str(quantization).upper() if quantization else "unquantised") if known else ""
-    yield "base", [say("model_name"), shown_hash, stored, say("compute_dtype", "computes in {}"), say.of(run.get("device"), "on {}")]
+    yield (
+        "base",
+        [
+            say("model_name"),
+            shown_hash,
+            stored,
+            say("compute_dtype", "computes in {}"),
+            say.of(run.get("device"), "on {}"),
+        ],
+    )
     layers = run.get("layers")
-    converted = f"layers {_ranges(layers)} ({len(layers)})" if isinstance(layers, list) and layers else ""
+    converted = (
+        f"layers {_ranges(layers)} ({len(layers)})" if isinstance(layers, list) and layers else ""
+    )
     parameters = count(run.get("trainable_parameters"))
     sizes = f"{parameters:,} parameters" if parameters is not None else ""
-    yield "adapters", [converted, say("rank", "rank {}"), say("targets", "targets {}"), say("modulation", "modulation {}"), sizes]
-    yield "start", [say("init"), say("adapter", "from {}"), say("additive_scale", "alpha {}"), say("mult_bound", "beta {}")]
-    batch = say("batch_size", "batch {}") + say("gradient_accumulation_steps", " x {}", but=1) + say("processes", " x {} processes", but=1)
+    yield (
+        "adapters",
+        [
+            converted,
+            say("rank", "rank {}"),
+            say("targets", "targets {}"),
+            say("modulation", "modulation {}"),
+            sizes,
+        ],
+    )
+    yield (
+        "start",
+        [
+            say("init"),
+            say("adapter", "from {}"),
+            say("additive_scale", "alpha {}"),
+            say("mult_bound", "beta {}"),
+        ],
+    )
+    batch = (
+        say("batch_size", "batch {}")
+        + say("gradient_accumulation_steps", " x {}", but=1)
+        + say("processes", " x {} processes", but=1)
+    )
     total = record.total_steps
     steps = f"{record.step:,} of {total:,} steps" if total is not None else f"{record.step:,} steps"
     training = [
@@ -54,10 +94,18 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, list[str]]]:
         steps,
     ]
     yield "training", [*training, say.of(run.get("seed", settings.get("seed")), "seed {}")]
-    data = [say("dataset_name"), say("dataset_config"), say("num_samples", "{} samples"), say("max_length", "up to {} tokens each")]
+    data = [
+        say("dataset_name"),
+        say("dataset_config"),
+        say("num_samples", "{} samples"),
+        say("max_length", "up to {} tokens each"),
+    ]
     yield "data", data if settings.get("dataset_name") is not None else []
     versions = _of(run.get("versions"))
-    yield "versions", [f"{name} {versions[name]}" for name in _VERSIONS if isinstance(versions.get(name), str)]
+    yield (
+        "versions",
+        [f"{name} {versions[name]}" for name in _VERSIONS if isinstance(versions.get(name), str)],
+    )
 
 
 class _Words:

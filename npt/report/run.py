@@ -1,4 +1,6 @@
-"""What there is to know about a run, read from its folder: every part that is there, and of every other one why it is not."""
+"""What there is to know about a run, read from its folder: every part that is there, and of every
+other one why it is not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Verify = Callable[[Path], None]
 """Raises an NPTError where a checkpoint is not what was written."""
 
 VERIFIED_BYTES = 16 << 30
-"""Of checkpoints that are read through to verify them, newest first: a report is not to take an hour."""
+"""Of checkpoints that are read through to verify them, newest first: a report is not to take an
+hour.
+"""
 
 MADE = frozenset({"save", "evaluation", "resume", "signal", "stopped", "error"})
 """Events that bear the step that was made last; others bear the one that was tried."""
@@ -30,8 +34,8 @@ _POSTMORTEM = re.compile(r"step-[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's folder below the run. verified: None where that was not looked into. problem: what verifying found, or why it
-    was left. size: bytes."""
+    """A checkpoint's folder below the run. verified: None where that was not looked into. problem:
+    what verifying found, or why it was left. size: bytes."""
 
     path: Path
     verified: bool | None
@@ -45,7 +49,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Postmortem:
-    """A bundle's folder, and what its record says; empty where it cannot be read, and then `problem` says why."""
+    """A bundle's folder, and what its record says; empty where it cannot be read, and then
+    `problem` says why.
+    """
 
     path: Path
     record: Mapping[str, Any]
@@ -56,9 +62,10 @@ class Postmortem:
 class RunRecord:
     """A run as its folder has it.
 
-    run, fidelity, modulation: the content of the files; empty where they are missing. missing: by file, why it says nothing.
-    stale: by file, what it is of instead of the run's end. fidelity_of: what stands in for `fidelity.json`, if anything does.
-    writing: a process holds the folder; None where that cannot be seen.
+    run, fidelity, modulation: the content of the files; empty where they are missing. missing: by
+    file, why it says nothing. stale: by file, what it is of instead of the run's end. fidelity_of:
+    what stands in for `fidelity.json`, if anything does. writing: a process holds the folder; None
+    where that cannot be seen.
     """
 
     folder: Path
@@ -88,8 +95,16 @@ class RunRecord:
     @property
     def step(self) -> int:
         """The last step on record."""
-        steps = [event.step for event in self.events.all if event.step is not None and not event.undone and event.kind in MADE]
-        done = [found for event in self.events.of("done") if (found := count(event.details.get("steps"))) is not None]
+        steps = [
+            event.step
+            for event in self.events.all
+            if event.step is not None and not event.undone and event.kind in MADE
+        ]
+        done = [
+            found
+            for event in self.events.of("done")
+            if (found := count(event.details.get("steps"))) is not None
+        ]
         return max([*self.metrics.steps[-1:], *steps, *done], default=0)
 
     @property
@@ -101,7 +116,11 @@ class RunRecord:
     @property
     def refused_in(self) -> int | None:
         """The step that was being tried when the last refusals came, if it has not been made since."""
-        steps = [event.step for event in self.events.of("refusal") if event.step is not None and event.step > self.step]
+        steps = [
+            event.step
+            for event in self.events.of("refusal")
+            if event.step is not None and event.step > self.step
+        ]
         return max(steps, default=None)
 
     @property
@@ -119,14 +138,19 @@ class RunRecord:
 
 
 def read_run(folder: Path, verify: Verify | None = None) -> RunRecord:
-    """Everything in a run folder that a report is made of. Nothing in it is changed, and nothing that is wrong with it raises.
+    """Everything in a run folder that a report is made of. Nothing in it is changed, and nothing
+    that is wrong with it raises.
 
     Args:
         folder: the run's; it may be missing everything.
         verify: reads a checkpoint through; None to leave that out.
     """
     record = RunRecord(folder)
-    for name, what in (("run.json", "run"), ("fidelity.json", "fidelity"), ("modulation.json", "modulation")):
+    for name, what in (
+        ("run.json", "run"),
+        ("fidelity.json", "fidelity"),
+        ("modulation.json", "modulation"),
+    ):
         setattr(record, what, _object(record, folder / name))
     if (folder / "best").is_dir():
         record.best = _object(record, folder / "best" / "fidelity.json")
@@ -141,7 +165,9 @@ def read_run(folder: Path, verify: Verify | None = None) -> RunRecord:
             record.missing[name] = _reason(error)
         else:
             if lines.unreadable:
-                record.stale[name] = f"{lines.unreadable:,} of its lines cannot be read and are left out"
+                record.stale[name] = (
+                    f"{lines.unreadable:,} of its lines cannot be read and are left out"
+                )
     record.checkpoints = _checkpoints(folder / "checkpoints", verify)
     record.postmortems = _postmortems(record, folder / "postmortem")
     record.writing = _is_locked(folder)
@@ -157,23 +183,33 @@ def _object(record: RunRecord, path: Path) -> Mapping[str, Any]:
     try:
         return read_json(path, NPTError)
     except NPTError as error:
-        record.missing[name] = str(error).replace(str(path), "it", 1).removesuffix("; copy it again")
+        record.missing[name] = (
+            str(error).replace(str(path), "it", 1).removesuffix("; copy it again")
+        )
         return {}
 
 
 def _judge(record: RunRecord) -> None:
-    """Say of what else than the run's end its figures are, and find others where those of its end are missing."""
+    """Say of what else than the run's end its figures are, and find others where those of its end
+    are missing.
+    """
     if record.fidelity and record.events.all and record.state != "done":
-        record.stale["fidelity.json"] = "it is of an earlier end of this run, before it was taken up again"
+        record.stale["fidelity.json"] = (
+            "it is of an earlier end of this run, before it was taken up again"
+        )
     step = count(record.modulation.get("step"))
     if record.modulation and record.events.all and step is not None and step != record.step:
-        record.stale["modulation.json"] = f"it is of step {step:,}, the run has got to step {record.step:,}"
+        record.stale["modulation.json"] = (
+            f"it is of step {step:,}, the run has got to step {record.step:,}"
+        )
     if not record.fidelity:
         _stand_in(record)
 
 
 def _stand_in(record: RunRecord) -> None:
-    """Figures from before the end: the newest checkpoint has those of the start, the last evaluation under way those of the student."""
+    """Figures from before the end: the newest checkpoint has those of the start, the last
+    evaluation under way those of the student.
+    """
     for saved in reversed([saved for saved in record.checkpoints if saved.verified is not False]):
         path = saved.path / "state.json"
         try:
@@ -183,9 +219,17 @@ def _stand_in(record: RunRecord) -> None:
         initial = _mapping(found.get("initial"))
         if not initial:
             continue
-        layers = {index: _renamed(values) for index, values in _mapping(initial.get("layers")).items()}
-        figures = {name: initial.get(name) for name in ("teacher", "floor")} | {"initial": initial.get("student"), "layers": layers}
-        record.fidelity, record.fidelity_of = figures, f"teacher, floor and start are those that the checkpoint {saved.path.name} has"
+        layers = {
+            index: _renamed(values) for index, values in _mapping(initial.get("layers")).items()
+        }
+        figures = {name: initial.get(name) for name in ("teacher", "floor")} | {
+            "initial": initial.get("student"),
+            "layers": layers,
+        }
+        record.fidelity, record.fidelity_of = (
+            figures,
+            f"teacher, floor and start are those that the checkpoint {saved.path.name} has",
+        )
         break
     evaluations = record.events.of("evaluation")
     student = _mapping(evaluations[-1].details.get("student")) if evaluations else {}
@@ -197,7 +241,10 @@ def _stand_in(record: RunRecord) -> None:
 
 def _renamed(values: Any) -> dict[str, Any]:
     """A layer's figures of a student that was not trained yet."""
-    return {"nmse_initial" if key == "nmse_student" else key: value for key, value in _mapping(values).items()}
+    return {
+        "nmse_initial" if key == "nmse_student" else key: value
+        for key, value in _mapping(values).items()
+    }
 
 
 def _checkpoints(folder: Path, verify: Verify | None) -> list[Saved]:
@@ -207,7 +254,11 @@ def _checkpoints(folder: Path, verify: Verify | None) -> list[Saved]:
     for path in reversed(found):
         size = _size(path)
         if verify is None or read + size > VERIFIED_BYTES:
-            why = "not looked into" if verify is None else f"not looked into: the newer ones hold {read / 2**30:.1f} GiB already"
+            why = (
+                "not looked into"
+                if verify is None
+                else f"not looked into: the newer ones hold {read / 2**30:.1f} GiB already"
+            )
             saved.append(Saved(path, None, why, size))
             continue
         read += size
@@ -232,10 +283,16 @@ def _postmortems(record: RunRecord, folder: Path) -> list[Postmortem]:
 def _folders(folder: Path, name: re.Pattern[str]) -> list[Path]:
     """The folders below it that are called so, by their step; links are none."""
     try:
-        found = [path for path in folder.iterdir() if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+        found = [
+            path
+            for path in folder.iterdir()
+            if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        ]
     except OSError:
         return []
-    return sorted(found, key=lambda path: (int(path.name.removeprefix("step-").partition(".")[0]), path.name))
+    return sorted(
+        found, key=lambda path: (int(path.name.removeprefix("step-").partition(".")[0]), path.name)
+    )
 
 
 def _size(folder: Path) -> int:
@@ -250,7 +307,8 @@ def _size(folder: Path) -> int:
 
 
 def _is_locked(folder: Path) -> bool | None:
-    """Whether a process on this machine holds the folder as a run does; asked without trying its lock, which a starting run wants.
+    """Whether a process on this machine holds the folder as a run does; asked without trying its
+    lock, which a starting run wants.
 
     None where it cannot be seen.
     """
@@ -259,7 +317,10 @@ def _is_locked(folder: Path) -> bool | None:
         locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    return any("FLOCK" in line and re.search(rf":{inode}\s", line) is not None for line in locks.splitlines())
+    return any(
+        "FLOCK" in line and re.search(rf":{inode}\s", line) is not None
+        for line in locks.splitlines()
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -267,4 +328,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _reason(error: OSError) -> str:
-    return "it is not there" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error.strerror}"
+    return (
+        "it is not there"
+        if isinstance(error, FileNotFoundError)
+        else f"it cannot be read: {error.strerror}"
+    )

@@ -24,7 +24,10 @@ def configuration_section(record: RunRecord) -> str:
             old = flat(values[0]) if isinstance(values, list) and values else flat(values)
             before[name] = f"was {old} before step {event.step or 0:,}"
     order = [name for name in _FIRST if name in settings] + sorted(set(settings) - set(_FIRST))
-    rows = [(text(name, 60), text(flat(settings[name])), text(before.get(name, ""))) for name in order[:SHOWN]]
+    rows = [
+        (text(name, 60), text(flat(settings[name])), text(before.get(name, "")))
+        for name in order[:SHOWN]
+    ]
     return table(("setting", "~value", "~changed"), rows, f"Settings, {len(settings)}")
 
 
@@ -36,6 +39,13 @@ def environment_section(record: RunRecord) -> str:
     for name, value in record.run.items():
         if name in _ELSEWHERE:
             continue
-        parts = [(f"{name}: {key}", entry) for key, entry in list(value.items())[:ENTRIES]] if isinstance(value, dict) else [(name, value)]
-        rows += [(text(what, 60), text(f"{entry:,}" if type(entry) is int else flat(entry))) for what, entry in parts]
+        parts = (
+            [(f"{name}: {key}", entry) for key, entry in list(value.items())[:ENTRIES]]
+            if isinstance(value, dict)
+            else [(name, value)]
+        )
+        rows += [
+            (text(what, 60), text(f"{entry:,}" if type(entry) is int else flat(entry)))
+            for what, entry in parts
+        ]
     return table(("what", "~value"), rows[:SHOWN], "Environment")

@@ -23,7 +23,10 @@ def status(record: RunRecord) -> tuple[str, str]:
     if state == "signal":
         return "warn", f"Ended by signal {found.get('number', '?')}{at}; it can be taken up again"
     if state == "error":
-        return "bad", f"Ended with an error{at}: {found.get('error', '')}: {found.get('message', '')}"
+        return (
+            "bad",
+            f"Ended with an error{at}: {found.get('error', '')}: {found.get('message', '')}",
+        )
     if record.writing:
         return "warn", f"Still running{at}"
     if state == "open":
@@ -47,7 +50,10 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "refused": sum(record.refused().values()),
         "refused_by_kind": record.refused(),
         **{name: number(student.get(name)) for key in FIGURES for name in (key, f"{key}_se")},
-        "checkpoints": [{"step": saved.step, "folder": saved.path.name, "verified": saved.verified} for saved in record.checkpoints],
+        "checkpoints": [
+            {"step": saved.step, "folder": saved.path.name, "verified": saved.verified}
+            for saved in record.checkpoints
+        ],
         "postmortems": [bundle.path.name for bundle in record.postmortems],
         "missing": {**record.missing, **record.stale},
     }

@@ -1,4 +1,6 @@
-"""How the student got where it is: loss and refusals, gradient norm, learning rate, speed and the layers' NMSE over the steps."""
+"""How the student got where it is: loss and refusals, gradient norm, learning rate, speed and the
+layers' NMSE over the steps.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,27 @@ HEAT_COLUMNS = 120
 """Columns of the heat map."""
 
 MARKED = 120_000
-"""Letters for what all marks together say; of more marks each says less, and the table beside them tells the rest."""
+"""Letters for what all marks together say; of more marks each says less, and the table beside them
+tells the rest.
+"""
 
-READ_OFF = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_second": "tokens per second"}
+READ_OFF = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_second": "tokens per second",
+}
 """What the script reads off at a step."""
 
 _UNITS = {"grad_norm": "norm", "lr": "rate", "tokens_per_second": "tokens/s"}
 
 _REFUSALS = ("data", "loss", "gradient", "norm", "spike", "update")
-_LANES = {"evaluation": ("evaluated", "diamond"), "stage": ("next stage", "bar"), "save": ("saved", "square"), "resume": ("resumed", "bar")}
+_LANES = {
+    "evaluation": ("evaluated", "diamond"),
+    "stage": ("next stage", "bar"),
+    "save": ("saved", "square"),
+    "resume": ("resumed", "bar"),
+}
 _UNDONE = " (undone: the run was taken up further back)"
 
 Row = tuple[str, str]
@@ -40,12 +54,25 @@ class Training:
     def __init__(self, record: RunRecord):
         self.record = record
         kinds = ("refusal", *_LANES)
-        known = [*record.metrics.steps, *(event.step for event in record.events.all if event.step and event.kind in kinds)]
+        known = [
+            *record.metrics.steps,
+            *(event.step for event in record.events.all if event.step and event.kind in kinds),
+        ]
         self.axis, self.heat_axis = Axis.of(known), Axis.of(known, HEAT_COLUMNS)
-        self.plain = {key: values for key, values in record.metrics.columns.items() if not key.startswith("layers.")}
-        self.columns = {key: buckets(self.axis, record.metrics.steps, values) for key, values in self.plain.items()}
+        self.plain = {
+            key: values
+            for key, values in record.metrics.columns.items()
+            if not key.startswith("layers.")
+        }
+        self.columns = {
+            key: buckets(self.axis, record.metrics.steps, values)
+            for key, values in self.plain.items()
+        }
         self.layers = record.metrics.layers
-        self.by_layer = {i: buckets(self.axis, record.metrics.steps, record.metrics.columns[f"layers.{i}.nmse"]) for i in self.layers}
+        self.by_layer = {
+            i: buckets(self.axis, record.metrics.steps, record.metrics.columns[f"layers.{i}.nmse"])
+            for i in self.layers
+        }
         self.marks = self._marks()
         self.room = max(60, min(600, MARKED // max(1, sum(map(len, self.marks.values())))))
 
@@ -55,7 +82,15 @@ class Training:
         if not metrics.steps:
             pictures = self._lanes()
             drawn = _figure("Refusals and events", pictures) if pictures else ""
-            return "\n".join([lacking(missing, "metrics.jsonl", "no step is on record: there is nothing to draw"), drawn, self._refusals()])
+            return "\n".join(
+                [
+                    lacking(
+                        missing, "metrics.jsonl", "no step is on record: there is nothing to draw"
+                    ),
+                    drawn,
+                    self._refusals(),
+                ]
+            )
         return "\n".join(
             [
                 self._readout(),
@@ -76,20 +111,31 @@ class Training:
         logged = len(self.record.metrics.steps)
         said = f"{logged:,} logged step{'s' if logged > 1 else ''}"
         if axis.shared:
-            said += f", {axis.first:,} to {axis.last:,}, on {axis.columns} columns: a line shows their means, the band around it all values"
+            said += (
+                f", {axis.first:,} to {axis.last:,}, on {axis.columns} columns: a line shows their"
+                " means, the band around it all values"
+            )
         if again:
             said += f"; {again:,} lines of steps that were made again are left out"
         return (
-            f'<p class="soft">{said}.</p>\n<div id="readout" hidden><label>Step <input type="range" id="step" min="0" value="0" step="1">'
-            '</label><output id="at" for="step"></output><dl id="values" class="values"></dl></div>'
+            f'<p class="soft">{said}.</p>\n<div id="readout" hidden><label>Step <input type="range"'
+            ' id="step" min="0" value="0" step="1"></label><output id="at" for="step"></output><dl'
+            ' id="values" class="values"></dl></div>'
         )
 
     def _loss(self) -> str:
         found = {key: self.columns[key] for key in ("loss_nmse", "loss") if self.columns.get(key)}
         if found.get("loss_nmse") == found.get("loss"):
             found.pop("loss_nmse", None)
-        series = [("first" if key == "loss" else "second", columns) for key, columns in found.items()]
-        note = '<p class="key"><i class="first"></i> loss <i class="second"></i> its NMSE part (dashed)</p>' if len(series) > 1 else ""
+        series = [
+            ("first" if key == "loss" else "second", columns) for key, columns in found.items()
+        ]
+        note = (
+            '<p class="key"><i class="first"></i> loss <i class="second"></i> its NMSE part'
+            " (dashed)</p>"
+            if len(series) > 1
+            else ""
+        )
         picture = (
             line_chart(self.axis, series, self._words("loss", "Loss"), unit="loss per valid token")
             if series
@@ -100,8 +146,16 @@ class Training:
     def _chart(self, key: str, heading: str, log: bool | None = None) -> str:
         found = self.columns.get(key)
         if not found:
-            return f'<h3>{heading}</h3>\n<p class="missing"><code>metrics.jsonl</code> has no {key}.</p>'
-        return _figure(heading, line_chart(self.axis, [("first", found)], self._words(key, heading), log, _UNITS.get(key, "")))
+            return (
+                f'<h3>{heading}</h3>\n<p class="missing"><code>metrics.jsonl</code> has no'
+                f" {key}.</p>"
+            )
+        return _figure(
+            heading,
+            line_chart(
+                self.axis, [("first", found)], self._words(key, heading), log, _UNITS.get(key, "")
+            ),
+        )
 
     def _evaluations(self) -> str:
         """Held-out KL under way, where it was measured."""
@@ -115,8 +169,14 @@ class Training:
             return ""
         steps = sorted(found)
         columns = buckets(self.axis, steps, [found[step] for step in steps])
-        label = f"KL between teacher and student on held-out text, measured {len(found)} times under way"
-        return _figure("Held-out KL under way, nats", line_chart(self.axis, [("first", columns)], label, unit="nats per token"))
+        label = (
+            f"KL between teacher and student on held-out text, measured {len(found)} times"
+            " under way"
+        )
+        return _figure(
+            "Held-out KL under way, nats",
+            line_chart(self.axis, [("first", columns)], label, unit="nats per token"),
+        )
 
     def _words(self, key: str, name: str) -> str:
         """A chart for readers who do not see it."""
@@ -126,7 +186,10 @@ class Training:
         said = f"{name}: no finite value"
         if values:
             low, high = min(values), max(values)
-            said = f"{name}: {number(values[0])} at first, {number(values[-1])} at last, between {number(low)} and {number(high)}"
+            said = (
+                f"{name}: {number(values[0])} at first, {number(values[-1])} at last, between"
+                f" {number(low)} and {number(high)}"
+            )
         return text(said + (f", {bad:,} times not finite" if bad else ""))
 
     def _marks(self) -> dict[Row, dict[int, list[tuple[str, bool]]]]:
@@ -140,12 +203,17 @@ class Training:
                 continue
             if event.kind == "refusal":
                 kind = event.details.get("kind")
-                row, said = (kind if kind in _REFUSALS else "other", "refusal"), f"step {step:,}, {_where(event)}: {_reason(event)}"
+                row, said = (
+                    (kind if kind in _REFUSALS else "other", "refusal"),
+                    f"step {step:,}, {_where(event)}: {_reason(event)}",
+                )
             elif event.kind in _LANES:
                 row, said = _LANES[event.kind], f"step {event.step:,}: {_LANES[event.kind][0]}"
             else:
                 continue
-            rows.setdefault(row, {}).setdefault(self.axis.column(step), []).append((said + _UNDONE * event.undone, event.undone))
+            rows.setdefault(row, {}).setdefault(self.axis.column(step), []).append(
+                (said + _UNDONE * event.undone, event.undone)
+            )
         order = (*_REFUSALS, "other", *(name for name, _ in _LANES.values()))
         return dict(sorted(rows.items(), key=lambda row: order.index(row[0][0])))
 
@@ -154,10 +222,18 @@ class Training:
             return ""
         drawn = []
         for (name, shape), columns in self.marks.items():
-            marks = {i: Mark(text(_several(found), self.room), all(undone for _, undone in found)) for i, found in columns.items()}
+            marks = {
+                i: Mark(text(_several(found), self.room), all(undone for _, undone in found))
+                for i, found in columns.items()
+            }
             drawn.append((name, shape, marks))
-        counts = ", ".join(f"{name} {sum(map(len, columns.values())):,}" for (name, _), columns in self.marks.items())
-        return lanes(self.axis, drawn, f"At their steps, refusals by kind and other events: {counts}")
+        counts = ", ".join(
+            f"{name} {sum(map(len, columns.values())):,}"
+            for (name, _), columns in self.marks.items()
+        )
+        return lanes(
+            self.axis, drawn, f"At their steps, refusals by kind and other events: {counts}"
+        )
 
     def _refusals(self) -> str:
         if "events.jsonl" in self.record.missing:
@@ -167,10 +243,17 @@ class Training:
             return "<p>Nothing was refused.</p>"
         kinds = self.record.refused()
         kept = sum(kinds.values())
-        said = f'<span class="alarm">{kept:,} refused</span>' + (", of which nothing is left in the adapters: " if kept else ".")
-        said += ", ".join(f"{count:,} for {text(kind, 30)}" for kind, count in sorted(kinds.items())) + "." * bool(kept)
+        said = f'<span class="alarm">{kept:,} refused</span>' + (
+            ", of which nothing is left in the adapters: " if kept else "."
+        )
+        said += ", ".join(
+            f"{count:,} for {text(kind, 30)}" for kind, count in sorted(kinds.items())
+        ) + "." * bool(kept)
         if kept < len(events):
-            said += f" Undone when the run was taken up further back, with hollow marks: {len(events) - kept:,}."
+            said += (
+                " Undone when the run was taken up further back, with hollow marks:"
+                f" {len(events) - kept:,}."
+            )
         rows = [
             (
                 f"{event.step:,}" if event.step is not None else "–",
@@ -181,13 +264,20 @@ class Training:
             )
             for event in both_ends(events)
         ]
-        listed = table(("*step", "kind", "where", "~reason", "~samples"), rows, cut(events, "Refusals"))
-        return f"<p>{said}</p>\n" + details("Each refusal with its reason", listed, len(events) <= 12)
+        listed = table(
+            ("*step", "kind", "where", "~reason", "~samples"), rows, cut(events, "Refusals")
+        )
+        return f"<p>{said}</p>\n" + details(
+            "Each refusal with its reason", listed, len(events) <= 12
+        )
 
     def _heat(self) -> str:
         metrics, layers = self.record.metrics, self.layers
         if not layers:
-            return '<h3>NMSE by layer</h3>\n<p class="missing"><code>metrics.jsonl</code> has no NMSE by layer.</p>'
+            return (
+                '<h3>NMSE by layer</h3>\n<p class="missing"><code>metrics.jsonl</code> has no NMSE'
+                " by layer.</p>"
+            )
         cells = {i: coarser(self.axis, self.heat_axis, found) for i, found in self.by_layer.items()}
         last = {i: value for i in layers if (value := metrics.last(f"layers.{i}.nmse")) is not None}
         label = f"NMSE of {len(layers)} layers over the steps"
@@ -196,23 +286,44 @@ class Training:
             label += f"; at the end layer {worst} is the worst with {number(last[worst])}"
         picture, scale = heat_map(self.heat_axis, layers, cells, label, metrics.steps[-1])
         note = "A line for each layer, by its index, the first on top; NMSE by colour; " + (
-            "a column shows the largest value of its steps." if self.heat_axis.shared else "a value stands until the next one."
+            "a column shows the largest value of its steps."
+            if self.heat_axis.shared
+            else "a value stands until the next one."
         )
         steps = _sampled(metrics.steps, 10)
-        rows = [(str(i), *(number(self._at(f"layers.{i}.nmse", step), 3) for step in steps)) for i in layers]
-        listed = table(("*layer", *(f"*{step:,}" for step in steps)), rows, "NMSE by layer at some steps")
-        return _figure("NMSE by layer", picture, f"<p>{note}</p>{legend(scale)}") + "\n" + details("NMSE by layer as a table", listed)
+        rows = [
+            (str(i), *(number(self._at(f"layers.{i}.nmse", step), 3) for step in steps))
+            for i in layers
+        ]
+        listed = table(
+            ("*layer", *(f"*{step:,}" for step in steps)), rows, "NMSE by layer at some steps"
+        )
+        return (
+            _figure("NMSE by layer", picture, f"<p>{note}</p>{legend(scale)}")
+            + "\n"
+            + details("NMSE by layer as a table", listed)
+        )
 
     def _table(self) -> str:
         """Every chart's numbers at some steps, the extremes of loss and gradient norm among them."""
         metrics = self.record.metrics
         chosen = set(_sampled(metrics.steps, 40))
         for key in ("loss", "grad_norm"):
-            found = [(value, step) for value, step in zip(self.plain.get(key, ()), metrics.steps, strict=False) if math.isfinite(value)]
+            found = [
+                (value, step)
+                for value, step in zip(self.plain.get(key, ()), metrics.steps, strict=False)
+                if math.isfinite(value)
+            ]
             chosen |= {min(found)[1], max(found)[1]} if found else set()
-        rows = [(f"{step:,}", *(number(self._at(key, step)) for key in self.plain)) for step in sorted(chosen)]
+        rows = [
+            (f"{step:,}", *(number(self._at(key, step)) for key in self.plain))
+            for step in sorted(chosen)
+        ]
         caption = f"Logged figures at {len(rows):,} of {len(metrics.steps):,} steps"
-        return details("All of these figures as a table", table(("*step", *(f"*{text(key)}" for key in self.plain)), rows, caption))
+        return details(
+            "All of these figures as a table",
+            table(("*step", *(f"*{text(key)}" for key in self.plain)), rows, caption),
+        )
 
     def _at(self, key: str, step: int) -> float:
         return self.record.metrics.columns[key][bisect_left(self.record.metrics.steps, step)]
@@ -223,13 +334,24 @@ class Training:
         for key, name in READ_OFF.items():
             found = self.columns.get(key)
             if found:
-                low, high = ([_short(x) for x in ends] for ends in zip(*((b.low, b.high) for b in found.values()), strict=True))
+                low, high = (
+                    [_short(x) for x in ends]
+                    for ends in zip(*((b.low, b.high) for b in found.values()), strict=True)
+                )
                 series.append({"name": name, "at": list(found), "low": low, "high": high})
         worst = self._worst()
         if worst:
             heights = [_short(height) for height, _ in worst.values()]
             named = [f"layer {layer}" for _, layer in worst.values()]
-            series.append({"name": "worst layer's NMSE", "at": list(worst), "low": heights, "high": heights, "of": named})
+            series.append(
+                {
+                    "name": "worst layer's NMSE",
+                    "at": list(worst),
+                    "low": heights,
+                    "high": heights,
+                    "of": named,
+                }
+            )
         told: dict[int, list[str]] = {}
         for columns in self.marks.values():
             for column, found_ in columns.items():
@@ -242,7 +364,11 @@ class Training:
             "series": series,
             "told": told,
         }
-        return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+        return (
+            json.dumps(value, separators=(",", ":"), allow_nan=False)
+            .replace("<", "\\u003c")
+            .replace("&", "\\u0026")
+        )
 
     def _worst(self) -> dict[int, tuple[float, int]]:
         """By column, the largest NMSE of any layer, and of which."""

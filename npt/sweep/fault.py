@@ -1,4 +1,6 @@
-"""A planted fault: for one batch, activations of another size, as a token that nobody has seen before or a broken kernel would give."""
+"""A planted fault: for one batch, activations of another size, as a token that nobody has seen
+before or a broken kernel would give.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from npt.sweep.settings import ProbeConfig
 
 @contextmanager
 def enlarged(model: PreTrainedModel, probe: ProbeConfig, armed: bool = True) -> Iterator[None]:
-    """Within the context the base's activations are `fault_scale` times as large, for teacher and student alike.
+    """Within the context the base's activations are `fault_scale` times as large, for teacher and
+    student alike.
 
     Args:
         model: with adapters attached.
-        probe: `fault_scale`, and `fault_place`: `attention` is the output of every converted layer's attention, which the student's
-            modulation is made of and the teacher's stream has added; `embedding` is the stream's beginning.
+        probe: `fault_scale`, and `fault_place`: `attention` is the output of every converted
+            layer's attention, which the student's modulation is made of and the teacher's stream
+            has added; `embedding` is the stream's beginning.
         armed: False does nothing.
     """
 

@@ -1,4 +1,6 @@
-"""What the trials of a study share in one process: bases, each loaded once, and the samples cut from the data."""
+"""What the trials of a study share in one process: bases, each loaded once, and the samples cut
+from the data.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from npt.sweep.settings import Settings
 from npt.sweep.spec import Design
 
 BASES_BYTES = 2 << 30
-"""Bases are kept while they take no more than this together; the one that is in use is kept in any case."""
+"""Bases are kept while they take no more than this together; the one that is in use is kept in any
+case.
+"""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,7 +73,9 @@ def check_design(design: Design) -> None:
             stages_of(s.training, s.training.max_steps)
         except NPTError as error:
             place = trial.places[0]
-            raise type(error)(f"part {place.part}{f', arm {place.arm}' if place.arm else ''}: {error}") from error
+            raise type(error)(
+                f"part {place.part}{f', arm {place.arm}' if place.arm else ''}: {error}"
+            ) from error
 
 
 class Lab:
@@ -103,7 +109,10 @@ class Lab:
             found = self._bases[key] = self._bases.pop(key)
             return found
         wanted, dtype = settings.base, settings.probe.compute_dtype
-        self._say(f"loading {wanted.model_name}, {wanted.quantization or 'unquantised'}, computing in {_dtype_name(settings)}")
+        self._say(
+            f"loading {wanted.model_name}, {wanted.quantization or 'unquantised'}, computing in"
+            f" {_dtype_name(settings)}"
+        )
         model, tokenizer = load_base(
             wanted.model_name,
             quantization=wanted.quantization,
@@ -116,7 +125,12 @@ class Lab:
         teacher = None
         if wanted.teacher_precision is not None:
             attention = wanted.attn_implementation
-            teacher = load_teacher(wanted.model_name, wanted.teacher_precision, device=model.device, attn_implementation=attention)
+            teacher = load_teacher(
+                wanted.model_name,
+                wanted.teacher_precision,
+                device=model.device,
+                attn_implementation=attention,
+            )
         base = self._bases[key] = Base(model, tokenizer, teacher)
         while len(self._bases) > 1 and sum(b.bytes for b in self._bases.values()) > BASES_BYTES:
             del self._bases[next(iter(self._bases))]
@@ -131,7 +145,10 @@ class Lab:
         samples = self._samples(base, settings, count)
         pad = pad_id_of(base.tokenizer)
         side = settings.data.padding_side
-        batches = [replace(collate(samples[i : i + size], pad, side=side), offset=i) for i in range(0, count, size)]
+        batches = [
+            replace(collate(samples[i : i + size], pad, side=side), offset=i)
+            for i in range(0, count, size)
+        ]
         k = training.gradient_accumulation_steps
         return [batches[i : i + k] for i in range(0, len(batches), k)]
 
@@ -140,7 +157,9 @@ class Lab:
         return self._source(base, settings).epoch(0)
 
     def heldout(self, base: Base, settings: Settings) -> tuple[list[Sample], bool]:
-        """Samples to evaluate on, the same ones in every run on these data, and whether they are held out."""
+        """Samples to evaluate on, the same ones in every run on these data, and whether they are
+        held out.
+        """
         key = (_data_key(settings.data), settings.training.eval_samples, settings.base.model_name)
         if key not in self._heldout:
             records = open_source(settings.data)
@@ -167,7 +186,12 @@ class Lab:
 
     def _samples(self, base: Base, settings: Settings, count: int) -> list[Sample]:
         """The first `count` training samples, epoch after epoch."""
-        key = (_data_key(settings.data), settings.training.seed, settings.training.eval_samples, settings.base.model_name)
+        key = (
+            _data_key(settings.data),
+            settings.training.seed,
+            settings.training.eval_samples,
+            settings.base.model_name,
+        )
         found = self._training.get(key, [])
         if len(found) < count:
             source = self._source(base, settings)
@@ -185,7 +209,13 @@ class Lab:
     def _source(self, base: Base, settings: Settings) -> Samples:
         _, heldout = self.heldout(base, settings)
         own = own_heldout(settings.data) is not None
-        return Samples(open_source(settings.data), base.tokenizer, settings.data, seed=settings.training.seed, hold_out=heldout and not own)
+        return Samples(
+            open_source(settings.data),
+            base.tokenizer,
+            settings.data,
+            seed=settings.training.seed,
+            hold_out=heldout and not own,
+        )
 
 
 def _base_key(settings: Settings) -> Any:
@@ -198,4 +228,6 @@ def _data_key(config: DataConfig) -> Any:
 
 
 def _dtype_name(settings: Settings) -> str:
-    return settings.probe.compute_dtype or ("fp16" if settings.base.use_fp16 and not settings.base.use_quantization else "fp32")
+    return settings.probe.compute_dtype or (
+        "fp16" if settings.base.use_fp16 and not settings.base.use_quantization else "fp32"
+    )

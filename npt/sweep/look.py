@@ -1,5 +1,6 @@
-"""A look at a student on one batch: how its stream compares with the teacher's, where its multipliers stand, how large its additive
-terms are, and which number is the first that is not finite. One pass of the teacher, one of the student, no gradients."""
+"""A look at a student on one batch: how its stream compares with the teacher's, where its
+multipliers stand, how large its additive terms are, and which number is the first that is not
+finite. One pass of the teacher, one of the student, no gradients."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ _PRODUCTS = {"gate": "gate", "up": "up"}
 class Look:
     """What was seen.
 
-    residual_ratio: RMS of the student's stream behind a converted layer over the teacher's there, the one furthest from 1.
-    m_min, m_max: of all multipliers. saturated, dead: shares of them. additive_to_residual: norm of what `down` has added over that
-    of the stream it is added to, the largest of all layers; additive_to_product: of gate and up, over the product. None: the form has
-    no such term. bad_layer, bad_stage: the first number of the student's pass that is not finite; where all are, the layer whose
-    stream is furthest from the teacher's, and its largest stage.
+    residual_ratio: RMS of the student's stream behind a converted layer over the teacher's there,
+    the one furthest from 1. m_min, m_max: of all multipliers. saturated, dead: shares of them.
+    additive_to_residual: norm of what `down` has added over that of the stream it is added to, the
+    largest of all layers; additive_to_product: of gate and up, over the product. None: the form has
+    no such term. bad_layer, bad_stage: the first number of the student's pass that is not finite;
+    where all are, the layer whose stream is furthest from the teacher's, and its largest stage.
     """
 
     residual_ratio: float | None
@@ -51,7 +53,15 @@ class Look:
 
     def measures(self) -> dict[str, float | None]:
         """The figures of a row; not where the bad number is."""
-        names = ("residual_ratio", "m_min", "m_max", "saturated", "dead", "additive_to_residual", "additive_to_product")
+        names = (
+            "residual_ratio",
+            "m_min",
+            "m_max",
+            "saturated",
+            "dead",
+            "additive_to_residual",
+            "additive_to_product",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -61,14 +71,20 @@ class _Seen:
 
     config: NPTConfig
     valid: Tensor
-    sizes: dict[str, float] = field(default_factory=dict)  # largest size of each stage, in the order of the pass
-    m: list[tuple[float, float, int, int, int]] = field(default_factory=list)  # smallest, largest, saturated, dead, all
+    # largest size of each stage, in the order of the pass
+    sizes: dict[str, float] = field(default_factory=dict)
+    # smallest, largest, saturated, dead, all
+    m: list[tuple[float, float, int, int, int]] = field(default_factory=list)
     to_residual: float | None = None
     to_product: list[float] = field(default_factory=list)
     stream: Tensor | None = None
 
     def __call__(self, stages: dict[str, Tensor | None]) -> None:
-        rows = {name: self._rows(tensor) for name, tensor in stages.items() if tensor is not None and name != "t"}
+        rows = {
+            name: self._rows(tensor)
+            for name, tensor in stages.items()
+            if tensor is not None and name != "t"
+        }
         for name, tensor in rows.items():
             self.sizes[name] = float(tensor.abs().amax()) if tensor.numel() else 0.0
             if name.startswith("m_"):
@@ -82,7 +98,11 @@ class _Seen:
             self.to_residual = _ratio(rows["s_down"], self.stream)
 
     def _rows(self, states: Tensor) -> Tensor:
-        return states.reshape(-1, states.shape[-1]).index_select(0, self.valid.to(states.device)).to(torch.float64)
+        return (
+            states.reshape(-1, states.shape[-1])
+            .index_select(0, self.valid.to(states.device))
+            .to(torch.float64)
+        )
 
     def _multipliers(self, m: Tensor) -> tuple[float, float, int, int, int]:
         middle, half = multiplier_spread(self.config.mult_form, self.config.mult_bound)
@@ -120,7 +140,9 @@ def look(model: PreTrainedModel, batch: Batch) -> Look:
         max(entry[1] for entry in m) if m else None,
         sum(entry[2] for entry in m) / total if total else None,
         sum(entry[3] for entry in m) / total if total else None,
-        max((one.to_residual for one in seen.values() if one.to_residual is not None), default=None),
+        max(
+            (one.to_residual for one in seen.values() if one.to_residual is not None), default=None
+        ),
         max((ratio for one in seen.values() for ratio in one.to_product), default=None),
         bad_layer,
         bad_stage,
@@ -133,7 +155,11 @@ def _bad(seen: dict[int, _Seen], worst: int) -> tuple[int, str | None, bool]:
         for stage, size in one.sizes.items():
             if not math.isfinite(size):
                 return index, stage, False
-    inner = {stage: size for stage, size in seen[worst].sizes.items() if stage not in ("h", "stream", "o")}
+    inner = {
+        stage: size
+        for stage, size in seen[worst].sizes.items()
+        if stage not in ("h", "stream", "o")
+    }
     return worst, max(inner, key=lambda stage: inner[stage]) if inner else None, True
 
 

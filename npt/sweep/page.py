@@ -1,6 +1,8 @@
-"""The page about a study: what trains and where that ends, what it gains, and which settings matter, in one file that needs nothing else.
+"""The page about a study: what trains and where that ends, what it gains, and which settings
+matter, in one file that needs nothing else.
 
-It loads nothing and runs no script; its pictures are in it, and lie beside it as SVG. Every picture's numbers stand in a table as well.
+It loads nothing and runs no script; its pictures are in it, and lie beside it as SVG. Every
+picture's numbers stand in a table as well.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Study:
-    """A study as it is reported. notes: of each part. recipe: what every trial has in common, by what it is of, in words. pictures: SVG by
-    name, filled as the page is made."""
+    """A study as it is reported. notes: of each part. recipe: what every trial has in common, by
+    what it is of, in words. pictures: SVG by name, filled as the page is made."""
 
     name: str
     rows: Sequence[Row]
@@ -65,10 +67,16 @@ class Study:
     @property
     def columns(self) -> list[str]:
         """The settings that the table has."""
-        return [name for name in (self.rows[0] if self.rows else {}) if name not in PLACES and name not in MEASURES]
+        return [
+            name
+            for name in (self.rows[0] if self.rows else {})
+            if name not in PLACES and name not in MEASURES
+        ]
 
     def factors(self, rows: Sequence[Row]) -> list[str]:
-        """What these rows differ in: the arms, where they are named, and the settings that no arm decides."""
+        """What these rows differ in: the arms, where they are named, and the settings that no arm
+        decides.
+        """
         return factors(rows, self.columns)
 
     def name_of(self, row: Row) -> str:
@@ -76,7 +84,11 @@ class Study:
         part, arm = places(row)[0]
         own = of_part(self.rows, part)
         words = [arm] if arm else []
-        words += [f"{'lr' if n == RATE else n} {level_text(row[n])}" for n in self.factors(own) if n != "arms"]
+        words += [
+            f"{'lr' if n == RATE else n} {level_text(row[n])}"
+            for n in self.factors(own)
+            if n != "arms"
+        ]
         return ", ".join(words) or part
 
 
@@ -114,7 +126,10 @@ read the map.</p>"""
 
 def _head(study: Study) -> str:
     done = finished(study.rows)
-    counts = {name: sum(row["outcome"] == name for row in study.rows) for name in ("stable", "worse", "diverged", "failed")}
+    counts = {
+        name: sum(row["outcome"] == name for row in study.rows)
+        for name in ("stable", "worse", "diverged", "failed")
+    }
     open_ = len(study.rows) - sum(counts.values())
     kind, words = (
         ("good", f"{len(study.rows)} trials, all of them ended")
@@ -122,16 +137,26 @@ def _head(study: Study) -> str:
         else ("warn", f"{open_} of {len(study.rows)} trials have not ended")
     )
     facts = [(name, f"{count:,}") for name, count in counts.items() if count or name != "failed"]
-    facts += [("runs", f"{sum(row['runs'] or 0 for row in done):,}"), ("refusals", f"{sum(row['refused'] or 0 for row in done):,}")]
+    facts += [
+        ("runs", f"{sum(row['runs'] or 0 for row in done):,}"),
+        ("refusals", f"{sum(row['refused'] or 0 for row in done):,}"),
+    ]
     seconds = sum(row["seconds"] or 0 for row in done)
     facts.append(("computing", f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"))
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-    return f'<p class="status {kind}"><strong>{words}</strong></p>\n<dl class="facts">{cells}</dl>\n{recipe_list(study.recipe.items())}'
+    return (
+        f'<p class="status {kind}"><strong>{words}</strong></p>\n<dl'
+        f' class="facts">{cells}</dl>\n{recipe_list(study.recipe.items())}'
+    )
 
 
 def _picture(study: Study, name: str, drawn: str) -> str:
     study.pictures[name] = drawn
-    wide = ' class="scroll" role="region" aria-label="A wide picture" tabindex="0"' if 'class="drawn wide"' in drawn else ""
+    wide = (
+        ' class="scroll" role="region" aria-label="A wide picture" tabindex="0"'
+        if 'class="drawn wide"' in drawn
+        else ""
+    )
     return f"<figure><div{wide}>{drawn}</div></figure>" if wide else f"<figure>{drawn}</figure>"
 
 
@@ -147,32 +172,57 @@ def _stability(study: Study) -> str:
 def _map(study: Study, found: Map, place: int) -> str:
     worst = [line for line, (good, _) in zip(found.lines, found.edges, strict=True) if good is None]
     rows = [
-        (text(line), number(good), number(bad), *(_cell(found, i, j) for j in range(len(found.heads))))
+        (
+            text(line),
+            number(good),
+            number(bad),
+            *(_cell(found, i, j) for j in range(len(found.heads))),
+        )
         for i, (line, (good, bad)) in enumerate(zip(found.lines, found.edges, strict=True))
     ]
     heads = ("~setting", "*trains up to", "*fails at", *(f"*{head}" for head in found.heads))
     note = study.notes.get(found.part, "")
     said = f"<p>{text(note)}</p>" if note else ""
-    said += f'<p class="alarm">Trains at no rate of these: {text(", ".join(worst))}.</p>' if worst else ""
-    said += f"<p>The first {LINES} of {len(found.lines)} settings are drawn.</p>" if len(found.lines) > LINES else ""
-    listed = table(heads, rows, f"{found.part}: median KL, and failed trials of all, by learning rate")
-    picture = _picture(study, f"map-{place}-{_file(found.part)}", figures.map_figure(found.top(LINES)))
-    return (
-        f"<h3>{text(found.part)}</h3>{said}\n{picture}\n{details('As a table', listed)}\n{details('Measures by setting', _measures(found))}"
+    said += (
+        f'<p class="alarm">Trains at no rate of these: {text(", ".join(worst))}.</p>'
+        if worst
+        else ""
     )
+    said += (
+        f"<p>The first {LINES} of {len(found.lines)} settings are drawn.</p>"
+        if len(found.lines) > LINES
+        else ""
+    )
+    listed = table(
+        heads, rows, f"{found.part}: median KL, and failed trials of all, by learning rate"
+    )
+    picture = _picture(
+        study, f"map-{place}-{_file(found.part)}", figures.map_figure(found.top(LINES))
+    )
+    parts = (details("As a table", listed), details("Measures by setting", _measures(found)))
+    return "\n".join((f"<h3>{text(found.part)}</h3>{said}", picture, *parts))
 
 
 def _measures(found: Map) -> str:
     """What each line of a map reached, and how it stood there and at its worst."""
     rows = []
     for line, own in zip(found.lines, found.groups, strict=True):
-        best = min((row for row in own if row["outcome"] == "stable" and row["kl"]), key=lambda row: row["kl"], default=None)
-        at_best = [None if best is None else best[name] for name in ("kl", RATE, "saturated", "additive_to_residual", "residual_ratio")]
+        best = min(
+            (row for row in own if row["outcome"] == "stable" and row["kl"]),
+            key=lambda row: row["kl"],
+            default=None,
+        )
+        at_best = [
+            None if best is None else best[name]
+            for name in ("kl", RATE, "saturated", "additive_to_residual", "residual_ratio")
+        ]
         smallest = min((row["m_min"] for row in own if row["m_min"] is not None), default=None)
         dead = max((row["dead"] for row in own if row["dead"] is not None), default=None)
         refused = sum(row["refused"] or 0 for row in own)
         broken = sum(row["kl"] is None or bool(row["refused"]) for row in own)
-        start = next((row["sharpness_start"] for row in own if row["sharpness_start"] is not None), None)
+        start = next(
+            (row["sharpness_start"] for row in own if row["sharpness_start"] is not None), None
+        )
         rows.append(
             (
                 text(line),
@@ -183,7 +233,14 @@ def _measures(found: Map) -> str:
                 number(start),
             )
         )
-    heads = ("~setting", "*best KL", "*at rate", "*saturated there", "*additive to residual there", "*residual ratio there")
+    heads = (
+        "~setting",
+        "*best KL",
+        "*at rate",
+        "*saturated there",
+        "*additive to residual there",
+        "*residual ratio there",
+    )
     worst = (
         "*smallest multiplier at any rate",
         "*largest share at 0",
@@ -207,14 +264,23 @@ def _limits(study: Study) -> str:
     if not rows:
         return ""
     names = _named(study, rows)
-    limits = [(name, row["limit_low"], row["limit_high"]) for name, row in zip(names, rows, strict=True)]
+    limits = [
+        (name, row["limit_low"], row["limit_high"]) for name, row in zip(names, rows, strict=True)
+    ]
     drawn = figures.limits_figure(limits, _bisected(study))
     cells = [
-        (text(name), number(row["limit_low"]), number(row["limit_high"]), _kl(row["kl"]), str(row["runs"]))
+        (
+            text(name),
+            number(row["limit_low"]),
+            number(row["limit_high"]),
+            _kl(row["kl"]),
+            str(row["runs"]),
+        )
         for name, row in zip(names, rows, strict=True)
     ]
     said = (
-        "<p>Found by halving the bracket by its logarithm: the largest value at which a run ended stable, and one at which it did not.</p>"
+        "<p>Found by halving the bracket by its logarithm: the largest value at which a run ended"
+        " stable, and one at which it did not.</p>"
     )
     listed = table(("~setting", "*trains up to", "*not at", "*KL there", "*runs"), cells, "Limits")
     return f"{said}\n{_picture(study, 'limits', drawn)}\n{details('As a table', listed)}"
@@ -223,7 +289,14 @@ def _limits(study: Study) -> str:
 def _bisected(study: Study) -> str:
     """The setting that was sought: its column holds the lower limit."""
     rows = [row for row in finished(study.rows) if sought(row)]
-    return next((name for name in study.columns if name != "seed" and all(row[name] == row["limit_low"] for row in rows)), "value")
+    return next(
+        (
+            name
+            for name in study.columns
+            if name != "seed" and all(row[name] == row["limit_low"] for row in rows)
+        ),
+        "value",
+    )
 
 
 def _faults(study: Study) -> str:
@@ -244,38 +317,83 @@ def _faults(study: Study) -> str:
             "never" if row["recovered_after"] is None else str(row["recovered_after"]),
             text(row["outcome"]),
             _kl(row["kl"]),
-            text(f"layer {row['bad_layer']}, {row['bad_stage']}" if row["bad_layer"] is not None else ""),
+            text(
+                f"layer {row['bad_layer']}, {row['bad_stage']}"
+                if row["bad_layer"] is not None
+                else ""
+            ),
         )
         for name, row in zip(names, rows, strict=True)
     ]
     heads = (
-        *("~setting", "~the batch was", "*its loss", "*harm, times", "*loss before", "*worst behind", "*loss in the end"),
+        *(
+            "~setting",
+            "~the batch was",
+            "*its loss",
+            "*harm, times",
+            "*loss before",
+            "*worst behind",
+            "*loss in the end",
+        ),
         *("*steps to recover", "~outcome", "*KL", "~first bad number"),
     )
     refused = sum(bool(row["fault_refused"]) for row in rows)
-    said = f"<p>In one step the first batch had activations of another size. {refused} of {len(rows)} such batches were refused. "
-    said += "Harm is the loss of one and the same window right behind that step over what it was right before.</p>"
+    said = (
+        f"<p>In one step the first batch had activations of another size. {refused} of {len(rows)}"
+        " such batches were refused. "
+    )
+    said += (
+        "Harm is the loss of one and the same window right behind that step over what it was right"
+        " before.</p>"
+    )
     return f"{said}\n{picture}\n{table(heads, cells, 'Faults')}"
 
 
 def _fidelity(study: Study) -> str:
-    rows = [row for row in finished(study.rows) if row["outcome"] == "stable" and row["kl"] and row["fault_refused"] is None]
-    rows = [row for row in rows if row["parameters"] and math.isfinite(row["kl"]) and not sought(row)]
+    rows = [
+        row
+        for row in finished(study.rows)
+        if row["outcome"] == "stable" and row["kl"] and row["fault_refused"] is None
+    ]
+    rows = [
+        row for row in rows if row["parameters"] and math.isfinite(row["kl"]) and not sought(row)
+    ]
     if len(rows) < 2:
         return ""
     costs = ([float(row["parameters"]) for row in rows], [training_seconds(row) for row in rows])
-    best = {i for cost in costs for i in frontier([(x, float(row["kl"])) for x, row in zip(cost, rows, strict=True)])}
-    numbers = {i: place for place, i in enumerate(sorted(best, key=lambda i: (rows[i]["kl"], i)), 1)}
+    best = {
+        i
+        for cost in costs
+        for i in frontier([(x, float(row["kl"])) for x, row in zip(cost, rows, strict=True)])
+    }
+    numbers = {
+        i: place for place, i in enumerate(sorted(best, key=lambda i: (rows[i]["kl"], i)), 1)
+    }
     picture = _picture(study, "pareto", figures.pareto_figure(rows, numbers))
     cells = [
         (str(place), text(study.name_of(rows[i])), text(_parts(rows[i])), f"{rows[i]['parameters']:,}", number(costs[1][i]),
          figure(rows[i], "kl"), figure(rows[i], "perplexity_ratio"), figure(rows[i], "top1"))
         for i, place in numbers.items()
     ]  # fmt: skip
-    heads = ("*", "~trial", "~part", "*parameters", "*seconds", "*KL", "*perplexity ratio", "*top-1")
+    heads = (
+        "*",
+        "~trial",
+        "~part",
+        "*parameters",
+        "*seconds",
+        "*KL",
+        "*perplexity ratio",
+        "*top-1",
+    )
     floor = next((row["floor_kl"] for row in rows if row["floor_kl"] is not None), None)
-    said = f"<p>Stable trials. With attention merely dropped KL is {number(floor)}. Seconds are those of start "
-    said += "and training. Only the sigmoid form is computed fused, so the other forms take longer for that alone. The table has the "
+    said = (
+        f"<p>Stable trials. With attention merely dropped KL is {number(floor)}. Seconds are those"
+        " of start "
+    )
+    said += (
+        "and training. Only the sigmoid form is computed fused, so the other forms take longer for"
+        " that alone. The table has the "
+    )
     said += "numbers of the picture.</p>"
     return f"{said}\n{picture}\n{table(heads, cells, 'No trial is better than these in both: KL and parameters, or KL and seconds')}"
 
@@ -287,19 +405,32 @@ def _effects(study: Study) -> str:
         names = study.factors(rows)
         found = [
             analysis
-            for response, called, share in ((log_kl, "log10 KL, stable trials", False), (failure, "chance that a trial fails", True))
+            for response, called, share in (
+                (log_kl, "log10 KL, stable trials", False),
+                (failure, "chance that a trial fails", True),
+            )
             if (analysis := analyse(rows, names, response, called, share=share)) is not None
         ]
         if not found:
             continue
         picture = _picture(study, f"effects-{place}-{_file(part)}", figures.effects_figure(found))
         cells = [
-            (text(a.response), text(e.setting), text(e.level), number(e.mean), number(e.low), number(e.high), str(e.count))
+            (
+                text(a.response),
+                text(e.setting),
+                text(e.level),
+                number(e.mean),
+                number(e.low),
+                number(e.high),
+                str(e.count),
+            )
             for a in found
             for e in a.effects
         ]
         heads = ("~response", "~setting", "~level", "*mean", "*95% from", "*to", "*trials")
-        pieces.append(f"<h3>{text(part)}</h3>\n{picture}\n{details('As a table', table(heads, cells, f'Main effects, {part}'))}")
+        pieces.append(
+            f"<h3>{text(part)}</h3>\n{picture}\n{details('As a table', table(heads, cells, f'Main effects, {part}'))}"
+        )
         shares += [(f"{part}: {analysis.response}", analysis) for analysis in found]
     if not shares:
         return ""
@@ -317,8 +448,13 @@ def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> str:
             *([("seeds", a.seeds)] if a.seeds is not None else []),
         ]
     ]
-    said = "<p>What each setting explains alone, in per cent of the variance. What two explain only between them, where trials are "
-    said += "missing or failed, is in neither share or in both: such a bar ends before or behind 1.</p>"
+    said = (
+        "<p>What each setting explains alone, in per cent of the variance. What two explain only"
+        " between them, where trials are "
+    )
+    said += (
+        "missing or failed, is in neither share or in both: such a bar ends before or behind 1.</p>"
+    )
     return f"{said}\n{picture}\n{details('As a table', table(('~part and response', '~setting', '*share'), cells, 'Shares of variance'))}"
 
 
@@ -326,7 +462,14 @@ def _seeds(study: Study) -> str:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in finished(study.rows):
         if row["kl"] is not None and math.isfinite(row["kl"]) and not sought(row):
-            groups.setdefault((row["parts"], row["arms"], *(repr(row[name]) for name in study.columns if name != "seed")), []).append(row)
+            groups.setdefault(
+                (
+                    row["parts"],
+                    row["arms"],
+                    *(repr(row[name]) for name in study.columns if name != "seed"),
+                ),
+                [],
+            ).append(row)
     several = [rows for rows in groups.values() if len({row["seed"] for row in rows}) > 1]
     if not several:
         return ""
@@ -338,28 +481,59 @@ def _seeds(study: Study) -> str:
         cells.append((text(_parts(rows[0])), text(study.name_of(rows[0])), str(len(rows)), number(mean), number(spread),
                       f"{100 * spread / mean:.1f}%" if mean else "–", text(outcomes)))  # fmt: skip
     calm = [
-        statistics.stdev([row["kl"] for row in rows]) / statistics.fmean([row["kl"] for row in rows])
+        statistics.stdev([row["kl"] for row in rows])
+        / statistics.fmean([row["kl"] for row in rows])
         for rows in several
         if all(row["outcome"] == "stable" for row in rows) and any(row["kl"] for row in rows)
     ]
-    said = f"<p>Where every seed is stable, KL spreads by {100 * statistics.median(calm):.1f}% of itself (median).</p>" if calm else ""
-    heads = ("~part", "~trial", "*seeds", "*mean KL", "*standard deviation", "*of the mean", "~outcomes")
+    said = (
+        f"<p>Where every seed is stable, KL spreads by {100 * statistics.median(calm):.1f}% of"
+        " itself (median).</p>"
+        if calm
+        else ""
+    )
+    heads = (
+        "~part",
+        "~trial",
+        "*seeds",
+        "*mean KL",
+        "*standard deviation",
+        "*of the mean",
+        "~outcomes",
+    )
     return said + details("Every group of seeds", table(heads, cells, "Spread of the seeds"))
 
 
 def _trials(study: Study) -> str:
-    heads = ["~part", "~trial", "*seed", *(f"{'~' if name in ('outcome', 'reason', 'bad_stage') else '*'}{name}" for name in _SHOWN)]
+    heads = [
+        "~part",
+        "~trial",
+        "*seed",
+        *(f"{'~' if name in ('outcome', 'reason', 'bad_stage') else '*'}{name}" for name in _SHOWN),
+    ]
     rows = [
-        (text(_parts(row)), text(study.name_of(row)), text(row["seed"]), *(_value(name, row.get(name)) for name in _SHOWN))
+        (
+            text(_parts(row)),
+            text(study.name_of(row)),
+            text(row["seed"]),
+            *(_value(name, row.get(name)) for name in _SHOWN),
+        )
         for row in study.rows
     ]
-    return details(f"All {len(rows)} trials; more columns are in trials.csv", table(heads, rows, "Trials"))
+    return details(
+        f"All {len(rows)} trials; more columns are in trials.csv", table(heads, rows, "Trials")
+    )
 
 
 def _named(study: Study, rows: Sequence[Row]) -> list[str]:
     """What each of the rows is called, with its seed and its part where they have several."""
     seeds, parts = (len({row[name] for row in rows}) > 1 for name in ("seed", "parts"))
-    return [(f"{places(row)[0][0]}: " if parts else "") + study.name_of(row) + (f", seed {row['seed']}" if seeds else "") for row in rows]
+    return [
+        (f"{places(row)[0][0]}: " if parts else "")
+        + study.name_of(row)
+        + (f", seed {row['seed']}" if seeds else "")
+        for row in rows
+    ]
 
 
 def _parts(row: Row) -> str:
@@ -380,8 +554,17 @@ def _value(name: str, value: Any) -> str:
         return ""
     if name in FIGURES:
         return FIGURES[name].write(value)
-    return number(value) if isinstance(value, float) else f"{value:,}" if type(value) is int else text(value)
+    return (
+        number(value)
+        if isinstance(value, float)
+        else f"{value:,}"
+        if type(value) is int
+        else text(value)
+    )
 
 
 def _file(name: str) -> str:
-    return "".join(letter if (letter.isalnum() and letter.isascii()) or letter in "-_" else "-" for letter in name)[:60]
+    return "".join(
+        letter if (letter.isalnum() and letter.isascii()) or letter in "-_" else "-"
+        for letter in name
+    )[:60]

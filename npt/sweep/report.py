@@ -20,7 +20,17 @@ from npt.sweep.table import read_table
 _RECIPE = {
     "base": ("model_name", "use_quantization", "quant_type", "compute_dtype"),
     "adapters": ("layers", "adapter_rank", "targets", "modulation", "mult_form", "additive_scale"),
-    "training": ("init", "strategy", "loss", "learning_rate", "warmup_steps", "max_grad_norm", "batch_size", "max_steps", "seed"),
+    "training": (
+        "init",
+        "strategy",
+        "loss",
+        "learning_rate",
+        "warmup_steps",
+        "max_grad_norm",
+        "batch_size",
+        "max_steps",
+        "seed",
+    ),
     "data": ("dataset_name", "num_samples", "max_length", "eval_samples"),
 }
 """What is said of the trials at the head of a page."""
@@ -59,7 +69,13 @@ def write_study_report(folder: Path, output: Path | None = None) -> dict[str, An
             write_text(temporary / f"{name}.svg", standalone(picture))
     write_text(place, content)
     outcomes = Counter(row["outcome"] or "not run" for row in rows)
-    found = {"report": str(place), "name": study.name, "trials": len(rows), "outcomes": dict(outcomes), "pictures": sorted(study.pictures)}
+    found = {
+        "report": str(place),
+        "name": study.name,
+        "trials": len(rows),
+        "outcomes": dict(outcomes),
+        "pictures": sorted(study.pictures),
+    }
     return found | {"maps": _maps(study), "limits": _limits(study)}
 
 
@@ -68,12 +84,26 @@ def _recipe(folder: Path, trials: Sequence[Trial]) -> dict[str, str]:
     of_all = [trial.settings.values() for trial in trials]
     found = {}
     for what, names in _RECIPE.items():
-        same = [name for name in names if of_all and all(values.get(name) == of_all[0].get(name) for values in of_all)]
+        same = [
+            name
+            for name in names
+            if of_all and all(values.get(name) == of_all[0].get(name) for values in of_all)
+        ]
         varied = [name for name in names if name not in same] if of_all else []
-        words = [f"{name} {level_text(of_all[0][name])}" for name in same if of_all[0].get(name) is not None]
-        found[what] = "; ".join(filter(None, (", ".join(words), f"varied: {', '.join(varied)}" if varied else "")))
+        words = [
+            f"{name} {level_text(of_all[0][name])}"
+            for name in same
+            if of_all[0].get(name) is not None
+        ]
+        found[what] = "; ".join(
+            filter(None, (", ".join(words), f"varied: {', '.join(varied)}" if varied else ""))
+        )
     versions = read_json(folder / STUDY, ConfigError).get("versions")
-    found["versions"] = ", ".join(f"{name} {value}" for name, value in versions.items()) if isinstance(versions, dict) else ""
+    found["versions"] = (
+        ", ".join(f"{name} {value}" for name, value in versions.items())
+        if isinstance(versions, dict)
+        else ""
+    )
     return {what: said for what, said in found.items() if said}
 
 
@@ -86,13 +116,31 @@ def _maps(study: Study) -> dict[str, list[dict[str, Any]]]:
             continue
         lines = []
         for line, (good, bad), own in zip(drawn.lines, drawn.edges, drawn.groups, strict=True):
-            best = min((row for row in own if row["outcome"] == "stable" and row["kl"]), key=lambda row: row["kl"], default=None)
-            reached = {"best_kl": None, "at_rate": None} if best is None else {"best_kl": best["kl"], "at_rate": best[RATE]}
+            best = min(
+                (row for row in own if row["outcome"] == "stable" and row["kl"]),
+                key=lambda row: row["kl"],
+                default=None,
+            )
+            reached = (
+                {"best_kl": None, "at_rate": None}
+                if best is None
+                else {"best_kl": best["kl"], "at_rate": best[RATE]}
+            )
             lines.append({"setting": line, "trains_up_to": good, "fails_at": bad, **reached})
         found[part] = lines
     return found
 
 
 def _limits(study: Study) -> list[dict[str, Any]]:
-    sought = [row for row in study.rows if row["limit_low"] is not None or row["limit_high"] is not None]
-    return [{"setting": study.name_of(row), "seed": row["seed"], "low": row["limit_low"], "high": row["limit_high"]} for row in sought]
+    sought = [
+        row for row in study.rows if row["limit_low"] is not None or row["limit_high"] is not None
+    ]
+    return [
+        {
+            "setting": study.name_of(row),
+            "seed": row["seed"],
+            "low": row["limit_low"],
+            "high": row["limit_high"],
+        }
+        for row in sought
+    ]

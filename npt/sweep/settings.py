@@ -1,5 +1,6 @@
-"""What one trial of a study is: settings of the base, the adapters, the data and the training, and what is done to the run and looked
-at beside. They are checked by the classes that a run's own settings are checked by."""
+"""What one trial of a study is: settings of the base, the adapters, the data and the training, and
+what is done to the run and looked at beside. They are checked by the classes that a run's own
+settings are checked by."""
 
 from __future__ import annotations
 
@@ -21,18 +22,32 @@ FAULT_PLACES = ("attention", "embedding")
 class ProbeConfig:
     """What is done to a study's run, and looked at, beside training it."""
 
-    compute_dtype: str | None = setting(None, "number format that the whole base computes in, against the policy", choices=COMPUTE_DTYPES)
+    compute_dtype: str | None = setting(
+        None,
+        "number format that the whole base computes in, against the policy",
+        choices=COMPUTE_DTYPES,
+    )
     fault_step: int | None = setting(None, "step whose first batch has activations of another size")
     fault_scale: float = setting(1e4, "how many times as large they are")
-    fault_place: str = setting("attention", "which: every attention output, or the embedding's", choices=FAULT_PLACES)
-    divergence_factor: float = setting(10.0, "a run has diverged when its loss is this many times its first one")
-    sharpness_steps: int = setting(0, "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not measured)")
+    fault_place: str = setting(
+        "attention", "which: every attention output, or the embedding's", choices=FAULT_PLACES
+    )
+    divergence_factor: float = setting(
+        10.0, "a run has diverged when its loss is this many times its first one"
+    )
+    sharpness_steps: int = setting(
+        0,
+        "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not"
+        " measured)",
+    )
 
     def __post_init__(self) -> None:
         for name, low in (("fault_step", 2), ("sharpness_steps", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
-                raise ConfigError(f"--{name} is {value}; it must be a whole number of at least {low}")
+                raise ConfigError(
+                    f"--{name} is {value}; it must be a whole number of at least {low}"
+                )
         for name, choices in (("compute_dtype", COMPUTE_DTYPES), ("fault_place", FAULT_PLACES)):
             value = getattr(self, name)
             if value is not None and value not in choices:
@@ -40,19 +55,32 @@ class ProbeConfig:
         if not 0 < self.fault_scale < float("inf"):
             raise ConfigError(f"--fault_scale is {self.fault_scale}; it must be a positive number")
         if not 1 < self.divergence_factor < float("inf"):
-            raise ConfigError(f"--divergence_factor is {self.divergence_factor}; it must be a number above 1")
+            raise ConfigError(
+                f"--divergence_factor is {self.divergence_factor}; it must be a number above 1"
+            )
         if self.fault_step is None:
             for name, default in (("fault_scale", 1e4), ("fault_place", "attention")):
                 if getattr(self, name) != default:
-                    raise ConfigError(f"--{name} {getattr(self, name)} means nothing without --fault_step; add it or drop the other")
+                    raise ConfigError(
+                        f"--{name} {getattr(self, name)} means nothing without --fault_step; add it"
+                        " or drop the other"
+                    )
 
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig, ProbeConfig)
 
 LEFT_OUT = {
-    **dict.fromkeys(("device_map", "shard_base"), "a study's base lies on one device of one process"),
-    **dict.fromkeys(("dataset_mix", "replay_dataset", "replay_ratio", "streaming"), "a study's runs read the beginning of one data set"),
-    **dict.fromkeys(("num_epochs", "resume", "save_steps", "save_total_limit"), "a study's runs are as long as max_steps and save nothing"),
+    **dict.fromkeys(
+        ("device_map", "shard_base"), "a study's base lies on one device of one process"
+    ),
+    **dict.fromkeys(
+        ("dataset_mix", "replay_dataset", "replay_ratio", "streaming"),
+        "a study's runs read the beginning of one data set",
+    ),
+    **dict.fromkeys(
+        ("num_epochs", "resume", "save_steps", "save_total_limit"),
+        "a study's runs are as long as max_steps and save nothing",
+    ),
     **dict.fromkeys(
         (
             "output_dir",
@@ -71,7 +99,8 @@ LEFT_OUT = {
     "max_refused_share": "a study's runs are too short for a share; max_consecutive_bad ends them",
     **dict.fromkeys(("use_wandb", "report_to"), "write wandb: true beside the study's name"),
     **dict.fromkeys(
-        ("project", "wandb_entity", "wandb_group", "wandb_tags"), "WANDB_PROJECT and the like say it, and the group is the study"
+        ("project", "wandb_entity", "wandb_group", "wandb_tags"),
+        "WANDB_PROJECT and the like say it, and the group is the study",
     ),
     "share_embeddings": "it does nothing",
     "rank_timeout": "a study's run is one process",
@@ -100,7 +129,8 @@ class Settings:
             ConfigError: a value or a combination that cannot work, here or in a study at all.
         """
         given = with_safe_mode({**given, "seed": seed})
-        # A study's compute_dtype is the probe's, of the whole base; the base's own, of packed products alone, keeps its default.
+        # A study's compute_dtype is the probe's, of the whole base; the base's own, of packed
+        # products alone, keeps its default.
         of_base = {name: value for name, value in given.items() if name != "compute_dtype"}
         settings = cls(*(build(kind, of_base if kind is BaseConfig else given) for kind in CLASSES))
         settings._check()
@@ -111,21 +141,39 @@ class Settings:
         if steps is None:
             raise ConfigError("--max_steps is unset; say how long a study's runs are")
         if probe.fault_step is not None and probe.fault_step >= steps:
-            raise ConfigError(f"--fault_step is {probe.fault_step} of {steps} steps; some have to be left behind it")
+            raise ConfigError(
+                f"--fault_step is {probe.fault_step} of {steps} steps; some have to be left"
+                " behind it"
+            )
         if probe.fault_step is not None and self.base.teacher_precision is not None:
-            raise ConfigError("--fault_step does not go with --teacher_precision, whose teacher it would not reach; drop one of the two")
+            raise ConfigError(
+                "--fault_step does not go with --teacher_precision, whose teacher it would not"
+                " reach; drop one of the two"
+            )
         if probe.compute_dtype is not None and self.base.use_fp16:
-            raise ConfigError(f"--use_fp16 beside --compute_dtype {probe.compute_dtype}; drop one of the two")
+            raise ConfigError(
+                f"--use_fp16 beside --compute_dtype {probe.compute_dtype}; drop one of the two"
+            )
         if probe.compute_dtype in ("bf16", "fp16") and self.base.teacher_precision is not None:
-            raise ConfigError(f"--teacher_precision does not go with --compute_dtype {probe.compute_dtype}; drop one of the two")
+            raise ConfigError(
+                f"--teacher_precision does not go with --compute_dtype {probe.compute_dtype}; drop"
+                " one of the two"
+            )
 
     def values(self) -> dict[str, Any]:
         """Every setting by flag name, as JSON takes it."""
         found: dict[str, Any] = {}
         for part in self._parts:
             plain = asdict(part)
-            found |= {flag_of(f): list(plain[f.name]) if isinstance(plain[f.name], tuple) else plain[f.name] for f in fields(part)}
-        return {name: value for name, value in found.items() if name not in LEFT_OUT or name == "seed"}
+            found |= {
+                flag_of(f): (
+                    list(plain[f.name]) if isinstance(plain[f.name], tuple) else plain[f.name]
+                )
+                for f in fields(part)
+            }
+        return {
+            name: value for name, value in found.items() if name not in LEFT_OUT or name == "seed"
+        }
 
     @property
     def _parts(self) -> tuple[Any, ...]:
@@ -134,4 +182,6 @@ class Settings:
 
 def fingerprint(value: Any) -> str:
     """16 hexadecimal digits that equal values share, in every process and on every machine."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[
+        :16
+    ]

@@ -1,19 +1,24 @@
-"""A study's specification: one YAML file becomes a list of trials, the same one in every process that reads it.
+"""A study's specification: one YAML file becomes a list of trials, the same one in every process
+that reads it.
 
     name: study                      default: the file's name
-    settings: {model_name: tiny, use_quantization: true, max_steps: 40}       of every trial, by flag name
+    settings: {model_name: tiny, use_quantization: true, max_steps: 40}       of every trial, by
+        flag name
     seeds: [0, 1]                    each trial once with each
     parts:
       map:
         note: what this part is for
         settings: {layers: all}      of every trial of this part
-        arms: {plain: {}, safe: {safe_mode: true}}                            bundles of settings with a name
+        arms: {plain: {}, safe: {safe_mode: true}}                            bundles of settings
+            with a name
         grid: {learning_rate: [1.0e-3, 1.0e-2], adapter_rank: [4, 16]}        every combination
-        random: {count: 8, seed: 0, over: {learning_rate: {low: 1.0e-4, high: 1.0, log: true}, loss: [nmse, mse]}}
-        bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   a trial seeks the largest value that trains
+        random: {count: 8, seed: 0, over: {learning_rate: {low: 1.0e-4, high: 1.0, log: true}, loss:
+            [nmse, mse]}}
+        bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   a trial seeks the
+            largest value that trains
 
-A part's trials are all arms with all points of the grid, all draws and all seeds. Two places that come to the same settings are one
-trial, done once.
+A part's trials are all arms with all points of the grid, all draws and all seeds. Two places that
+come to the same settings are one trial, done once.
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ TRIALS = 100_000
 
 @dataclass(frozen=True)
 class Bisection:
-    """Seek the largest value of a setting that trains: between `low` and `high`, halving the bracket by its logarithm `rounds` times."""
+    """Seek the largest value of a setting that trains: between `low` and `high`, halving the
+    bracket by its logarithm `rounds` times.
+    """
 
     setting: str
     low: float
@@ -64,7 +71,8 @@ class Place:
 class Trial:
     """One run of a study, or with `bisect` a few that seek a limit.
 
-    given: what its settings were made of, by flag name. key: what every worker knows it by; equal settings have equal keys.
+    given: what its settings were made of, by flag name. key: what every worker knows it by; equal
+    settings have equal keys.
     """
 
     key: str
@@ -107,7 +115,8 @@ def read_design(path: str) -> Design:
     """The design that a file describes, every trial's settings checked.
 
     Raises:
-        ConfigError: the file cannot be read, has an unknown name in it, or a trial's settings cannot work; the trial is named.
+        ConfigError: the file cannot be read, has an unknown name in it, or a trial's settings
+            cannot work; the trial is named.
     """
     return design_of(yaml_content(path, path), path)
 
@@ -125,7 +134,10 @@ def design_of(content: Any, where: str) -> Design:
     top = _mapping(where, content, _TOP)
     parts = _mapping(f"{where}: parts", top.get("parts"), None)
     if not parts:
-        raise ConfigError(f"{where} has no parts; write at least one, like parts: {{first: {{grid: {{learning_rate: [1.0e-4, 1.0e-3]}}}}}}")
+        raise ConfigError(
+            f"{where} has no parts; write at least one, like parts: {{first: {{grid:"
+            " {learning_rate: [1.0e-4, 1.0e-3]}}}"
+        )
     name = _study_name(where, top.get("name"))
     wandb = top.get("wandb", False)
     if not isinstance(wandb, bool):
@@ -139,26 +151,44 @@ def design_of(content: Any, where: str) -> Design:
         own = list(_part(f"{where}: part {part}", str(part), written, shared, seeds))
         for trial in own:
             before = trials.get(trial.key)
-            trials[trial.key] = trial if before is None else replace(before, places=tuple(dict.fromkeys(before.places + trial.places)))
+            trials[trial.key] = (
+                trial
+                if before is None
+                else replace(before, places=tuple(dict.fromkeys(before.places + trial.places)))
+            )
         note = written.get("note", "") if isinstance(written, Mapping) else ""
         found.append(Part(str(part), str(note), _varied(own)))
     return Design(name, wandb, tuple(found), tuple(trials.values()), _varied(list(trials.values())))
 
 
-def _part(where: str, name: str, written: Any, shared: Mapping[str, Any], seeds: list[int]) -> Iterator[Trial]:
+def _part(
+    where: str, name: str, written: Any, shared: Mapping[str, Any], seeds: list[int]
+) -> Iterator[Trial]:
     own = _mapping(where, written, _PART)
     settings = {**shared, **_settings(f"{where}: settings", own.get("settings"))}
-    arms = {str(arm): _settings(f"{where}, arm {arm}", part) for arm, part in _mapping(f"{where}: arms", own.get("arms"), None).items()}
+    arms = {
+        str(arm): _settings(f"{where}, arm {arm}", part)
+        for arm, part in _mapping(f"{where}: arms", own.get("arms"), None).items()
+    }
     for arm in arms:
         _check_name(f"{where}, arm {arm}", arm)
     grid = _grid(where, own.get("grid"))
     draws = _draws(where, own.get("random"))
     bisect = _bisection(where, own.get("bisect"))
-    count = max(1, len(arms)) * math.prod(len(values) for values in grid.values()) * max(1, len(draws)) * len(seeds)
+    count = (
+        max(1, len(arms))
+        * math.prod(len(values) for values in grid.values())
+        * max(1, len(draws))
+        * len(seeds)
+    )
     if count > TRIALS:
-        raise ConfigError(f"{where} has {count:,} trials, more than {TRIALS:,}; draw some at random instead")
+        raise ConfigError(
+            f"{where} has {count:,} trials, more than {TRIALS:,}; draw some at random instead"
+        )
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    for (arm, bundle), point, draw in itertools.product((arms or {"": {}}).items(), points, draws or [{}]):
+    for (arm, bundle), point, draw in itertools.product(
+        (arms or {"": {}}).items(), points, draws or [{}]
+    ):
         for seed in _seeds(where, own["seeds"]) if "seeds" in own else seeds:
             given = {**settings, **bundle, **point, **draw}
             varied = ", ".join(f"{k} {v}" for k, v in {**point, **draw, "seed": seed}.items())
@@ -171,16 +201,36 @@ def _part(where: str, name: str, written: Any, shared: Mapping[str, Any], seeds:
                 resolved = Settings.of(given, seed)
             except ConfigError as error:
                 raise ConfigError(f"{said}: {error}") from error
-            # Defaults are part of it: where a version changes one, what was found under the old one is of another trial.
-            what = [resolved.values(), None if bisect is None else [bisect.setting, bisect.low, bisect.high, bisect.rounds]]
-            yield Trial(fingerprint(what), resolved, given, bisect, (Place(name, arm, {**point, **draw}),))
+            # Defaults are part of it: where a version changes one, what was found under the old one
+            # is of another trial.
+            what = [
+                resolved.values(),
+                (
+                    None
+                    if bisect is None
+                    else [bisect.setting, bisect.low, bisect.high, bisect.rounds]
+                ),
+            ]
+            yield Trial(
+                fingerprint(what), resolved, given, bisect, (Place(name, arm, {**point, **draw}),)
+            )
 
 
 def _study_name(where: str, value: Any) -> str:
     """What a study is called: its folder is, too."""
     name = Path(where).stem if value is None else str(value)
-    if isinstance(value, list | dict) or "/" in name or "\\" in name or name in (".", "..") or not name.strip() or not name.isprintable():
-        raise ConfigError(f"{where}: name is {value!r}, which no folder can be called; use letters, digits and spaces")
+    if (
+        isinstance(value, list | dict)
+        or "/" in name
+        or "\\" in name
+        or name in (".", "..")
+        or not name.strip()
+        or not name.isprintable()
+    ):
+        raise ConfigError(
+            f"{where}: name is {value!r}, which no folder can be called; use letters, digits and"
+            " spaces"
+        )
     if len(name) > NAME:
         raise ConfigError(f"{where}: name has {len(name)} letters, more than {NAME}; shorten it")
     return name
@@ -188,7 +238,10 @@ def _study_name(where: str, value: Any) -> str:
 
 def _check_name(where: str, name: str) -> None:
     if ";" in name or not name.strip() or not name.isprintable():
-        raise ConfigError(f"{where} is no name that a table can hold; use letters, digits and spaces, and no semicolon")
+        raise ConfigError(
+            f"{where} is no name that a table can hold; use letters, digits and spaces, and no"
+            " semicolon"
+        )
 
 
 def _mapping(where: str, value: Any, known: tuple[str, ...] | None) -> dict[Any, Any]:
@@ -198,7 +251,9 @@ def _mapping(where: str, value: Any, known: tuple[str, ...] | None) -> dict[Any,
         raise ConfigError(f"{where} is {kind_of(value)}; write names with values")
     odd = [name for name in value if known is not None and name not in known]
     if odd:
-        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known or ())}")
+        raise ConfigError(
+            f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known or ())}"
+        )
     return value
 
 
@@ -226,7 +281,10 @@ def _values(where: str, name: str, value: Any) -> list[Any]:
 
 
 def _grid(where: str, value: Any) -> dict[str, list[Any]]:
-    return {str(name): _values(f"{where}: grid", str(name), entry) for name, entry in _mapping(f"{where}: grid", value, None).items()}
+    return {
+        str(name): _values(f"{where}: grid", str(name), entry)
+        for name, entry in _mapping(f"{where}: grid", value, None).items()
+    }
 
 
 def _draws(where: str, value: Any) -> list[dict[str, Any]]:
@@ -235,9 +293,15 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
         return []
     where = f"{where}: random"
     written = _mapping(where, value, ("count", "seed", "over"))
-    count, seed, over = written.get("count"), written.get("seed", 0), _mapping(f"{where}: over", written.get("over"), None)
+    count, seed, over = (
+        written.get("count"),
+        written.get("seed", 0),
+        _mapping(f"{where}: over", written.get("over"), None),
+    )
     if type(count) is not int or not 1 <= count <= TRIALS or type(seed) is not int or not over:
-        raise ConfigError(f"{where} needs a count of trials, a whole seed and settings to draw from, under over")
+        raise ConfigError(
+            f"{where} needs a count of trials, a whole seed and settings to draw from, under over"
+        )
     source = random.Random(seed)
     ranges = {str(name): _range(where, str(name), entry) for name, entry in over.items()}
     found = []
@@ -248,7 +312,11 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
                 drawn = entry[source.randrange(len(entry))]
             else:
                 low, high, log, whole = entry
-                drawn = math.exp(source.uniform(math.log(low), math.log(high))) if log else source.uniform(low, high)
+                drawn = (
+                    math.exp(source.uniform(math.log(low), math.log(high)))
+                    if log
+                    else source.uniform(low, high)
+                )
                 drawn = round(drawn) if whole else float(f"{drawn:.6g}")
             point[name] = drawn
         found.append(point)
@@ -256,22 +324,35 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _range(where: str, name: str, value: Any) -> list[Any] | tuple[float, float, bool, bool]:
-    """A list to choose from; or the ends of a range, whether it is drawn from by its logarithm, and whether numbers are whole."""
+    """A list to choose from; or the ends of a range, whether it is drawn from by its logarithm, and
+    whether numbers are whole.
+    """
     if isinstance(value, list):
         return _values(where, name, value)
     _check_taken(where, name)
     ends = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
-    low, high = (checked_settings(where, {name: ends.get(end)}, CLASSES)[name] for end in ("low", "high"))
+    low, high = (
+        checked_settings(where, {name: ends.get(end)}, CLASSES)[name] for end in ("low", "high")
+    )
     log = ends.get("log", False)
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
     if not numbers or not low < high or (log and low <= 0) or not isinstance(log, bool):
-        raise ConfigError(f"{where}: {name} is {value!r}; write a list of values, or low and high, and log: true for a range above 0")
+        raise ConfigError(
+            f"{where}: {name} is {value!r}; write a list of values, or low and high, and log: true"
+            " for a range above 0"
+        )
     return low, high, log, isinstance(low, int) and isinstance(high, int)
 
 
 def _seeds(where: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not value or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in value):
-        raise ConfigError(f"{where}: seeds is {value!r}; write a list of whole numbers like [0, 1, 2]")
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in value)
+    ):
+        raise ConfigError(
+            f"{where}: seeds is {value!r}; write a list of whole numbers like [0, 1, 2]"
+        )
     return list(dict.fromkeys(value))
 
 
@@ -284,14 +365,29 @@ def _bisection(where: str, value: Any) -> Bisection | None:
     if not isinstance(name, str):
         raise ConfigError(f"{where}: setting is {name!r}; write the name of one setting")
     _check_taken(where, name)
-    low, high = (checked_settings(where, {name: written.get(end)}, CLASSES)[name] for end in ("low", "high"))
+    low, high = (
+        checked_settings(where, {name: written.get(end)}, CLASSES)[name] for end in ("low", "high")
+    )
     rounds = written.get("rounds", 4)
-    if not (isinstance(low, float) and isinstance(high, float) and 0 < low < high and type(rounds) is int and 1 <= rounds <= 20):
-        raise ConfigError(f"{where} is {value!r}; write a setting that is a number, low and high above 0, and 1 to 20 rounds")
+    if not (
+        isinstance(low, float)
+        and isinstance(high, float)
+        and 0 < low < high
+        and type(rounds) is int
+        and 1 <= rounds <= 20
+    ):
+        raise ConfigError(
+            f"{where} is {value!r}; write a setting that is a number, low and high above 0, and 1"
+            " to 20 rounds"
+        )
     return Bisection(name, low, high, rounds)
 
 
 def _varied(trials: list[Trial]) -> tuple[str, ...]:
     """The settings in which trials differ, the seed left out."""
     values = [trial.settings.values() for trial in trials]
-    return tuple(name for name in (values[0] if values else {}) if name != "seed" and len({repr(found[name]) for found in values}) > 1)
+    return tuple(
+        name
+        for name in (values[0] if values else {})
+        if name != "seed" and len({repr(found[name]) for found in values}) > 1
+    )

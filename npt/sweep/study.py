@@ -50,13 +50,20 @@ def check_folder(folder: Path, spec: Path, design: Design, storage: str | None) 
     try:
         if not is_study(folder):
             if folder.exists() and not all(_own(item, spec, storage) for item in folder.iterdir()):
-                raise ConfigError(f"--study {folder} holds something other than a study; choose another folder")
+                raise ConfigError(
+                    f"--study {folder} holds something other than a study; choose another folder"
+                )
             return
     except OSError as error:
-        raise ConfigError(f"--study {folder} cannot be read: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"--study {folder} cannot be read: {error.strerror}; choose another folder"
+        ) from error
     before = read_json(folder / STUDY, ConfigError).get("name")
     if before != design.name:
-        raise ConfigError(f"--study {folder} is of the study {before!r}, {spec} describes {design.name!r}; choose another folder")
+        raise ConfigError(
+            f"--study {folder} is of the study {before!r}, {spec} describes {design.name!r}; choose"
+            " another folder"
+        )
 
 
 def _own(item: Path, spec: Path, storage: str | None) -> bool:
@@ -64,23 +71,38 @@ def _own(item: Path, spec: Path, storage: str | None) -> bool:
     if item.name == SPEC:
         return item.read_bytes() == spec.read_bytes()
     database = DATABASE if storage is None else storage.partition("?")[0].rpartition("/")[2]
-    names = ("wandb", *(f"{database}{ending}" for ending in ("", ".lock", "-journal", "-wal", "-shm")))
-    return item.name in names or (item.name.startswith((f".{SPEC}.", f".{STUDY}.")) and item.name.endswith(PARTIAL))
+    names = (
+        "wandb",
+        *(f"{database}{ending}" for ending in ("", ".lock", "-journal", "-wal", "-shm")),
+    )
+    return item.name in names or (
+        item.name.startswith((f".{SPEC}.", f".{STUDY}.")) and item.name.endswith(PARTIAL)
+    )
 
 
-def open_folder(folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]) -> None:
+def open_folder(
+    folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]
+) -> None:
     """Make the folder, or go on in it; `check_folder` has found it fit.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    record = {"name": design.name, "trials": len(design.trials), "storage": _shown(storage), "versions": versions}
+    record = {
+        "name": design.name,
+        "trials": len(design.trials),
+        "storage": _shown(storage),
+        "versions": versions,
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / STUDY, record)  # first: from here on the folder is known for a study's, whenever this is killed
+        # first: from here on the folder is known for a study's, whenever this is killed
+        write_json(folder / STUDY, record)
         write_bytes(folder / SPEC, spec.read_bytes())
     except OSError as error:
-        raise ConfigError(f"--study {folder} cannot be written: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"--study {folder} cannot be written: {error.strerror}; choose another folder"
+        ) from error
 
 
 def _shown(storage: str | None) -> str | None:
@@ -92,12 +114,18 @@ def _shown(storage: str | None) -> str | None:
 
 
 def refresh(folder: Path) -> None:
-    """The table anew from a storage that lies in the folder: a study that was killed is reported as far as it came. Where it lies
-    elsewhere, or there is nothing to read it with, the table stays as it was last written."""
-    if (folder / DATABASE).is_file() and (folder / SPEC).is_file() and find_spec("optuna") is not None:
+    """The table anew from a storage that lies in the folder: a study that was killed is reported as
+    far as it came. Where it lies elsewhere, or there is nothing to read it with, the table stays as
+    it was last written."""
+    if (
+        (folder / DATABASE).is_file()
+        and (folder / SPEC).is_file()
+        and find_spec("optuna") is not None
+    ):
         design = design_in(folder)
         rows = rows_of(design, Storage(storage_url(folder, None), design.name).rows())
-        if not (folder / PARQUET).is_file() or _ended(rows) >= _ended(read_table(folder)):  # not what a later version calls otherwise
+        # not what a later version calls otherwise
+        if not (folder / PARQUET).is_file() or _ended(rows) >= _ended(read_table(folder)):
             write_table(folder, rows)
 
 
@@ -106,7 +134,9 @@ def _ended(rows: Sequence[dict[str, Any]]) -> int:
 
 
 def design_in(folder: Path) -> Design:
-    """The design of a study's folder; its name is the one on record, for where the specification gives none."""
+    """The design of a study's folder; its name is the one on record, for where the specification
+    gives none.
+    """
     name = read_json(folder / STUDY, ConfigError).get("name")
     return replace(read_design(str(folder / SPEC)), name=str(name))
 
@@ -122,8 +152,11 @@ class Crew:
 
     def __init__(self, command: Sequence[str], count: int, threads: int):
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-        # In groups of their own: an interrupt from the terminal reaches this process alone, which then ends them all in one way.
-        self._processes = [subprocess.Popen([*command], env=environment, process_group=0) for _ in range(count)]
+        # In groups of their own: an interrupt from the terminal reaches this process alone, which
+        # then ends them all in one way.
+        self._processes = [
+            subprocess.Popen([*command], env=environment, process_group=0) for _ in range(count)
+        ]
 
     def wait(self, each: Callable[[], None]) -> int:
         """Until all have ended; `each` is called about once a second.
@@ -153,14 +186,29 @@ class Crew:
 class Display:
     """How far a study is, and how long it will take at the pace so far."""
 
-    def __init__(self, storage: Storage, design: Design, folder: Path, say: Callable[[str], None], seconds: float = 15.0):
-        self._storage, self._design, self._folder, self._say, self._every = storage, design, folder, say, seconds
+    def __init__(
+        self,
+        storage: Storage,
+        design: Design,
+        folder: Path,
+        say: Callable[[str], None],
+        seconds: float = 15.0,
+    ):
+        self._storage, self._design, self._folder, self._say, self._every = (
+            storage,
+            design,
+            folder,
+            say,
+            seconds,
+        )
         self._started, self._said, self._tabled = time.monotonic(), 0.0, time.monotonic()
         self._before: int | None = None
         self._last = -1
 
     def look(self) -> None:
-        """Say how far it is, if there is something new and the last time is a while ago; a table likewise."""
+        """Say how far it is, if there is something new and the last time is a while ago; a table
+        likewise.
+        """
         now = time.monotonic()
         if now - self._said >= self._every:
             self._said = now
@@ -182,7 +230,10 @@ class Display:
 
     def _line(self, progress: Progress, now: float) -> str:
         done = progress.finished - (self._before or 0)
-        line = f"{progress.finished} of {len(self._design.trials)} trials, {progress.running} under way"
+        line = (
+            f"{progress.finished} of {len(self._design.trials)} trials, {progress.running}"
+            " under way"
+        )
         if not done or not progress.open:
             return line
         left = int((now - self._started) / done * progress.open)

@@ -1,4 +1,6 @@
-"""A study's table: one row for each trial of its design, in the design's order, as Parquet and as CSV."""
+"""A study's table: one row for each trial of its design, in the design's order, as Parquet and as
+CSV.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ MEASURES = (
     "runs", "parameters", "tokens", "seconds_start", "seconds_training", "seconds", "heldout", "trial", "worker", "started", "ended",
     "curve",
 )  # fmt: skip
-"""Columns of what came out, in their order; a row of a trial that has not been run has none of them."""
+"""Columns of what came out, in their order; a row of a trial that has not been run has none of
+them.
+"""
 
 Row = dict[str, Any]
 
@@ -49,7 +53,8 @@ def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
         values = trial.settings.values()
         row: Row = {
             "key": trial.key,
-            "parts": ";".join(place.part for place in trial.places),  # a part and an arm for each place of the trial
+            # a part and an arm for each place of the trial
+            "parts": ";".join(place.part for place in trial.places),
             "arms": ";".join(place.arm for place in trial.places),
         }
         row |= {name: _cell(values[name]) for name in names}
@@ -62,7 +67,9 @@ def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
 
 
 def write_table(folder: Path, rows: list[Row]) -> None:
-    """`trials.parquet` and `trials.csv` in a folder, each replaced atomically. The same rows give the same bytes of CSV."""
+    """`trials.parquet` and `trials.csv` in a folder, each replaced atomically. The same rows give
+    the same bytes of CSV.
+    """
     frame = _frame(rows)
     stream = io.BytesIO()
     frame.to_parquet(stream, index=False)
@@ -82,8 +89,13 @@ def read_table(folder: Path) -> list[Row]:
     try:
         frame = pandas.read_parquet(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error)[:200]}; run npt sweep again, which repeats no finished trial") from error
-    return [{name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
+        raise ConfigError(
+            f"{path} cannot be read: {str(error)[:200]}; run npt sweep again, which repeats no"
+            " finished trial"
+        ) from error
+    return [
+        {name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")
+    ]
 
 
 def _frame(rows: list[Row]) -> Any:

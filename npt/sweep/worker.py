@@ -1,4 +1,6 @@
-"""A worker: takes one trial after the other until none is left, alone or beside others that it never talks to but through the storage."""
+"""A worker: takes one trial after the other until none is left, alone or beside others that it
+never talks to but through the storage.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from npt.sweep.spec import Design, Trial
 from npt.sweep.storage import Claim, Progress, Storage
 
 WAIT_SECONDS = 2.0
-"""Between two looks for a trial while other workers have the last ones: one of them may be killed."""
+"""Between two looks for a trial while other workers have the last ones: one of them may be killed.
+"""
 
 Say = Callable[[str], None]
 
@@ -37,7 +40,15 @@ class Worker:
         parent: a process without which to go on is not wanted; None where there is none.
     """
 
-    def __init__(self, design: Design, storage: Storage, folder: Path, lab: Lab, say: Say, parent: int | None = None):
+    def __init__(
+        self,
+        design: Design,
+        storage: Storage,
+        folder: Path,
+        lab: Lab,
+        say: Say,
+        parent: int | None = None,
+    ):
         self.design, self.storage, self.folder, self.lab = design, storage, folder, lab
         self._say, self._parent = say, parent
         self._trials = design.by_key
@@ -74,8 +85,11 @@ class Worker:
                 self._try(claim, trial, trackers)
         except BaseException as error:  # of the worker and not of the trial
             own = isinstance(error, StoppedError | KeyboardInterrupt)
-            with contextlib.suppress(ConfigError):  # out of reach; the trial is taken up when it has been silent for long
-                self.storage.give_back(claim, None if own else f"{type(error).__name__}: {error}"[:500])
+            # out of reach; the trial is taken up when it has been silent for long
+            with contextlib.suppress(ConfigError):
+                self.storage.give_back(
+                    claim, None if own else f"{type(error).__name__}: {error}"[:500]
+                )
             raise
         finally:
             if trackers is not None:
@@ -84,8 +98,12 @@ class Worker:
     def _try(self, claim: Claim, trial: Trial, trackers: Trackers) -> None:
         try:
             row = run_trial(self.lab, trial, self._check, _watch(trackers))
-            trackers.log({name: value for name, value in row.items() if not isinstance(value, str)}, row["steps"] + 1)
-        except (NPTError, RuntimeError) as error:  # its settings', its data's or the machine's: other trials may do
+            trackers.log(
+                {name: value for name, value in row.items() if not isinstance(value, str)},
+                row["steps"] + 1,
+            )
+        # its settings', its data's or the machine's: other trials may do
+        except (NPTError, RuntimeError) as error:
             self.storage.give_back(claim, f"{type(error).__name__}: {error}"[:500])
             self._say(f"{label(trial)}: {type(error).__name__}: {error}")
             return
@@ -95,7 +113,9 @@ class Worker:
             self._say(f"{label(trial)}: {told(row)}")
 
     def _trackers(self, trial: Trial) -> Trackers:
-        config = TrainConfig(use_wandb=self.design.wandb, run_name=f"{self.design.name}-{trial.key}")
+        config = TrainConfig(
+            use_wandb=self.design.wandb, run_name=f"{self.design.name}-{trial.key}"
+        )
         where = self.folder / "wandb"
         if self.design.wandb:
             where.mkdir(parents=True, exist_ok=True)
@@ -133,7 +153,9 @@ def told(row: Row) -> str:
         at = f" at step {row['stopped_at']}" if row.get("stopped_at") else ""
         words[0] += f"{at} ({row['reason']})"
     if row.get("limit_low") is not None or row.get("limit_high") is not None:
-        words.append(f"trains up to {_number(row.get('limit_low'))}, not at {_number(row.get('limit_high'))}")
+        words.append(
+            f"trains up to {_number(row.get('limit_low'))}, not at {_number(row.get('limit_high'))}"
+        )
     words.append(f"KL {_number(row['kl'])}")
     if row["refused"]:
         words.append(f"{row['refused']} refused")

@@ -1,4 +1,6 @@
-"""A model hub of one's own, on this machine: as much of its HTTP interface as an adapter's upload and download ask for."""
+"""A model hub of one's own, on this machine: as much of its HTTP interface as an adapter's upload
+and download ask for.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ TOKEN = "hf_of_the_tests"
 
 
 class Hub:
-    """Repositories: files by name, by repository and commit; `refuse` answers every write with that status."""
+    """Repositories: files by name, by repository and commit; `refuse` answers every write with that
+    status.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}
@@ -58,7 +62,9 @@ def running() -> Iterator[Hub]:
 
         def refused(self) -> bool:
             """Whether a write is turned away: no token, or the hub is told to."""
-            status = hub.refuse or (None if self.headers.get("Authorization") == f"Bearer {TOKEN}" else 401)
+            status = hub.refuse or (
+                None if self.headers.get("Authorization") == f"Bearer {TOKEN}" else 401
+            )
             if status is not None:
                 self.answer(status, {"error": "not yours"})
             return status is not None
@@ -71,28 +77,52 @@ def running() -> Iterator[Hub]:
             parts = self.path.split("?")[0].strip("/").split("/")
             if parts == ["api", "repos", "create"]:
                 asked = json.loads(body)
-                repo = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+                repo = (
+                    f"{asked['organization']}/{asked['name']}"
+                    if asked.get("organization")
+                    else asked["name"]
+                )
                 if repo in hub.files:
                     self.answer(409, {"error": "exists", "url": f"{hub.url}/{repo}"})
                     return
                 hub.files[repo], hub.branches[repo] = {}, {"main"}
-                hub.private[repo] = bool(asked.get("private")) or asked.get("visibility") == "private"
+                hub.private[repo] = (
+                    bool(asked.get("private")) or asked.get("visibility") == "private"
+                )
                 self.answer(200, {"url": f"{hub.url}/{repo}", "id": repo})
             elif parts[:2] == ["api", "models"] and parts[4:5] == ["preupload"]:
                 if parts[5] not in hub.branches["/".join(parts[2:4])]:
                     self.answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
                     return
                 files = json.loads(body)["files"]
-                # The protocol of large files (Xet) is the library's affair with another service: here all are small.
-                self.answer(200, {"files": [{**f, "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+                # The protocol of large files (Xet) is the library's affair with another service:
+                # here all are small.
+                self.answer(
+                    200,
+                    {
+                        "files": [
+                            {**f, "uploadMode": "regular", "shouldIgnore": False} for f in files
+                        ]
+                    },
+                )
             elif parts[:2] == ["api", "models"] and parts[4:5] == ["commit"]:
                 repo = "/".join(parts[2:4])
                 for line in body.splitlines():
                     entry = json.loads(line)
                     if entry["key"] == "file":
-                        hub.files[repo][entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+                        hub.files[repo][entry["value"]["path"]] = base64.b64decode(
+                            entry["value"]["content"]
+                        )
                 oid = hub.commit_of(repo)
-                self.answer(200, {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{repo}/commit/{oid}", "hookOutput": ""})
+                self.answer(
+                    200,
+                    {
+                        "success": True,
+                        "commitOid": oid,
+                        "commitUrl": f"{hub.url}/{repo}/commit/{oid}",
+                        "hookOutput": "",
+                    },
+                )
             elif parts[-1] == "validate-yaml":
                 self.answer(200, {"warnings": [], "errors": []})
             else:
@@ -105,8 +135,15 @@ def running() -> Iterator[Hub]:
             hub.asked.append((self.command, self.path))
             parts = self.path.split("?")[0].strip("/").split("/")
             repo = "/".join(parts[2:4]) if parts[:2] == ["api", "models"] else "/".join(parts[:2])
-            if repo not in hub.files or (hub.private[repo] and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
-                self.answer(401, {"error": "Repository not found"}, X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
+            if repo not in hub.files or (
+                hub.private[repo] and self.headers.get("Authorization") != f"Bearer {TOKEN}"
+            ):
+                self.answer(
+                    401,
+                    {"error": "Repository not found"},
+                    X_Error_Code="RepoNotFound",
+                    X_Error_Message="Repository not found",
+                )
                 return
             commit = hub.commit_of(repo)
             if parts[:2] == ["api", "models"]:
@@ -115,17 +152,37 @@ def running() -> Iterator[Hub]:
                     self.answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
                 elif parts[4:5] == ["tree"]:
                     entries = [
-                        {"type": "file", "path": name, "size": len(raw), "oid": hashlib.sha1(raw).hexdigest()}
+                        {
+                            "type": "file",
+                            "path": name,
+                            "size": len(raw),
+                            "oid": hashlib.sha1(raw).hexdigest(),
+                        }
                         for name, raw in hub.files[repo].items()
                     ]
                     self.answer(200, entries)
                 else:
                     siblings = [{"rfilename": name} for name in hub.files[repo]]
-                    self.answer(200, {"id": repo, "sha": commit, "private": hub.private[repo], "siblings": siblings, "tags": []})
+                    self.answer(
+                        200,
+                        {
+                            "id": repo,
+                            "sha": commit,
+                            "private": hub.private[repo],
+                            "siblings": siblings,
+                            "tags": [],
+                        },
+                    )
             elif parts[2:3] == ["resolve"] and "/".join(parts[4:]) in hub.files[repo]:
                 raw = hub.files[repo]["/".join(parts[4:])]
                 tag = hashlib.sha256(raw).hexdigest()
-                self.answer(200, raw, ETag=f'"{tag}"', X_Repo_Commit=commit, Content_Type="application/octet-stream")
+                self.answer(
+                    200,
+                    raw,
+                    ETag=f'"{tag}"',
+                    X_Repo_Commit=commit,
+                    Content_Type="application/octet-stream",
+                )
             else:
                 self.answer(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound")
 

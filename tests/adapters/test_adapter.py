@@ -14,7 +14,9 @@ SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(TARGETS, n)]
 
 
 def make(seed: int = 0, **settings) -> NPTAdapter:
-    return NPTAdapter(NPTConfig(**{"rank": R, **settings}), D, F, torch.Generator().manual_seed(seed))
+    return NPTAdapter(
+        NPTConfig(**{"rank": R, **settings}), D, F, torch.Generator().manual_seed(seed)
+    )
 
 
 def attention() -> torch.Tensor:
@@ -48,7 +50,8 @@ def test_holds_exactly_the_parameters_of_its_form(modulation, targets):
 
 def test_start_is_normal_for_A_and_B_and_zero_for_M():
     adapter = NPTAdapter(NPTConfig(rank=64), 512, 1024, torch.Generator().manual_seed(0))
-    # 2%: ten standard errors of a standard deviation over 32 thousand draws are below 4%, and these draws are fixed
+    # 2%: ten standard errors of a standard deviation over 32 thousand draws are below 4%, and these
+    # draws are fixed
     assert adapter.A.std().item() == pytest.approx(0.02, rel=0.02)
     for target in TARGETS:
         assert adapter.B[target].std().item() == pytest.approx(0.001, rel=0.02)
@@ -56,7 +59,12 @@ def test_start_is_normal_for_A_and_B_and_zero_for_M():
 
 
 def test_the_other_starts_are_what_they_are_called_and_leave_the_usual_one_as_it_was():
-    adapter = NPTAdapter(NPTConfig(rank=64, init_a="kaiming", init_std_m=0.1, init_std_b=0.0), 512, 1024, torch.Generator().manual_seed(0))
+    adapter = NPTAdapter(
+        NPTConfig(rank=64, init_a="kaiming", init_std_m=0.1, init_std_b=0.0),
+        512,
+        1024,
+        torch.Generator().manual_seed(0),
+    )
     bound = 512**-0.5
     assert adapter.A.abs().max().item() <= bound and adapter.A.abs().max().item() > 0.99 * bound
     # 2%: as above; a uniform distribution's standard deviation is its bound over the root of 3
@@ -65,7 +73,9 @@ def test_the_other_starts_are_what_they_are_called_and_leave_the_usual_one_as_it
         assert adapter.M[target].std().item() == pytest.approx(0.1, rel=0.02)
         assert torch.equal(adapter.B[target], torch.zeros_like(adapter.B[target]))
     plain, small = make(), make(init_std_m=0.1)
-    assert torch.equal(plain.A, small.A) and all(torch.equal(plain.B[t], small.B[t]) for t in TARGETS)
+    assert torch.equal(plain.A, small.A) and all(
+        torch.equal(plain.B[t], small.B[t]) for t in TARGETS
+    )
 
 
 @pytest.mark.parametrize("form", ["half_sigmoid", "one_plus_tanh", "unbounded"])
@@ -74,7 +84,11 @@ def test_another_form_is_used_where_it_is_configured(form):
     a, y = attention(), product("gate")
     found, m, s = adapter.apply_to("gate", y, adapter.code(a))
     u = adapter.code(a) @ adapter.M["gate"].T
-    expected = {"half_sigmoid": 0.5 + 0.5 * torch.sigmoid(u), "one_plus_tanh": 1 + torch.tanh(u), "unbounded": 1 + u}[form]
+    expected = {
+        "half_sigmoid": 0.5 + 0.5 * torch.sigmoid(u),
+        "one_plus_tanh": 1 + torch.tanh(u),
+        "unbounded": 1 + u,
+    }[form]
     assert_close(m, expected)
     assert_close(found, m * y + s)
 
@@ -140,7 +154,9 @@ def test_computes_in_fp32_under_autocast_and_for_half_precision_attention():
 @pytest.mark.parametrize("residual", ["modulate", "keep"])
 @pytest.mark.parametrize("modulation", MODULATIONS)
 def test_gradients_at_the_start_are_finite_and_reach_all_that_can_move(modulation, residual):
-    """A alone stands still for the first step where all that reads its code is at zero, as LoRA's A does beside B = 0."""
+    """A alone stands still for the first step where all that reads its code is at zero, as LoRA's A
+    does beside B = 0.
+    """
     adapter = make(modulation=modulation, residual=residual)
     z = adapter.code(attention())
     sum(adapter.apply_to(t, product(t), z)[0].square().sum() for t in TARGETS).backward()
@@ -152,7 +168,9 @@ def test_gradients_at_the_start_are_finite_and_reach_all_that_can_move(modulatio
 
 def test_repr_says_what_it_is():
     shown = repr(make(targets=("gate", "down"), modulation="additive"))
-    assert "rank=4, targets=gate,down, modulation=additive, residual=modulate, mode=student" in shown
+    assert (
+        "rank=4, targets=gate,down, modulation=additive, residual=modulate, mode=student" in shown
+    )
 
 
 CASTS = {
@@ -169,7 +187,10 @@ CASTS = {
 def test_a_cast_of_the_model_around_it_changes_no_number(cast):
     adapter = shaken(make())
     adapter.A.grad = torch.full_like(adapter.A, 1 / 3)
-    before, gradient = {name: p.clone() for name, p in adapter.named_parameters()}, adapter.A.grad.clone()
+    before, gradient = (
+        {name: p.clone() for name, p in adapter.named_parameters()},
+        adapter.A.grad.clone(),
+    )
     around = torch.nn.ModuleDict({"npt": adapter, "base": torch.nn.Linear(2, 2)})
     CASTS[cast](around)
     assert around["base"].weight.dtype != torch.float32

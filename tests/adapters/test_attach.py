@@ -38,7 +38,9 @@ QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
 
 @torch.no_grad()
 def logits(model: nn.Module, batch) -> torch.Tensor:
-    return model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits
+    return model(
+        batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids
+    ).logits
 
 
 def structure(model: nn.Module) -> dict:
@@ -108,7 +110,9 @@ class TestLayerSpec:
         layers = tuple(sorted(chosen))
         assert resolve_layers(format_layers(layers), 41) == layers
 
-    @pytest.mark.parametrize("spec", ["", "half", "1,,2", "1-", "-1", "1.5", "1-2-3", "1;2", "upper_half,0"])
+    @pytest.mark.parametrize(
+        "spec", ["", "half", "1,,2", "1-", "-1", "1.5", "1-2-3", "1;2", "upper_half,0"]
+    )
     def test_refuses_another_form_and_shows_it(self, spec):
         with pytest.raises(ConfigError, match=r"--layers is ") as refusal:
             resolve_layers(spec, 8)
@@ -132,7 +136,9 @@ class TestFit:
         assert check_fit(npt.NPTConfig(rank=64), self.MODEL) == (2, 3)
 
     def test_a_larger_rank_is_refused_with_both_numbers(self):
-        with pytest.raises(ConfigError, match=r"--adapter_rank is 65, larger than the model's hidden size 64"):
+        with pytest.raises(
+            ConfigError, match=r"--adapter_rank is 65, larger than the model's hidden size 64"
+        ):
             check_fit(npt.NPTConfig(rank=65), self.MODEL)
 
     def test_a_layer_that_the_model_lacks_is_refused(self):
@@ -151,10 +157,16 @@ class TestAttach:
         assert trainable == 3 * (4 * 64 + 2 * 4 * (128 + 128 + 64))
         assert (report.layers, report.num_layers) == ((0, 2, 3), 4)
         assert (report.trainable_parameters, report.base_parameters) == (trainable, plain)
-        assert str(report) == f"converted 3 of 4 layers (0,2-3): {trainable:,} trainable parameters beside {plain:,} frozen"
+        assert (
+            str(report)
+            == f"converted 3 of 4 layers (0,2-3): {trainable:,} trainable parameters beside"
+            f" {plain:,} frozen"
+        )
 
     @QUANTIZATIONS
-    def test_only_adapters_train_and_the_base_stays_bit_equal(self, load_model, batch, quantization):
+    def test_only_adapters_train_and_the_base_stays_bit_equal(
+        self, load_model, batch, quantization
+    ):
         model = load_model(quantization)
         before = npt.base_hash(model)
         npt.attach(model, npt.NPTConfig(layers="all", rank=4))
@@ -162,7 +174,9 @@ class TestAttach:
         assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trained)
         start = {name: p.detach().clone() for name, p in trained.items()}
         optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
-        model(batch.input_ids, attention_mask=batch.attention_mask).logits.square().mean().backward()
+        model(
+            batch.input_ids, attention_mask=batch.attention_mask
+        ).logits.square().mean().backward()
         optimizer.step()
         for name, parameter in model.named_parameters():
             if name in trained:
@@ -204,7 +218,9 @@ class TestAttach:
         ],
     )
     @QUANTIZATIONS
-    def test_a_configuration_that_does_not_fit_changes_nothing(self, load_model, batch, quantization, settings, message):
+    def test_a_configuration_that_does_not_fit_changes_nothing(
+        self, load_model, batch, quantization, settings, message
+    ):
         model = load_model(quantization)
         before, output = structure(model), logits(model, batch)
         with pytest.raises(ConfigError, match=message):
@@ -226,19 +242,30 @@ class TestAttach:
         [
             (lambda: nn.Linear(2, 2), "Linear has no decoder layers"),
             (
-                lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8, n_positions=8)),
+                lambda: GPT2LMHeadModel(
+                    GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8, n_positions=8)
+                ),
                 "GPT2LMHeadModel has no decoder layers",
             ),
             (
                 lambda: Phi3ForCausalLM(Phi3Config(**SMALL, pad_token_id=0)),
-                r"layer 0 is a Phi3DecoderLayer and has no mlp\.gate_proj, mlp\.up_proj, mlp\.act_fn; it cannot be converted",
+                (
+                    r"layer 0 is a Phi3DecoderLayer and has no mlp\.gate_proj, mlp\.up_proj,"
+                    r" mlp\.act_fn; it cannot be converted"
+                ),
             ),
             (
                 lambda: GraniteForCausalLM(GraniteConfig(**SMALL)),
-                "layer 0 is a GraniteDecoderLayer, which may put its parts together differently; only LlamaDecoderLayer, MistralDecoder",
+                (
+                    "layer 0 is a GraniteDecoderLayer, which may put its parts together"
+                    " differently; only LlamaDecoderLayer, MistralDecoder"
+                ),
             ),
             (headless, r"LlamaForCausalLM has no lm_head; load it for causal language modelling"),
-            (gateless, r"layer 0 is a LlamaDecoderLayer and has no mlp\.gate_proj; it cannot be converted"),
+            (
+                gateless,
+                r"layer 0 is a LlamaDecoderLayer and has no mlp\.gate_proj; it cannot be converted",
+            ),
             (of_a_users_own, "layer 0 is an Own, which may put its parts together differently"),
         ],
         ids=[
@@ -251,7 +278,9 @@ class TestAttach:
             "a layer that somebody derived",
         ],
     )
-    def test_a_model_that_cannot_be_converted_is_refused_by_its_name_and_unchanged(self, make, message):
+    def test_a_model_that_cannot_be_converted_is_refused_by_its_name_and_unchanged(
+        self, make, message
+    ):
         model = make()
         before = structure(model)
         with pytest.raises(ModelError, match=message):
@@ -350,7 +379,9 @@ class TestModes:
         # no tolerance: m is exactly 1 and s exactly 0, so every product keeps its bits
         assert torch.equal(logits(model, batch), logits(base, batch))
 
-    def test_a_modulated_residual_starts_near_the_floor_and_not_at_the_base(self, load_model, batch):
+    def test_a_modulated_residual_starts_near_the_floor_and_not_at_the_base(
+        self, load_model, batch
+    ):
         model = load_model()
         npt.attach(model, npt.NPTConfig(layers="all"))
         student = logits(model, batch)
@@ -358,8 +389,10 @@ class TestModes:
             teacher = logits(model, batch)
         with npt.adapter_mode(model, "floor"):
             floor = logits(model, batch)
-        valid = batch.attention_mask.bool()  # at padding the state is zero, and normalising the smallest addition makes it large
-        # the additive start is alpha * B * A ~ 0.1 * 0.001 * 0.02 of an attention output of order one, through four layers
+        # at padding the state is zero, and normalising the smallest addition makes it large
+        valid = batch.attention_mask.bool()
+        # the additive start is alpha * B * A ~ 0.1 * 0.001 * 0.02 of an attention output of order
+        # one, through four layers
         assert_close(student[valid], floor[valid], rtol=0, atol=1e-2)
         assert (student - teacher)[valid].abs().max() > 1
         assert not torch.equal(student[valid], floor[valid])
@@ -372,7 +405,9 @@ class TestModes:
 
 
 def test_converted_layers_are_still_found_by_their_own_class(load_model):
-    """transformers installs its hooks by `isinstance`, and bitsandbytes and accelerate look for names."""
+    """transformers installs its hooks by `isinstance`, and bitsandbytes and accelerate look for
+    names.
+    """
     model = load_model()
     names = [name for name, _ in model.named_parameters()]
     npt.attach(model, npt.NPTConfig(layers="1", rank=4))
@@ -382,9 +417,13 @@ def test_converted_layers_are_still_found_by_their_own_class(load_model):
 
 
 def hooked(model: nn.Module) -> nn.Module:
-    """The hooks that accelerate puts on a model which is spread over several devices; the only one here is the CPU."""
+    """The hooks that accelerate puts on a model which is spread over several devices; the only one
+    here is the CPU.
+    """
     parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
-    places = dict.fromkeys([*parts, *(f"model.layers.{i}" for i in range(len(model.model.layers)))], "cpu")
+    places = dict.fromkeys(
+        [*parts, *(f"model.layers.{i}" for i in range(len(model.model.layers)))], "cpu"
+    )
     return dispatch_model(model, places, force_hooks=True)
 
 
@@ -426,15 +465,24 @@ def test_each_layer_can_have_a_rank_of_its_own(load_model):
     model = load_model()
     config = npt.NPTConfig(layers="0,2-3", ranks=(3, 8, 64), rank=5)
     npt.attach(model, config)
-    assert [tuple(layer.npt.A.shape) for _, layer in npt_layers(model)] == [(3, 64), (8, 64), (64, 64)]
+    assert [tuple(layer.npt.A.shape) for _, layer in npt_layers(model)] == [
+        (3, 64),
+        (8, 64),
+        (64, 64),
+    ]
     assert [layer.npt.config.rank for _, layer in npt_layers(model)] == [3, 8, 64]
     assert attached_config(model) == config
-    assert {name: tuple(p.shape) for name, p in adapter_parameters(model).items()} == adapter_shapes(load_model(), config)
+    assert {
+        name: tuple(p.shape) for name, p in adapter_parameters(model).items()
+    } == adapter_shapes(load_model(), config)
 
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
-    [((3, 8), r"--ranks has 2 ranks \(3,8\), but 3 layers"), ((3, 8, 65), r"--ranks is 65, larger than the model's hidden size 64")],
+    [
+        ((3, 8), r"--ranks has 2 ranks \(3,8\), but 3 layers"),
+        ((3, 8, 65), r"--ranks is 65, larger than the model's hidden size 64"),
+    ],
 )
 def test_ranks_that_do_not_fit_are_refused(load_model, ranks, message):
     model = load_model()

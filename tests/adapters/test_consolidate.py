@@ -37,15 +37,23 @@ def first(model, alpha: float = 0.5, token: int = -1, **what) -> Update:
 
 @torch.no_grad()
 @pytest.mark.parametrize("residual", RESIDUALS)
-def test_at_full_strength_every_token_is_modulated_as_that_one_was(load_model, monkeypatch, residual):
-    """Without a modulation of its own (the floor), a layer with the rows is the layer in which all tokens have that token's code."""
+def test_at_full_strength_every_token_is_modulated_as_that_one_was(
+    load_model, monkeypatch, residual
+):
+    """Without a modulation of its own (the floor), a layer with the rows is the layer in which all
+    tokens have that token's code.
+    """
     model = student(load_model, residual=residual)
     found = npt.modulation_of(model, IDS, 2)
-    stream = open_stream(model, batch_from_tensors(torch.tensor([IDS]), torch.ones(1, 5, dtype=torch.int64)))
+    stream = open_stream(
+        model, batch_from_tensors(torch.tensor([IDS]), torch.ones(1, 5, dtype=torch.int64))
+    )
     index, layer = npt_layers(model)[0]
     attention = attention_output(layer, stream.hidden, **stream.context_of(layer))
     with monkeypatch.context() as patched:
-        patched.setattr(type(layer.npt), "code", lambda self, a: found.codes[index].expand(*a.shape[:-1], -1))
+        patched.setattr(
+            type(layer.npt), "code", lambda self, a: found.codes[index].expand(*a.shape[:-1], -1)
+        )
         expected = student_output(layer, stream.hidden, attention)[0]
     npt.consolidate(model, npt.update_from(found, 1.0))
     with npt.adapter_mode(model, "floor"):
@@ -57,7 +65,9 @@ def test_at_full_strength_every_token_is_modulated_as_that_one_was(load_model, m
 @torch.no_grad()
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("adapters", ["live", "disabled", "detached"])
-def test_the_rows_act_with_live_adapters_on_the_teacher_and_without_any(load_model, quantization, adapters):
+def test_the_rows_act_with_live_adapters_on_the_teacher_and_without_any(
+    load_model, quantization, adapters
+):
     model = student(load_model, quantization=quantization)
     update = first(model)
     if adapters == "disabled":
@@ -68,7 +78,9 @@ def test_the_rows_act_with_live_adapters_on_the_teacher_and_without_any(load_mod
     before = logits(model)
     outputs = []
     layer = model.model.layers[1]
-    hook = layer.mlp.gate_proj.register_forward_hook(lambda _, args, output: outputs.append((args[0], output)))
+    hook = layer.mlp.gate_proj.register_forward_hook(
+        lambda _, args, output: outputs.append((args[0], output))
+    )
     npt.consolidate(model, update)
     after = logits(model)
     assert not torch.equal(after, before)
@@ -91,7 +103,9 @@ def test_not_a_byte_of_the_base_is_written(load_model):
     packed = {name: module.weight.data.clone() for name, module in quantized_linears(model)}
     npt.consolidate(model, first(model))
     assert npt.base_hash(model) == before
-    assert all(torch.equal(module.weight.data, packed[name]) for name, module in quantized_linears(model))
+    assert all(
+        torch.equal(module.weight.data, packed[name]) for name, module in quantized_linears(model)
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -100,11 +114,15 @@ def test_not_a_byte_of_the_base_is_written(load_model):
     tokens=st.lists(st.integers(0, 4), min_size=4, max_size=4),
     undone=st.integers(0, 4),
 )
-def test_updates_stack_and_come_off_in_reverse_leaving_the_bits_before_them(stacked, alphas, tokens, undone):
+def test_updates_stack_and_come_off_in_reverse_leaving_the_bits_before_them(
+    stacked, alphas, tokens, undone
+):
     model, plain = stacked
     states = [plain]
     for alpha, token in zip(alphas, tokens, strict=False):
-        npt.consolidate(model, first(model, alpha, token, targets=("gate", "down") if token % 2 else None))
+        npt.consolidate(
+            model, first(model, alpha, token, targets=("gate", "down") if token % 2 else None)
+        )
         states.append(logits(model))
     gate = product_of(model.model.layers[1], "gate")
     plain_product = torch.randn(3, gate.out_features)
@@ -114,7 +132,8 @@ def test_updates_stack_and_come_off_in_reverse_leaving_the_bits_before_them(stac
         y = y_scale * y + y_bias
     scale, bias = rows_of(gate)
     assert (scale > 0).all() and len(npt.consolidated(model)) == len(alphas)
-    assert_close(scale * plain_product + bias, y, rtol=1e-5, atol=1e-5)  # fp32, multiplied out in another order
+    # fp32, multiplied out in another order
+    assert_close(scale * plain_product + bias, y, rtol=1e-5, atol=1e-5)
     undone = min(undone, len(alphas))
     taken = npt.unconsolidate(model, undone)
     assert len(taken) == undone
@@ -152,12 +171,17 @@ def test_the_scale_keeps_within_the_modulations_bounds(alpha, bound, size):
     update = npt.update_from(TokenModulation({}, {0: {"gate": (m, None)}}, 0, 0), alpha)
     scale, bias = update.rows[0, "gate"]
     assert (scale > 0).all() and torch.equal(bias, torch.zeros(3)) and scale[1] == 1
-    assert scale.min() >= 1 - bound - 1e-6 and scale.max() <= 1 + bound + 1e-6  # fp32 rounds to the bound and a unit beyond
+    # fp32 rounds to the bound and a unit beyond
+    assert scale.min() >= 1 - bound - 1e-6 and scale.max() <= 1 + bound + 1e-6
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_training_on_a_consolidated_base_gives_the_gradients_of_the_model_with_its_rows(load_model, batch, strategy):
-    """The local strategy multiplies by the frozen weight itself in backward; the end-to-end one leaves that to autograd."""
+def test_training_on_a_consolidated_base_gives_the_gradients_of_the_model_with_its_rows(
+    load_model, batch, strategy
+):
+    """The local strategy multiplies by the frozen weight itself in backward; the end-to-end one
+    leaves that to autograd.
+    """
     model = student(load_model, layers="1")
     npt.consolidate(model, first(model, 0.9))
     STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
@@ -172,7 +196,9 @@ def test_training_on_a_consolidated_base_gives_the_gradients_of_the_model_with_i
     ((o - t).square().sum(-1) / t.square().sum(-1)).sum().backward()
     for name, parameter in adapter_parameters(model).items():
         # the same sums in another order, over 21 tokens
-        assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5 * float(parameter.grad.abs().max()))
+        assert_close(
+            found[name], parameter.grad, rtol=1e-3, atol=1e-5 * float(parameter.grad.abs().max())
+        )
 
 
 class TestRefused:
@@ -186,7 +212,10 @@ class TestRefused:
         [
             ({"layers": (0,)}, "--layers is 0; the adapter modulates layers 1-2"),
             ({"layers": ()}, "--layers is none"),
-            ({"targets": ("sideways",)}, "--targets is sideways; the adapter modulates down, gate, up"),
+            (
+                {"targets": ("sideways",)},
+                "--targets is sideways; the adapter modulates down, gate, up",
+            ),
             ({"targets": ()}, "--targets is none"),
         ],
     )
@@ -197,28 +226,50 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("rows", "error", "message"),
         [
-            ((torch.full((128,), float("nan")), torch.zeros(128)), ConfigError, "layer 1, gate: .* not finite"),
-            ((torch.ones(128), torch.full((128,), float("inf"))), ConfigError, "layer 1, gate: .* not finite"),
+            (
+                (torch.full((128,), float("nan")), torch.zeros(128)),
+                ConfigError,
+                "layer 1, gate: .* not finite",
+            ),
+            (
+                (torch.ones(128), torch.full((128,), float("inf"))),
+                ConfigError,
+                "layer 1, gate: .* not finite",
+            ),
             ((torch.zeros(128), torch.zeros(128)), ConfigError, "not above 0"),
-            ((torch.ones(64), torch.zeros(64)), ModelError, r"has \[64\] scales and \[64\] biases, the model 128 rows"),
+            (
+                (torch.ones(64), torch.zeros(64)),
+                ModelError,
+                r"has \[64\] scales and \[64\] biases, the model 128 rows",
+            ),
         ],
     )
-    def test_rows_that_would_poison_or_do_not_fit_change_nothing(self, load_model, rows, error, message):
+    def test_rows_that_would_poison_or_do_not_fit_change_nothing(
+        self, load_model, rows, error, message
+    ):
         model = student(load_model)
         npt.consolidate(model, first(model))
         before = logits(model)
         with pytest.raises(error, match=message):
-            npt.consolidate(model, Update({(2, "up"): (torch.ones(128), torch.ones(128)), (1, "gate"): rows}))
+            npt.consolidate(
+                model, Update({(2, "up"): (torch.ones(128), torch.ones(128)), (1, "gate"): rows})
+            )
         assert torch.equal(logits(model), before) and len(npt.consolidated(model)) == 1
 
     def test_a_layer_that_is_not_there(self, load_model):
-        with pytest.raises(ModelError, match="rows for 'gate' of layer 9; the model has layers 0 to 3"):
-            npt.consolidate(student(load_model), Update({(9, "gate"): (torch.ones(128), torch.zeros(128))}))
+        with pytest.raises(
+            ModelError, match="rows for 'gate' of layer 9; the model has layers 0 to 3"
+        ):
+            npt.consolidate(
+                student(load_model), Update({(9, "gate"): (torch.ones(128), torch.zeros(128))})
+            )
 
     def test_taking_back_more_than_there_are(self, load_model):
         model = student(load_model)
         for count in (1, -1):
-            with pytest.raises(ConfigError, match=f"{count} updates are to be taken back, the model has 0"):
+            with pytest.raises(
+                ConfigError, match=f"{count} updates are to be taken back, the model has 0"
+            ):
                 npt.unconsolidate(model, count)
 
     def test_a_change_while_updates_are_switched_off(self, load_model):
@@ -226,7 +277,10 @@ class TestRefused:
         update = first(model)
         npt.consolidate(model, update)
         with npt.consolidation_disabled(model), npt.consolidation_disabled(model):
-            for change in (lambda: npt.consolidate(model, update), lambda: npt.unconsolidate(model)):
+            for change in (
+                lambda: npt.consolidate(model, update),
+                lambda: npt.unconsolidate(model),
+            ):
                 with pytest.raises(ModelError, match="switched off"):
                     change()
         assert len(npt.consolidated(model)) == 1
@@ -257,16 +311,46 @@ DAMAGE = {
     "no rows": (lambda f: (f / ROWS_NAME).unlink(), "holds no consolidated.safetensors"),
     "history not JSON": (lambda f: (f / HISTORY_NAME).write_text("{"), "cannot be read"),
     "no updates": (in_history(lambda r: r.pop("updates")), "entry 'updates' is missing"),
-    "updates of another kind": (in_history(lambda r: r.update(updates=[3])), "update 0 is 3, expected its places"),
-    "a place that leads elsewhere": (in_history(lambda r: r["updates"][0]["places"].append([1, "../up"])), r"has the place \[1, '../up'\]"),
-    "a place twice": (in_history(lambda r: r["updates"][0]["places"].append([1, "gate"])), r"has the place \[1, 'gate'\].*each once"),
-    "a layer too many": (in_history(lambda r: r["updates"][0]["places"].append([77, "up"])), "of layer 77, the model has layers 0 to 3"),
-    "a place without rows": (in_history(lambda r: r["updates"][0]["places"].append([0, "up"])), "lacks the tensor 'updates.0.layers.0.up"),
-    "rows without a place": (in_rows(lambda t: t.update(stranger=torch.zeros(1))), "has the extra tensor 'stranger'"),
-    "a wrong shape": (in_rows(lambda t: t.update({SOME: torch.ones(3)})), r"is F32 \[3\], the model needs F32 \[128\]"),
-    "a wrong dtype": (in_rows(lambda t: t.update({SOME: t[SOME].half()})), r"is F16 \[128\], the model needs F32"),
-    "a value is NaN": (in_rows(lambda t: t[SOME].fill_(float("nan"))), "update 0 cannot be used: layer 1, gate: .*not finite"),
-    "a scale is 0": (in_rows(lambda t: t[SOME].fill_(0.0)), "update 0 cannot be used: .*not above 0"),
+    "updates of another kind": (
+        in_history(lambda r: r.update(updates=[3])),
+        "update 0 is 3, expected its places",
+    ),
+    "a place that leads elsewhere": (
+        in_history(lambda r: r["updates"][0]["places"].append([1, "../up"])),
+        r"has the place \[1, '../up'\]",
+    ),
+    "a place twice": (
+        in_history(lambda r: r["updates"][0]["places"].append([1, "gate"])),
+        r"has the place \[1, 'gate'\].*each once",
+    ),
+    "a layer too many": (
+        in_history(lambda r: r["updates"][0]["places"].append([77, "up"])),
+        "of layer 77, the model has layers 0 to 3",
+    ),
+    "a place without rows": (
+        in_history(lambda r: r["updates"][0]["places"].append([0, "up"])),
+        "lacks the tensor 'updates.0.layers.0.up",
+    ),
+    "rows without a place": (
+        in_rows(lambda t: t.update(stranger=torch.zeros(1))),
+        "has the extra tensor 'stranger'",
+    ),
+    "a wrong shape": (
+        in_rows(lambda t: t.update({SOME: torch.ones(3)})),
+        r"is F32 \[3\], the model needs F32 \[128\]",
+    ),
+    "a wrong dtype": (
+        in_rows(lambda t: t.update({SOME: t[SOME].half()})),
+        r"is F16 \[128\], the model needs F32",
+    ),
+    "a value is NaN": (
+        in_rows(lambda t: t[SOME].fill_(float("nan"))),
+        "update 0 cannot be used: layer 1, gate: .*not finite",
+    ),
+    "a scale is 0": (
+        in_rows(lambda t: t[SOME].fill_(0.0)),
+        "update 0 cannot be used: .*not above 0",
+    ),
     "another base": (
         in_history(lambda r: r["base_parts"].update(dense="f" * 64)),
         "on another base: unpacked tensors f{12} there",
@@ -282,17 +366,29 @@ class TestFiles:
         npt.consolidate(model, first(model, 0.3, 1, layers=(2,), record={"text": "two"}))
         return model
 
-    def test_an_adapter_is_saved_with_its_updates_and_loads_with_them(self, load_model, made, tmp_path):
+    def test_an_adapter_is_saved_with_its_updates_and_loads_with_them(
+        self, load_model, made, tmp_path
+    ):
         folder = npt.save_adapter(made, tmp_path / "adapter")
-        assert {p.name for p in folder.iterdir()} == {CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME}
+        assert {p.name for p in folder.iterdir()} == {
+            CONFIG_NAME,
+            WEIGHTS_NAME,
+            CARD_NAME,
+            HISTORY_NAME,
+            ROWS_NAME,
+        }
         other = load_model()
         npt.load_adapter(other, folder)
         assert torch.equal(logits(other), logits(made))
-        assert [u.record for u in npt.consolidated(other)] == [u.record for u in npt.consolidated(made)]
+        assert [u.record for u in npt.consolidated(other)] == [
+            u.record for u in npt.consolidated(made)
+        ]
         assert adapter_hash(other) == adapter_hash(made)
         npt.unconsolidate(other)
         npt.unconsolidate(made)
-        assert torch.equal(logits(other), logits(made)) and adapter_hash(other) == adapter_hash(made)
+        assert torch.equal(logits(other), logits(made)) and adapter_hash(other) == adapter_hash(
+            made
+        )
         npt.save_adapter(made, folder)
         npt.unconsolidate(made)
         npt.save_adapter(made, folder)
@@ -310,7 +406,9 @@ class TestFiles:
     def test_a_folder_with_other_things_is_kept(self, made, tmp_path):
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter").write_text("mine")
-        with pytest.raises(AdapterFileError, match="holds something other than consolidated updates"):
+        with pytest.raises(
+            AdapterFileError, match="holds something other than consolidated updates"
+        ):
             npt.save_consolidated(made, tmp_path / "thesis")
         assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
 
@@ -323,17 +421,23 @@ class TestFiles:
         folder = npt.save_adapter(made, tmp_path / "adapter")
         before = logits(made)
         for load in (npt.load_adapter, npt.load_consolidated):
-            with pytest.raises(ModelError, match=r"has consolidated updates already; call npt\.unconsolidate"):
+            with pytest.raises(
+                ModelError, match=r"has consolidated updates already; call npt\.unconsolidate"
+            ):
                 load(made, folder)
         assert torch.equal(logits(made), before)
 
     @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-    def test_a_damaged_folder_is_refused_and_leaves_the_model_as_it_was(self, load_model, made, tmp_path, damage, message):
+    def test_a_damaged_folder_is_refused_and_leaves_the_model_as_it_was(
+        self, load_model, made, tmp_path, damage, message
+    ):
         folder = npt.save_adapter(made, tmp_path / "adapter")
         damage(folder)
         other = load_model()
         before = logits(other)
-        loads = [npt.load_consolidated] + ([npt.load_adapter] if (folder / HISTORY_NAME).exists() else [])
+        loads = [npt.load_consolidated] + (
+            [npt.load_adapter] if (folder / HISTORY_NAME).exists() else []
+        )
         for load in loads:
             with pytest.raises(AdapterFileError, match=message) as refusal:
                 load(other, folder)
@@ -347,7 +451,9 @@ class TestFiles:
         npt.load_adapter(other, folder)
         assert len(npt.consolidated(other)) == 2
 
-    def test_updates_of_another_base_are_found_beside_an_adapter_of_this_one(self, load_model, made, tmp_path):
+    def test_updates_of_another_base_are_found_beside_an_adapter_of_this_one(
+        self, load_model, made, tmp_path
+    ):
         folder = npt.save_adapter(made, tmp_path / "adapter")
         base = npt.base_identity(load_model())
         assert base_mismatch(folder, base) is None

@@ -1,4 +1,6 @@
-"""A student as a folder of its own: the same logits from transformers alone, for every form that an adapter can have."""
+"""A student as a folder of its own: the same logits from transformers alone, for every form that an
+adapter can have.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,13 @@ else:
 
 @pytest.fixture(scope="module", autouse=True)
 def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Code of exported folders is copied below this folder, not into the user's cache, and forgotten afterwards."""
+    """Code of exported folders is copied below this folder, not into the user's cache, and
+    forgotten afterwards.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(
+            dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules"))
+        )
         patch.setattr(sys, "path", list(sys.path))
         before = set(sys.modules)
         transformers_logging.disable_progress_bar()
@@ -79,29 +85,46 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts that the package starts run in a fork of this process that has forgotten npt: nothing is imported anew.
+    """Scripts that the package starts run in a fork of this process that has forgotten npt: nothing
+    is imported anew.
 
     The first test of the command has them run as they do for a user.
     """
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return run_forked(Path(command[2]).read_text(), command[2:], Path(env["HF_MODULES_CACHE"]), tmp_path)
+        return run_forked(
+            Path(command[2]).read_text(), command[2:], Path(env["HF_MODULES_CACHE"]), tmp_path
+        )
 
     monkeypatch.setattr(exporting.subprocess, "run", run)
 
 
-def run_forked(code: str, arguments: list[str], modules: Path, scratch: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script; code of exported folders is copied below `modules`, output goes by way of files in `scratch`."""
+def run_forked(
+    code: str, arguments: list[str], modules: Path, scratch: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run a script; code of exported folders is copied below `modules`, output goes by way of files
+    in `scratch`.
+    """
     child = os.fork()
     if not child:
         status = 1
         try:
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(scratch / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-            for name in [name for name in sys.modules if name.partition(".")[0] in ("npt", "transformers_modules")]:
+            sys.stdout, sys.stderr = (
+                os.fdopen(1, "w", closefd=False),
+                os.fdopen(2, "w", closefd=False),
+            )
+            for name in [
+                name
+                for name in sys.modules
+                if name.partition(".")[0] in ("npt", "transformers_modules")
+            ]:
                 del sys.modules[name]
-            sys.path[:] = [place for place in sys.path if place != dynamic_module_utils.HF_MODULES_CACHE]  # there once one was loaded
+            # there once one was loaded
+            sys.path[:] = [
+                place for place in sys.path if place != dynamic_module_utils.HF_MODULES_CACHE
+            ]
             dynamic_module_utils.HF_MODULES_CACHE = str(modules)
             sys.argv = arguments
             exec(compile(code, "script", "exec"), {"__name__": "__main__"})
@@ -119,17 +142,28 @@ def run_forked(code: str, arguments: list[str], modules: Path, scratch: Path) ->
     return subprocess.CompletedProcess(arguments, status, *written)
 
 
-def student(base: str | Path = "tiny", quantization: str | None = "nf4", loaded: dict[str, Any] | None = None, **form: Any) -> Any:
+def student(
+    base: str | Path = "tiny",
+    quantization: str | None = "nf4",
+    loaded: dict[str, Any] | None = None,
+    **form: Any,
+) -> Any:
     """A base with an adapter that matters, and the base's tokenizer."""
-    model, tokenizer = npt.load_base(str(base), quantization=quantization, device="cpu", **(loaded or {}))
+    model, tokenizer = npt.load_base(
+        str(base), quantization=quantization, device="cpu", **(loaded or {})
+    )
     npt.attach(model, npt.NPTConfig(**{"rank": 3, **form}), seed=4)
     with torch.no_grad():
         for seed, parameter in enumerate(adapter_parameters(model).values()):
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+            parameter.copy_(
+                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            )
     return model, tokenizer
 
 
-def exported(model: Any, tokenizer: Any, folder: Path, precision: str | None = None, **arguments: Any) -> Any:
+def exported(
+    model: Any, tokenizer: Any, folder: Path, precision: str | None = None, **arguments: Any
+) -> Any:
     """The student by way of a folder; every key of which has to fit."""
     folder.mkdir(parents=True)
     write_export(model, tokenizer, folder, precision)
@@ -137,7 +171,9 @@ def exported(model: Any, tokenizer: Any, folder: Path, precision: str | None = N
 
 
 def loaded(folder: Path, **arguments: Any) -> Any:
-    model, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True, **arguments)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, **arguments
+    )
     assert not any(report.values()), report
     assert not model.training
     return model
@@ -149,7 +185,12 @@ def logits(model: Any, ids: torch.Tensor = IDS, mask: torch.Tensor | None = None
 
 
 def continued(model: Any, **arguments: Any) -> torch.Tensor:
-    decoding: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    decoding: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 2,
+        "eos_token_id": None,
+    }
     return model.generate(IDS, attention_mask=LEFT, **decoding, **arguments)
 
 
@@ -165,7 +206,9 @@ def assert_same(found: Any, model: Any) -> None:
 def test_an_exported_student_gives_the_students_logits_bit_for_bit(tmp_path, quantization):
     model, tokenizer = student(quantization=quantization)
     found = exported(model, tokenizer, tmp_path / "out")
-    assert type(found).__name__ == "NPTLlamaForCausalLM" and len(quantized_linears(found)) == len(quantized_linears(model))
+    assert type(found).__name__ == "NPTLlamaForCausalLM" and len(quantized_linears(found)) == len(
+        quantized_linears(model)
+    )
     assert found.lm_head.weight is found.model.embed_tokens.weight
     assert {p.dtype for p in found.parameters() if p.dtype != torch.uint8} == {torch.float32}
     assert_same(found, model)
@@ -173,15 +216,27 @@ def test_an_exported_student_gives_the_students_logits_bit_for_bit(tmp_path, qua
 
 @pytest.mark.parametrize("family", MAKE)
 def test_every_family_is_exported_with_its_windows_and_its_heads_untied(tmp_path, family):
-    model, tokenizer = student(save_base(family, tmp_path / "base"), quantization="nf4" if "window" in family else None, layers="1,3")
+    model, tokenizer = student(
+        save_base(family, tmp_path / "base"),
+        quantization="nf4" if "window" in family else None,
+        layers="1,3",
+    )
     found = exported(model, tokenizer, tmp_path / "out")
     assert found.lm_head.weight is not found.model.embed_tokens.weight
     assert_same(found, model)
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "additive, down alone, in every layer": {"modulation": "additive", "targets": ("down",), "layers": "all"},
-    "multiplicative, gate alone, unbounded": {"modulation": "multiplicative", "targets": ("gate",), "mult_form": "unbounded"},
+    "additive, down alone, in every layer": {
+        "modulation": "additive",
+        "targets": ("down",),
+        "layers": "all",
+    },
+    "multiplicative, gate alone, unbounded": {
+        "modulation": "multiplicative",
+        "targets": ("gate",),
+        "mult_form": "unbounded",
+    },
     "kept residual, ranks by layer": {"residual": "keep", "layers": "0,1,3", "ranks": (1, 4, 2)},
     "half sigmoid": {"mult_form": "half_sigmoid"},
     "one plus tanh": {"mult_form": "one_plus_tanh"},
@@ -193,7 +248,9 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_every_form_of_an_adapter_is_exported(base, tmp_path, form):
     model, tokenizer = student(base, **FORMS[form])
     found = exported(model, tokenizer, tmp_path / "out")
-    assert [name for name, _ in found.named_parameters() if ".npt." in name] == list(adapter_parameters(model))
+    assert [name for name, _ in found.named_parameters() if ".npt." in name] == list(
+        adapter_parameters(model)
+    )
     assert_same(found, model)
 
 
@@ -216,10 +273,15 @@ def test_consolidated_rows_are_exported_also_those_of_layers_without_an_adapter(
     generator = torch.Generator().manual_seed(1)
 
     def rows(width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return 1 + 0.3 * torch.rand(width, generator=generator), 0.3 * torch.randn(width, generator=generator)
+        return 1 + 0.3 * torch.rand(width, generator=generator), 0.3 * torch.randn(
+            width, generator=generator
+        )
 
     wide, narrow = model.config.intermediate_size, model.config.hidden_size
-    npt.consolidate(model, Update({(2, "down"): rows(narrow), (2, "gate"): rows(wide), (1, "up"): rows(wide)}, {}))
+    npt.consolidate(
+        model,
+        Update({(2, "down"): rows(narrow), (2, "gate"): rows(wide), (1, "up"): rows(wide)}, {}),
+    )
     npt.consolidate(model, Update({(2, "down"): rows(narrow)}, {}))
     assert_same(exported(model, tokenizer, tmp_path / "out"), model)
 
@@ -227,7 +289,9 @@ def test_consolidated_rows_are_exported_also_those_of_layers_without_an_adapter(
 def test_a_checkpoint_in_4_bit_without_double_quantisation_is_exported_as_it_is(base, tmp_path):
     from transformers import BitsAndBytesConfig
 
-    plain = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False)
+    plain = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False
+    )
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=plain, device_map="cpu")
     packed.save_pretrained(tmp_path / "base")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -238,15 +302,20 @@ def test_a_checkpoint_in_4_bit_without_double_quantisation_is_exported_as_it_is(
     assert_same(found, model)
 
 
-def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_rounding_lets_it(base, tmp_path):
+def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_rounding_lets_it(
+    base, tmp_path
+):
     model, tokenizer = student(base)
     found = exported(model, tokenizer, tmp_path / "out", "16bit")
-    assert not quantized_linears(found) and "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not quantized_linears(found) and "quantization_config" not in json.loads(
+        (tmp_path / "out" / "config.json").read_text()
+    )
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as stored:
         kept = {name for name in stored.keys() if stored.get_slice(name).get_dtype() == "F32"}  # noqa: SIM118 - no mapping
     assert kept == set(adapter_parameters(model))
     expected = logits(model)
-    # bf16 keeps 8 bits: 0.4% of a weight at most, and the errors of a product's terms are independent.
+    # bf16 keeps 8 bits: 0.4% of a weight at most, and the errors of a product's terms are
+    # independent.
     assert 0 < float((logits(found) - expected).abs().max()) < 0.01 * float(expected.abs().max())
 
 
@@ -285,7 +354,9 @@ def test_what_was_loaded_is_saved_by_transformers_and_loads_again(base, tmp_path
         assert (tmp_path / "again" / file).read_text() == (CODE / file).read_text()
     again = loaded(tmp_path / "again")
     assert_same(again, model)
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_it_writes_what_npt_generate_writes(base, tmp_path):
@@ -293,20 +364,29 @@ def test_it_writes_what_npt_generate_writes(base, tmp_path):
     found = exported(model, tokenizer, tmp_path / "out")
     prompt = tokenizer("class Stack:")["input_ids"]
     written = write(model, tokenizer, prompt, Decoding(max_new_tokens=12))
-    new = found.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+    new = found.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
+        0, len(prompt) :
+    ]
     assert tuple(new.tolist()) == written.ids
-    without = found.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, use_cache=False)[0, len(prompt) :]
+    without = found.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, use_cache=False
+    )[0, len(prompt) :]
     assert torch.equal(new, without)
 
 
 def test_hidden_states_gradients_and_checkpointing_work_as_for_any_model(base, tmp_path):
     found = exported(*student(base, quantization=None), tmp_path / "out")
-    assert len(found(IDS, output_hidden_states=True).hidden_states) == found.config.num_hidden_layers + 1
+    assert (
+        len(found(IDS, output_hidden_states=True).hidden_states)
+        == found.config.num_hidden_layers + 1
+    )
     assert sum(p.numel() for p in found.parameters() if p.requires_grad) == found.num_parameters()
     found.train()
     found.gradient_checkpointing_enable()
     found(IDS, labels=IDS).loss.backward()
-    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in found.parameters())
+    assert all(
+        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in found.parameters()
+    )
 
 
 def test_weights_come_in_several_files_and_no_two_are_held_at_once(base, tmp_path, monkeypatch):
@@ -333,7 +413,10 @@ def test_the_exported_code_imports_torch_and_transformers_and_itself_alone():
             if isinstance(node, ast.Import):
                 assert [alias.name.partition(".")[0] for alias in node.names] == ["torch"]
             elif isinstance(node, ast.ImportFrom):
-                assert node.module and (node.level or node.module.partition(".")[0] in ("typing", "torch", "transformers"))
+                assert node.module and (
+                    node.level
+                    or node.module.partition(".")[0] in ("typing", "torch", "transformers")
+                )
                 assert not node.level or f"{node.module}.py" in CODE_FILES
 
 
@@ -359,20 +442,29 @@ class TestCommand:
     def run(self, *arguments: object) -> int:
         return main(["export", *map(str, arguments)])
 
-    def test_a_folder_is_checked_by_a_process_without_npt_and_its_card_runs_as_printed(self, adapter, tmp_path, capsys, monkeypatch):
+    def test_a_folder_is_checked_by_a_process_without_npt_and_its_card_runs_as_printed(
+        self, adapter, tmp_path, capsys, monkeypatch
+    ):
         out = tmp_path / "out"
         assert self.run("--adapter", adapter, "--output", out) == 0
         said = capsys.readouterr().out
         assert "base in 4 bit" in said and "largest difference of a logit 0 over 64 tokens" in said
         assert {p.stat().st_mode & 0o077 for p in out.iterdir()} == {0o666 & 0o077 & ~self.umask()}
-        (snippet,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), flags=re.DOTALL)
+        (snippet,) = re.findall(
+            r"```python\n(.*?)```", (out / "README.md").read_text(), flags=re.DOTALL
+        )
         monkeypatch.chdir(out)
         done = run_forked(WITHOUT_NPT + snippet, ["card"], tmp_path / "modules", tmp_path)
         assert done.returncode == 0, done.stderr
         model, tokenizer = npt.from_pretrained(adapter, device="cpu")
         ids = tokenizer("Once upon a time", return_tensors="pt")
-        assert done.stdout == tokenizer.decode(model.generate(**ids, max_new_tokens=20, do_sample=False)[0]) + "\n"
-        assert "NPTLlama" in (out / "config.json").read_text() and AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+        assert (
+            done.stdout
+            == tokenizer.decode(model.generate(**ids, max_new_tokens=20, do_sample=False)[0]) + "\n"
+        )
+        assert "NPTLlama" in (out / "config.json").read_text() and AutoTokenizer.from_pretrained(
+            out, trust_remote_code=True
+        )
 
     def umask(self) -> int:
         mask = os.umask(0)
@@ -389,13 +481,17 @@ class TestCommand:
         return said
 
     def test_there_is_no_such_adapter(self, tmp_path, capsys):
-        assert "holds no adapter_config.json" in self.refused(capsys, tmp_path / "out", "--adapter", tmp_path / "none", status=5)
+        assert "holds no adapter_config.json" in self.refused(
+            capsys, tmp_path / "out", "--adapter", tmp_path / "none", status=5
+        )
 
     def test_the_folder_is_not_empty_or_a_file(self, adapter, tmp_path, capsys):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_text("")
         for name in ("full", "full/file"):
-            assert "is there and not empty; choose another" in self.refused(capsys, tmp_path / name, "--adapter", adapter)
+            assert "is there and not empty; choose another" in self.refused(
+                capsys, tmp_path / name, "--adapter", adapter
+            )
 
     def test_the_adapter_does_not_say_how_its_base_was_loaded(self, adapter, tmp_path, capsys):
         old = tmp_path / "old"
@@ -404,16 +500,23 @@ class TestCommand:
             (old / file.name).write_bytes(file.read_bytes())
         record = json.loads((old / CONFIG_NAME).read_text())
         (old / CONFIG_NAME).write_text(json.dumps({k: v for k, v in record.items() if k != ENTRY}))
-        assert "does not say how its base was loaded" in self.refused(capsys, tmp_path / "out", "--adapter", old, status=5)
+        assert "does not say how its base was loaded" in self.refused(
+            capsys, tmp_path / "out", "--adapter", old, status=5
+        )
 
     def test_4_bit_of_a_base_that_was_not_packed(self, base, tmp_path, capsys):
         plain = npt.save_adapter(student(base, quantization=None)[0], tmp_path / "plain")
-        said = self.refused(capsys, tmp_path / "out", "--adapter", plain, "--base_precision", "4bit")
+        said = self.refused(
+            capsys, tmp_path / "out", "--adapter", plain, "--base_precision", "4bit"
+        )
         assert "it would be another student" in said
 
     @pytest.mark.parametrize(
         ("where", "error"),
-        [("save_file", SafetensorError("No space left on device")), ("write_json", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))],
+        [
+            ("save_file", SafetensorError("No space left on device")),
+            ("write_json", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        ],
     )
     def test_the_disk_is_full(self, small, tmp_path, capsys, monkeypatch, where, error):
         def full(*_: Any, **__: Any) -> None:
@@ -432,13 +535,17 @@ class TestCommand:
             write_json(path, value)
 
         monkeypatch.setattr(exporting, "write_json", other)
-        assert "gives other logits than the student" in self.refused(capsys, tmp_path / "out", "--adapter", small)
+        assert "gives other logits than the student" in self.refused(
+            capsys, tmp_path / "out", "--adapter", small
+        )
 
     def test_what_is_written_does_not_load(self, small, forked, tmp_path, monkeypatch):
         code = tmp_path / "code"
         code.mkdir()
         for file in CODE_FILES:
-            (code / file).write_text((CODE / file).read_text().replace("import torch\n", "import torch\nimport npt\n"))
+            (code / file).write_text(
+                (CODE / file).read_text().replace("import torch\n", "import torch\nimport npt\n")
+            )
         monkeypatch.setattr(exporting, "CODE", code)
         with pytest.raises(ModelError, match=r"does not load without npt: .*npt"):
             npt.export(small, tmp_path / "out", device="cpu")

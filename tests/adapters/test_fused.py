@@ -20,14 +20,18 @@ from npt.adapters.fused import Form, Weights, is_unfused, modulated, modulated_p
 from npt.adapters.modulation import modulate, modulation_energy
 
 NONE: Weights = (None, None)
-FORMS = pytest.mark.parametrize(("mult", "add"), [(True, True), (True, False), (False, True), (False, False)])
+FORMS = pytest.mark.parametrize(
+    ("mult", "add"), [(True, True), (True, False), (False, True), (False, False)]
+)
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
     return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def plain_product(gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
+def plain_product(
+    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
+) -> tuple[Tensor, Tensor]:
     """As automatic differentiation would have it."""
     bounds = form.mult_bound, form.additive_scale
     gate, *gate_terms = modulate(gate, z, *gate_weights, *bounds)
@@ -42,20 +46,37 @@ def plain_modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple
     return y, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
 
 
-def weights_of(rank: int, width: int, mult: bool, add: bool, seed: int, **own: Any) -> list[Tensor | None]:
+def weights_of(
+    rank: int, width: int, mult: bool, add: bool, seed: int, **own: Any
+) -> list[Tensor | None]:
     """M and B of gate, then of up."""
-    return [normal(seed + i, width, rank, **own).requires_grad_() if wanted else None for i, wanted in enumerate([mult, add, mult, add])]
+    return [
+        normal(seed + i, width, rank, **own).requires_grad_() if wanted else None
+        for i, wanted in enumerate([mult, add, mult, add])
+    ]
 
 
-def gradients(function: Any, inputs: list[Tensor | None], form: Form, seed: int = 0) -> tuple[Tensor, ...]:
-    """Result, energy, and the gradient of every tensor that asks for one, of a loss that depends on both."""
+def gradients(
+    function: Any, inputs: list[Tensor | None], form: Form, seed: int = 0
+) -> tuple[Tensor, ...]:
+    """Result, energy, and the gradient of every tensor that asks for one, of a loss that depends on
+    both.
+    """
     out, energy = function(inputs[0], *_grouped(inputs), form)
     loss = (out * normal(seed, *out.shape, dtype=out.dtype)).sum()
     if form.regularised:
         loss = loss + (energy * normal(seed + 1, *energy.shape, dtype=out.dtype)).sum()
     asked = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    found = torch.autograd.grad(loss, asked, allow_unused=True) if loss.requires_grad else [None] * len(asked)
-    return out.detach(), energy.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(found, asked, strict=True))
+    found = (
+        torch.autograd.grad(loss, asked, allow_unused=True)
+        if loss.requires_grad
+        else [None] * len(asked)
+    )
+    return (
+        out.detach(),
+        energy.detach(),
+        *(torch.zeros_like(t) if g is None else g for g, t in zip(found, asked, strict=True)),
+    )
 
 
 def _grouped(inputs: list[Any]) -> tuple[Any, ...]:
@@ -68,19 +89,38 @@ def _grouped(inputs: list[Any]) -> tuple[Any, ...]:
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        # fp32 sums of up to some hundred terms, in blocks where the other has one sum; sizes that cancel are measured by the largest entry
+        # fp32 sums of up to some hundred terms, in blocks where the other has one sum; sizes that
+        # cancel are measured by the largest entry
         scale = float(other.abs().max()) if other.numel() else 0.0
         assert_close(one, other, rtol=1e-4, atol=2e-6 * max(scale, 1.0))
 
 
-sizes = {"seed": st.integers(0, 2**30), "rows": st.integers(0, 9), "width": st.integers(1, 12), "rank": st.integers(1, 4)}
+sizes = {
+    "seed": st.integers(0, 2**30),
+    "rows": st.integers(0, 9),
+    "width": st.integers(1, 12),
+    "rank": st.integers(1, 4),
+}
 forms = st.builds(Form, st.floats(0.05, 0.95), st.floats(0.01, 2.0), st.booleans())
 
 
 @settings(deadline=None, max_examples=60)
-@given(**sizes, form=forms, mult=st.booleans(), add=st.booleans(), block=st.integers(1, 40), of_products=st.booleans())
-def test_the_product_is_that_of_the_plain_form_whatever_the_blocks(seed, rows, width, rank, form, mult, add, block, of_products):
-    gate, up, z = normal(seed, rows, width), normal(seed + 1, rows, width), normal(seed + 2, rows, rank)
+@given(
+    **sizes,
+    form=forms,
+    mult=st.booleans(),
+    add=st.booleans(),
+    block=st.integers(1, 40),
+    of_products=st.booleans(),
+)
+def test_the_product_is_that_of_the_plain_form_whatever_the_blocks(
+    seed, rows, width, rank, form, mult, add, block, of_products
+):
+    gate, up, z = (
+        normal(seed, rows, width),
+        normal(seed + 1, rows, width),
+        normal(seed + 2, rows, rank),
+    )
     inputs = [
         gate.requires_grad_(of_products),
         up.requires_grad_(of_products),
@@ -94,10 +134,23 @@ def test_the_product_is_that_of_the_plain_form_whatever_the_blocks(seed, rows, w
 
 
 @settings(deadline=None, max_examples=40)
-@given(**sizes, form=forms, mult=st.booleans(), add=st.booleans(), block=st.integers(1, 40), of_product=st.booleans())
-def test_one_modulated_product_is_that_of_the_plain_form_whatever_the_blocks(seed, rows, width, rank, form, mult, add, block, of_product):
+@given(
+    **sizes,
+    form=forms,
+    mult=st.booleans(),
+    add=st.booleans(),
+    block=st.integers(1, 40),
+    of_product=st.booleans(),
+)
+def test_one_modulated_product_is_that_of_the_plain_form_whatever_the_blocks(
+    seed, rows, width, rank, form, mult, add, block, of_product
+):
     y, z = normal(seed, rows, width), normal(seed + 2, rows, rank)
-    inputs = [y.requires_grad_(of_product), z.requires_grad_(), *weights_of(rank, width, mult, add, seed)[:2]]
+    inputs = [
+        y.requires_grad_(of_product),
+        z.requires_grad_(),
+        *weights_of(rank, width, mult, add, seed)[:2],
+    ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(fused.BLOCK, "cpu", block)
         found = gradients(modulated, inputs, form)
@@ -109,18 +162,25 @@ def test_one_modulated_product_is_that_of_the_plain_form_whatever_the_blocks(see
 def test_gradients_are_those_of_finite_differences(monkeypatch, mult, add, regularised):
     monkeypatch.setitem(fused.BLOCK, "cpu", 8)  # two rows
     form = Form(0.5, 0.3, regularised)
-    gate, up, z = (normal(i, *shape, dtype=torch.float64).requires_grad_() for i, shape in enumerate([(5, 4), (5, 4), (5, 2)]))
+    gate, up, z = (
+        normal(i, *shape, dtype=torch.float64).requires_grad_()
+        for i, shape in enumerate([(5, 4), (5, 4), (5, 2)])
+    )
     weights = weights_of(2, 4, mult, add, 7, dtype=torch.float64)
 
     def product(gate: Tensor, up: Tensor, z: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         given_ = iter(weights)
-        gate_weights, up_weights = ((next(given_) if mult else None, next(given_) if add else None) for _ in range(2))
+        gate_weights, up_weights = (
+            (next(given_) if mult else None, next(given_) if add else None) for _ in range(2)
+        )
         found = modulated_product(gate, up, z, gate_weights, up_weights, form)
         return found if regularised else found[:1]
 
     def one(y: Tensor, z: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         given_ = iter(weights)
-        found = modulated(y, z, (next(given_) if mult else None, next(given_) if add else None), form)
+        found = modulated(
+            y, z, (next(given_) if mult else None, next(given_) if add else None), form
+        )
         return found if regularised else found[:1]
 
     present = [w for w in weights if w is not None]
@@ -133,7 +193,9 @@ def test_targets_that_are_not_modulated_pass_through():
     out, energy = modulated_product(gate, up, z, NONE, NONE, Form(0.5, 0.1))
     assert torch.equal(out, F.silu(gate) * up) and torch.equal(energy, torch.zeros(3))
     kept = gate.clone()
-    assert torch.equal(modulated(gate, z, NONE, Form(0.5, 0.1))[0], gate) and torch.equal(gate, kept)
+    assert torch.equal(modulated(gate, z, NONE, Form(0.5, 0.1))[0], gate) and torch.equal(
+        gate, kept
+    )
 
 
 def test_a_multiplier_of_zero_weights_is_exactly_one():
@@ -145,7 +207,10 @@ def test_a_multiplier_of_zero_weights_is_exactly_one():
 
 @pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])
 def test_gradients_through_a_saturated_multiplier_stay_finite_and_are_those_of_its_bound(scale):
-    y, z = normal(0, 4, 6).requires_grad_(), torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_()
+    y, z = (
+        normal(0, 4, 6).requires_grad_(),
+        torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_(),
+    )
     mult = (torch.sign(normal(1, 6, 1)) * scale).requires_grad_()
     out, _ = modulated(y, z, (mult, None), Form(0.5, 0.1))
     out.sum().backward()
@@ -156,7 +221,10 @@ def test_gradients_through_a_saturated_multiplier_stay_finite_and_are_those_of_i
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", range(7))
 def test_a_bad_number_anywhere_comes_out(value, where):
-    inputs: list[Any] = [normal(i, *shape).requires_grad_() for i, shape in enumerate([(3, 4), (3, 4), (3, 2), *[(4, 2)] * 4])]
+    inputs: list[Any] = [
+        normal(i, *shape).requires_grad_()
+        for i, shape in enumerate([(3, 4), (3, 4), (3, 2), *[(4, 2)] * 4])
+    ]
     with torch.no_grad():
         inputs[where].view(-1)[1] = value
     found = gradients(modulated_product, inputs, Form(0.5, 0.3, True))
@@ -184,11 +252,17 @@ def test_nothing_is_kept_but_products_code_and_weights():
     gate, up, z = normal(0, 30, 40), normal(1, 30, 40), normal(2, 30, 3).requires_grad_()
     weights = weights_of(3, 40, True, True, 5)
     form = Form(0.5, 0.1, True)
-    kept = saved_by(lambda: modulated_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form))
+    kept = saved_by(
+        lambda: modulated_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form)
+    )
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (gate, up, z, *weights)}
-    plain = saved_by(lambda: plain_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form))
+    plain = saved_by(
+        lambda: plain_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), form)
+    )
     assert sum(t.numel() for t in plain if t.shape == gate.shape) > 10 * gate.numel()
-    (_, energy) = modulated_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), Form(0.5, 0.1, False))
+    _, energy = modulated_product(
+        gate, up, z, tuple(weights[:2]), tuple(weights[2:]), Form(0.5, 0.1, False)
+    )
     assert not energy.requires_grad
 
 
@@ -232,27 +306,49 @@ class TestCompiled:
             monkeypatch.setattr(fused, name, fused._Body(plain))
 
     def inputs(self, rows: int = 7) -> list[Any]:
-        return [normal(0, rows, 6), normal(1, rows, 6), normal(2, rows, 2).requires_grad_(), *weights_of(2, 6, True, True, 3)]
+        return [
+            normal(0, rows, 6),
+            normal(1, rows, 6),
+            normal(2, rows, 2).requires_grad_(),
+            *weights_of(2, 6, True, True, 3),
+        ]
 
     @pytest.mark.parametrize(
-        ("backend", "regularised"), [("aot_eager", True), ("aot_eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)]
+        ("backend", "regularised"),
+        [
+            ("aot_eager", True),
+            ("aot_eager", False),
+            pytest.param("inductor", True, marks=pytest.mark.slow),
+        ],
     )
-    def test_equals_what_is_not_compiled_for_every_number_of_rows(self, monkeypatch, backend, regularised):
+    def test_equals_what_is_not_compiled_for_every_number_of_rows(
+        self, monkeypatch, backend, regularised
+    ):
         if backend == "inductor" and shutil.which("g++") is None:
             pytest.skip("takes a C++ compiler")
         made = torch.compile
-        monkeypatch.setattr(torch, "compile", lambda function, **arguments: made(function, backend=backend, **arguments))
+        monkeypatch.setattr(
+            torch,
+            "compile",
+            lambda function, **arguments: made(function, backend=backend, **arguments),
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="--compile")
             for rows in (7, 3, 12):
                 inputs = self.inputs(rows)
-                found = gradients(modulated_product, inputs, Form(0.5, 0.3, regularised, compiled=True))
-                assert_same(found, gradients(modulated_product, inputs, Form(0.5, 0.3, regularised)))
+                found = gradients(
+                    modulated_product, inputs, Form(0.5, 0.3, regularised, compiled=True)
+                )
+                assert_same(
+                    found, gradients(modulated_product, inputs, Form(0.5, 0.3, regularised))
+                )
                 one = [inputs[0], inputs[2], *inputs[3:5]]
                 found = gradients(modulated, one, Form(0.5, 0.3, regularised, compiled=True))
                 assert_same(found, gradients(modulated, one, Form(0.5, 0.3, regularised)))
 
-    def test_where_nothing_can_be_compiled_that_is_said_once_and_nothing_is_changed(self, monkeypatch):
+    def test_where_nothing_can_be_compiled_that_is_said_once_and_nothing_is_changed(
+        self, monkeypatch
+    ):
         calls = []
 
         def broken(function: Any, **_: Any) -> Any:
@@ -264,7 +360,11 @@ class TestCompiled:
 
         monkeypatch.setattr(torch, "compile", broken)
         with pytest.warns(
-            UserWarning, match=r"--compile: product(_backward)?_block could not be compiled .*Error: no working C\+\+ compiler\)"
+            UserWarning,
+            match=(
+                r"--compile: product(_backward)?_block could not be compiled .*Error: no working"
+                r" C\+\+ compiler\)"
+            ),
         ):
             found = gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
         expected = gradients(modulated_product, self.inputs(), Form(0.5, 0.3))
@@ -278,7 +378,9 @@ class TestCompiled:
         "error",
         [
             torch.OutOfMemoryError("CUDA out of memory"),
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+            ),
             RuntimeError("CUDA error: an illegal memory access was encountered"),
         ],
         ids=lambda error: str(error)[:20],
@@ -306,7 +408,11 @@ class TestCompiled:
             return call
 
         monkeypatch.setattr(torch, "compile", picky)
-        y, z, *weights = normal(0, 7, 6), normal(2, 7, 2).requires_grad_(), *weights_of(2, 6, True, True, 3)[:2]
+        y, z, *weights = (
+            normal(0, 7, 6),
+            normal(2, 7, 2).requires_grad_(),
+            *weights_of(2, 6, True, True, 3)[:2],
+        )
         both, mult_only = [y, z, *weights], [y, z, weights[0], None]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -318,10 +424,22 @@ class TestCompiled:
 
     def test_every_form_is_compiled_as_a_whole(self, monkeypatch):
         made = torch.compile
-        monkeypatch.setattr(torch, "compile", lambda function, **arguments: made(function, backend="eager", **arguments))
+        monkeypatch.setattr(
+            torch,
+            "compile",
+            lambda function, **arguments: made(function, backend="eager", **arguments),
+        )
         form = Form(0.5, 0.3, compiled=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="--compile")
             for mult, add in ((True, True), (True, False), (False, True), (False, False)):
-                inputs = [normal(0, 7, 6), normal(1, 7, 6), normal(2, 7, 2).requires_grad_(), *weights_of(2, 6, mult, add, 3)]
-                assert_same(gradients(modulated_product, inputs, form), gradients(modulated_product, inputs, Form(0.5, 0.3)))
+                inputs = [
+                    normal(0, 7, 6),
+                    normal(1, 7, 6),
+                    normal(2, 7, 2).requires_grad_(),
+                    *weights_of(2, 6, mult, add, 3),
+                ]
+                assert_same(
+                    gradients(modulated_product, inputs, form),
+                    gradients(modulated_product, inputs, Form(0.5, 0.3)),
+                )

@@ -20,7 +20,14 @@ from npt.errors import AdapterFileError, ConfigError, HubError, ModelError
 
 THREE = {CONFIG_NAME, WEIGHTS_NAME, CARD_NAME}
 FIDELITY = {
-    "student": {"perplexity": 11.5, "perplexity_ratio": 1.05, "perplexity_ratio_se": 0.003, "kl": 0.05, "top1": 0.86, "top1_se": None}
+    "student": {
+        "perplexity": 11.5,
+        "perplexity_ratio": 1.05,
+        "perplexity_ratio_se": 0.003,
+        "kl": 0.05,
+        "top1": 0.86,
+        "top1_se": None,
+    }
 }
 
 
@@ -28,7 +35,11 @@ FIDELITY = {
 def hub(monkeypatch, tmp_path):
     with running() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -37,7 +48,9 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def _saved(load_model, tmp_path_factory) -> Path:
-    return npt.save_adapter(student(load_model), tmp_path_factory.mktemp("saved") / "adapter", base_name="some/base")
+    return npt.save_adapter(
+        student(load_model), tmp_path_factory.mktemp("saved") / "adapter", base_name="some/base"
+    )
 
 
 @pytest.fixture
@@ -54,9 +67,15 @@ def test_what_is_pushed_loads_again_by_its_name(hub: Hub, folder, load_model):
     address = npt.push_to_hub(folder, "me/adapter", private=True)
     assert address == f"{hub.url}/me/adapter/commit/{hub.commit_of('me/adapter')}"
     assert set(hub.files["me/adapter"]) == THREE and hub.private["me/adapter"]
-    assert all(hub.files["me/adapter"][name] == (folder / name).read_bytes() for name in THREE - {CARD_NAME})
+    assert all(
+        hub.files["me/adapter"][name] == (folder / name).read_bytes()
+        for name in THREE - {CARD_NAME}
+    )
     card = hub.files["me/adapter"][CARD_NAME].decode()
-    assert card == for_hub((folder / CARD_NAME).read_text(), "me/adapter") and 'npt.from_pretrained("me/adapter")' in card
+    assert (
+        card == for_hub((folder / CARD_NAME).read_text(), "me/adapter")
+        and 'npt.from_pretrained("me/adapter")' in card
+    )
     model = load_model()
     npt.load_adapter(model, "me/adapter")
     assert torch.equal(logits(model), logits(student(load_model)))
@@ -73,8 +92,14 @@ def test_a_model_is_pushed_as_its_folder_would_be_with_its_updates(hub: Hub, loa
     model = student(load_model)
     npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS), 0.5))
     npt.push_to_hub(model, "me/adapter", fidelity=FIDELITY)
-    assert set(hub.files["me/adapter"]) == {*THREE, HISTORY_NAME, ROWS_NAME} and not hub.private["me/adapter"]
-    assert b"| student | 11.500 | 1.0500 \xc2\xb1 0.0030 | 0.0500 | 86.0% | - |" in hub.files["me/adapter"][CARD_NAME]
+    assert (
+        set(hub.files["me/adapter"]) == {*THREE, HISTORY_NAME, ROWS_NAME}
+        and not hub.private["me/adapter"]
+    )
+    assert (
+        b"| student | 11.500 | 1.0500 \xc2\xb1 0.0030 | 0.0500 | 86.0% | - |"
+        in hub.files["me/adapter"][CARD_NAME]
+    )
     other = load_model()
     npt.load_adapter(other, "me/adapter")
     assert torch.equal(logits(other), logits(model))
@@ -94,11 +119,17 @@ def test_only_the_files_of_an_adapter_travel_either_way(hub: Hub, folder, load_m
     hub.files["me/adapter"]["modeling.py"] = b"raise SystemExit"
     hub.asked.clear()
     npt.load_adapter(load_model(), "me/adapter")
-    fetched = {path.rsplit("/", 1)[1] for method, path in hub.asked if method == "GET" and "/resolve/" in path}
+    fetched = {
+        path.rsplit("/", 1)[1]
+        for method, path in hub.asked
+        if method == "GET" and "/resolve/" in path
+    }
     assert fetched == THREE
 
 
-def test_a_revision_is_loaded_by_branch_or_commit_and_a_wrong_one_is_named(hub: Hub, folder, load_model):
+def test_a_revision_is_loaded_by_branch_or_commit_and_a_wrong_one_is_named(
+    hub: Hub, folder, load_model
+):
     npt.push_to_hub(folder, "me/adapter")
     hub.branches["me/adapter"].add("v1")
     for revision in ("v1", hub.commit_of("me/adapter")):
@@ -108,7 +139,9 @@ def test_a_revision_is_loaded_by_branch_or_commit_and_a_wrong_one_is_named(hub: 
         lambda: npt.load_adapter(load_model(), "me/adapter", revision="nowhere"),
         lambda: npt.push_to_hub(folder, "me/adapter", revision="nowhere"),
     ):
-        with pytest.raises(HubError, match=r"the repository has no such revision; check --revision"):
+        with pytest.raises(
+            HubError, match=r"the repository has no such revision; check --revision"
+        ):
             call()
 
 
@@ -120,16 +153,25 @@ def test_where_the_base_lies_on_this_disk_is_not_told(hub: Hub, load_model, tmp_
     for adapter in (model, folder):
         npt.push_to_hub(adapter, "me/adapter")
         assert not any(b"somebody" in content for content in hub.files["me/adapter"].values())
-        assert json.loads(hub.files["me/adapter"][CONFIG_NAME])["base_model_name_or_path"] == "llama"
+        assert (
+            json.loads(hub.files["me/adapter"][CONFIG_NAME])["base_model_name_or_path"] == "llama"
+        )
         assert b"base_model:" not in hub.files["me/adapter"][CARD_NAME]
-    assert json.loads((folder / CONFIG_NAME).read_text())["base_model_name_or_path"] == "/home/somebody/models/llama"
+    assert (
+        json.loads((folder / CONFIG_NAME).read_text())["base_model_name_or_path"]
+        == "/home/somebody/models/llama"
+    )
 
 
 class TestRefused:
     def test_a_repository_that_is_not_there(self, hub, load_model):
         model = load_model()
         with pytest.raises(
-            HubError, match=r"there is no folder me/nothing, and the hub has no such repository, or it is private; check the name"
+            HubError,
+            match=(
+                r"there is no folder me/nothing, and the hub has no such repository, or it is"
+                r" private; check the name"
+            ),
         ):
             npt.load_adapter(model, "me/nothing")
         assert not is_attached(model)
@@ -142,7 +184,9 @@ class TestRefused:
 
     def test_a_push_without_a_right_to_it(self, hub, folder):
         hub.refuse = 403
-        with pytest.raises(HubError, match=r"me/adapter: the hub answers 403: .*; log in with `hf auth login`"):
+        with pytest.raises(
+            HubError, match=r"me/adapter: the hub answers 403: .*; log in with `hf auth login`"
+        ):
             npt.push_to_hub(folder, "me/adapter")
         assert hub.files == {}
 
@@ -150,22 +194,32 @@ class TestRefused:
     def test_no_network(self, hub, folder, load_model, monkeypatch, offline):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        for call in (lambda: npt.load_adapter(load_model(), "me/adapter"), lambda: npt.push_to_hub(folder, "me/adapter")):
-            with pytest.raises(HubError, match=r"the hub cannot be reached: .*; check the network") as refusal:
+        for call in (
+            lambda: npt.load_adapter(load_model(), "me/adapter"),
+            lambda: npt.push_to_hub(folder, "me/adapter"),
+        ):
+            with pytest.raises(
+                HubError, match=r"the hub cannot be reached: .*; check the network"
+            ) as refusal:
                 call()
             assert "\n" not in str(refusal.value)
 
-    def test_a_poisoned_or_incomplete_adapter_before_anything_is_sent(self, hub, folder, load_model):
+    def test_a_poisoned_or_incomplete_adapter_before_anything_is_sent(
+        self, hub, folder, load_model
+    ):
         from safetensors.torch import load_file, save_file
 
         (folder / CARD_NAME).unlink()
-        npt.push_to_hub(folder, "me/adapter")  # a card is no part of what is computed: it is written anew
+        # a card is no part of what is computed: it is written anew
+        npt.push_to_hub(folder, "me/adapter")
         assert CARD_NAME in hub.files["me/adapter"]
         hub.asked.clear()
         tensors = load_file(folder / WEIGHTS_NAME)
         next(iter(tensors.values()))[0, 0] = float("nan")
         save_file(tensors, folder / WEIGHTS_NAME)
-        with pytest.raises(AdapterFileError, match="holds a non-finite value; the adapter is not pushed"):
+        with pytest.raises(
+            AdapterFileError, match="holds a non-finite value; the adapter is not pushed"
+        ):
             npt.push_to_hub(folder, "me/adapter")
         (folder / WEIGHTS_NAME).unlink()
         with pytest.raises(AdapterFileError, match="the adapter is incomplete"):
@@ -175,7 +229,17 @@ class TestRefused:
         assert not any(method == "POST" for method, _ in hub.asked)
 
     def test_a_name_that_is_none(self, hub, folder):
-        for name in ("", "adapter", "a/b/c", "../adapter", "me/", "me/ad apter", "me/..", "/me/adapter", "me/a--b"):
+        for name in (
+            "",
+            "adapter",
+            "a/b/c",
+            "../adapter",
+            "me/",
+            "me/ad apter",
+            "me/..",
+            "/me/adapter",
+            "me/a--b",
+        ):
             assert not is_hub_id(name)
             with pytest.raises(ConfigError, match="write USER/NAME"):
                 npt.push_to_hub(folder, name)
@@ -201,7 +265,10 @@ def test_the_command_pushes_and_says_where(hub, folder, tmp_path, capsys):
     command = ["push", "--adapter", str(folder), "--repo_id", "me/adapter", "--private", "--json"]
     assert main([*command, "--fidelity", str(tmp_path / "fidelity.json")]) == 0
     assert json.loads(capsys.readouterr().out)["commit"].startswith(f"{hub.url}/me/adapter/commit/")
-    assert hub.private["me/adapter"] and b"Fidelity to the teacher" in hub.files["me/adapter"][CARD_NAME]
+    assert (
+        hub.private["me/adapter"]
+        and b"Fidelity to the teacher" in hub.files["me/adapter"][CARD_NAME]
+    )
 
 
 def test_the_command_says_in_one_line_that_there_is_no_network(folder, capsys):

@@ -15,7 +15,9 @@ from npt.adapters.attach import adapter_parameters, attached_config, is_attached
 from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, base_mismatch
 from npt.errors import AdapterFileError, ModelError
 
-CONFIG = npt.NPTConfig(layers="1,3", rank=4, targets=("gate", "down"), additive_scale=0.3, mult_bound=0.25)
+CONFIG = npt.NPTConfig(
+    layers="1,3", rank=4, targets=("gate", "down"), additive_scale=0.3, mult_bound=0.25
+)
 FILES = {CONFIG_NAME, WEIGHTS_NAME, CARD_NAME}
 SOME_TENSOR = "base_model.model.model.layers.1.npt.B.gate"
 
@@ -35,7 +37,9 @@ def values(model) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 @pytest.fixture
@@ -51,7 +55,9 @@ class TestRoundTrip:
         assert npt.load_adapter(other, str(tmp_path / "adapter")) == CONFIG
         assert attached_config(other) == CONFIG
         assert same(values(other), values(model))
-        assert all(p.dtype == torch.float32 and p.requires_grad for p in adapter_parameters(other).values())
+        assert all(
+            p.dtype == torch.float32 and p.requires_grad for p in adapter_parameters(other).values()
+        )
         with torch.no_grad():
             assert torch.equal(other(batch.input_ids).logits, model(batch.input_ids).logits)
 
@@ -66,7 +72,9 @@ class TestRoundTrip:
         got = adapter_parameters(other)["model.layers.1.npt.A"].view(-1)[:4]
         assert torch.equal(got.view(torch.int32), extreme.view(torch.int32))
 
-    def test_a_student_cast_to_16_bit_behind_attach_saves_what_loads_with_the_same_numbers(self, load_model, tmp_path):
+    def test_a_student_cast_to_16_bit_behind_attach_saves_what_loads_with_the_same_numbers(
+        self, load_model, tmp_path
+    ):
         model = load_model(None)
         npt.attach(model, CONFIG)
         before = values(model)
@@ -76,11 +84,15 @@ class TestRoundTrip:
         npt.load_adapter(other, tmp_path / "adapter")
         assert same(values(other), before)
 
-    def test_an_adapter_that_is_not_fp32_is_refused_by_name_and_nothing_is_written(self, load_model, tmp_path):
+    def test_an_adapter_that_is_not_fp32_is_refused_by_name_and_nothing_is_written(
+        self, load_model, tmp_path
+    ):
         model = student(load_model)
         parameter = adapter_parameters(model)["model.layers.1.npt.A"]
         parameter.data = parameter.data.half()  # behind the back of the module
-        with pytest.raises(AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, an adapter is fp32"):
+        with pytest.raises(
+            AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, an adapter is fp32"
+        ):
             npt.save_adapter(model, tmp_path / "adapter")
         assert list(tmp_path.iterdir()) == []
 
@@ -110,7 +122,11 @@ class TestSave:
         assert record["base_parts"] == npt.base_identity(load_model()).as_record()["base_parts"]
         assert npt.NPTConfig(**record["npt"]) == CONFIG
         with safe_open(saved / WEIGHTS_NAME, framework="pt") as stored:
-            expected = {f"base_model.model.model.layers.{i}.npt.{n}" for i in (1, 3) for n in ("A", "B.gate", "B.down", "M.gate", "M.down")}
+            expected = {
+                f"base_model.model.model.layers.{i}.npt.{n}"
+                for i in (1, 3)
+                for n in ("A", "B.gate", "B.down", "M.gate", "M.down")
+            }
             assert set(stored.keys()) == expected
             assert {stored.get_slice(key).get_dtype() for key in expected} == {"F32"}
 
@@ -124,10 +140,14 @@ class TestSave:
 
     def test_base_name_defaults_to_the_models_own(self, load_model, llama_folder, tmp_path):
         npt.save_adapter(student(load_model), tmp_path / "adapter")
-        assert json.loads((tmp_path / "adapter" / CONFIG_NAME).read_text())["base_model_name_or_path"] == str(llama_folder)
+        assert json.loads((tmp_path / "adapter" / CONFIG_NAME).read_text())[
+            "base_model_name_or_path"
+        ] == str(llama_folder)
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-    def test_a_poisoned_adapter_is_refused_by_name_and_nothing_is_written(self, load_model, tmp_path, poison):
+    def test_a_poisoned_adapter_is_refused_by_name_and_nothing_is_written(
+        self, load_model, tmp_path, poison
+    ):
         model = student(load_model)
         with torch.no_grad():
             model.model.layers[3].npt.M["down"][5, 1] = poison
@@ -161,13 +181,17 @@ class TestSave:
     def test_a_folder_with_other_things_is_refused_and_kept(self, load_model, tmp_path):
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter").write_text("mine")
-        with pytest.raises(AdapterFileError, match=r"thesis holds something other than an NPT adapter \(chapter\)"):
+        with pytest.raises(
+            AdapterFileError, match=r"thesis holds something other than an NPT adapter \(chapter\)"
+        ):
             npt.save_adapter(student(load_model), tmp_path / "thesis")
         assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
 
     def test_a_file_in_the_way_is_refused_and_kept(self, load_model, tmp_path):
         (tmp_path / "notes").write_text("mine")
-        with pytest.raises(AdapterFileError, match=r"notes holds something other than an NPT adapter"):
+        with pytest.raises(
+            AdapterFileError, match=r"notes holds something other than an NPT adapter"
+        ):
             npt.save_adapter(student(load_model), tmp_path / "notes")
         assert (tmp_path / "notes").read_text() == "mine"
 
@@ -184,7 +208,10 @@ class TestSave:
             npt.save_adapter(load_model(), tmp_path / "adapter")
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)])
+    @pytest.mark.parametrize(
+        ("umask", "file_mode", "folder_mode"),
+        [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)],
+    )
     def test_file_modes_follow_the_umask(self, load_model, tmp_path, umask, file_mode, folder_mode):
         before = os.umask(umask)
         try:
@@ -230,12 +257,21 @@ def with_value(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
 
 
 DAMAGE = {
-    "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), r"holds no adapter_config\.json"),
+    "no folder": (
+        lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(),
+        r"holds no adapter_config\.json",
+    ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
     "no weights": (lambda f: (f / WEIGHTS_NAME).unlink(), r"holds no adapter_model\.safetensors"),
     "weights truncated": (truncate, r"adapter_model\.safetensors cannot be read"),
-    "weights empty": (lambda f: (f / WEIGHTS_NAME).write_bytes(b""), r"adapter_model\.safetensors cannot be read"),
-    "weights are another format": (lambda f: (f / WEIGHTS_NAME).write_bytes(b"PK" * 500), r"adapter_model\.safetensors cannot be read"),
+    "weights empty": (
+        lambda f: (f / WEIGHTS_NAME).write_bytes(b""),
+        r"adapter_model\.safetensors cannot be read",
+    ),
+    "weights are another format": (
+        lambda f: (f / WEIGHTS_NAME).write_bytes(b"PK" * 500),
+        r"adapter_model\.safetensors cannot be read",
+    ),
     "wrong shape": (
         in_weights(lambda t: t.update({SOME_TENSOR: torch.zeros(128, 5)})),
         r"layers\.1\.npt\.B\.gate is F32 \[128, 5\], the model needs F32 \[128, 4\]",
@@ -244,34 +280,74 @@ DAMAGE = {
         in_weights(lambda t: t.update({SOME_TENSOR: t[SOME_TENSOR].bfloat16()})),
         r"layers\.1\.npt\.B\.gate is BF16 \[128, 4\], the model needs F32",
     ),
-    "a tensor too many": (in_weights(lambda t: t.update(stranger=torch.zeros(1))), r"has the extra tensor 'stranger' \(1 such\)"),
-    "a tensor missing": (in_weights(lambda t: t.pop(SOME_TENSOR)), r"lacks the tensor '.*layers\.1\.npt\.B\.gate' \(1 such\)"),
-    "a value is NaN": (in_weights(with_value(float("nan"))), r"layers\.1\.npt\.B\.gate holds a non-finite value"),
-    "a value is infinite": (in_weights(with_value(-float("inf"))), r"layers\.1\.npt\.B\.gate holds a non-finite value"),
+    "a tensor too many": (
+        in_weights(lambda t: t.update(stranger=torch.zeros(1))),
+        r"has the extra tensor 'stranger' \(1 such\)",
+    ),
+    "a tensor missing": (
+        in_weights(lambda t: t.pop(SOME_TENSOR)),
+        r"lacks the tensor '.*layers\.1\.npt\.B\.gate' \(1 such\)",
+    ),
+    "a value is NaN": (
+        in_weights(with_value(float("nan"))),
+        r"layers\.1\.npt\.B\.gate holds a non-finite value",
+    ),
+    "a value is infinite": (
+        in_weights(with_value(-float("inf"))),
+        r"layers\.1\.npt\.B\.gate holds a non-finite value",
+    ),
     "unknown setting": (setting(colour="blue"), r"unknown or missing settings: 'colour'"),
-    "missing setting": (in_record(lambda r: r["npt"].pop("rank")), r"unknown or missing settings: 'rank'"),
-    "setting out of its choices": (setting(targets=["sideways"]), r"setting that cannot work: --targets is 'sideways'"),
-    "setting out of its range": (setting(mult_bound=1.5), r"setting that cannot work: --mult_bound is 1\.5"),
+    "missing setting": (
+        in_record(lambda r: r["npt"].pop("rank")),
+        r"unknown or missing settings: 'rank'",
+    ),
+    "setting out of its choices": (
+        setting(targets=["sideways"]),
+        r"setting that cannot work: --targets is 'sideways'",
+    ),
+    "setting out of its range": (
+        setting(mult_bound=1.5),
+        r"setting that cannot work: --mult_bound is 1\.5",
+    ),
     "setting of the wrong type": (setting(rank="16"), r"setting that cannot work"),
     "setting with a fraction": (setting(rank=1.5), r"1\.5"),
-    "layers that the model lacks": (setting(layers="1,99"), r"does not fit the model: --layers names layer 99"),
-    "rank larger than the model": (setting(rank=1000), r"does not fit the model: --adapter_rank is 1000"),
+    "layers that the model lacks": (
+        setting(layers="1,99"),
+        r"does not fit the model: --layers names layer 99",
+    ),
+    "rank larger than the model": (
+        setting(rank=1000),
+        r"does not fit the model: --adapter_rank is 1000",
+    ),
     "rank other than the weights'": (setting(rank=8), r"\[4, 64\], the model needs F32 \[8, 64\]"),
-    "not JSON": (lambda f: (f / CONFIG_NAME).write_text("{"), r"adapter_config\.json cannot be read"),
-    "not UTF-8": (lambda f: (f / CONFIG_NAME).write_bytes(b"\xff\xfe{}"), r"adapter_config\.json cannot be read"),
-    "JSON, but a list": (lambda f: (f / CONFIG_NAME).write_text("[]"), r"holds a list, not an object"),
+    "not JSON": (
+        lambda f: (f / CONFIG_NAME).write_text("{"),
+        r"adapter_config\.json cannot be read",
+    ),
+    "not UTF-8": (
+        lambda f: (f / CONFIG_NAME).write_bytes(b"\xff\xfe{}"),
+        r"adapter_config\.json cannot be read",
+    ),
+    "JSON, but a list": (
+        lambda f: (f / CONFIG_NAME).write_text("[]"),
+        r"holds a list, not an object",
+    ),
     "another method's adapter": (in_record(lambda r: r.pop("npt")), r"no entry 'npt'"),
 }
 
 
 def test_a_folder_of_before_there_were_other_forms_loads_with_the_usual_one(load_model, saved):
-    in_record(lambda r: [r["npt"].pop(name) for name in ("ranks", "mult_form", "init_a", "init_std_m")])(saved)
+    in_record(
+        lambda r: [r["npt"].pop(name) for name in ("ranks", "mult_form", "init_a", "init_std_m")]
+    )(saved)
     assert npt.load_adapter(load_model(), saved).mult_form == "sigmoid"
 
 
 class TestRefusedLoad:
     @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-    def test_names_the_fault_and_leaves_the_model_as_it_was(self, load_model, saved, damage, message):
+    def test_names_the_fault_and_leaves_the_model_as_it_was(
+        self, load_model, saved, damage, message
+    ):
         damage(saved)
         model = load_model()
         model.lm_head.weight.requires_grad_(True)
@@ -286,7 +362,9 @@ class TestRefusedLoad:
         assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
         assert npt.base_hash(model) == before
 
-    @pytest.mark.parametrize("name", ["weights truncated", "a value is NaN", "wrong shape", "not JSON"])
+    @pytest.mark.parametrize(
+        "name", ["weights truncated", "a value is NaN", "wrong shape", "not JSON"]
+    )
     def test_leaves_attached_adapters_as_they_were(self, load_model, saved, name):
         damage, message = DAMAGE[name]
         damage(saved)
@@ -305,8 +383,14 @@ class TestRefusedLoad:
 
     def test_another_base_is_refused_with_both_hashes(self, load_model, saved):
         other = load_model(quantization="fp4")
-        theirs, ours = npt.base_identity(load_model()).codes[:12], npt.base_identity(other).codes[:12]
-        with pytest.raises(AdapterFileError, match=rf"another base \(.*\): 4-bit codes {theirs} there, {ours} here; .*--any_base"):
+        theirs, ours = (
+            npt.base_identity(load_model()).codes[:12],
+            npt.base_identity(other).codes[:12],
+        )
+        with pytest.raises(
+            AdapterFileError,
+            match=rf"another base \(.*\): 4-bit codes {theirs} there, {ours} here; .*--any_base",
+        ):
             npt.load_adapter(other, saved)
         assert not is_attached(other)
 

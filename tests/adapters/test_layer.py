@@ -35,8 +35,12 @@ def pair(request, load_model):
     return load_model(request.param), load_model(request.param)
 
 
-def reference(layer: nn.Module, adapter: nn.Module, config: npt.NPTConfig, hidden: torch.Tensor, context: dict) -> torch.Tensor:
-    """The design's formula, line by line, on the modules of an untouched decoder layer; the modulation in fp64."""
+def reference(
+    layer: nn.Module, adapter: nn.Module, config: npt.NPTConfig, hidden: torch.Tensor, context: dict
+) -> torch.Tensor:
+    """The design's formula, line by line, on the modules of an untouched decoder layer; the
+    modulation in fp64.
+    """
     attention, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)
     stream = hidden + attention if config.residual == "keep" else hidden
     x = layer.post_attention_layernorm(stream)
@@ -61,16 +65,24 @@ def reference(layer: nn.Module, adapter: nn.Module, config: npt.NPTConfig, hidde
 def test_equals_the_slow_reference_in_every_form(pair, batch, modulation, residual, targets):
     base, model = pair
     config = npt.NPTConfig(
-        layers="all", rank=8, modulation=modulation, residual=residual, targets=targets, mult_bound=0.7, additive_scale=0.4
+        layers="all",
+        rank=8,
+        modulation=modulation,
+        residual=residual,
+        targets=targets,
+        mult_bound=0.7,
+        additive_scale=0.4,
     )
     npt.attach(model, config)
     try:
         shake(model)
         calls = []
-        hook = base.model.layers[LAYER].register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+        hook = base.model.layers[LAYER].register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+        )
         base(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
         hook.remove()
-        ((hidden,), context) = calls[0]
+        (hidden,), context = calls[0]
         layer = model.model.layers[LAYER]
         got = layer(hidden, **context)
         expected = reference(base.model.layers[LAYER], layer.npt, config, hidden, context)
@@ -87,7 +99,13 @@ def test_generating_with_the_cache_gives_the_same_tokens_as_without(load_model, 
     ids = batch.input_ids[:1]
     with npt.adapter_mode(model, mode):
         with_cache, without = (
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, use_cache=use_cache)
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=12,
+                do_sample=False,
+                use_cache=use_cache,
+            )
             for use_cache in (True, False)
         )
     assert with_cache.shape[1] > ids.shape[1]
@@ -102,7 +120,9 @@ def test_generating_from_left_padded_prompts_equals_each_prompt_alone(load_model
     together = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 4:]
     for row, prompt in enumerate(prompts):
         one = torch.tensor([prompt])
-        alone = model.generate(one, attention_mask=torch.ones_like(one), max_new_tokens=6, do_sample=False)[0, len(prompt) :]
+        alone = model.generate(
+            one, attention_mask=torch.ones_like(one), max_new_tokens=6, do_sample=False
+        )[0, len(prompt) :]
         assert together[row, : len(alone)].tolist() == alone.tolist()
 
 
@@ -111,21 +131,29 @@ def test_generating_from_left_padded_prompts_equals_each_prompt_alone(load_model
 def test_hidden_states_come_out_of_every_layer(load_model, batch, layers):
     model = converted(load_model, layers=layers)
     caught = []
-    hooks = [layer.register_forward_hook(lambda _, __, output: caught.append(output)) for layer in model.model.layers]
-    states = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True).hidden_states
+    hooks = [
+        layer.register_forward_hook(lambda _, __, output: caught.append(output))
+        for layer in model.model.layers
+    ]
+    states = model(
+        batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
+    ).hidden_states
     for hook in hooks:
         hook.remove()
     assert len(states) == 5
     assert torch.equal(states[0], model.model.embed_tokens(batch.input_ids))
     for index in range(3):
         assert torch.equal(states[index + 1], caught[index])
-    assert torch.equal(states[4], model.model.norm(caught[3]))  # transformers gives the last state after the final norm
+    # transformers gives the last state after the final norm
+    assert torch.equal(states[4], model.model.norm(caught[3]))
 
 
 @torch.no_grad()
 def test_layers_that_were_not_converted_see_the_same_input_as_in_the_base(load_model, batch):
     base, model = load_model(), converted(load_model, layers="3")
-    teacher, student = (m(batch.input_ids, output_hidden_states=True).hidden_states for m in (base, model))
+    teacher, student = (
+        m(batch.input_ids, output_hidden_states=True).hidden_states for m in (base, model)
+    )
     assert all(torch.equal(teacher[i], student[i]) for i in range(4))
     assert not torch.equal(teacher[4], student[4])
 
@@ -139,10 +167,15 @@ def test_padding_does_not_change_the_logits_of_valid_tokens(load_model, batch, r
     for pads in (1, 4):
         padding = torch.full((1, pads), 2)
         order = (padding, ids) if side == "left" else (ids, padding)
-        padded = batch_from_tensors(torch.cat(order, 1), torch.cat([torch.full_like(t, int(t is ids)) for t in order], 1))
+        padded = batch_from_tensors(
+            torch.cat(order, 1), torch.cat([torch.full_like(t, int(t is ids)) for t in order], 1)
+        )
         plain = model(ids).logits[0]
-        got = model(padded.input_ids, attention_mask=padded.attention_mask, position_ids=padded.position_ids).logits
-        # another width takes another attention kernel and another blocking of the sums: logits of order 5, four layers
+        got = model(
+            padded.input_ids, attention_mask=padded.attention_mask, position_ids=padded.position_ids
+        ).logits
+        # another width takes another attention kernel and another blocking of the sums: logits of
+        # order 5, four layers
         assert_close(got[0, padded.valid_index], plain, rtol=1e-4, atol=1e-4)
 
 
@@ -153,7 +186,11 @@ def test_what_stands_at_padding_does_not_reach_valid_tokens(load_model, side):
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1] if side == "left" else [1, 1, 1, 0, 0]])
     ids = torch.tensor([[10, 20, 30, 40, 50], [11, 21, 31, 41, 51]])
     outputs = [
-        model(torch.where(mask.bool(), ids, filler), attention_mask=mask, position_ids=batch_from_tensors(ids, mask).position_ids).logits
+        model(
+            torch.where(mask.bool(), ids, filler),
+            attention_mask=mask,
+            position_ids=batch_from_tensors(ids, mask).position_ids,
+        ).logits
         for filler in (2, 99)
     ]
     assert torch.equal(outputs[0][mask.bool()], outputs[1][mask.bool()])
@@ -186,7 +223,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(load_model, batch, quan
 def test_whatever_the_decoder_passes_to_a_layer_reaches_its_attention(load_model, batch, mode):
     model = converted(load_model)
     calls = []
-    model.model.layers[LAYER].self_attn.register_forward_pre_hook(lambda _, __, kwargs: calls.append(kwargs), with_kwargs=True)
+    model.model.layers[LAYER].self_attn.register_forward_pre_hook(
+        lambda _, __, kwargs: calls.append(kwargs), with_kwargs=True
+    )
     with npt.adapter_mode(model, mode):
         model.model(batch.input_ids, an_argument_of_tomorrow="kept")
     assert calls[0]["an_argument_of_tomorrow"] == "kept"

@@ -6,10 +6,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from npt.adapters.modulation import OTHER_FORMS, modulate, modulate_reference, modulation_energy, multiplier, multiplier_range
+from npt.adapters.modulation import (
+    OTHER_FORMS,
+    modulate,
+    modulate_reference,
+    modulation_energy,
+    multiplier,
+    multiplier_range,
+)
 from npt.config import MULT_FORMS, NPTConfig
 
-FORMS = pytest.mark.parametrize(("mult", "add"), [(True, True), (True, False), (False, True), (False, False)])
+FORMS = pytest.mark.parametrize(
+    ("mult", "add"), [(True, True), (True, False), (False, True), (False, False)]
+)
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -70,11 +79,21 @@ def test_every_bound_that_the_configuration_accepts_keeps_the_multiplier_above_z
     mult=st.booleans(),
     add=st.booleans(),
 )
-def test_modulate_equals_the_slow_reference(seed, shape, rank, hidden, out, mult_bound, additive_scale, mult, add):
+def test_modulate_equals_the_slow_reference(
+    seed, shape, rank, hidden, out, mult_bound, additive_scale, mult, add
+):
     y, a = normal(seed, *shape, out), normal(seed + 1, *shape, hidden)
-    A, M, B = normal(seed + 2, rank, hidden), normal(seed + 3, out, rank), normal(seed + 4, out, rank)
-    got, m, s = modulate(y, a @ A.T, M if mult else None, B if add else None, mult_bound, additive_scale)
-    expected = modulate_reference(y, a, A, M if mult else None, B if add else None, mult_bound, additive_scale)
+    A, M, B = (
+        normal(seed + 2, rank, hidden),
+        normal(seed + 3, out, rank),
+        normal(seed + 4, out, rank),
+    )
+    got, m, s = modulate(
+        y, a @ A.T, M if mult else None, B if add else None, mult_bound, additive_scale
+    )
+    expected = modulate_reference(
+        y, a, A, M if mult else None, B if add else None, mult_bound, additive_scale
+    )
     # default tolerance of fp32 against fp64: sums of at most 6 and then 4 terms of order one
     assert_close(got, expected.float())
     assert (m is not None, s is not None) == (mult, add)
@@ -93,7 +112,10 @@ def test_a_half_precision_product_is_modulated_in_fp32_and_rounded_once(dtype, m
 
 @FORMS
 def test_gradients_are_those_of_finite_differences(mult, add):
-    inputs = [normal(i, *shape, dtype=torch.float64).requires_grad_() for i, shape in enumerate([(3, 4), (3, 2), (4, 2), (4, 2)])]
+    inputs = [
+        normal(i, *shape, dtype=torch.float64).requires_grad_()
+        for i, shape in enumerate([(3, 4), (3, 2), (4, 2), (4, 2)])
+    ]
 
     def output(y, z, M, B):
         return modulate(y, z, M if mult else None, B if add else None, 0.5, 0.3)[0]
@@ -103,7 +125,10 @@ def test_gradients_are_those_of_finite_differences(mult, add):
 
 @pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])
 def test_gradients_through_a_saturated_multiplier_stay_finite(scale):
-    y, z = normal(0, 4, 6).requires_grad_(), torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_()
+    y, z = (
+        normal(0, 4, 6).requires_grad_(),
+        torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_(),
+    )
     M = (torch.sign(normal(1, 6, 1)) * scale).requires_grad_()
     out, m, _ = modulate(y, z, M, None, 0.5, 0.1)
     assert ((m == 0.5) | (m == 1.5) | (m == 1.0)).all()
@@ -122,7 +147,8 @@ def test_energy_is_the_sum_over_targets_of_the_mean_over_channels():
             expected[b, t] += sum((float(x) - 1) ** 2 for x in m[b, t]) / 4
             expected[b, t] += sum(float(x) ** 2 for x in s[b, t]) / 4
             expected[b, t] += sum(float(x) ** 2 for x in other[b, t]) / 7
-    assert_close(got, expected)  # default tolerance of fp32: the same few additions in another order
+    # default tolerance of fp32: the same few additions in another order
+    assert_close(got, expected)
 
 
 def test_energy_is_zero_for_multipliers_of_one_and_absent_without_terms():
@@ -137,19 +163,26 @@ def test_every_form_of_the_configuration_is_there():
 
 def form_of(form: str, u: torch.Tensor, mult_bound: float = 0.5) -> torch.Tensor:
     """m as `modulate` gives it, by products of one number each."""
-    _, m, _ = modulate(torch.ones(len(u), 1), u.unsqueeze(-1), torch.ones(1, 1), None, mult_bound, 1.0, form)
+    _, m, _ = modulate(
+        torch.ones(len(u), 1), u.unsqueeze(-1), torch.ones(1, 1), None, mult_bound, 1.0, form
+    )
     assert m is not None
     return m.squeeze(-1)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(MULT_FORMS), st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), st.floats(0.01, 0.999))
+@given(
+    st.sampled_from(MULT_FORMS),
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
+    st.floats(0.01, 0.999),
+)
 @example("one_plus_tanh", [-1e6, 1e6], 0.5)
 def test_every_form_stays_within_its_range_and_grows_with_its_argument(form, values, mult_bound):
     u = torch.tensor(sorted(values), dtype=torch.float32)
     m = form_of(form, u, mult_bound)
     low, high = multiplier_range(form, mult_bound)
-    ulp = torch.finfo(torch.float32).eps * 2  # beta is rounded to fp32 in the range as in the multiplier, at numbers below 2
+    # beta is rounded to fp32 in the range as in the multiplier, at numbers below 2
+    ulp = torch.finfo(torch.float32).eps * 2
     assert (m >= low - ulp).all() and (m <= high + ulp).all()
     assert (m.diff() >= 0).all()
 

@@ -37,7 +37,10 @@ def load(load_model, folder, **arguments):
 
 def test_peft_loads_a_folder_bit_for_bit(load_model, folder):
     model = load(load_model, folder)
-    assert isinstance(model, peft.PeftModelForCausalLM) and model.peft_config["default"].peft_type == "NPT"
+    assert (
+        isinstance(model, peft.PeftModelForCausalLM)
+        and model.peft_config["default"].peft_type == "NPT"
+    )
     assert torch.equal(logits(model), logits(student(load_model)))
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
@@ -54,8 +57,15 @@ def test_the_adapter_is_switched_off_and_on_as_any_other(load_model, folder):
 
 def test_generating_through_peft_gives_the_students_tokens(load_model, folder):
     ids = torch.tensor([IDS])
-    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(load(load_model, folder).generate(**arguments), student(load_model).generate(**arguments))
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 6,
+        "do_sample": False,
+    }
+    assert torch.equal(
+        load(load_model, folder).generate(**arguments), student(load_model).generate(**arguments)
+    )
 
 
 def test_trained_and_saved_through_peft_it_loads_here(load_model, folder, tmp_path):
@@ -67,22 +77,34 @@ def test_trained_and_saved_through_peft_it_loads_here(load_model, folder, tmp_pa
         for parameter in trainable:
             parameter -= 0.1 * parameter.grad
     model.save_pretrained(tmp_path / "saved")
-    assert set(load_file(tmp_path / "saved" / WEIGHTS_NAME)) == set(load_file(folder / WEIGHTS_NAME))
+    assert set(load_file(tmp_path / "saved" / WEIGHTS_NAME)) == set(
+        load_file(folder / WEIGHTS_NAME)
+    )
     other = load_model()
     npt.load_adapter(other, tmp_path / "saved")
-    assert torch.equal(logits(other), logits(model)) and not torch.equal(logits(other), logits(student(load_model)))
+    assert torch.equal(logits(other), logits(model)) and not torch.equal(
+        logits(other), logits(student(load_model))
+    )
 
 
 def test_an_adapters_name_may_be_any(load_model, folder):
-    assert torch.equal(logits(load(load_model, folder, adapter_name="other")), logits(student(load_model)))
+    assert torch.equal(
+        logits(load(load_model, folder, adapter_name="other")), logits(student(load_model))
+    )
 
 
 def test_another_base_is_said(load_model, folder):
-    with pytest.warns(UserWarning, match=r"was trained on another base: 4-bit codes .* here; npt\.load_base"):
+    with pytest.warns(
+        UserWarning, match=r"was trained on another base: 4-bit codes .* here; npt\.load_base"
+    ):
         peft.PeftModel.from_pretrained(load_model("fp4"), folder)
 
 
-@pytest.mark.parametrize("change", [lambda t: t.popitem(), lambda t: next(iter(t.values())).fill_(float("nan"))], ids=["missing", "NaN"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.popitem(), lambda t: next(iter(t.values())).fill_(float("nan"))],
+    ids=["missing", "NaN"],
+)
 def test_a_damaged_adapter_is_refused(load_model, folder, change):
     tensors = load_file(folder / WEIGHTS_NAME)
     change(tensors)
@@ -102,9 +124,13 @@ def test_what_does_not_go_with_it_is_refused(load_model, folder):
 
 
 def test_other_methods_are_not_touched(load_model, tmp_path):
-    model = peft.get_peft_model(load_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        load_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     model.save_pretrained(tmp_path / "lora")
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(load_model(), tmp_path / "lora")), logits(model))
+    assert torch.equal(
+        logits(peft.PeftModel.from_pretrained(load_model(), tmp_path / "lora")), logits(model)
+    )
 
 
 def test_nothing_is_registered_unless_it_is_asked_for(load_model, folder, monkeypatch):
@@ -128,7 +154,9 @@ def test_registering_twice_is_registering_once_and_another_method_of_the_name_st
 
 def test_without_peft_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModelError, match=r"PEFT cannot be imported .*pip install 'npt-distill\[peft\]'"):
+    with pytest.raises(
+        ModelError, match=r"PEFT cannot be imported .*pip install 'npt-distill\[peft\]'"
+    ):
         npt.register_peft()
 
 
@@ -136,5 +164,11 @@ def test_a_peft_that_would_load_no_tensor_is_refused(monkeypatch):
     from peft.tuners.tuners_utils import BaseTuner
 
     monkeypatch.delattr(BaseTuner, "_remap_adapter_state_dict_for_load")
-    with pytest.raises(ModelError, match=r"has no way for a tuner to load its own tensors; pip install 'npt-distill\[peft\]' --upgrade"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"has no way for a tuner to load its own tensors; pip install 'npt-distill\[peft\]'"
+            r" --upgrade"
+        ),
+    ):
         npt.register_peft()

@@ -1,4 +1,6 @@
-"""A student from its adapter alone: the base that it knows, the folders that it is found in, the code on its card."""
+"""A student from its adapter alone: the base that it knows, the folders that it is found in, the
+code on its card.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def saved(folder: Path, loaded: dict[str, Any], name: str = "tiny") -> Any:
     npt.attach(model, npt.NPTConfig(rank=2, layers="3"), seed=4)
     with torch.no_grad():
         for seed, parameter in enumerate(adapter_parameters(model).values()):
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+            parameter.copy_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            )
         npt.save_adapter(model, folder)
         return model(IDS).logits
 
@@ -58,13 +62,30 @@ def test_the_recipe_that_is_written_is_what_load_base_was_given(tmp_path):
         assert expected.changed == loaded
 
 
-def test_a_record_that_does_not_say_how_the_base_was_loaded_is_refused_with_the_way_around(tmp_path):
+def test_a_record_that_does_not_say_how_the_base_was_loaded_is_refused_with_the_way_around(
+    tmp_path,
+):
     saved(tmp_path / "adapter", RECIPES["nf4"])
     path = tmp_path / "adapter" / CONFIG_NAME
     record, recipe = json.loads(path.read_text()), Recipe().as_record()
-    for spoilt in ([], {}, {"quantization": "nf4"}, {**recipe, "quantization": "nf5"}, {**recipe, "use_fp16": 1}, None):
-        path.write_text(json.dumps({**record, ENTRY: spoilt} if spoilt is not None else {k: v for k, v in record.items() if k != ENTRY}))
-        with pytest.raises(AdapterFileError, match=r"does not say how its base was loaded.*npt\.load_base"):
+    for spoilt in (
+        [],
+        {},
+        {"quantization": "nf4"},
+        {**recipe, "quantization": "nf5"},
+        {**recipe, "use_fp16": 1},
+        None,
+    ):
+        path.write_text(
+            json.dumps(
+                {**record, ENTRY: spoilt}
+                if spoilt is not None
+                else {k: v for k, v in record.items() if k != ENTRY}
+            )
+        )
+        with pytest.raises(
+            AdapterFileError, match=r"does not say how its base was loaded.*npt\.load_base"
+        ):
             npt.from_pretrained(tmp_path / "adapter", device="cpu")
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.load_adapter(model, tmp_path / "adapter")
@@ -83,12 +104,20 @@ def test_the_base_may_lie_elsewhere_and_another_one_is_refused(tmp_path):
     npt.from_pretrained(tmp_path / "adapter", base_name=str(moved), device="cpu", check_base=False)
 
 
-@pytest.mark.parametrize("call", [npt.from_pretrained, lambda folder, **given: npt.load_adapter(npt.load_base("tiny", **given)[0], folder)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        npt.from_pretrained,
+        lambda folder, **given: npt.load_adapter(npt.load_base("tiny", **given)[0], folder),
+    ],
+)
 def test_an_adapter_is_looked_for_once(tmp_path, monkeypatch, call):
     saved(tmp_path / "run" / "adapter", RECIPES["fp32"])
     looked: list[Path] = []
     inside = hub._inside
-    monkeypatch.setattr(hub, "_inside", lambda path, mark: looked.append(path) or inside(path, mark))
+    monkeypatch.setattr(
+        hub, "_inside", lambda path, mark: looked.append(path) or inside(path, mark)
+    )
     call(tmp_path / "run", device="cpu")
     assert looked == [tmp_path / "run"]
 
@@ -96,7 +125,13 @@ def test_an_adapter_is_looked_for_once(tmp_path, monkeypatch, call):
 class TestFolders:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Path:
-        for place in ("best", "checkpoints/step-00000002", "checkpoints/step-00000010", "checkpoints/step-00000030.broken", "."):
+        for place in (
+            "best",
+            "checkpoints/step-00000002",
+            "checkpoints/step-00000010",
+            "checkpoints/step-00000030.broken",
+            ".",
+        ):
             folder = tmp_path / "run" / place / "adapter"
             folder.mkdir(parents=True)
             (folder / CONFIG_NAME).write_text("{}")
@@ -111,17 +146,24 @@ class TestFolders:
         for name in ("step-99999999", "step-100000000"):
             (run / "checkpoints" / name / "adapter").mkdir(parents=True)
             (run / "checkpoints" / name / "adapter" / CONFIG_NAME).write_text("{}")
-        assert adapter_folder(run, FILES) == run / "checkpoints" / "step-100000000" / "adapter"  # by number, not by name
+        # by number, not by name
+        assert adapter_folder(run, FILES) == run / "checkpoints" / "step-100000000" / "adapter"
         for name in ("step-99999999", "step-100000000", "step-00000010"):
             shutil.rmtree(run / "checkpoints" / name)
         assert adapter_folder(run, FILES) == run / "checkpoints" / "step-00000002" / "adapter"
 
     def test_of_a_checkpoint_it_is_its_own_and_of_an_adapters_folder_itself(self, run):
         checkpoint = run / "checkpoints" / "step-00000002"
-        assert adapter_folder(checkpoint, FILES) == adapter_folder(checkpoint / "adapter", FILES) == checkpoint / "adapter"
+        assert (
+            adapter_folder(checkpoint, FILES)
+            == adapter_folder(checkpoint / "adapter", FILES)
+            == checkpoint / "adapter"
+        )
 
     def test_a_folder_without_any_is_left_for_the_message(self, tmp_path):
-        with pytest.raises(AdapterFileError, match=rf"{re.escape(str(tmp_path))} holds no {CONFIG_NAME}"):
+        with pytest.raises(
+            AdapterFileError, match=rf"{re.escape(str(tmp_path))} holds no {CONFIG_NAME}"
+        ):
             npt.from_pretrained(tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""What a model is left as: modes, adapters and updates come back exactly, however contexts nest, overlap, or end."""
+"""What a model is left as: modes, adapters and updates come back exactly, however contexts nest,
+overlap, or end.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from hypothesis import strategies as st
 from test_token_modulation import IDS, student
 
 import npt
-from npt.adapters.attach import adapter_parameters, attached_config, is_attached, npt_layers, set_adapters
+from npt.adapters.attach import (
+    adapter_parameters,
+    attached_config,
+    is_attached,
+    npt_layers,
+    set_adapters,
+)
 from npt.adapters.consolidate import consolidated, product_of
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
@@ -32,7 +40,9 @@ def state(model: Any) -> dict[str, Any]:
     return {
         "attached": is_attached(model),
         "modes": {index: layer.npt.mode for index, layer in npt_layers(model)},
-        "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "trainable": [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ],
         "updates": len(consolidated(model)),
         "rows": [isinstance(product_of(layer, "gate"), RowScaled) for layer in model.model.layers],
         "attributes": sorted(vars(model)),
@@ -49,7 +59,12 @@ def with_other_ranks(model: Any) -> None:
     """What a calibration with a budget of ranks does last."""
     config = attached_config(model)
     count = len(npt_layers(model))
-    other = NPTConfig(**{**vars(config), "ranks": tuple(config.ranks_of(count)[0] + 1 + number for number in range(count))})
+    other = NPTConfig(
+        **{
+            **vars(config),
+            "ranks": tuple(config.ranks_of(count)[0] + 1 + number for number in range(count)),
+        }
+    )
     shapes = npt.adapters.attach.adapter_shapes(model, other)
     set_adapters(model, other, {name: torch.zeros(shape) for name, shape in shapes.items()})
 
@@ -60,7 +75,9 @@ def refused(load_model: LoadModel, tmp_path: Path) -> Path:
     return npt.save_adapter(with_update(load_model), tmp_path / "refused")
 
 
-def test_adapters_that_change_their_ranks_inside_a_context_come_out_of_it_as_students(load_model) -> None:
+def test_adapters_that_change_their_ranks_inside_a_context_come_out_of_it_as_students(
+    load_model,
+) -> None:
     model = student(load_model)
     adapters = [layer.npt for _, layer in npt_layers(model)]
     adapters[0].A.requires_grad_(False)
@@ -69,14 +86,18 @@ def test_adapters_that_change_their_ranks_inside_a_context_come_out_of_it_as_stu
         with_other_ranks(model)
         assert set(state(model)["modes"].values()) == {"teacher"}
     assert state(model) == before
-    assert [layer.npt for _, layer in npt_layers(model)] == adapters  # the same modules, so that whoever holds them sees the new numbers
+    # the same modules, so that whoever holds them sees the new numbers
+    assert [layer.npt for _, layer in npt_layers(model)] == adapters
     assert all(layer.npt.config.rank == len(layer.npt.A) for _, layer in npt_layers(model))
 
 
 def test_calibrating_inside_a_context_leaves_it_as_it_was(load_model, tokenizer) -> None:
     model = student(load_model)
     before = state(model)
-    texts = [{"input_ids": [3 + (7 * number + step * step) % 120 for step in range(24)]} for number in range(40)]
+    texts = [
+        {"input_ids": [3 + (7 * number + step * step) % 120 for step in range(24)]}
+        for number in range(40)
+    ]
     with npt.adapters_disabled(model):
         npt.calibrate(model, tokenizer, texts, tokens=600, rank_budget=6, rounds=0)
     assert state(model) == before
@@ -84,14 +105,20 @@ def test_calibrating_inside_a_context_leaves_it_as_it_was(load_model, tokenizer)
 
 @pytest.mark.parametrize("attached_by", ["model", "view"])
 @pytest.mark.parametrize("detached_by", ["model", "view"])
-def test_a_view_is_its_model_where_adapters_come_and_go(load_model, attached_by, detached_by) -> None:
+def test_a_view_is_its_model_where_adapters_come_and_go(
+    load_model, attached_by, detached_by
+) -> None:
     plain = state(load_model())
     model = student(load_model)
     view = npt.student_view(model)
     npt.detach(view if detached_by == "view" else model)
     assert state(model) == plain and not is_attached(view)
     npt.attach(view if attached_by == "view" else model, npt.NPTConfig(layers="1", rank=2))
-    assert is_attached(model) and is_attached(view) and [index for index, _ in npt_layers(model)] == [1]
+    assert (
+        is_attached(model)
+        and is_attached(view)
+        and [index for index, _ in npt_layers(model)] == [1]
+    )
     with pytest.raises(ModelError, match="already"):
         npt.attach(view)
     npt.detach(model)
@@ -113,7 +140,9 @@ def test_updates_made_through_a_view_are_the_models(load_model) -> None:
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_an_adapter_refused_while_updates_are_switched_off_leaves_no_trace(load_model, refused, attached) -> None:
+def test_an_adapter_refused_while_updates_are_switched_off_leaves_no_trace(
+    load_model, refused, attached
+) -> None:
     model = student(load_model) if attached else load_model()
     values = {name: parameter.clone() for name, parameter in adapter_parameters(model).items()}
     before = state(model)
@@ -123,10 +152,15 @@ def test_an_adapter_refused_while_updates_are_switched_off_leaves_no_trace(load_
             npt.load_adapter(model, refused)
         assert state(model) == within
     assert state(model) == before
-    assert all(torch.equal(parameter, values[name]) for name, parameter in adapter_parameters(model).items())
+    assert all(
+        torch.equal(parameter, values[name])
+        for name, parameter in adapter_parameters(model).items()
+    )
 
 
-def test_a_layer_without_memory_for_its_adapter_leaves_none_converted(load_model, monkeypatch) -> None:
+def test_a_layer_without_memory_for_its_adapter_leaves_none_converted(
+    load_model, monkeypatch
+) -> None:
     model = load_model()
     before, moved = state(model), []
 
@@ -143,30 +177,47 @@ def test_a_layer_without_memory_for_its_adapter_leaves_none_converted(load_model
 
 
 class TestWithoutGradients:
-    """Under `torch.inference_mode` tensors are made that no gradient can use; nothing that lasts may be one."""
+    """Under `torch.inference_mode` tensors are made that no gradient can use; nothing that lasts
+    may be one.
+    """
 
     @pytest.mark.parametrize(
-        ("strategy", "off"), [("local", torch.inference_mode), ("propagated", torch.no_grad), ("end_to_end", torch.inference_mode)]
+        ("strategy", "off"),
+        [
+            ("local", torch.inference_mode),
+            ("propagated", torch.no_grad),
+            ("end_to_end", torch.inference_mode),
+        ],
     )
-    def test_what_is_made_there_trains(self, load_model, llama_folder, real_loads, tmp_path, strategy, off) -> None:
+    def test_what_is_made_there_trains(
+        self, load_model, llama_folder, real_loads, tmp_path, strategy, off
+    ) -> None:
         folder = npt.save_adapter(student(load_model), tmp_path / "adapter")
         for make in (
             lambda model: npt.attach(model, npt.NPTConfig(rank=2)),
             lambda model: npt.load_adapter(model, folder),
             lambda model: npt.attach(model, npt.NPTConfig(rank=2)) and with_other_ranks(model),
             lambda model: (
-                npt.attach(model, npt.NPTConfig(rank=2)) and npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS, -1), 0.5))
+                npt.attach(model, npt.NPTConfig(rank=2))
+                and npt.consolidate(model, npt.update_from(npt.modulation_of(model, IDS, -1), 0.5))
             ),
         ):
             with off():
                 model = npt.load_base(str(llama_folder), quantization="nf4")[0]
                 make(model)
-            assert not any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
+            assert not any(
+                tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()]
+            )
             STRATEGIES[strategy](model, BATCH, TrainConfig())
-            assert all(parameter.grad is not None for parameter in adapter_parameters(model).values())
+            assert all(
+                parameter.grad is not None for parameter in adapter_parameters(model).values()
+            )
 
     def test_a_calibration_there_is_the_one_outside(self, load_model, tokenizer) -> None:
-        texts = [{"input_ids": [3 + (7 * number + step * step) % 120 for step in range(24)]} for number in range(40)]
+        texts = [
+            {"input_ids": [3 + (7 * number + step * step) % 120 for step in range(24)]}
+            for number in range(40)
+        ]
         found = []
         for context in (contextlib.nullcontext, torch.inference_mode, torch.no_grad):
             model = student(load_model)
@@ -178,7 +229,8 @@ class TestWithoutGradients:
             assert all(torch.equal(found[0][name], parameter) for name, parameter in other.items())
 
 
-# --- contexts --------------------------------------------------------------------------------------------------------
+# --- contexts
+# --------------------------------------------------------------------------------------------------------
 
 CONTEXTS: dict[str, Callable[[Any, Any], Any]] = {
     "disabled": lambda base, wrapped: npt.adapters_disabled(base),
@@ -223,20 +275,33 @@ def wrapped(load_model: LoadModel, tmp_path: Path) -> Any:
     return made
 
 
-SHARED = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 """The model is one for all examples: each has to leave it as it found it."""
 
 
 def disabled(base: Any, names: list[str]) -> set[str]:
-    """The mode that the innermost of open contexts asks for; what PEFT has switched off it does not switch off again."""
+    """The mode that the innermost of open contexts asks for; what PEFT has switched off it does not
+    switch off again.
+    """
     asked = {"disabled": "teacher", "peft": "teacher", "student": "student", "floor": "floor"}
-    found = [asked[name] for place, name in enumerate(names) if name in asked and not (name == "peft" and name in names[:place])]
+    found = [
+        asked[name]
+        for place, name in enumerate(names)
+        if name in asked and not (name == "peft" and name in names[:place])
+    ]
     return {found[-1] if found else "student"}
 
 
 @SHARED
-@given(names=st.lists(st.sampled_from(sorted(CONTEXTS)), max_size=6), action=st.sampled_from(sorted(ACTIONS)))
-def test_nested_contexts_come_back_exactly_whatever_happens_inside(wrapped, refused, names, action) -> None:
+@given(
+    names=st.lists(st.sampled_from(sorted(CONTEXTS)), max_size=6),
+    action=st.sampled_from(sorted(ACTIONS)),
+)
+def test_nested_contexts_come_back_exactly_whatever_happens_inside(
+    wrapped, refused, names, action
+) -> None:
     base = wrapped.get_base_model()
 
     def run(left: list[str]) -> None:
@@ -257,9 +322,17 @@ def test_nested_contexts_come_back_exactly_whatever_happens_inside(wrapped, refu
 
 
 @SHARED
-@given(data=st.data(), names=st.lists(st.sampled_from(sorted(set(CONTEXTS) - {"peft"})), min_size=1, max_size=4), with_peft=st.booleans())
-def test_contexts_that_overlap_leave_what_was_when_the_last_one_ends(wrapped, data, names, with_peft) -> None:
-    """Their ends need not come in the reverse order of their beginnings; until the last one the youngest open one has its way."""
+@given(
+    data=st.data(),
+    names=st.lists(st.sampled_from(sorted(set(CONTEXTS) - {"peft"})), min_size=1, max_size=4),
+    with_peft=st.booleans(),
+)
+def test_contexts_that_overlap_leave_what_was_when_the_last_one_ends(
+    wrapped, data, names, with_peft
+) -> None:
+    """Their ends need not come in the reverse order of their beginnings; until the last one the
+    youngest open one has its way.
+    """
     base = wrapped.get_base_model()
     before = state(base)
     opened: list[tuple[str, Any]] = []
@@ -277,7 +350,9 @@ def test_contexts_that_overlap_leave_what_was_when_the_last_one_ends(wrapped, da
     assert state(base) == before
 
 
-@pytest.mark.parametrize("names", [["disabled"], ["peft", "floor"], ["updates", "disabled", "peft"]], ids=str)
+@pytest.mark.parametrize(
+    "names", [["disabled"], ["peft", "floor"], ["updates", "disabled", "peft"]], ids=str
+)
 @pytest.mark.parametrize("action", [detach, attach_again])
 def test_adapters_that_are_detached_inside_contexts_stay_so(wrapped, names, action) -> None:
     base = wrapped.get_base_model()
@@ -285,7 +360,11 @@ def test_adapters_that_are_detached_inside_contexts_stay_so(wrapped, names, acti
         for name in names:
             stack.enter_context(CONTEXTS[name](base, wrapped))
         action(base, Path())
-        expected = {key: value for key, value in state(base).items() if key in ("attached", "modes", "trainable", "updates")}
+        expected = {
+            key: value
+            for key, value in state(base).items()
+            if key in ("attached", "modes", "trainable", "updates")
+        }
     found = state(base)
     assert {key: found[key] for key in expected} == expected and any(found["rows"])
     assert set(found["modes"].values()) <= {"student"}

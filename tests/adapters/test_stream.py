@@ -28,7 +28,10 @@ def padded(padding: str) -> Batch:
 def model(request, load_model):
     """Converted in the middle, and far from its base."""
     model = load_model(request.param)
-    npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, init_std_a=0.3, init_std_b=0.3, additive_scale=1.0))
+    npt.attach(
+        model,
+        npt.NPTConfig(layers="1-2", rank=8, init_std_a=0.3, init_std_b=0.3, additive_scale=1.0),
+    )
     return model
 
 
@@ -39,7 +42,10 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, padding, mode):
     batch = padded(padding)
     with npt.adapter_mode(model, mode):
         expected = model(
-            batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, output_hidden_states=True
+            batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            output_hidden_states=True,
         ).hidden_states
         stream = open_stream(model, batch)
         states = [stream.hidden]
@@ -49,7 +55,8 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, padding, mode):
     states[-1] = model.model.norm(states[-1])
     for got, wanted in zip(states, expected, strict=True):
         if batch.padded:
-            # default tolerance of fp32: valid tokens see the same keys; only what stands at padding differs
+            # default tolerance of fp32: valid tokens see the same keys; only what stands at padding
+            # differs
             assert_close(stream.rows(got), stream.rows(wanted))
         else:
             assert torch.equal(got, wanted)  # no tolerance: the same operations on the same values
@@ -59,13 +66,25 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, padding, mode):
 @pytest.mark.parametrize("padding", MASKS)
 def test_the_context_is_the_one_that_the_model_hands_to_its_layers(model, padding):
     batch, calls = padded(padding), []
-    hook = model.model.layers[0].register_forward_pre_hook(lambda _, __, kwargs: calls.append(kwargs), with_kwargs=True)
-    model(batch.input_ids, attention_mask=batch.attention_mask if batch.padded else None, position_ids=batch.position_ids, use_cache=False)
+    hook = model.model.layers[0].register_forward_pre_hook(
+        lambda _, __, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    model(
+        batch.input_ids,
+        attention_mask=batch.attention_mask if batch.padded else None,
+        position_ids=batch.position_ids,
+        use_cache=False,
+    )
     hook.remove()
     context = open_stream(model, batch).context
     for name in ("attention_mask", "position_ids", "position_embeddings"):
-        assert_close(context[name], calls[0][name], rtol=0, atol=0)  # no tolerance: made by the same functions
-    assert (context["past_key_values"], context["use_cache"]) == (calls[0]["past_key_values"], calls[0]["use_cache"]) == (None, False)
+        # no tolerance: made by the same functions
+        assert_close(context[name], calls[0][name], rtol=0, atol=0)
+    assert (
+        (context["past_key_values"], context["use_cache"])
+        == (calls[0]["past_key_values"], calls[0]["use_cache"])
+        == (None, False)
+    )
 
 
 def test_an_unpadded_batch_needs_no_mask_and_is_returned_as_it_is(model):
@@ -81,7 +100,11 @@ def test_clean_zeroes_padding_whatever_stood_there(model, padding):
     batch = padded(padding)
     stream = open_stream(model, batch)
     states = torch.randn(2, 6, 3)
-    poisoned = torch.where(batch.attention_mask.bool().unsqueeze(-1), states, torch.tensor([float("nan"), float("inf"), -1.0]))
+    poisoned = torch.where(
+        batch.attention_mask.bool().unsqueeze(-1),
+        states,
+        torch.tensor([float("nan"), float("inf"), -1.0]),
+    )
     expected = states * batch.attention_mask.unsqueeze(-1)
     assert torch.equal(stream.clean(poisoned), expected)
     assert torch.equal(stream.hidden, stream.clean(stream.hidden))
@@ -112,7 +135,10 @@ LENGTHS = (9, 4, 1, 7, 2, 3)
 
 def documents() -> list[Sample]:
     generator = torch.Generator().manual_seed(6)
-    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(LENGTHS)]
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for i, n in enumerate(LENGTHS)
+    ]
 
 
 def packed(side: str, extra: int = 0) -> Batch:
@@ -141,23 +167,33 @@ def walked(model, batch: Batch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", ["student", "teacher"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("extra", [0, 3])
-def test_a_token_of_a_packed_row_is_in_the_state_it_has_in_a_row_of_its_own(model, attention, mode, side, extra):
+def test_a_token_of_a_packed_row_is_in_the_state_it_has_in_a_row_of_its_own(
+    model, attention, mode, side, extra
+):
     batch = packed(side, extra)
     assert batch.documents is not None and len(batch.input_ids) == 2
-    place = {name: i for i, name in enumerate(name for row in batch.sample_ids for name in row.split("+"))}
+    place = {
+        name: i
+        for i, name in enumerate(name for row in batch.sample_ids for name in row.split("+"))
+    }
     with npt.adapter_mode(model, mode):
         together = walked(model, batch)
-        alone = [walked(model, collate([document], 2)) for document in sorted(documents(), key=lambda d: place[d.id])]
+        alone = [
+            walked(model, collate([document], 2))
+            for document in sorted(documents(), key=lambda d: place[d.id])
+        ]
     for layer, states in enumerate(together):
         expected = torch.cat([document[layer] for document in alone])
-        # The same keys, but products of other shapes, which sum in another order: a few units of 2^-24 of the largest entry, grown
-        # through four layers.
+        # The same keys, but products of other shapes, which sum in another order: a few units of
+        # 2^-24 of the largest entry, grown through four layers.
         assert_close(states, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_packed_rows_through_the_models_own_forward_are_those_walked_by_hand(model, attention, side):
+def test_packed_rows_through_the_models_own_forward_are_those_walked_by_hand(
+    model, attention, side
+):
     batch = packed(side)
     expected = model.model.norm(walked(model, batch)[-1])
     states = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state
@@ -168,7 +204,10 @@ def test_packed_rows_through_the_models_own_forward_are_those_walked_by_hand(mod
 @torch.no_grad()
 def test_documents_do_not_see_one_another(model, attention):
     """Another first document leaves the second one's states as they are, bit for bit."""
-    one, other = (collate([Sample("a+b", (*first, 5, 6, 7), (-100,) * 6, (3, 3))], 2) for first in ((10, 11, 12), (90, 91, 92)))
+    one, other = (
+        collate([Sample("a+b", (*first, 5, 6, 7), (-100,) * 6, (3, 3))], 2)
+        for first in ((10, 11, 12), (90, 91, 92))
+    )
     for before, after in zip(walked(model, one), walked(model, other), strict=True):
         assert torch.equal(before[3:], after[3:])
         assert not torch.equal(before[:3], after[:3])
@@ -177,6 +216,10 @@ def test_documents_do_not_see_one_another(model, attention):
 def test_an_attention_that_would_mix_documents_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(
-        ModelError, match="under attn_implementation flash_attention_2; load the base with --attn_implementation sdpa, eager"
+        ModelError,
+        match=(
+            "under attn_implementation flash_attention_2; load the base with --attn_implementation"
+            " sdpa, eager"
+        ),
     ):
         open_stream(model, packed("right"))

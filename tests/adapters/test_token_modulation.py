@@ -11,7 +11,9 @@ IDS = [5, 60, 17, 44, 90]
 
 def student(load_model, quantization="nf4", **settings):
     model = load_model(quantization)
-    npt.attach(model, npt.NPTConfig(**{"layers": "1-2", "rank": 8, "additive_scale": 0.4, **settings}))
+    npt.attach(
+        model, npt.NPTConfig(**{"layers": "1-2", "rank": 8, "additive_scale": 0.4, **settings})
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
@@ -25,7 +27,10 @@ def test_is_what_the_adapter_makes_of_that_tokens_attention(load_model, token):
     model = student(load_model)
     attention = {}
     hooks = [
-        layer.self_attn.register_forward_hook(lambda _, __, output, i=i: attention.update({i: output[0]})) for i, layer in npt_layers(model)
+        layer.self_attn.register_forward_hook(
+            lambda _, __, output, i=i: attention.update({i: output[0]})
+        )
+        for i, layer in npt_layers(model)
     ]
     found = npt.modulation_of(model, IDS, token)
     for hook in hooks:
@@ -49,7 +54,9 @@ def test_what_comes_behind_the_token_does_not_matter(load_model):
     assert not torch.equal(npt.modulation_of(model, [6, *IDS[1:]], 2).codes[2], one.codes[2])
 
 
-@pytest.mark.parametrize(("modulation", "has_m", "has_s"), [("additive", False, True), ("multiplicative", True, False)])
+@pytest.mark.parametrize(
+    ("modulation", "has_m", "has_s"), [("additive", False, True), ("multiplicative", True, False)]
+)
 def test_forms_without_a_term_have_none(load_model, modulation, has_m, has_s):
     found = npt.modulation_of(student(load_model, modulation=modulation, targets=("gate",)), IDS)
     assert found.terms.keys() == {1, 2} and found.terms[1].keys() == {"gate"}
@@ -66,7 +73,10 @@ def test_the_model_is_left_as_it_was(load_model):
         layer.npt.mode = "teacher"
     npt.modulation_of(model, IDS)
     assert seen == []
-    assert all(layer.npt.observer == seen.append and layer.npt.mode == "teacher" for _, layer in npt_layers(model))
+    assert all(
+        layer.npt.observer == seen.append and layer.npt.mode == "teacher"
+        for _, layer in npt_layers(model)
+    )
     assert all(module.training for module in model.modules())
 
 

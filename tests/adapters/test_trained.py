@@ -1,4 +1,6 @@
-"""What a layer gives in training, by hand, against its plain form; who may look, who may change, and how often a weight is unpacked."""
+"""What a layer gives in training, by hand, against its plain form; who may look, who may change,
+and how often a weight is unpacked.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ FORMS = [
     NPTConfig(rank=5, layers="all", targets=("down",), additive_scale=1.0),
     NPTConfig(rank=4, layers="all", residual="keep"),
 ]
-every_form = pytest.mark.parametrize("form", FORMS, ids=lambda c: f"{c.modulation}-{'+'.join(c.targets)}-{c.residual}")
+every_form = pytest.mark.parametrize(
+    "form", FORMS, ids=lambda c: f"{c.modulation}-{'+'.join(c.targets)}-{c.residual}"
+)
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -63,18 +67,23 @@ def run(outputs: Any, layer: Any, work: Work = EACH_ALONE, graph: bool = False) 
     if work.regularised:
         loss = loss + (energy * normal(3, N)).sum()
     loss.backward()
-    grads = [p.grad for p in layer.npt.parameters()] + ([hidden.grad, attention.grad] if graph else [])
+    grads = [p.grad for p in layer.npt.parameters()] + (
+        [hidden.grad, attention.grad] if graph else []
+    )
     return [part.detach() for part in (*states, energy, *grads)]
 
 
 CASES = [(stacked_outputs, False), (trained_output, False), (trained_output, True)]
-every_case = pytest.mark.parametrize(("outputs", "graph"), CASES, ids=["stacked", "alone", "with a graph behind"])
+every_case = pytest.mark.parametrize(
+    ("outputs", "graph"), CASES, ids=["stacked", "alone", "with a graph behind"]
+)
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        # fp32 sums of up to 128 terms in other blocks, relative to the largest entry, because single ones may cancel
+        # fp32 sums of up to 128 terms in other blocks, relative to the largest entry, because
+        # single ones may cancel
         assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
 
 
@@ -102,7 +111,9 @@ def with_biases(mlp: Any) -> None:
 @every_case
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("change", [with_rows, with_biases])
-def test_rows_and_biases_beside_the_frozen_weights_are_part_of_it(load_model, outputs, graph, quantization, change):
+def test_rows_and_biases_beside_the_frozen_weights_are_part_of_it(
+    load_model, outputs, graph, quantization, change
+):
     layer = decoder_layers(student(load_model, quantization=quantization))[1]
     without = run(outputs, layer, graph=graph)
     change(layer.mlp)
@@ -113,7 +124,9 @@ def test_rows_and_biases_beside_the_frozen_weights_are_part_of_it(load_model, ou
 
 
 class Watching(nn.Module):
-    """All that an observer and the hooks of every module are shown; gradients of stages are asked for."""
+    """All that an observer and the hooks of every module are shown; gradients of stages are asked
+    for.
+    """
 
     def __init__(self, layer: Any):
         super().__init__()
@@ -122,7 +135,9 @@ class Watching(nn.Module):
         self.called = Counter[str]()
         layer.npt.observer = self.see
         for name, module in layer.named_modules():
-            module.register_forward_hook(only_looks(lambda *_, name=name: self.called.update([name])))
+            module.register_forward_hook(
+                only_looks(lambda *_, name=name: self.called.update([name]))
+            )
 
     def see(self, stages: dict[str, Tensor | None]) -> None:
         self.stages.update(stages)
@@ -133,7 +148,9 @@ class Watching(nn.Module):
 
 @every_case
 @every_form
-def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(load_model, form, outputs, graph):
+def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(
+    load_model, form, outputs, graph
+):
     regularised = outputs is stacked_outputs or graph
     layer = decoder_layers(student(load_model, form))[1]
     unseen = run(outputs, layer, Work(regularised), graph)
@@ -152,7 +169,8 @@ def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(load_model
             assert_same([seen.stages[name].detach()], [stage.detach()])  # type: ignore[union-attr]
     for name in plain.gradients.keys() & seen.gradients.keys():
         assert_same([seen.gradients[name]], [plain.gradients[name]])
-    assert seen.called.keys() == plain.called.keys() - {"mlp"}  # which the plain form calls whole, for the teacher
+    # which the plain form calls whole, for the teacher
+    assert seen.called.keys() == plain.called.keys() - {"mlp"}
 
 
 @every_case
@@ -202,7 +220,12 @@ class TestWorkspace:
         for layer in decoder_layers(model):
             alone.append(run(stacked_outputs, layer))
         for layer, expected in zip(decoder_layers(model), alone, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(run(stacked_outputs, layer, Work(space=space)), expected, strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(
+                    run(stacked_outputs, layer, Work(space=space)), expected, strict=True
+                )
+            )
         ((memory,),) = (space._kept.values(),)
         assert memory.numel() == 4 * N * F
 
@@ -222,7 +245,9 @@ class TestWorkspace:
         assert space.uses == 4
 
     @pytest.mark.parametrize("shared", [True, False])
-    def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(self, load_model, monkeypatch, shared):
+    def test_a_graph_that_outlives_its_backward_holds_no_dense_weight(
+        self, load_model, monkeypatch, shared
+    ):
         made = []
 
         def watched(module: Any, dtype: torch.dtype) -> Tensor:
@@ -233,9 +258,12 @@ class TestWorkspace:
         dense = trained.product_weight
         monkeypatch.setattr(trained, "product_weight", watched)
         layer = decoder_layers(student(load_model))[0]
-        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D), Work(space=Workspace() if shared else None))[1]
+        output = stacked_outputs(
+            layer, normal(0, N, D), normal(1, N, D), Work(space=Workspace() if shared else None)
+        )[1]
         gc.collect()
-        assert [ref() is not None for ref in made] == [False, False, True]  # gate and up are gone, down waits for backward
+        # gate and up are gone, down waits for backward
+        assert [ref() is not None for ref in made] == [False, False, True]
         output.sum().backward()
         gc.collect()
         assert made[2]() is None and output.requires_grad
@@ -249,7 +277,9 @@ class Unpacked(TorchDispatchMode):
         self.count = Counter[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = {"dequantize_4bit": 0, "gemm_4bit": 1}.get(func._schema.name.removeprefix("bitsandbytes::"))
+        place = {"dequantize_4bit": 0, "gemm_4bit": 1}.get(
+            func._schema.name.removeprefix("bitsandbytes::")
+        )
         if place is not None:
             self.count[args[place].data_ptr()] += 1
         return func(*args, **(kwargs or {}))
@@ -261,13 +291,20 @@ class Unpacked(TorchDispatchMode):
         # by layer: attention's four, gate, up, down
         ("local", {}, {0: (1, 1, 1, 1), 1: (1, 1, 1, 1), 2: (1, 1, 1, 1), 3: (0, 0, 0, 0)}),
         ("propagated", {}, {0: (1, 1, 1, 1), 1: (2, 2, 2, 2), 2: (2, 2, 2, 2), 3: (0, 0, 0, 0)}),
-        # teacher, student, and where the gradient passes through once more: in the first converted layer it does through down alone
+        # teacher, student, and where the gradient passes through once more: in the first converted
+        # layer it does through down alone
         ("end_to_end", {}, {0: (1, 1, 1, 1), 1: (2, 2, 2, 2), 2: (3, 3, 3, 3), 3: (0, 0, 0, 0)}),
-        ("end_to_end", {"logit_kl_weight": 0.5}, {0: (1, 1, 1, 1), 1: (2, 2, 2, 2), 2: (3, 3, 3, 3), 3: (3, 3, 3, 3)}),
+        (
+            "end_to_end",
+            {"logit_kl_weight": 0.5},
+            {0: (1, 1, 1, 1), 1: (2, 2, 2, 2), 2: (3, 3, 3, 3), 3: (3, 3, 3, 3)},
+        ),
     ],
 )
 @pytest.mark.parametrize("residual", ["modulate", "keep"])
-def test_a_packed_weight_is_dequantised_no_more_often_than_it_has_to_be(load_model, batch, strategy, own, expected, residual):
+def test_a_packed_weight_is_dequantised_no_more_often_than_it_has_to_be(
+    load_model, batch, strategy, own, expected, residual
+):
     model = student(load_model, NPTConfig(rank=4, layers="1-2", residual=residual))
     with Unpacked() as unpacked:
         drive(model, batch, TrainConfig(strategy=strategy, **own))
@@ -312,7 +349,9 @@ class TestCompiled:
             monkeypatch.setattr(fused, name, fused._Body(getattr(fused, name)._plain))
 
     @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
-    def test_the_setting_hands_the_elementwise_work_to_the_compiler_once_for_all_layers(self, load_model, batch, monkeypatch, strategy):
+    def test_the_setting_hands_the_elementwise_work_to_the_compiler_once_for_all_layers(
+        self, load_model, batch, monkeypatch, strategy
+    ):
         made = []
 
         def compiled(function: Any, **_: Any) -> Any:
@@ -324,7 +363,12 @@ class TestCompiled:
         plain = drive(model, batch, TrainConfig(strategy=strategy))
         assert made == []
         found = drive(model, batch, TrainConfig(strategy=strategy, compile=True))
-        assert sorted(made) == ["_modulate_backward_block", "_modulate_block", "_product_backward_block", "_product_block"]
+        assert sorted(made) == [
+            "_modulate_backward_block",
+            "_modulate_block",
+            "_product_backward_block",
+            "_product_block",
+        ]
         assert torch.equal(found.loss, plain.loss)
 
     @pytest.mark.slow
@@ -333,7 +377,9 @@ class TestCompiled:
         model, results = student(load_model), []
         for compiled in (False, True):
             sums = drive(model, batch, TrainConfig(regularization_lambda=0.3, compile=compiled))
-            results.append([sums.loss, sums.reg, *(p.grad for p in adapter_parameters(model).values())])
+            results.append(
+                [sums.loss, sums.reg, *(p.grad for p in adapter_parameters(model).values())]
+            )
             for parameter in adapter_parameters(model).values():
                 parameter.grad = None
         assert_same(*results)
@@ -341,11 +387,17 @@ class TestCompiled:
 
 @pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
 @pytest.mark.parametrize("regularised", [True, False])
-def test_where_down_alone_is_modulated_nothing_goes_back_through_the_mlp(load_model, monkeypatch, outputs, regularised):
-    layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="all", targets=("down",))))[1]
+def test_where_down_alone_is_modulated_nothing_goes_back_through_the_mlp(
+    load_model, monkeypatch, outputs, regularised
+):
+    layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="all", targets=("down",))))[
+        1
+    ]
     expected = run(outputs, layer, Work(regularised))
     back: list[str] = []
     for name in ("product_backward", "multiply_backward"):
         monkeypatch.setattr(trained, name, lambda *_, name=name, **__: back.append(name))
     found = run(outputs, layer, Work(regularised))
-    assert back == [] and all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert back == [] and all(
+        torch.equal(one, other) for one, other in zip(found, expected, strict=True)
+    )

@@ -36,9 +36,13 @@ def test_the_token_gets_the_others_modulation_and_those_before_it_keep_theirs(mo
     for index, layer in npt_layers(model):
         assert torch.equal(seen.codes[index], donor.codes[index])
         for target in layer.npt.config.targets:
-            for got, wanted in zip(seen.terms[index][target], donor.terms[index][target], strict=True):
+            for got, wanted in zip(
+                seen.terms[index][target], donor.terms[index][target], strict=True
+            ):
                 torch.testing.assert_close(got, wanted)  # fp32: products of four and of five tokens
-    assert torch.equal(after[:position], before[:position]) and not torch.equal(after[position], before[position])
+    assert torch.equal(after[:position], before[:position]) and not torch.equal(
+        after[position], before[position]
+    )
     assert torch.equal(logits(model), before)
 
 
@@ -55,7 +59,9 @@ def test_generating_with_the_cache_gives_the_same_tokens_as_without(model, posit
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     plain = model.generate(ids, **arguments)
     with npt.transplanted(model, npt.modulation_of(model, IDS), position):
-        with_cache, without = (model.generate(ids, use_cache=cached, **arguments) for cached in (True, False))
+        with_cache, without = (
+            model.generate(ids, use_cache=cached, **arguments) for cached in (True, False)
+        )
     assert torch.equal(with_cache, without) and torch.equal(model.generate(ids, **arguments), plain)
 
 
@@ -65,7 +71,8 @@ def test_every_row_of_a_batch_gets_it(model):
         together = model(torch.tensor([OTHER, IDS[:4]])).logits
         alone = [logits(model, ids) for ids in (OTHER, IDS[:4])]
     for got, wanted in zip(together, alone, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)  # logits of order 5, two rows and one in other products
+        # logits of order 5, two rows and one in other products
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_result_is_what_a_pass_within_the_context_gives(model):
@@ -86,26 +93,44 @@ def test_the_result_is_what_a_pass_within_the_context_gives(model):
         )
     p, q = result.receiver.double(), result.transplanted.double()
     kl = result.divergences()
-    assert kl["receiver_to_transplanted"] == pytest.approx(float((p.exp() * (p - q)).sum())) and all(v >= 0 for v in kl.values())
+    assert kl["receiver_to_transplanted"] == pytest.approx(
+        float((p.exp() * (p - q)).sum())
+    ) and all(v >= 0 for v in kl.values())
     assert len(result.top(10_000)["donor"]) == 128
 
 
 def test_of_one_text_to_itself_nothing_changes(model):
     kl = npt.transplant(model, IDS, IDS).divergences()
-    assert kl == {"receiver_to_transplanted": 0.0, "donor_to_transplanted": 0.0, "donor_to_receiver": 0.0}
+    assert kl == {
+        "receiver_to_transplanted": 0.0,
+        "donor_to_transplanted": 0.0,
+        "donor_to_receiver": 0.0,
+    }
 
 
 def test_what_cannot_be_transplanted_is_refused(model, load_model):
     donor = npt.modulation_of(model, IDS)
     for refused, error, message in (
         (lambda: npt.transplanted(model, donor, -1), ConfigError, "position is -1"),
-        (lambda: npt.transplanted(student(load_model, rank=4), donor, 0), ModelError, "rank 8 for layer 1, the model has rank 4"),
-        (lambda: npt.transplanted(student(load_model, layers="2"), donor, 0), ModelError, "layer 1, the model has no adapter"),
+        (
+            lambda: npt.transplanted(student(load_model, rank=4), donor, 0),
+            ModelError,
+            "rank 8 for layer 1, the model has rank 4",
+        ),
+        (
+            lambda: npt.transplanted(student(load_model, layers="2"), donor, 0),
+            ModelError,
+            "layer 1, the model has no adapter",
+        ),
         (lambda: npt.transplanted(load_model(), donor, 0), ModelError, "no NPT adapters"),
     ):
         with pytest.raises(error, match=message), refused():
             pass
-    with npt.transplanted(model, donor, 0), pytest.raises(ModelError, match="transplanted already"), npt.transplanted(model, donor, 1):
+    with (
+        npt.transplanted(model, donor, 0),
+        pytest.raises(ModelError, match="transplanted already"),
+        npt.transplanted(model, donor, 1),
+    ):
         pass
     with pytest.raises(ConfigError, match="token 9 was asked for"):
         npt.transplant(model, IDS, OTHER, -1, 9)
@@ -118,4 +143,6 @@ def test_training_mode_and_the_adapters_mode_are_left_as_they_were(model):
         layer.npt.mode = "teacher"
     result = npt.transplant(model, IDS, OTHER)
     assert math.isfinite(result.divergences()["donor_to_receiver"])
-    assert all(m.training for m in model.modules()) and all(layer.npt.mode == "teacher" for _, layer in npt_layers(model))
+    assert all(m.training for m in model.modules()) and all(
+        layer.npt.mode == "teacher" for _, layer in npt_layers(model)
+    )

@@ -16,14 +16,27 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_parameters, at_random_start, attached_config, decoder_layers, npt_layers
+from npt.adapters.attach import (
+    adapter_parameters,
+    at_random_start,
+    attached_config,
+    decoder_layers,
+    npt_layers,
+)
 from npt.calibration import calibrate as calibrating
 from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.placement import Placement
 from npt.calibration.plan import HOST_KEEP
 from npt.calibration.report import calibration_table
 from npt.data.sample import Sample
-from npt.errors import ConfigError, DataError, ModelError, NotSupportedError, NPTError, NumericalError
+from npt.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    NotSupportedError,
+    NPTError,
+    NumericalError,
+)
 
 TOKENS = 900
 
@@ -48,12 +61,17 @@ def student(load_model: Callable[..., Any], quantization: str | None = "nf4", **
 
 def calibrate(model: Any, tokenizer: Any, data: Any = None, **options: Any) -> npt.Calibration:
     return npt.calibrate(
-        model, tokenizer, samples() if data is None else data, **{"tokens": TOKENS, "batch_size": 4, "rounds": 2, **options}
+        model,
+        tokenizer,
+        samples() if data is None else data,
+        **{"tokens": TOKENS, "batch_size": 4, "rounds": 2, **options},
     )
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
+    return {
+        name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()
+    }
 
 
 def kl(model: Any, tokenizer: Any) -> tuple[float, float]:
@@ -62,31 +80,42 @@ def kl(model: Any, tokenizer: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("inputs", ["teacher", "propagated"])
-def test_a_calibrated_student_is_far_nearer_to_its_teacher_than_the_floor(inputs, load_model, tokenizer) -> None:
+def test_a_calibrated_student_is_far_nearer_to_its_teacher_than_the_floor(
+    inputs, load_model, tokenizer
+) -> None:
     model = student(load_model, rank=32)
     found = calibrate(model, tokenizer, inputs=inputs)
     near, floor = kl(model, tokenizer)
     assert near < 0.5 * floor
     assert list(found.layers) == [1, 2, 3] and found.nmse.keys() == found.layers.keys()
     for layer in found.layers.values():
-        assert layer.nmse_after <= layer.nmse_linear * 1.05 < layer.nmse_before and layer.kl_after <= layer.kl_linear < layer.kl_before
+        assert (
+            layer.nmse_after <= layer.nmse_linear * 1.05 < layer.nmse_before
+            and layer.kl_after <= layer.kl_linear < layer.kl_before
+        )
     assert found.tokens == TOKENS and 0 < found.heldout_tokens < TOKENS / 4
 
 
 def test_figures_of_the_report_are_those_of_the_layer_itself(load_model, tokenizer) -> None:
     model, data = student(load_model, layers="2"), samples()
     found = calibrate(model, tokenizer, data)
-    parts = calibrating._split(list(calibrating.batches(calibrating._samples(data, tokenizer, 256, TOKENS, 128), 4, 2)))
+    parts = calibrating._split(
+        list(calibrating.batches(calibrating._samples(data, tokenizer, 256, TOKENS, 128), 4, 2))
+    )
     ids = [i for batch in parts.batches[-(len(parts.batches) // 8) :] for i in batch.sample_ids]
     used = {sample.id: sample for sample in calibrating._samples(data, tokenizer, 256, TOKENS, 128)}
     heldout = [used[i] for i in ids]
     assert sum(len(sample.input_ids) for sample in heldout) == found.heldout_tokens
     layer = npt.evaluate(model, tokenizer, heldout, batch_size=4).layers[2]
-    assert layer["nmse_student"] == pytest.approx(found.layers[2].nmse_after, rel=1e-3)  # fp32 products in another order
+    # fp32 products in another order
+    assert layer["nmse_student"] == pytest.approx(found.layers[2].nmse_after, rel=1e-3)
     assert layer["nmse_floor"] == pytest.approx(found.layers[2].nmse_before, rel=1e-3)
 
 
-@pytest.mark.parametrize(("quantization", "modulation"), [("nf4", "multiplicative"), (None, "additive"), ("fp16", "both")])
+@pytest.mark.parametrize(
+    ("quantization", "modulation"),
+    [("nf4", "multiplicative"), (None, "additive"), ("fp16", "both")],
+)
 def test_every_form_and_base_is_calibrated(quantization, modulation, load_model, tokenizer) -> None:
     model = student(load_model, quantization, layers="2", modulation=modulation)
     before = weights(model)
@@ -94,8 +123,12 @@ def test_every_form_and_base_is_calibrated(quantization, modulation, load_model,
     layer = found.layers[2]
     assert layer.kl_after < layer.kl_before
     after = weights(model)
-    assert after.keys() == before.keys() and all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in after.values())
-    assert any(name.split(".npt.")[1].startswith("M.") and p.any() for name, p in after.items()) == (modulation != "additive")
+    assert after.keys() == before.keys() and all(
+        p.dtype == torch.float32 and torch.isfinite(p).all() for p in after.values()
+    )
+    assert any(
+        name.split(".npt.")[1].startswith("M.") and p.any() for name, p in after.items()
+    ) == (modulation != "additive")
 
 
 def sizes(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -105,7 +138,9 @@ def sizes(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @given(st.integers(0, 1000), st.floats(-6, 3), st.floats(-4, 3))
-def test_balancing_changes_no_bit_of_the_student_and_evens_its_numbers(seed, exponent, other) -> None:
+def test_balancing_changes_no_bit_of_the_student_and_evens_its_numbers(
+    seed, exponent, other
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     spread = torch.logspace(-2, 2, 5)
     before = {
@@ -116,16 +151,22 @@ def test_balancing_changes_no_bit_of_the_student_and_evens_its_numbers(seed, exp
     after = balanced(before)
     a = torch.randn(12, 7, generator=draw)
     for name in ("B.gate", "M.down"):
-        for r in range(5):  # each rank by itself: how a product of matrices sums is the library's affair
+        # each rank by itself: how a product of matrices sums is the library's affair
+        for r in range(5):
             assert torch.equal(
-                after[name][:, r : r + 1] @ (after["A"][r : r + 1] @ a), before[name][:, r : r + 1] @ (before["A"][r : r + 1] @ a)
+                after[name][:, r : r + 1] @ (after["A"][r : r + 1] @ a),
+                before[name][:, r : r + 1] @ (before["A"][r : r + 1] @ a),
             )
     rows, columns = sizes(after)
-    assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())  # the nearest power of two, on both sides of the square root
+    # the nearest power of two, on both sides of the square root
+    assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())
 
 
 def test_balancing_leaves_alone_what_nothing_reads_and_what_reads_nothing() -> None:
-    before = {"A": torch.tensor([[1e-3, 2e-3], [0.0, 0.0], [0.0, 0.0]]), "B.up": torch.tensor([[0.0, 3.0, 0.0]])}
+    before = {
+        "A": torch.tensor([[1e-3, 2e-3], [0.0, 0.0], [0.0, 0.0]]),
+        "B.up": torch.tensor([[0.0, 3.0, 0.0]]),
+    }
     assert all(torch.equal(value, before[name]) for name, value in balanced(before).items())
 
 
@@ -145,7 +186,9 @@ def test_equal_seeds_give_equal_adapters_and_these_are_balanced(load_model, toke
         found.append(weights(model))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     for _, layer in npt_layers(model):
-        rows, columns = sizes({name.removeprefix("npt."): p.detach() for name, p in layer.npt.named_parameters()})
+        rows, columns = sizes(
+            {name.removeprefix("npt."): p.detach() for name, p in layer.npt.named_parameters()}
+        )
         assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())
 
 
@@ -158,7 +201,11 @@ def test_the_base_the_modes_and_the_random_state_stay_as_they_were(load_model, t
     assert npt.base_hash(model) == before and torch.equal(torch.get_rng_state(), state)
     assert [layer.npt.mode for _, layer in npt_layers(model)] == ["student", "floor", "student"]
     assert model.training and all(p.grad is None for p in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for layer in decoder_layers(model) for module in layer.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+    )
 
 
 def test_a_budget_of_ranks_is_spent_saved_and_loaded(load_model, tokenizer, tmp_path: Path) -> None:
@@ -185,7 +232,8 @@ class Poisoned(nn.Module):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
-        self.layer_idx = getattr(module, "layer_idx", None)  # by which attention is told apart from layer to layer
+        # by which attention is told apart from layer to layer
+        self.layer_idx = getattr(module, "layer_idx", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.module(*args, **kwargs)
@@ -202,7 +250,9 @@ class Poisoned(nn.Module):
         (("model", "norm"), "the teacher's logits are not finite"),
     ],
 )
-def test_a_non_finite_number_is_named_and_nothing_is_changed(place, named, load_model, tokenizer) -> None:
+def test_a_non_finite_number_is_named_and_nothing_is_changed(
+    place, named, load_model, tokenizer
+) -> None:
     model = student(load_model)
     owner = model.get_submodule(place[0])
     setattr(owner, place[1], Poisoned(getattr(owner, place[1])))
@@ -210,11 +260,15 @@ def test_a_non_finite_number_is_named_and_nothing_is_changed(place, named, load_
     with pytest.raises(NumericalError, match=named) as caught:
         calibrate(model, tokenizer)
     assert "\n" not in str(caught.value)
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items()) and at_random_start(model)
+    assert all(
+        torch.equal(value, before[name]) for name, value in weights(model).items()
+    ) and at_random_start(model)
     assert all(layer.npt.mode == "student" for _, layer in npt_layers(model))
 
 
-def test_a_failure_in_the_last_layer_leaves_the_first_as_it_was(load_model, tokenizer, monkeypatch) -> None:
+def test_a_failure_in_the_last_layer_leaves_the_first_as_it_was(
+    load_model, tokenizer, monkeypatch
+) -> None:
     model = student(load_model)
     before, original, calls = weights(model), calibrating.solve, iter(range(3))
 
@@ -232,22 +286,44 @@ def test_a_failure_in_the_last_layer_leaves_the_first_as_it_was(load_model, toke
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] = {
     "no data": ({}, {"data": []}, DataError, "needs two samples"),
-    "records without text": ({}, {"data": [{"text": ""}, {"text": ""}]}, DataError, "needs two samples"),
+    "records without text": (
+        {},
+        {"data": [{"text": ""}, {"text": ""}]},
+        DataError,
+        "needs two samples",
+    ),
     "one sample": ({}, {"data": samples(1)}, DataError, "the data gave 1"),
     "one batch": ({}, {"data": samples(3), "batch_size": 8}, DataError, "one batch only"),
     "too little for the rank": ({"rank": 64}, {"data": samples(8)}, DataError, "rank 64 needs 256"),
     "no tokens": ({}, {"tokens": 0}, ConfigError, "--calibration_tokens is 0"),
     "negative rounds": ({}, {"rounds": -1}, ConfigError, "--calibration_rounds is -1"),
-    "other inputs": ({}, {"inputs": "student"}, ConfigError, "--calibration_inputs is 'student'; choose from teacher, propagated"),
+    "other inputs": (
+        {},
+        {"inputs": "student"},
+        ConfigError,
+        "--calibration_inputs is 'student'; choose from teacher, propagated",
+    ),
     "a budget below one each": ({}, {"rank_budget": 2}, ConfigError, "--rank_budget is 2"),
     "a budget beyond the model": ({}, {"rank_budget": 193}, ConfigError, "3 to 192 ranks"),
-    "another form": ({"mult_form": "one_plus_tanh"}, {}, NotSupportedError, "--mult_form is one_plus_tanh"),
-    "kept residual": ({"residual": "keep"}, {}, NotSupportedError, "--residual keep start equal to their base"),
+    "another form": (
+        {"mult_form": "one_plus_tanh"},
+        {},
+        NotSupportedError,
+        "--mult_form is one_plus_tanh",
+    ),
+    "kept residual": (
+        {"residual": "keep"},
+        {},
+        NotSupportedError,
+        "--residual keep start equal to their base",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_calibrated_is_refused_in_one_line_and_changes_nothing(case, load_model, tokenizer) -> None:
+def test_what_cannot_be_calibrated_is_refused_in_one_line_and_changes_nothing(
+    case, load_model, tokenizer
+) -> None:
     form, options, kind, named = REFUSED[case]
     model = student(load_model, **form)
     before = weights(model)
@@ -276,7 +352,9 @@ def test_settings_that_cannot_work_are_refused_before_a_base_is_loaded(form, bud
         check_calibration(npt.NPTConfig(**form), budget, 2, 64)
 
 
-def test_ids_outside_the_vocabulary_are_left_out_and_the_last_sample_is_cut(load_model, tokenizer) -> None:
+def test_ids_outside_the_vocabulary_are_left_out_and_the_last_sample_is_cut(
+    load_model, tokenizer
+) -> None:
     model = student(load_model, layers="2", rank=4)
     data = [Sample("bad", (3, 4, 500)), *samples(40)]
     found = calibrate(model, tokenizer, data, tokens=200, rounds=0)
@@ -287,13 +365,19 @@ def test_packed_samples_stay_apart(load_model, tokenizer) -> None:
     """Two documents in one row calibrate as the two alone do, to fp32 rounding."""
     pairs = samples(32)
     packed = [
-        Sample(f"{a.id}+{b.id}", a.input_ids + b.input_ids, None, (len(a.input_ids), len(b.input_ids)))
+        Sample(
+            f"{a.id}+{b.id}", a.input_ids + b.input_ids, None, (len(a.input_ids), len(b.input_ids))
+        )
         for a, b in zip(pairs[::2], pairs[1::2], strict=True)
     ]
     found = []
     for data, batch_size in ((pairs, 4), (packed, 2)):
         model = student(load_model, layers="1", modulation="additive")
-        found.append(calibrate(model, tokenizer, data, tokens=10_000, rounds=0, batch_size=batch_size).layers[1])
+        found.append(
+            calibrate(
+                model, tokenizer, data, tokens=10_000, rounds=0, batch_size=batch_size
+            ).layers[1]
+        )
     assert found[0].nmse_before == pytest.approx(found[1].nmse_before, rel=1e-4)
 
 
@@ -316,7 +400,10 @@ def test_estimate_progress_and_table_are_shown(load_model, tokenizer) -> None:
 def test_memory_beside_the_base_grows_with_the_tokens_by_a_bounded_amount() -> None:
     model = npt.quant.load.read_config("tiny")
     config, cpu = npt.NPTConfig(rank=16), torch.device("cpu")
-    few, many = (calibrating.plan(config, model, (4, 5), (16, 16), tokens, 3) for tokens in (1 << 14, 1 << 20))
+    few, many = (
+        calibrating.plan(config, model, (4, 5), (16, 16), tokens, 3)
+        for tokens in (1 << 14, 1 << 20)
+    )
     assert 0 <= many.ram(cpu, Placement()) - few.ram(cpu, Placement()) <= HOST_KEEP
     assert many.disk(Placement()) == 64 * few.disk(Placement())
     assert 64 * few.products <= many.products < 96 * few.products  # fewer linearisations are held

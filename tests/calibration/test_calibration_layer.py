@@ -33,4 +33,6 @@ def test_one_layer_is_calibrated_and_timed(benchmark, monkeypatch, capsys) -> No
     assert found["host_seconds"] == found["seconds"] > found["factorisation_seconds"] > 0
     assert found["device_seconds"] == 0 and found["peak_bytes"] is None
     assert found["factorisations"] == 3 + 4 * 3  # eigendecompositions, and four ridges of three B
-    assert all(math.isfinite(found[name]) for name in ("forecast_seconds", "nmse_before", "nmse_after"))
+    assert all(
+        math.isfinite(found[name]) for name in ("forecast_seconds", "nmse_before", "nmse_after")
+    )

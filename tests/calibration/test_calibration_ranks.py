@@ -11,7 +11,9 @@ from npt.errors import ConfigError
 
 LAYERS = st.dictionaries(
     st.integers(0, 40),
-    st.lists(st.floats(0, 1e3, allow_nan=False), min_size=4, max_size=4).map(lambda values: sorted(values, reverse=True)),
+    st.lists(st.floats(0, 1e3, allow_nan=False), min_size=4, max_size=4).map(
+        lambda values: sorted(values, reverse=True)
+    ),
     min_size=1,
     max_size=6,
 )
@@ -30,5 +32,11 @@ def test_a_budget_is_spent_whole_and_no_rank_is_worth_more_elsewhere(worth, shar
 
 @pytest.mark.parametrize("budget", [2, 13])
 def test_a_budget_that_starves_a_layer_or_cannot_be_spent_is_refused(budget) -> None:
-    with pytest.raises(ConfigError, match=f"--rank_budget is {budget}; 3 converted layers of a model of hidden size 4 take 3 to 12 ranks"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            f"--rank_budget is {budget}; 3 converted layers of a model of hidden size 4 take 3 to"
+            " 12 ranks"
+        ),
+    ):
         check_budget(budget, layers=3, hidden_size=4)

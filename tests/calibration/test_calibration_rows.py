@@ -27,5 +27,7 @@ def test_a_full_disk_is_one_line_before_anything_is_written(monkeypatch) -> None
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"calibration needs 4 MiB of disk.*No space left.*TMPDIR"):
+    with pytest.raises(
+        ConfigError, match=r"calibration needs 4 MiB of disk.*No space left.*TMPDIR"
+    ):
         Rows(1024, 1024)

@@ -1,4 +1,6 @@
-"""The devices that a calibration keeps its matrices and rows on, and the host where they do not fit."""
+"""The devices that a calibration keeps its matrices and rows on, and the host where they do not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ FREE = {"all": 60 << 30, "none": 0}
 
 
 @pytest.mark.parametrize("free", FREE)
-def test_a_calibration_on_a_device_gives_the_hosts_adapters(free, expected, load_model, tokenizer, cuda, monkeypatch) -> None:
+def test_a_calibration_on_a_device_gives_the_hosts_adapters(
+    free, expected, load_model, tokenizer, cuda, monkeypatch
+) -> None:
     """The simulated device computes as the CPU does: whatever is kept where, no bit may differ."""
     wanted = expected(1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE[free], 80 << 30))
@@ -97,7 +101,9 @@ def out_of_memory() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
 
 
-def test_without_memory_for_the_grams_the_first_walk_is_begun_again_on_the_host(expected, load_model, tokenizer, cuda, monkeypatch) -> None:
+def test_without_memory_for_the_grams_the_first_walk_is_begun_again_on_the_host(
+    expected, load_model, tokenizer, cuda, monkeypatch
+) -> None:
     wanted = expected(0)
     original, calls = sensitivity._moved, []
 
@@ -116,7 +122,9 @@ def test_without_memory_for_the_grams_the_first_walk_is_begun_again_on_the_host(
     assert "begun again with Gram matrices and factorisations on the host, rows on disk" in line
 
 
-def test_without_memory_for_a_layer_those_solved_before_stay_solved(expected, load_model, tokenizer, cuda, monkeypatch) -> None:
+def test_without_memory_for_a_layer_those_solved_before_stay_solved(
+    expected, load_model, tokenizer, cuda, monkeypatch
+) -> None:
     wanted = expected(0)
     original, tried = calibrating.solve, []
 
@@ -133,7 +141,9 @@ def test_without_memory_for_a_layer_those_solved_before_stay_solved(expected, lo
     assert tried == [(CUDA, CUDA), (CUDA, CUDA), (HOST, HOST)]  # layer 1, then layer 2 twice
 
 
-def test_without_memory_on_the_host_path_either_nothing_is_changed(load_model, tokenizer, cuda, monkeypatch) -> None:
+def test_without_memory_on_the_host_path_either_nothing_is_changed(
+    load_model, tokenizer, cuda, monkeypatch
+) -> None:
     def solving(*_: Any) -> Any:
         raise out_of_memory()
 
@@ -161,7 +171,9 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 def sized(**bytes_of: int) -> Plan:
     """A plan in which each thing takes 100 bytes unless told otherwise; its D is 1."""
     names = ("graph", "sums", "waiting", "factor", "solving", "rows", "kept")
-    return Plan(width=1, products=1.0, factorisations=1, **{**dict.fromkeys(names, 100), **bytes_of})
+    return Plan(
+        width=1, products=1.0, factorisations=1, **{**dict.fromkeys(names, 100), **bytes_of}
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +205,10 @@ def test_no_placement_that_is_chosen_exceeds_the_memory_planned_with() -> None:
         assert placement.all_on_host or made.peak(CUDA, placement) <= SHARE * free
         assert kept == 0 or made.peak(CUDA, placement) <= SHARE * free
     assert made.keep(CUDA, made.place(CUDA, 2000), 2000) == made.kept
-    assert [made.place(CUDA, free) for free in (10**9, 0)] == [placement_of(CUDA, PREFERENCES[0]), Placement()]
+    assert [made.place(CUDA, free) for free in (10**9, 0)] == [
+        placement_of(CUDA, PREFERENCES[0]),
+        Placement(),
+    ]
 
 
 def test_a_cpu_keeps_all_as_ever() -> None:
@@ -225,8 +240,12 @@ def test_the_graph_of_a_batch_is_predicted(shape, rows) -> None:
 
 
 @pytest.mark.parametrize(("rounds", "inputs"), [(0, "teacher"), (1, "propagated"), (3, "teacher")])
-def test_a_layer_takes_three_eigendecompositions_however_many_rounds_it_takes(rounds, inputs, load_model, tokenizer, monkeypatch) -> None:
-    """Two for the code's directions, one for the coordinates of all rounds, one solve per B and ridge."""
+def test_a_layer_takes_three_eigendecompositions_however_many_rounds_it_takes(
+    rounds, inputs, load_model, tokenizer, monkeypatch
+) -> None:
+    """Two for the code's directions, one for the coordinates of all rounds, one solve per B and
+    ridge.
+    """
     model, counts = student(load_model, **TINY), {"eigh": 0, "solve": 0}
     for name in counts:
         original = getattr(torch.linalg, name)
@@ -244,7 +263,9 @@ def test_a_layer_takes_three_eigendecompositions_however_many_rounds_it_takes(ro
     assert made.factorisations == counts["eigh"]
 
 
-def test_linearisations_that_are_kept_change_no_bit(expected, load_model, tokenizer, monkeypatch) -> None:
+def test_linearisations_that_are_kept_change_no_bit(
+    expected, load_model, tokenizer, monkeypatch
+) -> None:
     wanted = expected(1)
     original, computed = calibrating.Tail.at, []
     monkeypatch.setattr(Plan, "keep", lambda *_: 0)
@@ -296,7 +317,9 @@ def test_tf32_reaches_no_product_that_is_solved_with(load_model, tokenizer, monk
     assert seen == {"gram": {"highest"}, "solve": {"highest"}}
 
 
-def test_an_eigendecomposition_that_a_device_gives_up_on_is_made_on_the_host(cuda, monkeypatch) -> None:
+def test_an_eigendecomposition_that_a_device_gives_up_on_is_made_on_the_host(
+    cuda, monkeypatch
+) -> None:
     original, tried = torch.linalg.eigh, []
 
     def eigh(matrix: Tensor) -> Any:

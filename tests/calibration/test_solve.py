@@ -15,7 +15,15 @@ import npt
 from npt.adapters.attach import npt_layers
 from npt.calibration import solve as solving
 from npt.calibration.rows import Rows
-from npt.calibration.solve import Problem, errors, gauss_newton_step, linear_start, round_share, solve, worth
+from npt.calibration.solve import (
+    Problem,
+    errors,
+    gauss_newton_step,
+    linear_start,
+    round_share,
+    solve,
+    worth,
+)
 from npt.calibration.tail import Parameters, Tail
 
 TOKENS, HELDOUT = 600, 100
@@ -32,8 +40,12 @@ def rows(values: Tensor) -> Rows:
     return made
 
 
-def problem_of(load_model: Callable[..., Any], target: Callable[[Tail, Tensor, Tensor], Tensor], **form: Any) -> tuple[Problem, Parameters]:
-    """Layer 1 of the random Llama on random tokens, with the outputs that `target` makes, and a code of unit variance."""
+def problem_of(
+    load_model: Callable[..., Any], target: Callable[[Tail, Tensor, Tensor], Tensor], **form: Any
+) -> tuple[Problem, Parameters]:
+    """Layer 1 of the random Llama on random tokens, with the outputs that `target` makes, and a
+    code of unit variance.
+    """
     model = load_model("nf4")
     npt.attach(model, npt.NPTConfig(**{"layers": "1", "rank": 6, **form}))
     tail = Tail(npt_layers(model)[0][1])
@@ -50,14 +62,23 @@ def teacher(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
 
 def adapted(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
     """What an adapter that starts from a slightly different code gives."""
-    p = {**tail.form(6), "A": torch.linalg.qr(normal(64, 6, seed=3))[0].T + 0.05 * normal(6, 64, seed=4)}
-    p = {name: value if name == "A" else 0.1 * normal(*value.shape, seed=5 + i) for i, (name, value) in enumerate(p.items())}
+    p = {
+        **tail.form(6),
+        "A": torch.linalg.qr(normal(64, 6, seed=3))[0].T + 0.05 * normal(6, 64, seed=4),
+    }
+    p = {
+        name: value if name == "A" else 0.1 * normal(*value.shape, seed=5 + i)
+        for i, (name, value) in enumerate(p.items())
+    }
     return h + tail.at(p, h, a).output
 
 
 def multiplied(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
     """What an adapter with a multiplicative term and no other gives."""
-    p = {"A": torch.linalg.qr(normal(64, 6, seed=3))[0].T, **{f"M.{t}": 0.3 * normal(w, 6, seed=8) for t, w in WIDTHS.items()}}
+    p = {
+        "A": torch.linalg.qr(normal(64, 6, seed=3))[0].T,
+        **{f"M.{t}": 0.3 * normal(w, 6, seed=8) for t, w in WIDTHS.items()},
+    }
     return h + tail.at(p, h, a).output
 
 
@@ -68,9 +89,16 @@ def test_code_directions_have_unit_covariance_and_are_ordered_by_worth(seed, wid
     covariance, sensitivity = root.T @ root / len(root), score.T @ score / len(score)
     values, directions = worth(covariance, sensitivity)
     assert torch.all(values[:-1] >= values[1:])
-    torch.testing.assert_close(directions @ covariance @ directions.T, torch.eye(width, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        directions @ covariance @ directions.T,
+        torch.eye(width, dtype=torch.float64),
+        rtol=0,
+        atol=1e-6,
+    )
     # What all directions are worth together is what losing a altogether costs: E a'S a.
-    torch.testing.assert_close(values.sum(), (covariance @ sensitivity).trace(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        values.sum(), (covariance @ sensitivity).trace(), rtol=1e-6, atol=1e-9
+    )
 
 
 def test_what_an_adapter_can_do_is_found_by_the_rounds(load_model) -> None:
@@ -81,11 +109,15 @@ def test_what_an_adapter_can_do_is_found_by_the_rounds(load_model) -> None:
     assert all(solution.parameters[name].any() for name in p)
 
 
-def test_what_is_multiplied_is_found_by_a_multiplicative_term_and_by_nothing_else(load_model) -> None:
+def test_what_is_multiplied_is_found_by_a_multiplicative_term_and_by_nothing_else(
+    load_model,
+) -> None:
     costs = {}
     for modulation in ("both", "additive"):
         problem, p = problem_of(load_model, multiplied, modulation=modulation)
-        costs[modulation] = solve(problem, p["A"], {name: value for name, value in p.items() if name != "A"}, rounds=4).final.cost
+        costs[modulation] = solve(
+            problem, p["A"], {name: value for name, value in p.items() if name != "A"}, rounds=4
+        ).final.cost
     assert costs["both"] < 0.05 * costs["additive"]
 
 
@@ -97,7 +129,9 @@ def test_rounds_never_make_the_held_out_cost_worse_than_the_linear_start(load_mo
     assert found[0].final.cost < found[0].floor.cost
     assert found[1].final.cost < found[0].final.cost
     assert all(solution.final.cost <= solution.linear.cost for solution in found)
-    assert not any(value.any() for name, value in found[0].parameters.items() if name.startswith("M."))
+    assert not any(
+        value.any() for name, value in found[0].parameters.items() if name.startswith("M.")
+    )
 
 
 def test_a_step_agrees_with_the_dense_normal_equations(load_model, monkeypatch) -> None:
@@ -115,11 +149,17 @@ def test_a_step_agrees_with_the_dense_normal_equations(load_model, monkeypatch) 
             unit[name].view(-1)[i] = 1.0
             columns.append(problem.tail.pushed(p, unit, at).flatten())
     jacobian = torch.stack(columns, dim=1).double()
-    exact = torch.linalg.lstsq(jacobian, (t - h - at.output).flatten().double().unsqueeze(1), driver="gelsd").solution
+    exact = torch.linalg.lstsq(
+        jacobian, (t - h - at.output).flatten().double().unsqueeze(1), driver="gelsd"
+    ).solution
     found = torch.cat([step[name].flatten() for name in names]).double()
     residual = (t - h - at.output).flatten().double()
-    best, reached = (float(residual.square().sum() - (residual - jacobian @ x).square().sum()) for x in (exact.squeeze(1), found))
-    # Conjugate gradients in fp32 stop short of what a factorisation in fp64 finds, in the directions that matter least.
+    best, reached = (
+        float(residual.square().sum() - (residual - jacobian @ x).square().sum())
+        for x in (exact.squeeze(1), found)
+    )
+    # Conjugate gradients in fp32 stop short of what a factorisation in fp64 finds, in the
+    # directions that matter least.
     assert 0.95 * best <= reached <= best * (1 + 1e-9) and best > 0
 
 
@@ -131,7 +171,9 @@ def test_the_linear_start_is_ridge_regression(load_model) -> None:
     damped = z.T @ z + 0.1 * (z.T @ z).diagonal().mean() * torch.eye(6, dtype=torch.float64)
     expected = torch.linalg.solve(damped, z.T @ difference).T.float()
     # The sums are over 500 tokens in fp32, then fp64.
-    torch.testing.assert_close(linear_start(problem, zero, 0.1)["B.gate"], expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        linear_start(problem, zero, 0.1)["B.gate"], expected, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_the_size_of_a_chunk_changes_nothing_but_rounding(load_model, monkeypatch) -> None:

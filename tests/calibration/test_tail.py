@@ -27,14 +27,29 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(load_model: Callable[..., Any], targets: tuple[str, ...], modulation: str) -> tuple[Any, Tail, Parameters, Tensor, Tensor]:
+def made(
+    load_model: Callable[..., Any], targets: tuple[str, ...], modulation: str
+) -> tuple[Any, Tail, Parameters, Tensor, Tensor]:
     """A layer of rank 5 with parameters large enough that every term matters, and 7 tokens."""
     model = load_model("nf4")
-    npt.attach(model, npt.NPTConfig(layers="2", rank=5, targets=targets, modulation=modulation, additive_scale=0.3, mult_bound=0.7))
+    npt.attach(
+        model,
+        npt.NPTConfig(
+            layers="2",
+            rank=5,
+            targets=targets,
+            modulation=modulation,
+            additive_scale=0.3,
+            mult_bound=0.7,
+        ),
+    )
     layer = npt_layers(model)[0][1]
     tail = Tail(layer)
     p = {"A": normal(5, 64, seed=1) * 0.3, **tail.form(5)}
-    p = {name: value if name == "A" else value + normal(*value.shape, seed=2 + i) * 0.4 for i, (name, value) in enumerate(p.items())}
+    p = {
+        name: value if name == "A" else value + normal(*value.shape, seed=2 + i) * 0.4
+        for i, (name, value) in enumerate(p.items())
+    }
     return layer, tail, p, normal(7, 64, seed=20), normal(7, 64, seed=21)
 
 
@@ -66,8 +81,16 @@ def test_pushing_and_pulling_are_the_derivative(targets, modulation, load_model)
     torch.testing.assert_close(at.output, expected, rtol=1e-4, atol=1e-4)
     # Sums of up to 128 products of fp32 numbers of size 10, in another order than autograd's.
     torch.testing.assert_close(tail.pushed(p, d, at), change, rtol=1e-3, atol=1e-3)
-    for (name, found), expected_gradient in zip(tail.pulled(p, r, at).items(), gradients, strict=True):
-        torch.testing.assert_close(found, expected_gradient, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, found), expected_gradient in zip(
+        tail.pulled(p, r, at).items(), gradients, strict=True
+    ):
+        torch.testing.assert_close(
+            found,
+            expected_gradient,
+            rtol=1e-3,
+            atol=1e-3,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def reference(tail: Tail, p: Parameters, h: Tensor, a: Tensor) -> Tensor:
@@ -76,7 +99,11 @@ def reference(tail: Tail, p: Parameters, h: Tensor, a: Tensor) -> Tensor:
     gate, up = tail.products(h)
 
     def modulated(target: str, y: Tensor) -> Tensor:
-        m = 1 + tail.beta * (2 * torch.sigmoid(z @ p[f"M.{target}"].T) - 1) if f"M.{target}" in p else 1.0
+        m = (
+            1 + tail.beta * (2 * torch.sigmoid(z @ p[f"M.{target}"].T) - 1)
+            if f"M.{target}" in p
+            else 1.0
+        )
         return m * y + (z @ p[f"B.{target}"].T if f"B.{target}" in p else 0.0)
 
     product = torch.nn.functional.silu(modulated("gate", gate)) * modulated("up", up)

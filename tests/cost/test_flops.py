@@ -1,4 +1,6 @@
-"""The formulas against the figures of a known shape, and against the products that the strategies make."""
+"""The formulas against the figures of a known shape, and against the products that the strategies
+make.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class TestLlama8B:
     """At rows of 2,048 tokens, in GFLOP per token."""
 
     def test_one_layer_is_two_for_every_weight_and_half_of_the_scores(self):
-        assert layer_flops(LLAMA_3_1_8B, 2048) == 2 * (41_943_040 + 3 * 4096 * 14336) + 2 * 2048 * 4096
+        assert (
+            layer_flops(LLAMA_3_1_8B, 2048) == 2 * (41_943_040 + 3 * 4096 * 14336) + 2 * 2048 * 4096
+        )
 
     def test_local_with_all_layers_takes_29_5(self):
         assert floor_flops(LLAMA_3_1_8B, 2048, ALL) / 1e9 == pytest.approx(29.5, abs=0.05)
@@ -72,7 +76,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory, load_model: Any) -> Any:
     LlamaForCausalLM(config).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(loading.EMBEDDED_FOLDER / file, folder / file)
-    return lambda quantization: npt.load_base(str(folder), quantization=quantization, device="cpu")[0]
+    return lambda quantization: npt.load_base(str(folder), quantization=quantization, device="cpu")[
+        0
+    ]
 
 
 def full_rows() -> Batch:
@@ -81,17 +87,26 @@ def full_rows() -> Batch:
 
 
 def counted(model: Any, config: TrainConfig, teacher: Any = None) -> float:
-    """Per token, without what the figure of the regulariser takes: B'B of each additive term, and a product with it per token; both
-    once for every forward of the layer.
+    """Per token, without what the figure of the regulariser takes: B'B of each additive term, and a
+    product with it per token; both once for every forward of the layer.
 
     Nor with the angles of the positions, which transformers before 5.23 multiplies out as matrices.
     """
     batch = full_rows()
     angles: list[Any] = []
     models = [model] if teacher is None else [model, teacher]
-    hooks = [m.model.rotary_emb.register_forward_hook(lambda *call: angles.append(call), with_kwargs=True) for m in models]
+    hooks = [
+        m.model.rotary_emb.register_forward_hook(
+            lambda *call: angles.append(call), with_kwargs=True
+        )
+        for m in models
+    ]
     layers = [layer.npt for _, layer in npt_layers(model)]
-    energy = sum(2 * add.shape[1] ** 2 * (len(add) + batch.tokens) for adapter in layers for add in adapter.B.values())
+    energy = sum(
+        2 * add.shape[1] ** 2 * (len(add) + batch.tokens)
+        for adapter in layers
+        for add in adapter.B.values()
+    )
     energy *= 1 + config.gradient_checkpointing
     total = count_flops(lambda: drive(model, batch, config, teacher))
     for hook in hooks:
@@ -114,12 +129,16 @@ def test_a_strategy_makes_exactly_the_products_of_its_formula(llama, quantizatio
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("logits", [0.0, 1.0])
-def test_checkpointing_adds_a_second_forward_up_to_what_backward_reads(llama, quantization, form, logits):
+def test_checkpointing_adds_a_second_forward_up_to_what_backward_reads(
+    llama, quantization, form, logits
+):
     model, batch = llama(quantization), full_rows()
     npt.attach(model, FORMS[form])
     share = logits * batch.scored / batch.tokens
     config = TrainConfig(strategy="end_to_end", logit_kl_weight=logits, gradient_checkpointing=True)
-    expected = training_flops(Shape.of(model.config), LENGTH, FORMS[form], "end_to_end", logits=share, checkpointing=True)
+    expected = training_flops(
+        Shape.of(model.config), LENGTH, FORMS[form], "end_to_end", logits=share, checkpointing=True
+    )
     assert counted(model, config) == pytest.approx(expected, rel=1e-12)
 
 
@@ -137,7 +156,8 @@ def test_a_loss_on_the_logits_adds_the_layers_behind_and_the_head(llama, loss):
     batch, shape = full_rows(), Shape.of(model.config)
     share = batch.scored / batch.tokens
     expected = training_flops(shape, LENGTH, form, "end_to_end", logits=share)
-    if loss == "cross_entropy":  # the teacher has no logits in it, and needs no layer behind the last converted one
+    # the teacher has no logits in it, and needs no layer behind the last converted one
+    if loss == "cross_entropy":
         expected -= 2 * shape.head_weights * share + 2 * layer_flops(shape, LENGTH)
     config = TrainConfig(strategy="end_to_end", logit_kl_weight=0.5, logit_loss=loss)
     assert counted(model, config) == pytest.approx(expected, rel=1e-12)
@@ -164,17 +184,31 @@ class TestCount:
     def test_causal_attention_counts_half_and_its_backward_twice(self, heads):
         q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for _ in range(3))
         full = 2 * 2 * heads * 16 * 16 * 16
-        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward()) == 3 * full
-        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()) == 3 * full // 2
+        assert (
+            count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward())
+            == 3 * full
+        )
+        assert (
+            count_flops(
+                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+            )
+            == 3 * full // 2
+        )
 
     @pytest.mark.parametrize("act", [torch.addmm, torch.Tensor.addmm_])
     def test_a_product_that_is_added_counts_in_place_as_well(self, act):
-        assert count_flops(lambda: act(torch.ones(3, 5), torch.ones(3, 4), torch.ones(4, 5))) == 2 * 3 * 4 * 5
+        assert (
+            count_flops(lambda: act(torch.ones(3, 5), torch.ones(3, 4), torch.ones(4, 5)))
+            == 2 * 3 * 4 * 5
+        )
 
     def test_a_masked_score_matrix_is_computed_and_counted_whole(self):
         q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
         mask = torch.ones(16, 16, dtype=torch.bool).tril()
-        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)) == 2 * 2 * 16 * 16 * 16
+        assert (
+            count_flops(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+            == 2 * 2 * 16 * 16 * 16
+        )
 
     def test_nothing_counts_nothing(self):
         assert count_flops(lambda: torch.ones(3) + 1) == 0
@@ -191,7 +225,9 @@ def test_the_low_rank_products_grow_with_rank_targets_and_terms():
 
     @pytest.mark.parametrize("masked", [False, True])
     def test_the_kernel_of_fp32_on_cuda_counts_as_the_cpus(self, monkeypatch, masked):
-        """Causal half of its scores, a mask none of them; backward twice as much. Shapes alone, by torch's own functions of them."""
+        """Causal half of its scores, a mask none of them; backward twice as much. Shapes alone, by
+        torch's own functions of them.
+        """
         from types import SimpleNamespace
 
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -205,4 +241,9 @@ def test_the_low_rank_products_grow_with_rank_targets_and_terms():
             q, k, v = (torch.empty(3, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2))
             mask = torch.ones(3, 1, 40, 40, dtype=torch.bool) if masked else None
             once = 2 * 3 * 4 * 40 * 40 * (16 + 16) // (1 if masked else 2)
-            assert count_flops(lambda: attention.sdpa_attention(layer, q, k, v, mask)[0].sum().backward()) == 3 * once
+            assert (
+                count_flops(
+                    lambda: attention.sdpa_attention(layer, q, k, v, mask)[0].sum().backward()
+                )
+                == 3 * once
+            )

@@ -23,7 +23,12 @@ from npt.quant.random_base import random_base
 ROWS, LENGTH = 3, 40
 
 LLAMA = LlamaConfig(
-    vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 ADAPTER = NPTConfig(rank=4, layers="1,2")
 
@@ -37,14 +42,24 @@ def stored(quantization: str | None) -> torch.dtype:
 def test_a_hollow_base_counts_the_bytes_of_a_real_one(quantization, tied) -> None:
     config = LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": tied})
     hollow = Hollow().base(config, quantization, stored(quantization), ADAPTER)
-    assert bytes_of(hollow) == storage_bytes(tensors_of(random_base(config, quantization=quantization, device="cpu")))
+    assert bytes_of(hollow) == storage_bytes(
+        tensors_of(random_base(config, quantization=quantization, device="cpu"))
+    )
 
 
 @pytest.mark.parametrize(
     ("quantization", "settings"),
     [
         ("nf4", {"strategy": "local"}),
-        (None, {"strategy": "local", "loss": "nmse_update", "token_weighting": "disagreement", "regularization_lambda": 0.1}),
+        (
+            None,
+            {
+                "strategy": "local",
+                "loss": "nmse_update",
+                "token_weighting": "disagreement",
+                "regularization_lambda": 0.1,
+            },
+        ),
         ("nf4", {"strategy": "propagated"}),
         (None, {"strategy": "end_to_end"}),
         ("nf4", {"strategy": "end_to_end", "logit_kl_weight": 0.5}),
@@ -56,8 +71,13 @@ def test_the_peak_of_a_hollow_micro_batch_is_that_of_a_real_one(quantization, se
 
     def count() -> tuple[int, int]:
         place = Hollow()
-        model, batch = place.base(LLAMA, quantization, stored(quantization), ADAPTER), place.batch(ROWS, LENGTH)
-        return place.peak_of(lambda: drive(model, batch, config)), place.peak_of(lambda: drive(model, batch, config))
+        model, batch = (
+            place.base(LLAMA, quantization, stored(quantization), ADAPTER),
+            place.batch(ROWS, LENGTH),
+        )
+        return place.peak_of(lambda: drive(model, batch, config)), place.peak_of(
+            lambda: drive(model, batch, config)
+        )
 
     counted, again = count()
     gc.collect()  # nothing hollow is to be taken for something real
@@ -69,14 +89,20 @@ def test_the_peak_of_a_hollow_micro_batch_is_that_of_a_real_one(quantization, se
     real = batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device("cpu"))
     drive(model, real, config)  # what is made once, like tables of positions, is there
     measured = peak_bytes(lambda: drive(model, real, config), "cpu").added
-    # The buffers of the attention kernel, some tens of KiB, are in the measured figure alone; all else is the same to the byte.
+    # The buffers of the attention kernel, some tens of KiB, are in the measured figure alone; all
+    # else is the same to the byte.
     assert counted == again and abs(counted - measured) < 0.05 * measured
 
 
 def test_a_layer_of_the_largest_models_is_counted_without_memory() -> None:
     place = Hollow()
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=1, num_attention_heads=64, num_key_value_heads=8
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=1,
+        num_attention_heads=64,
+        num_key_value_heads=8,
     )
     model: Any = None
 
@@ -84,7 +110,8 @@ def test_a_layer_of_the_largest_models_is_counted_without_memory() -> None:
         nonlocal model
         model = place.base(config, "nf4", torch.bfloat16, NPTConfig(rank=16, layers="0"))
 
-    assert peak_bytes(make, "cpu").added < 32 * 2**20  # the adapters' start, which is drawn before it is thrown away
+    # the adapters' start, which is drawn before it is thrown away
+    assert peak_bytes(make, "cpu").added < 32 * 2**20
     assert bytes_of(model) > 2**30
     batch = place.batch(1, 512)
     assert place.peak_of(lambda: drive(model, batch, TrainConfig())) > 2**28
@@ -102,7 +129,9 @@ def test_few_blocks_of_rows_take_what_all_of_them_take(monkeypatch) -> None:
     for blocks in (hollow._few_blocks, contextlib.nullcontext):
         monkeypatch.setattr(hollow, "_few_blocks", blocks)
         counts += [
-            place.peak_of(lambda strategy=strategy: drive(model, batch, TrainConfig(strategy=strategy)))
+            place.peak_of(
+                lambda strategy=strategy: drive(model, batch, TrainConfig(strategy=strategy))
+            )
             for strategy in ("local", "end_to_end")
         ]
     assert counts[:2] == counts[2:]
@@ -118,6 +147,12 @@ def test_attention_of_fp32_on_cuda_is_counted_in_linear_memory(monkeypatch, atte
     model = place.base(LLAMA, "nf4", torch.bfloat16, ADAPTER, attn_implementation=attention)
     config = TrainConfig(strategy="end_to_end")
     batches = [place.batch(1, length) for length in (512, 1024)]
-    short, long = (place.peak_of(lambda batch=batch: drive(model, batch, config)) for batch in batches)
+    short, long = (
+        place.peak_of(lambda batch=batch: drive(model, batch, config)) for batch in batches
+    )
     scores = 4 * 1024**2 * LLAMA.num_attention_heads
-    assert (long < 2.05 * short and long < scores) if attention == "sdpa" else long > scores + 3 * short / 2
+    assert (
+        (long < 2.05 * short and long < scores)
+        if attention == "sdpa"
+        else long > scores + 3 * short / 2
+    )

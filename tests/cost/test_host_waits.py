@@ -59,7 +59,10 @@ def test_on_cuda_the_debug_mode_is_set_and_restored_whatever_happens(monkeypatch
 
 def test_on_cuda_torch_s_error_becomes_ours_and_no_other_does(monkeypatch):
     Mode(monkeypatch)
-    with pytest.raises(HostWaitError, match=r"^called a synchronizing CUDA operation$"), no_waits("cuda"):
+    with (
+        pytest.raises(HostWaitError, match=r"^called a synchronizing CUDA operation$"),
+        no_waits("cuda"),
+    ):
         raise RuntimeError("called a synchronizing CUDA operation\nmore")
     with pytest.raises(RuntimeError, match=r"^other$") as caught, no_waits("cuda"):
         raise RuntimeError("other")
@@ -71,6 +74,8 @@ def test_on_cuda_torch_s_warnings_are_counted_and_others_pass(monkeypatch):
     with pytest.warns(UserWarning, match=r"^another$") as passed, count_waits("cuda") as found:
         assert mode.now == 1
         for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+            warnings.warn(
+                "called a synchronizing CUDA operation (Triggered internally)", stacklevel=1
+            )
         warnings.warn("another", stacklevel=1)
     assert found.total() == 3 and len(passed) == 1 and mode.now == 0

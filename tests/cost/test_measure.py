@@ -37,12 +37,14 @@ def test_the_peak_is_the_highest_sum_of_what_lives_at_once():
 
 def test_the_scratch_of_one_operation_counts():
     x = block(4)
-    assert peak_bytes(lambda: (x + 1).exp().sum(), "cpu").added in range(8 * MIB, 8 * MIB + 1024)  # and the sum itself
+    # and the sum itself
+    assert peak_bytes(lambda: (x + 1).exp().sum(), "cpu").added in range(8 * MIB, 8 * MIB + 1024)
 
 
 def test_what_backward_allocates_counts():
     x = block(4).requires_grad_()
-    # Forward keeps the results of both; backward makes one gradient beside them, and frees each result once it is used.
+    # Forward keeps the results of both; backward makes one gradient beside them, and frees each
+    # result once it is used.
     added = peak_bytes(lambda: x.exp().exp().sum().backward(), "cpu").added
     assert 12 * MIB <= added < 12 * MIB + 1024  # and the sum itself
     with torch.no_grad():
@@ -59,7 +61,11 @@ def test_memory_that_was_there_before_is_in_the_baseline_and_not_added():
     before = live_bytes("cpu")
     held = block(7)
     found = peak_bytes(lambda: block(2), "cpu")
-    assert found.baseline - before == 7 * MIB and found.added == 2 * MIB and found.peak == found.baseline + found.added
+    assert (
+        found.baseline - before == 7 * MIB
+        and found.added == 2 * MIB
+        and found.peak == found.baseline + found.added
+    )
     del held
 
 
@@ -152,26 +158,37 @@ def test_any_order_of_making_and_freeing_is_followed(changes, seed):
 
 
 def test_a_packed_product_counts_its_dequantised_weight():
-    layer = bnb.nn.Linear4bit(256, 512, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    layer = bnb.nn.Linear4bit(
+        256, 512, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+    ).to("cpu")
     layer.support_avx512bf16_for_cpu = False
     x = torch.randn(4, 256)
     with torch.no_grad():
         layer(x)
         added = peak_bytes(lambda: layer(x), "cpu").added
-    # The dense weight beside the product, and little else: bitsandbytes may keep a second form of it for a moment.
+    # The dense weight beside the product, and little else: bitsandbytes may keep a second form of
+    # it for a moment.
     assert 4 * 512 * 256 + 4 * 4 * 512 <= added <= 3 * 4 * 512 * 256
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="a process cannot reset its high-water mark here")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="a process cannot reset its high-water mark here",
+)
 def test_the_process_grows_by_what_was_measured(first: SimpleNamespace) -> None:
-    """In a process of its own: one that has freed much before may hold room for a block already, and then grows by less."""
+    """In a process of its own: one that has freed much before may hold room for a block already,
+    and then grows by less.
+    """
     added, grown = map(int, first.grown.read_text().split())
     assert added == 192 * MIB
-    # Blocks of this size are mapped and unmapped one by one, so that the process follows; the profiler's own records are small.
+    # Blocks of this size are mapped and unmapped one by one, so that the process follows; the
+    # profiler's own records are small.
     assert abs(grown - added) < 8 * MIB
 
 
-def test_a_training_step_in_4_bit_needs_more_than_its_states_and_comes_back_to_where_it_was(load_model, batch):
+def test_a_training_step_in_4_bit_needs_more_than_its_states_and_comes_back_to_where_it_was(
+    load_model, batch
+):
     model = load_model()
     npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
 
@@ -190,7 +207,10 @@ def test_storages_count_once_and_whole():
     assert storage_bytes([x, x[:10], x.view(10, 10), x.detach()]) == 400
     assert storage_bytes([x[:10]]) == 400
     assert storage_bytes([x, torch.zeros(50)]) == 600
-    assert storage_bytes([torch.zeros(0), torch.zeros(9, device="meta"), torch.eye(3).to_sparse()]) == 0
+    assert (
+        storage_bytes([torch.zeros(0), torch.zeros(9, device="meta"), torch.eye(3).to_sparse()])
+        == 0
+    )
 
 
 def test_owners_give_up_all_their_tensors():
@@ -204,7 +224,10 @@ def test_owners_give_up_all_their_tensors():
     optimizer.step()
     counters = 2 * 4  # fused AdamW counts the steps of each parameter
     assert storage_bytes(tensors_of(layer, optimizer)) == 4 * weights + 28 + counters
-    assert storage_bytes(tensors_of([layer], {"again": optimizer}, (layer,))) == 4 * weights + 28 + counters
+    assert (
+        storage_bytes(tensors_of([layer], {"again": optimizer}, (layer,)))
+        == 4 * weights + 28 + counters
+    )
 
 
 def test_a_packed_weight_comes_with_its_statistics(load_model):
@@ -213,15 +236,27 @@ def test_a_packed_weight_comes_with_its_statistics(load_model):
     state = packed.quant_state
     held = [packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
     assert {t.data_ptr() for t in held} <= {t.data_ptr() for t in tensors_of(model)}
-    # A weight takes half a byte, and a byte of scale for 64 of them, whose own scales and two tables come on top.
-    assert packed.numel() + packed.numel() // 32 < storage_bytes(tensors_of(packed)) < packed.numel() * 1.05 + 4096
+    # A weight takes half a byte, and a byte of scale for 64 of them, whose own scales and two
+    # tables come on top.
+    assert (
+        packed.numel() + packed.numel() // 32
+        < storage_bytes(tensors_of(packed))
+        < packed.numel() * 1.05 + 4096
+    )
 
 
 def test_a_batch_gives_its_tensors():
-    batch = batch_from_tensors(torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64))
+    batch = batch_from_tensors(
+        torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
+    )
     assert batch.scored == 8
     ids = {t.data_ptr() for t in tensors_of(batch)}
-    assert {batch.input_ids.data_ptr(), batch.labels.data_ptr(), batch.valid_index.data_ptr(), batch.scored_index.data_ptr()} <= ids
+    assert {
+        batch.input_ids.data_ptr(),
+        batch.labels.data_ptr(),
+        batch.valid_index.data_ptr(),
+        batch.scored_index.data_ptr(),
+    } <= ids
 
 
 def test_a_ring_of_owners_ends():

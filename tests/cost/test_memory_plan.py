@@ -15,7 +15,14 @@ from npt.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.00 KiB"), (2**20, "1.00 MiB"), (6.2 * 2**30, "6.20 GiB")]
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (2**20, "1.00 MiB"),
+        (6.2 * 2**30, "6.20 GiB"),
+    ],
 )
 def test_sizes_are_written_in_the_largest_unit_that_they_fill(size, text) -> None:
     assert shown(size) == text
@@ -36,18 +43,31 @@ def test_trainable_numbers_are_those_that_attach_makes(load_model, settings) -> 
     model = load_model(None)
     config = NPTConfig(**{"rank": 3, **settings})
     npt.attach(model, config)
-    assert adapter_numbers(Shape.of(model.config), config) == sum(p.numel() for p in adapter_parameters(model).values())
+    assert adapter_numbers(Shape.of(model.config), config) == sum(
+        p.numel() for p in adapter_parameters(model).values()
+    )
 
 
 def test_a_plan_adds_up_by_phase_and_names_what_takes_most() -> None:
-    plan = MemoryPlan((Term("base", 10), Term("graph", 30, ("micro-batch",)), Term("logits", 35, ("evaluation",)), Term("other", 1)), 2, 1)
+    plan = MemoryPlan(
+        (
+            Term("base", 10),
+            Term("graph", 30, ("micro-batch",)),
+            Term("logits", 35, ("evaluation",)),
+            Term("other", 1),
+        ),
+        2,
+        1,
+    )
     assert [plan.of(phase) for phase in ("micro-batch", "step", "evaluation")] == [41, 11, 46]
     assert (plan.peak, plan.phase, plan.largest.name) == (46, "evaluation", "logits")
     assert plan.as_dict()["phases"] == {"micro-batch": 41, "step": 11, "evaluation": 46}
 
 
 def test_results_that_come_late_keep_a_state_of_training_for_each_step_in_flight() -> None:
-    assert [sum(term.bytes for term in state_terms(1000, in_flight=steps)) for steps in (0, 1, 3)] == [4000 * 8, 4000 * 11, 4000 * 17]
+    assert [
+        sum(term.bytes for term in state_terms(1000, in_flight=steps)) for steps in (0, 1, 3)
+    ] == [4000 * 8, 4000 * 11, 4000 * 17]
 
 
 def test_the_host_says_what_is_free() -> None:
@@ -67,7 +87,15 @@ def test_a_shape_may_be_given_in_numbers() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["llama", "1,2,3", "256,512,8,4,2,x", "256,512,8,0,2,1000", "100,512,8,8,2,1000", "256,512,8,4,3,1000", f"256,512,{10**30},4,2,1000"],
+    [
+        "llama",
+        "1,2,3",
+        "256,512,8,4,2,x",
+        "256,512,8,0,2,1000",
+        "100,512,8,8,2,1000",
+        "256,512,8,4,3,1000",
+        f"256,512,{10**30},4,2,1000",
+    ],
 )
 def test_a_shape_that_cannot_be_is_refused_in_one_line(text) -> None:
     with pytest.raises(ConfigError, match="--shape is") as caught:

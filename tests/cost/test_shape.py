@@ -7,12 +7,24 @@ from npt.adapters.attach import decoder_layers
 from npt.cost.named import SHAPES
 from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 
 
 def weights(module: nn.Module) -> int:
     """Of linear layers and embeddings, tied ones once."""
-    return sum({id(part.weight): part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear | nn.Embedding)}.values())
+    return sum(
+        {
+            id(part.weight): part.weight.numel()
+            for part in module.modules()
+            if isinstance(part, nn.Linear | nn.Embedding)
+        }.values()
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -21,7 +33,8 @@ def weights(module: nn.Module) -> int:
     [
         LlamaConfig(**SMALL, num_key_value_heads=2),
         LlamaConfig(**SMALL),
-        Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=24),  # heads together are wider than the model
+        # heads together are wider than the model
+        Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=24),
     ],
     ids=["grouped", "plain", "wide heads"],
 )
@@ -41,5 +54,9 @@ def test_the_weights_of_a_shape_are_those_of_its_model(config, tied):
 def test_the_named_shapes_have_the_sizes_in_their_names():
     assert LLAMA_3_1_8B.weights == pytest.approx(8.03e9, rel=1e-3)
     assert LLAMA_3_2_1B.weights == pytest.approx(1.236e9, rel=1e-3)
-    for name, weights in {"qwen3-8b": 8.19e9, "mistral-7b": 7.248e9, "smollm2-135m": 134.5e6}.items():
+    for name, weights in {
+        "qwen3-8b": 8.19e9,
+        "mistral-7b": 7.248e9,
+        "smollm2-135m": 134.5e6,
+    }.items():
         assert SHAPES[name].weights == pytest.approx(weights, rel=1e-3), name

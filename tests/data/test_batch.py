@@ -5,10 +5,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data.batch import Batch, batch_from_tensors, batches, collate, find_fault, pad_id_of, target_index
+from npt.data.batch import (
+    Batch,
+    batch_from_tensors,
+    batches,
+    collate,
+    find_fault,
+    pad_id_of,
+    target_index,
+)
 from npt.data.samples import Sample
 
-ROWS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4)
+ROWS = st.lists(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4
+)
 
 
 def make(*rows: tuple[int, ...]) -> list[Sample]:
@@ -17,20 +27,34 @@ def make(*rows: tuple[int, ...]) -> list[Sample]:
 
 class TestCollate:
     @settings(deadline=None, max_examples=80)
-    @given(rows=ROWS, side=st.sampled_from(["left", "right"]), pad=st.integers(0, 9), extra=st.integers(0, 3))
+    @given(
+        rows=ROWS,
+        side=st.sampled_from(["left", "right"]),
+        pad=st.integers(0, 9),
+        extra=st.integers(0, 3),
+    )
     def test_keeps_every_token_and_adds_nothing_valid(self, rows, side, pad, extra):
         """The padding id is among the tokens on purpose: what is real is told by position."""
         width = max(map(len, rows)) + extra
         batch = collate(make(*rows), pad, side=side, length=width)
         assert batch.input_ids.shape == (len(rows), width)
-        assert {t.dtype for t in (batch.input_ids, batch.attention_mask, batch.position_ids, batch.labels, batch.valid_index)} == {
-            torch.int64
-        }
+        assert {
+            t.dtype
+            for t in (
+                batch.input_ids,
+                batch.attention_mask,
+                batch.position_ids,
+                batch.labels,
+                batch.valid_index,
+            )
+        } == {torch.int64}
         flat = [token for row in rows for token in row]
         assert batch.tokens == len(flat)
         assert batch.padded == (len(flat) < len(rows) * width)
         assert batch.input_ids.flatten()[batch.valid_index].tolist() == flat
-        assert batch.position_ids.flatten()[batch.valid_index].tolist() == [place for row in rows for place in range(len(row))]
+        assert batch.position_ids.flatten()[batch.valid_index].tolist() == [
+            place for row in rows for place in range(len(row))
+        ]
         valid = batch.attention_mask.bool()
         assert torch.equal(valid.flatten().nonzero().squeeze(-1), batch.valid_index)
         assert torch.equal(batch.labels, torch.where(valid, batch.input_ids, -100))
@@ -71,12 +95,16 @@ class TestScored:
 
     @settings(deadline=None, max_examples=60)
     @given(rows=ROWS, side=st.sampled_from(["left", "right"]), extra=st.integers(0, 3))
-    def test_every_token_but_a_rows_first_is_predicted_from_the_one_before_it(self, rows, side, extra):
+    def test_every_token_but_a_rows_first_is_predicted_from_the_one_before_it(
+        self, rows, side, extra
+    ):
         batch = collate(make(*rows), 2, side=side, length=max(map(len, rows)) + extra)
         assert batch.scored == len(batch.scored_index) == sum(len(row) - 1 for row in rows)
         flat = batch.labels.flatten()
         assert flat[batch.scored_index + 1].tolist() == [token for row in rows for token in row[1:]]
-        assert batch.input_ids.flatten()[batch.scored_index].tolist() == [token for row in rows for token in row[:-1]]
+        assert batch.input_ids.flatten()[batch.scored_index].tolist() == [
+            token for row in rows for token in row[:-1]
+        ]
         assert batch.document_lengths.tolist() == [len(row) for row in rows]
         assert batch.scored_lengths.tolist() == [len(row) - 1 for row in rows if len(row) > 1]
 
@@ -86,14 +114,21 @@ class TestScored:
         masked = replace(batch, labels=labels)
         assert batch.scored_index.tolist() == [0, 1, 2, 4]
         assert masked.scored_index.tolist() == [1, 2, 4]  # made anew for the changed batch
-        assert masked.scored_lengths.tolist() == [2, 1] and masked.document_lengths.tolist() == [4, 2]
+        assert masked.scored_lengths.tolist() == [2, 1] and masked.document_lengths.tolist() == [
+            4,
+            2,
+        ]
         assert replace(batch, labels=torch.full_like(labels, -100)).scored == 0
 
     def test_documents_that_share_a_row_predict_nothing_of_one_another(self):
         batch = collate(make((5, 6, 7, 8, 9), (4, 3)), 2)
         packed = replace(batch, position_ids=torch.tensor([[0, 1, 2, 0, 1], [0, 1, 1, 1, 1]]))
         assert packed.scored_index.tolist() == [0, 1, 3, 5]
-        assert packed.document_lengths.tolist() == [3, 2, 2] and packed.scored_lengths.tolist() == [2, 1, 1]
+        assert packed.document_lengths.tolist() == [3, 2, 2] and packed.scored_lengths.tolist() == [
+            2,
+            1,
+            1,
+        ]
 
     def test_targets_further_ahead_stay_in_their_row_and_document(self):
         labels = torch.tensor([[1, 2, 3, -100, 5], [6, 7, 8, -100, -100]])
@@ -126,7 +161,11 @@ def test_moving_a_batch_keeps_what_it_holds(batch):
     for name in ("input_ids", "attention_mask", "position_ids", "labels", "valid_index", *found):
         assert torch.equal(getattr(moved, name), getattr(batch, name))
     # the meta device shows that every tensor moves
-    assert {t.device.type for t in vars(batch.to(torch.device("meta"))).values() if isinstance(t, torch.Tensor)} == {"meta"}
+    assert {
+        t.device.type
+        for t in vars(batch.to(torch.device("meta"))).values()
+        if isinstance(t, torch.Tensor)
+    } == {"meta"}
 
 
 @settings(deadline=None, max_examples=40)
@@ -159,7 +198,9 @@ def test_the_padding_id_is_the_pad_token_else_the_end_token_else_zero(ids, expec
 
 
 class TestFindFault:
-    GOOD = batch_from_tensors(torch.tensor([[5, 6, 7], [8, 9, 2]]), torch.tensor([[1, 1, 1], [1, 1, 0]]), ("a@0", "b@8"))
+    GOOD = batch_from_tensors(
+        torch.tensor([[5, 6, 7], [8, 9, 2]]), torch.tensor([[1, 1, 1], [1, 1, 0]]), ("a@0", "b@8")
+    )
 
     def changed(self, name: str, row: int, column: int, value: int) -> Batch:
         tensor = getattr(self.GOOD, name).clone()
@@ -172,12 +213,18 @@ class TestFindFault:
     @pytest.mark.parametrize("value", [10, -1, -100, 2**40])
     def test_a_token_id_outside_the_vocabulary_is_located(self, value):
         fault = find_fault(self.changed("input_ids", 1, 0, value), 10)
-        assert fault == f"token id {value} outside the vocabulary [0, 10) at row 1, position 0 of sample b@8"
+        assert (
+            fault
+            == f"token id {value} outside the vocabulary [0, 10) at row 1, position 0 of sample b@8"
+        )
 
     @pytest.mark.parametrize("value", [10, -1, -99, -101])
     def test_a_label_outside_the_vocabulary_is_located(self, value):
         fault = find_fault(self.changed("labels", 0, 2, value), 10)
-        assert fault == f"label {value} outside the vocabulary [0, 10) at row 0, position 2 of sample a@0"
+        assert (
+            fault
+            == f"label {value} outside the vocabulary [0, 10) at row 0, position 2 of sample a@0"
+        )
 
     def test_the_ignored_label_is_allowed_anywhere(self):
         assert find_fault(self.changed("labels", 0, 1, -100), 10) is None
@@ -193,10 +240,19 @@ class TestFindFault:
 
     @pytest.mark.parametrize(
         ("ids", "mask"),
-        [((2, 3), (2, 4)), ((6,), (6,)), ((1, 2, 3), (1, 2, 3)), ((0, 3), (0, 3)), ((2, 0), (2, 0))],
+        [
+            ((2, 3), (2, 4)),
+            ((6,), (6,)),
+            ((1, 2, 3), (1, 2, 3)),
+            ((0, 3), (0, 3)),
+            ((2, 0), (2, 0)),
+        ],
     )
     def test_another_shape_is_shown(self, ids, mask):
-        tensors = {"input_ids": torch.ones(ids, dtype=torch.int64), "attention_mask": torch.ones(mask, dtype=torch.int64)}
+        tensors = {
+            "input_ids": torch.ones(ids, dtype=torch.int64),
+            "attention_mask": torch.ones(mask, dtype=torch.int64),
+        }
         fault = find_fault(replace(self.GOOD, **tensors), 10)
         assert fault == f"shapes {ids} of ids and {mask} of mask, expected [B, T] twice"
 

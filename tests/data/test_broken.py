@@ -1,4 +1,6 @@
-"""Every broken place of a file is found in one pass, with its line and column, and what is whole is read."""
+"""Every broken place of a file is found in one pass, with its line and column, and what is whole is
+read.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def read(path: Path, **settings) -> tuple[list[dict], Reading]:
 
 
 def places(path: Path, **settings) -> list[tuple[int | None, int | None, str]]:
-    return [(broken.line, broken.column, broken.problem) for broken in read(path, **settings)[1].broken]
+    return [
+        (broken.line, broken.column, broken.problem) for broken in read(path, **settings)[1].broken
+    ]
 
 
 @pytest.fixture(params=[False, True], ids=["kept", "streaming"])
@@ -31,7 +35,10 @@ def streaming(request) -> bool:
 
 def test_every_broken_line_is_located_and_the_others_are_read(tmp_path, streaming):
     path = tmp_path / "data.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n{"text":\n{"text": "b"}\n[1]\n {"text" "c"}\n{"text": "\xff"}\nnull\n{"text": "d"}')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "a"}\n\n{"text":\n{"text": "b"}\n[1]\n {"text" "c"}\n{"text":'
+        b' "\xff"}\nnull\n{"text": "d"}'
+    )
     records, reading = read(path, streaming=streaming)
     assert [r["text"] for r in records] == ["a", "b", "d"]
     assert [r["id"] for r in records] == ["data.jsonl:1", "data.jsonl:4", "data.jsonl:9"]
@@ -100,7 +107,9 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
         ("a.parquet", b"PAR1xxx", None, None, "cannot be read as "),
     ],
 )
-def test_a_fault_of_another_kind_of_file_is_located_as_far_as_it_can_be(tmp_path, name, content, line, column, problem):
+def test_a_fault_of_another_kind_of_file_is_located_as_far_as_it_can_be(
+    tmp_path, name, content, line, column, problem
+):
     (tmp_path / name).write_bytes(content)
     ((found_line, found_column, found_problem),) = places(tmp_path / name)
     assert (found_line, found_column) == (line, column)
@@ -138,4 +147,9 @@ def test_one_broken_file_of_a_folder_does_not_hide_the_others(tmp_path):
 
 def test_a_place_without_line_or_column_is_written_without_them():
     assert str(Broken("a.parquet", None, None, "broken")) == "a.parquet: broken"
-    assert Broken("a", 1, 2, "b").as_dict() == {"where": "a", "line": 1, "column": 2, "problem": "b"}
+    assert Broken("a", 1, 2, "b").as_dict() == {
+        "where": "a",
+        "line": 1,
+        "column": 2,
+        "problem": "b",
+    }

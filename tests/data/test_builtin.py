@@ -12,7 +12,15 @@ def library(tmp_path: Path) -> Path:
     """A small standard library: 40 modules, a package, and what has to be left out."""
     for number in range(40):
         (tmp_path / f"module{number:02}.py").write_text(f"value = {number}\n")
-    for folder in ("json", "json/tests", "test", "site-packages/other", "__pycache__", "ensurepip", "pip/_vendor"):
+    for folder in (
+        "json",
+        "json/tests",
+        "test",
+        "site-packages/other",
+        "__pycache__",
+        "ensurepip",
+        "pip/_vendor",
+    ):
         (tmp_path / folder).mkdir(parents=True)
         for number in range(20):  # enough that some of each would be held out
             (tmp_path / folder / f"inner{number:02}.py").write_text("inner = 1\n")
@@ -27,21 +35,42 @@ def paths(split: str, root: Path | None = None) -> list[str]:
 
 
 def test_the_same_files_are_held_out_for_good():
-    """The embedded model was trained on the others: a file that changed sides would leak into its evaluation."""
-    names = ["ast.py", "http/client.py", "types.py", "enum.py", "os.py", "json/decoder.py", "typing.py", "inspect.py", "abc.py", "dis.py"]
-    assert [name for name in names if is_heldout(name)] == ["ast.py", "http/client.py", "types.py", "enum.py"]
+    """The embedded model was trained on the others: a file that changed sides would leak into its
+    evaluation.
+    """
+    names = [
+        "ast.py",
+        "http/client.py",
+        "types.py",
+        "enum.py",
+        "os.py",
+        "json/decoder.py",
+        "typing.py",
+        "inspect.py",
+        "abc.py",
+        "dis.py",
+    ]
+    assert [name for name in names if is_heldout(name)] == [
+        "ast.py",
+        "http/client.py",
+        "types.py",
+        "enum.py",
+    ]
 
 
 def test_one_file_in_twenty_is_held_out():
     share = sum(is_heldout(f"{number}.py") for number in range(4000)) / 4000
-    assert share == pytest.approx(1 / 20, abs=0.014)  # four standard errors of a share of 1/20 among 4000
+    # four standard errors of a share of 1/20 among 4000
+    assert share == pytest.approx(1 / 20, abs=0.014)
 
 
 def test_the_splits_are_disjoint_and_together_all_the_source(library):
     train, heldout = paths("train", library), paths("heldout", library)
     assert train
     assert heldout
-    expected = {f"module{number:02}.py" for number in range(40)} | {f"json/inner{number:02}.py" for number in range(20)}
+    expected = {f"module{number:02}.py" for number in range(40)} | {
+        f"json/inner{number:02}.py" for number in range(20)
+    }
     assert sorted(train + heldout) == sorted(expected)
     assert all(is_heldout(path) for path in heldout)
     assert not any(is_heldout(path) for path in train)
@@ -50,7 +79,13 @@ def test_the_splits_are_disjoint_and_together_all_the_source(library):
 def test_folders_that_are_left_out_are_not_entered(library, monkeypatch):
     """Of installed packages there may be a hundred times as many files as of the library."""
     entered, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda folder: entered.append(Path(folder).relative_to(library).as_posix()) or scandir(folder))
+    monkeypatch.setattr(
+        os,
+        "scandir",
+        lambda folder: (
+            entered.append(Path(folder).relative_to(library).as_posix()) or scandir(folder)
+        ),
+    )
     assert paths("train", library)
     assert sorted(entered) == [".", "json", "pip"]
 
@@ -60,7 +95,9 @@ def test_the_order_is_that_of_the_paths_and_of_every_pass(library):
 
 
 def test_the_text_is_the_files(library):
-    assert all(text == (library / path).read_text() for path, text in builtin_files("train", library))
+    assert all(
+        text == (library / path).read_text() for path, text in builtin_files("train", library)
+    )
 
 
 def test_this_machine_has_both_splits():

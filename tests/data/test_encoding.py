@@ -1,4 +1,6 @@
-"""Records to tokens and targets: aligned teacher forcing, start and end tokens, conversations, and what is left out."""
+"""Records to tokens and targets: aligned teacher forcing, start and end tokens, conversations, and
+what is left out.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ from npt.errors import DataError
 from npt.quant.load import EMBEDDED_FOLDER
 
 BOS, EOS, PAD = 0, 1, 2  # of the tokenizer fixture and of the embedded one
-SHARED = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SHARED = settings(
+    deadline=None,
+    max_examples=80,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 PLAIN = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{%"
+    " endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -44,40 +50,64 @@ def pair(prompt: Any, completion: Any, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion, **more}
 
 
-def special(before: tuple[str, ...] = ("<s>",), after: tuple[str, ...] = (), chat_template: str | None = None, **tokens: Any) -> Any:
+def special(
+    before: tuple[str, ...] = ("<s>",),
+    after: tuple[str, ...] = (),
+    chat_template: str | None = None,
+    **tokens: Any,
+) -> Any:
     """The embedded tokenizer with other special tokens around a text."""
     backend = Tokenizer.from_file(str(EMBEDDED_FOLDER / "tokenizer.json"))
     names = {"<s>": BOS, "</s>": EOS, "<pad>": PAD}
-    backend.post_processor = TemplateProcessing(single=[*before, "$A", *after], pair="$A $B", special_tokens=list(names.items()))
+    backend.post_processor = TemplateProcessing(
+        single=[*before, "$A", *after], pair="$A $B", special_tokens=list(names.items())
+    )
     given = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", **tokens}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{name: token for name, token in given.items() if token is not None})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **{name: token for name, token in given.items() if token is not None},
+    )
     tokenizer.chat_template = chat_template
     return tokenizer
 
 
 def scored(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    """The next-token loss as every causal language model computes it: logits at t against the label at t + 1."""
+    """The next-token loss as every causal language model computes it: logits at t against the label
+    at t + 1.
+    """
     targets = labels[:, 1:].flatten()
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum"), int((targets != -100).sum())
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum"
+    ), int((targets != -100).sum())
 
 
 class TestAlignedTeacherForcing:
     """The tokenizer fixture turns a character into 3 + ord % 125: a is 100, b 101, and so on."""
 
     def test_ids_and_labels_are_those_written_by_hand(self, tokenizer):
-        short, long = cut([pair("ab", "cd", id="one"), pair("abcd", "e", id="two")], tokenizer, config())
+        short, long = cut(
+            [pair("ab", "cd", id="one"), pair("abcd", "e", id="two")], tokenizer, config()
+        )
         assert short.input_ids == (BOS, 100, 101, 102, 103, EOS)
         assert short.labels == (-100, -100, -100, 102, 103, EOS)
         assert long.input_ids == (BOS, 100, 101, 102, 103, 104, EOS)
         assert long.labels == (-100, -100, -100, -100, -100, 104, EOS)
         batch = collate([short, long], PAD)
-        assert batch.input_ids.tolist() == [[0, 100, 101, 102, 103, 1, 2], [0, 100, 101, 102, 103, 104, 1]]
-        assert batch.labels.tolist() == [[-100, -100, -100, 102, 103, 1, -100], [-100, -100, -100, -100, -100, 104, 1]]
+        assert batch.input_ids.tolist() == [
+            [0, 100, 101, 102, 103, 1, 2],
+            [0, 100, 101, 102, 103, 104, 1],
+        ]
+        assert batch.labels.tolist() == [
+            [-100, -100, -100, 102, 103, 1, -100],
+            [-100, -100, -100, -100, -100, 104, 1],
+        ]
         assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1, 0], [1] * 7]
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_the_loss_counts_the_completions_tokens_and_no_others(self, tokenizer, side):
-        """Of logits that give the right token probability 1/2 behind the prompt and 1e-30 elsewhere, only the former counts."""
+        """Of logits that give the right token probability 1/2 behind the prompt and 1e-30
+        elsewhere, only the former counts.
+        """
         samples = list(cut([pair("ab", "cd"), pair("abcd", "e")], tokenizer, config()))
         batch = collate(samples, PAD, side=side)
         logits = torch.full((2, 7, 128), 0.0, dtype=torch.float64)
@@ -90,7 +120,8 @@ class TestAlignedTeacherForcing:
                 logits[row, offset + place, token] = torch.log(torch.tensor(probability))
         loss, count = scored(logits, batch.labels)
         assert count == 3 + 2  # c d </s> and e </s>
-        assert float(loss) == pytest.approx(5 * torch.log(torch.tensor(2.0)).item(), rel=1e-6)  # logarithms in fp32
+        # logarithms in fp32
+        assert float(loss) == pytest.approx(5 * torch.log(torch.tensor(2.0)).item(), rel=1e-6)
 
     def test_the_gradient_reaches_the_last_token_of_the_prompt_and_none_before_it(self, tokenizer):
         (sample,) = cut([pair("ab", "cd")], tokenizer, config())
@@ -98,13 +129,20 @@ class TestAlignedTeacherForcing:
         logits = torch.randn(1, 8, 128, requires_grad=True)
         scored(logits, batch.labels)[0].backward()
         reached = logits.grad.abs().sum(-1)[0] > 0
-        assert reached.tolist() == [False, False, True, True, True, False, False, False]  # b predicts c, c d, d </s>
+        # b predicts c, c d, d </s>
+        assert reached.tolist() == [False, False, True, True, True, False, False, False]
 
     @SHARED
-    @given(prompt=st.text(max_size=30), completion=st.text(max_size=30), max_length=st.integers(2, 40))
-    def test_the_targets_are_the_end_of_the_sample_whatever_is_cut(self, tokenizer, prompt, completion, max_length):
+    @given(
+        prompt=st.text(max_size=30), completion=st.text(max_size=30), max_length=st.integers(2, 40)
+    )
+    def test_the_targets_are_the_end_of_the_sample_whatever_is_cut(
+        self, tokenizer, prompt, completion, max_length
+    ):
         counts = Counts()
-        samples = list(cut([pair(prompt, completion)], tokenizer, asked(max_length=max_length), counts))
+        samples = list(
+            cut([pair(prompt, completion)], tokenizer, asked(max_length=max_length), counts)
+        )
         if not completion.strip():
             assert samples == [] and counts.skipped == {"empty completion": 1}
             return
@@ -115,21 +153,28 @@ class TestAlignedTeacherForcing:
         kept = min(len(opened), max_length - room)
         assert list(sample.input_ids) == opened[len(opened) - kept :] + answer[:room]
         assert list(sample.labels) == [-100] * kept + answer[:room]
-        assert (counts.cut_prompts, counts.cut_completions) == (int(kept < len(opened)), int(room < len(answer)))
+        assert (counts.cut_prompts, counts.cut_completions) == (
+            int(kept < len(opened)),
+            int(room < len(answer)),
+        )
         assert (counts.records, counts.samples, counts.tokens) == (1, 1, len(sample.input_ids))
 
 
 class TestTooLong:
     def test_a_prompt_loses_its_front_and_the_completion_nothing(self, tokenizer):
         counts = Counts()
-        (sample,) = cut([pair("abcdefgh", "xyz", id="long")], tokenizer, asked(max_length=6), counts)
+        (sample,) = cut(
+            [pair("abcdefgh", "xyz", id="long")], tokenizer, asked(max_length=6), counts
+        )
         assert sample.input_ids == (106, 107, 123, 124, 125, EOS)
         assert sample.labels == (-100, -100, 123, 124, 125, EOS)
         assert sample.id == "long@7"
         assert (counts.cut_prompts, counts.cut_completions) == (1, 0)
         assert counts.lost() == "1 prompts cut to --max_length"
 
-    def test_a_completion_keeps_one_token_of_prompt_in_front_of_it_and_loses_its_end(self, tokenizer):
+    def test_a_completion_keeps_one_token_of_prompt_in_front_of_it_and_loses_its_end(
+        self, tokenizer
+    ):
         counts = Counts()
         (sample,) = cut([pair("ab", "cdefgh")], tokenizer, asked(max_length=4), counts)
         assert sample.input_ids == (101, 102, 103, 104)
@@ -138,7 +183,8 @@ class TestTooLong:
 
     def test_a_text_is_cut_to_windows_and_every_one_is_all_targets(self, tokenizer):
         samples = list(cut([{"text": "abcdefg"}], tokenizer, config(max_length=4)))
-        assert [s.input_ids for s in samples] == [(BOS, 100, 101, 102), (103, 104, 105, 106)]  # </s> alone is no sample
+        # </s> alone is no sample
+        assert [s.input_ids for s in samples] == [(BOS, 100, 101, 102), (103, 104, 105, 106)]
         assert all(s.labels is None for s in samples)
 
 
@@ -156,17 +202,24 @@ class TestSpecialTokens:
             (("<s>",), (), {"pad_token": "</s>"}, [BOS]),
         ],
     )
-    def test_a_sample_is_opened_and_closed_once_whatever_the_tokenizer_adds_itself(self, before, after, tokens, opening):
+    def test_a_sample_is_opened_and_closed_once_whatever_the_tokenizer_adds_itself(
+        self, before, after, tokens, opening
+    ):
         tokenizer = special(before, after, **tokens)
 
         def bare(text: str) -> list[int]:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-        text, prompted = cut([{"text": "x = 1"}, pair("def f", "(x):")], tokenizer, config(max_length=64))
+        text, prompted = cut(
+            [{"text": "x = 1"}, pair("def f", "(x):")], tokenizer, config(max_length=64)
+        )
         assert list(text.input_ids) == [*opening, *bare("x = 1"), EOS]
         assert text.labels is None
         assert list(prompted.input_ids) == [*opening, *bare("def f"), *bare("(x):"), EOS]
-        assert list(prompted.labels) == [-100] * (len(opening) + len(bare("def f"))) + [*bare("(x):"), EOS]
+        assert list(prompted.labels) == [-100] * (len(opening) + len(bare("def f"))) + [
+            *bare("(x):"),
+            EOS,
+        ]
 
     def test_no_token_reaches_across_the_border(self):
         tokenizer = special()
@@ -177,9 +230,14 @@ class TestSpecialTokens:
 
     def test_an_end_token_that_is_written_out_is_not_doubled_and_not_lost(self):
         tokenizer = special()
-        text, prompted = cut([{"text": "x</s>"}, pair("question</s>", "answer</s>")], tokenizer, config(max_length=64))
+        text, prompted = cut(
+            [{"text": "x</s>"}, pair("question</s>", "answer</s>")],
+            tokenizer,
+            config(max_length=64),
+        )
         assert text.input_ids.count(EOS) == 1 and text.input_ids[-1] == EOS
-        assert prompted.input_ids.count(EOS) == 2 and prompted.input_ids[-1] == EOS  # the prompt's own one stays
+        # the prompt's own one stays
+        assert prompted.input_ids.count(EOS) == 2 and prompted.input_ids[-1] == EOS
         assert prompted.labels.count(EOS) == 1
 
     def test_a_tokenizer_without_an_end_token_closes_nothing(self):
@@ -190,15 +248,22 @@ class TestSpecialTokens:
     def test_padding_that_is_the_end_token_hides_no_real_one(self, tokens):
         tokenizer = special(**tokens)
         assert pad_id_of(tokenizer) == EOS
-        samples = list(cut([{"text": "x"}, pair("a", "b c d"), {"text": "x</s>y"}], tokenizer, config()))
+        samples = list(
+            cut([{"text": "x"}, pair("a", "b c d"), {"text": "x</s>y"}], tokenizer, config())
+        )
         for side in ("left", "right"):
             batch = collate(samples, pad_id_of(tokenizer), side=side, length=12)
             assert (batch.labels == EOS).sum(dim=-1).tolist() == [1, 1, 2]
-            assert ((batch.input_ids == EOS) & batch.attention_mask.bool()).sum(dim=-1).tolist() == [1, 1, 2]
+            assert ((batch.input_ids == EOS) & batch.attention_mask.bool()).sum(
+                dim=-1
+            ).tolist() == [1, 1, 2]
             assert (batch.labels[~batch.attention_mask.bool()] == -100).all()
 
     def test_the_pieces_of_a_long_text_are_opened_and_closed_once(self, tokenizer):
-        records = [{"text": text, "id": str(i), PIECE: (i == 0, i == 2)} for i, text in enumerate(("ab", "cd", "ef"))]
+        records = [
+            {"text": text, "id": str(i), PIECE: (i == 0, i == 2)}
+            for i, text in enumerate(("ab", "cd", "ef"))
+        ]
         ids = [s.input_ids for s in cut(records, tokenizer, config())]
         assert ids == [(BOS, 100, 101), (102, 103), (104, 105, EOS)]
 
@@ -215,12 +280,16 @@ class TestWhatIsLeftOut:
             ({"input_ids": [5]}, "fewer than two tokens"),
             ({"input_ids": [5, 6], "attention_mask": [0, 1]}, "fewer than two tokens"),
             ({"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}, "no target"),
-            ({"input_ids": [5, 6, 7], "labels": [5, -100, -100]}, "no target"),  # the first token is predicted by nothing
+            # the first token is predicted by nothing
+            ({"input_ids": [5, 6, 7], "labels": [5, -100, -100]}, "no target"),
         ],
     )
     def test_is_counted_by_its_reason_and_harms_no_neighbour(self, tokenizer, record, reason):
         counts = Counts()
-        assert len(list(cut([{"text": "a"}, record, pair("c", "d")], tokenizer, config(), counts))) == 2
+        assert (
+            len(list(cut([{"text": "a"}, record, pair("c", "d")], tokenizer, config(), counts)))
+            == 2
+        )
         assert (counts.records, counts.samples, counts.skipped) == (3, 2, {reason: 1})
         assert counts.lost() == f"1 skipped ({reason})"
         assert counts.as_dict()["skipped"] == {reason: 1}
@@ -244,26 +313,50 @@ class TestGivenIds:
     def test_labels_come_along_through_the_cutting(self, tokenizer):
         record = {"input_ids": [10, 11, 12, 13, 14, 15], "labels": [-100, 11, -100, -100, -100, 15]}
         samples = list(cut([record], tokenizer, config(max_length=3)))
-        assert [(s.input_ids, s.labels) for s in samples] == [((10, 11, 12), (-100, 11, -100)), ((13, 14, 15), (-100, -100, 15))]
+        assert [(s.input_ids, s.labels) for s in samples] == [
+            ((10, 11, 12), (-100, 11, -100)),
+            ((13, 14, 15), (-100, -100, 15)),
+        ]
         counts = Counts()
-        windows = list(cut([{**record, "labels": [-100, 11, -100, -100, -100, -100]}], tokenizer, config(max_length=3), counts))
+        windows = list(
+            cut(
+                [{**record, "labels": [-100, 11, -100, -100, -100, -100]}],
+                tokenizer,
+                config(max_length=3),
+                counts,
+            )
+        )
         assert len(windows) == 1 and counts.skipped == {"no target": 1}
 
     def test_labels_lose_what_the_mask_leaves_out(self, tokenizer):
-        record = {"input_ids": [2, 5, 6, 7, 2], "labels": [-100, -100, 6, 7, -100], "attention_mask": [0, 1, 1, 1, 0]}
+        record = {
+            "input_ids": [2, 5, 6, 7, 2],
+            "labels": [-100, -100, 6, 7, -100],
+            "attention_mask": [0, 1, 1, 1, 0],
+        }
         (sample,) = cut([record], tokenizer, config())
         assert (sample.input_ids, sample.labels) == ((5, 6, 7), (-100, 6, 7))
 
     def test_tensors_and_arrays_are_lists_too(self, tokenizer):
-        record = {"input_ids": torch.tensor([5, 6, 7]), "labels": torch.tensor([-100, 6, 7]).numpy(), "attention_mask": None}
+        record = {
+            "input_ids": torch.tensor([5, 6, 7]),
+            "labels": torch.tensor([-100, 6, 7]).numpy(),
+            "attention_mask": None,
+        }
         (sample,) = cut([record], tokenizer, config())
         assert (sample.input_ids, sample.labels) == ((5, 6, 7), (-100, 6, 7))
 
     @pytest.mark.parametrize(
         ("more", "message"),
         [
-            ({"labels": [5, 6]}, "record 0 has 3 input_ids but labels of 2; the two belong together"),
-            ({"attention_mask": [1]}, "record 0 has 3 input_ids but an attention_mask of 1; the two belong together"),
+            (
+                {"labels": [5, 6]},
+                "record 0 has 3 input_ids but labels of 2; the two belong together",
+            ),
+            (
+                {"attention_mask": [1]},
+                "record 0 has 3 input_ids but an attention_mask of 1; the two belong together",
+            ),
             ({"labels": [5, 6, 1.5]}, "record 0 has labels that are no list of 64-bit integers"),
             ({"labels": "abc"}, "record 0 has labels that are no list of 64-bit integers"),
         ],
@@ -276,11 +369,16 @@ class TestGivenIds:
 class TestColumns:
     def test_prompt_and_completion_are_found_where_nothing_is_asked_for(self, tokenizer):
         assert next(cut([pair("a", "b")], tokenizer, config())).labels is not None
-        assert next(cut([pair("a", "b", text="c")], tokenizer, config())).labels is None  # a text is a text
+        # a text is a text
+        assert next(cut([pair("a", "b", text="c")], tokenizer, config())).labels is None
 
     def test_named_columns_are_the_ones(self, tokenizer):
         named = config(prompt_column="q", completion_column="a")
-        (sample,) = cut([{"q": "ab", "a": "c", "text": "other", "prompt": "x", "completion": "y"}], tokenizer, named)
+        (sample,) = cut(
+            [{"q": "ab", "a": "c", "text": "other", "prompt": "x", "completion": "y"}],
+            tokenizer,
+            named,
+        )
         assert sample.labels == (-100, -100, -100, 102, EOS)
 
     @pytest.mark.parametrize(
@@ -298,15 +396,29 @@ class TestColumns:
             list(cut([record], tokenizer, config(prompt_column="q", completion_column="a")))
 
     def test_a_prompt_that_is_text_needs_its_answers_column(self, tokenizer):
-        with pytest.raises(DataError, match=r"'q' is no list of messages; name the answer's field with --completion_column"):
+        with pytest.raises(
+            DataError,
+            match=r"'q' is no list of messages; name the answer's field with --completion_column",
+        ):
             list(cut([{"q": "x", "a": "y"}], tokenizer, config(prompt_column="q")))
 
     def test_a_name_that_is_null_is_none(self, tokenizer):
-        assert [s.id for s in cut([{"text": "a", "id": None}, {"text": "b", "id": 0}], tokenizer, config())] == ["0@0", "0@0"]
+        assert [
+            s.id
+            for s in cut([{"text": "a", "id": None}, {"text": "b", "id": 0}], tokenizer, config())
+        ] == ["0@0", "0@0"]
 
-    @pytest.mark.parametrize("record", [{"text": "ab\ud800c"}, pair("ab\ud800c", "x"), pair("x", "ab\ud800c")])
+    @pytest.mark.parametrize(
+        "record", [{"text": "ab\ud800c"}, pair("ab\ud800c", "x"), pair("x", "ab\ud800c")]
+    )
     def test_half_a_character_is_refused_with_its_place(self, record):
-        with pytest.raises(DataError, match=r"record 0: '\w+' is broken at character 2 \(surrogates not allowed\); mend it there"):
+        with pytest.raises(
+            DataError,
+            match=(
+                r"record 0: '\w+' is broken at character 2 \(surrogates not allowed\); mend it"
+                r" there"
+            ),
+        ):
             list(cut([record], special(), config()))
 
 
@@ -329,25 +441,38 @@ class TestConversations:
             {"messages": MESSAGES[:-1], "answer": "(4)"},
         ],
     )
-    def test_the_last_message_is_the_completion_and_all_before_it_is_the_prompt(self, tokenizer, record):
-        settings = config(max_length=64, prompt_column="messages", completion_column="answer" if "answer" in record else None)
+    def test_the_last_message_is_the_completion_and_all_before_it_is_the_prompt(
+        self, tokenizer, record
+    ):
+        settings = config(
+            max_length=64,
+            prompt_column="messages",
+            completion_column="answer" if "answer" in record else None,
+        )
         (sample,) = cut([record], tokenizer, settings)
         prompt = "<s>[user]1+1?</s>[assistant]2</s>[user]2+2?</s>[assistant]"
         assert tokenizer.decode(sample.input_ids) == prompt + "(4)</s>"
         start = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         answer = [*tokenizer("(4)", add_special_tokens=False)["input_ids"], EOS]
-        assert list(sample.input_ids) == start + answer  # no token across the border, though "](" is one where it stands alone
+        # no token across the border, though "](" is one where it stands alone
+        assert list(sample.input_ids) == start + answer
         assert list(sample.labels) == [-100] * len(start) + answer
         assert sample.input_ids.count(BOS) == 1
 
     def test_default_columns_hold_conversations_as_well(self, tokenizer):
-        (sample,) = cut([pair(self.MESSAGES[:1], self.MESSAGES[1:2])], tokenizer, config(max_length=64))
+        (sample,) = cut(
+            [pair(self.MESSAGES[:1], self.MESSAGES[1:2])], tokenizer, config(max_length=64)
+        )
         assert tokenizer.decode([i for i in sample.labels if i != -100]) == "2</s>"
 
     def test_what_is_too_long_loses_the_front_of_its_prompt(self, tokenizer):
         counts = Counts()
-        whole = next(cut([{"m": self.MESSAGES}], tokenizer, config(max_length=64, prompt_column="m")))
-        (sample,) = cut([{"m": self.MESSAGES}], tokenizer, config(max_length=10, prompt_column="m"), counts)
+        whole = next(
+            cut([{"m": self.MESSAGES}], tokenizer, config(max_length=64, prompt_column="m"))
+        )
+        (sample,) = cut(
+            [{"m": self.MESSAGES}], tokenizer, config(max_length=10, prompt_column="m"), counts
+        )
         assert sample.input_ids == whole.input_ids[-10:] and sample.labels == whole.labels[-10:]
         assert counts.cut_prompts == 1
 
@@ -365,19 +490,27 @@ class TestConversations:
         assert list(cut([{"m": messages}], tokenizer, config(prompt_column="m"), counts)) == []
         assert counts.skipped == {"empty completion": 1}
 
-    @pytest.mark.parametrize("messages", ["text", [1], [{"role": "user"}], [{"content": "a"}], [{"from": "human", "said": "a"}]])
+    @pytest.mark.parametrize(
+        "messages",
+        ["text", [1], [{"role": "user"}], [{"content": "a"}], [{"from": "human", "said": "a"}]],
+    )
     def test_what_is_no_list_of_messages_is_refused(self, tokenizer, messages):
         with pytest.raises(DataError, match=r"record 0: 'm' is no list of messages"):
             list(cut([{"m": messages}], tokenizer, config(prompt_column="m")))
 
     def test_a_column_that_is_not_there_is_said_so(self, tokenizer):
-        with pytest.raises(DataError, match=r"record 0 has no 'm' \(it has: messages\); set --prompt_column"):
+        with pytest.raises(
+            DataError, match=r"record 0 has no 'm' \(it has: messages\); set --prompt_column"
+        ):
             list(cut([{"messages": self.MESSAGES}], tokenizer, config(prompt_column="m")))
 
     @pytest.mark.parametrize(
         ("template", "message"),
         [
-            ("{{ raise_exception('roles have to alternate') }}", "the chat template refuses it: roles have to alternate; mend the record"),
+            (
+                "{{ raise_exception('roles have to alternate') }}",
+                "the chat template refuses it: roles have to alternate; mend the record",
+            ),
             ("{{ messages[0]['content'] + 1 }}", "the chat template refuses it: "),
             (
                 "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}",
@@ -387,7 +520,13 @@ class TestConversations:
     )
     def test_a_template_that_cannot_serve_is_one_line_with_the_record(self, template, message):
         with pytest.raises(DataError) as refusal:
-            list(cut([{"m": self.MESSAGES, "id": "mine"}], special(chat_template=template), config(prompt_column="m")))
+            list(
+                cut(
+                    [{"m": self.MESSAGES, "id": "mine"}],
+                    special(chat_template=template),
+                    config(prompt_column="m"),
+                )
+            )
         assert str(refusal.value).startswith(f"record mine: {message}")
         assert "\n" not in str(refusal.value)
 
@@ -398,14 +537,14 @@ class TestConversations:
         assert counts.skipped == {"empty completion": 1}
 
     def test_a_tokenizer_without_a_template_is_said_so(self):
-        with pytest.raises(DataError, match="record 0 is a conversation, but the tokenizer has no chat template"):
+        with pytest.raises(
+            DataError, match="record 0 is a conversation, but the tokenizer has no chat template"
+        ):
             list(cut([{"m": self.MESSAGES}], special(), config(prompt_column="m")))
 
 
 @SHARED
-@given(
-    kinds=st.lists(st.sampled_from(["text", "empty", "pair", "ids", "unanswered"]), max_size=80),
-)
+@given(kinds=st.lists(st.sampled_from(["text", "empty", "pair", "ids", "unanswered"]), max_size=80))
 def test_records_of_all_forms_mix_in_order_and_each_is_counted_once(tokenizer, kinds) -> None:
     forms = {
         "text": {"text": "abc"},
@@ -416,7 +555,9 @@ def test_records_of_all_forms_mix_in_order_and_each_is_counted_once(tokenizer, k
     }
     counts = Counts()
     samples = list(cut([forms[kind] for kind in kinds], tokenizer, config(), counts))
-    assert [s.id for s in samples] == [f"{i}@0" for i, kind in enumerate(kinds) if kind not in ("empty", "unanswered")]
+    assert [s.id for s in samples] == [
+        f"{i}@0" for i, kind in enumerate(kinds) if kind not in ("empty", "unanswered")
+    ]
     alone = {kind: next(cut([forms[kind]], tokenizer, config()), None) for kind in forms}
     expected = [alone[kind] for kind in kinds if alone[kind] is not None]
     assert [(s.input_ids, s.labels) for s in samples] == [(s.input_ids, s.labels) for s in expected]
@@ -425,7 +566,9 @@ def test_records_of_all_forms_mix_in_order_and_each_is_counted_once(tokenizer, k
 
 
 def test_two_threads_may_tokenise_at_once() -> None:
-    """Fast tokenizers raise "Already borrowed" where one thread changes their settings while another encodes; nothing here does."""
+    """Fast tokenizers raise "Already borrowed" where one thread changes their settings while
+    another encodes; nothing here does.
+    """
     tokenizer = special(chat_template=PLAIN)
     records = [{"text": "value = 1\n" * 300}, pair("def f", "(x):" * 200), {"text": "abc"}] * 20
     expected = list(cut(records, tokenizer, config(max_length=64)))

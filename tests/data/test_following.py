@@ -1,4 +1,6 @@
-"""Tokenizers that begin every text with a space of their own: behind a prompt there is none, and none becomes a target."""
+"""Tokenizers that begin every text with a space of their own: behind a prompt there is none, and
+none becomes a target.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,31 @@ CHAT = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 INST = (
-    "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
-    "{% else %} {{ m['content'] }}{{ '</s>' }}{% endif %}{% endfor %}"
+    "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}"
+    " [/INST]{% else %} {{ m['content'] }}{{ '</s>' }}{% endif %}{% endfor %}"
 )
 
-WORDS = st.lists(st.sampled_from(["answer", "the", "ques", "tion", " ", "  ", "\n", "é", "日本", ".", "(4)", "1", "a", "</s>"]), max_size=6)
+WORDS = st.lists(
+    st.sampled_from(
+        [
+            "answer",
+            "the",
+            "ques",
+            "tion",
+            " ",
+            "  ",
+            "\n",
+            "é",
+            "日本",
+            ".",
+            "(4)",
+            "1",
+            "a",
+            "</s>",
+        ]
+    ),
+    max_size=6,
+)
 KNOWN = st.text("aehinorstu ", max_size=12)
 """Characters that the smallest tokenizer has pieces of: two unknown ones may be a single token."""
 
@@ -33,7 +55,9 @@ def bare(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def encoded(tokenizer: Any, prompt: Any, completion: Any, config: npt.DataConfig = CONFIG) -> tuple[list[int], list[int]]:
+def encoded(
+    tokenizer: Any, prompt: Any, completion: Any, config: npt.DataConfig = CONFIG
+) -> tuple[list[int], list[int]]:
     """The prompt's tokens and the completion's, without those that open and close the sample."""
     (sample,) = cut([{"prompt": prompt, "completion": completion}], tokenizer, config)
     count = sum(label == -100 for label in sample.labels)
@@ -56,7 +80,9 @@ def encoded(tokenizer: Any, prompt: Any, completion: Any, config: npt.DataConfig
         ("", "answer"),
     ],
 )
-def test_a_completion_has_the_tokens_that_it_has_in_the_whole_text(kind, prompt, completion) -> None:
+def test_a_completion_has_the_tokens_that_it_has_in_the_whole_text(
+    kind, prompt, completion
+) -> None:
     tokenizer = tokenizer_of(kind)
     own, target = encoded(tokenizer, prompt, completion)
     assert own + target == bare(tokenizer, prompt + completion)
@@ -80,7 +106,10 @@ def test_prompt_and_completion_are_the_whole_text_and_no_target_is_made_up(kind,
 
 
 @pytest.mark.parametrize("kind", PREFIXING)
-@pytest.mark.parametrize(("prompt", "completion"), [("impo", "rt os"), ("The question: ", "the answer"), ("ques", "tion")])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("impo", "rt os"), ("The question: ", "the answer"), ("ques", "tion")],
+)
 def test_within_a_token_both_sides_keep_tokens_of_their_own(kind, prompt, completion) -> None:
     tokenizer = tokenizer_of(kind)
     own, target = encoded(tokenizer, prompt, completion)
@@ -95,34 +124,57 @@ def test_within_a_token_both_sides_keep_tokens_of_their_own(kind, prompt, comple
 def test_without_such_a_space_both_are_tokenised_apart_as_ever(kind, prompt, completion) -> None:
     tokenizer = tokenizer_of(kind)
     target = bare(tokenizer, completion)
-    assert encoded(tokenizer, prompt, completion) == (bare(tokenizer, prompt), target[:-1] if target[-1] == EOS else target)
+    assert encoded(tokenizer, prompt, completion) == (
+        bare(tokenizer, prompt),
+        target[:-1] if target[-1] == EOS else target,
+    )
 
 
 @pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
 @pytest.mark.parametrize("template", [CHAT, INST])
-def test_the_answer_of_a_conversation_has_the_tokens_of_the_whole_conversation(kind, template) -> None:
+def test_the_answer_of_a_conversation_has_the_tokens_of_the_whole_conversation(
+    kind, template
+) -> None:
     tokenizer = tokenizer_of(kind)
     tokenizer.chat_template = template
-    turns = [("user", "the question?"), ("assistant", "an answer"), ("user", "and one more?"), ("assistant", "the answer (4)")]
+    turns = [
+        ("user", "the question?"),
+        ("assistant", "an answer"),
+        ("user", "and one more?"),
+        ("assistant", "the answer (4)"),
+    ]
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         whole = bare(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False))
-        (sample,) = cut([{"m": messages}], tokenizer, npt.DataConfig(max_length=512, prompt_column="m"))
+        (sample,) = cut(
+            [{"m": messages}], tokenizer, npt.DataConfig(max_length=512, prompt_column="m")
+        )
     finally:
         tokenizer.chat_template = None
     assert list(sample.input_ids) == whole
     targets = [label for label in sample.labels if label != -100]
-    assert targets == whole[-len(targets) :] and tokenizer.decode(targets).strip() == "the answer (4)</s>"
+    assert (
+        targets == whole[-len(targets) :]
+        and tokenizer.decode(targets).strip() == "the answer (4)</s>"
+    )
 
 
 @pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
 def test_the_pieces_of_a_long_text_are_the_whole_text(kind) -> None:
     tokenizer = tokenizer_of(kind)
-    pieces = ["def answer(question):\n", "    return question\n", "print(answer)\n", "\n\nx = 1\n", "import os"]
+    pieces = [
+        "def answer(question):\n",
+        "    return question\n",
+        "print(answer)\n",
+        "\n\nx = 1\n",
+        "import os",
+    ]
     records = [{"text": text, PIECE: (i == 0, i == 4)} for i, text in enumerate(pieces)]
     ids = [i for sample in cut(records, tokenizer, CONFIG) for i in sample.input_ids]
     opening = tokenizer("a")["input_ids"][: -len(bare(tokenizer, "a"))]
-    assert tokenizer.decode(ids[len(opening) : -1]) == tokenizer.decode(bare(tokenizer, "".join(pieces)))
+    assert tokenizer.decode(ids[len(opening) : -1]) == tokenizer.decode(
+        bare(tokenizer, "".join(pieces))
+    )
 
 
 @pytest.mark.parametrize("kind", PREFIXING)

@@ -1,4 +1,6 @@
-"""The loader: the same batches from any position on, replay in its share, and a thread that works ahead and leaves nothing behind."""
+"""The loader: the same batches from any position on, replay in its share, and a thread that works
+ahead and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from npt.data.loader import Ahead, Loaded, Loader, Other, Position
 from npt.data.samples import Place, Samples
 from npt.errors import DataError
 
-SHARED = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SHARED = settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 PAD = 2
 
 
@@ -33,7 +39,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stream:
-    """Records without a length, readable again and again; with `skip` as a hub's stream has it, or without."""
+    """Records without a length, readable again and again; with `skip` as a hub's stream has it, or
+    without.
+    """
 
     def __init__(self, records: list[Any]):
         self.records = records
@@ -53,17 +61,25 @@ KINDS = {"list": list, "stream": Stream, "hub stream": SkippingStream}
 def records(count: int, name: str = "r") -> list[dict[str, Any]]:
     """Records of which every fifth is empty and every seventh is cut to several samples."""
     return [
-        {"id": f"{name}{i}", "text": "" if i % 5 == 3 else chr(97 + i % 26) * (3 + (i * i) % 5 + 20 * (i % 7 == 6))} for i in range(count)
+        {
+            "id": f"{name}{i}",
+            "text": "" if i % 5 == 3 else chr(97 + i % 26) * (3 + (i * i) % 5 + 20 * (i % 7 == 6)),
+        }
+        for i in range(count)
     ]
 
 
 def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -> Loader:
     """A loader anew, as a process that goes on with a run makes it."""
     share = options.pop("replay_share", 0.0)
-    data_options = {name: options.pop(name) for name in ("packing", "num_samples") if name in options}
+    data_options = {
+        name: options.pop(name) for name in ("packing", "num_samples") if name in options
+    }
     config = npt.DataConfig(max_length=10, **data_options)
     samples = Samples(data, tokenizer, config, seed=3)
-    replay = replay if isinstance(replay, tuple) else () if replay is None or not share else (replay,)
+    replay = (
+        replay if isinstance(replay, tuple) else () if replay is None or not share else (replay,)
+    )
     shares = share if isinstance(share, tuple) else (share,) * len(replay)
     others = [
         Other(Samples(other, tokenizer, npt.DataConfig(max_length=10), seed=4 + number), part)
@@ -75,8 +91,20 @@ def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -
 def content(loaded: Loaded) -> tuple[Any, ...]:
     batch = loaded.batch
     documents = None if batch.documents is None else batch.documents.tolist()
-    tensors = (batch.input_ids, batch.attention_mask, batch.position_ids, batch.labels, batch.valid_index)
-    return loaded.epoch, loaded.position, batch.sample_ids, documents, *(tensor.tolist() for tensor in tensors)
+    tensors = (
+        batch.input_ids,
+        batch.attention_mask,
+        batch.position_ids,
+        batch.labels,
+        batch.valid_index,
+    )
+    return (
+        loaded.epoch,
+        loaded.position,
+        batch.sample_ids,
+        documents,
+        *(tensor.tolist() for tensor in tensors),
+    )
 
 
 class TestPosition:
@@ -95,7 +123,19 @@ class TestPosition:
         where=st.floats(0, 1),
     )
     def test_from_any_position_on_the_rest_is_the_same(
-        self, tokenizer, count, kind, batch_size, epochs, packing, num_samples, share, replayed, replay_kind, side, where
+        self,
+        tokenizer,
+        count,
+        kind,
+        batch_size,
+        epochs,
+        packing,
+        num_samples,
+        share,
+        replayed,
+        replay_kind,
+        side,
+        where,
     ):
         def anew() -> Loader:
             return make_loader(
@@ -118,19 +158,32 @@ class TestPosition:
         assert saved == position
         assert [content(loaded) for loaded in anew().batches(saved)] == whole[taken:]
 
-    def test_the_position_is_behind_what_was_handed_out_and_not_behind_what_was_prepared(self, tokenizer):
-        """A thread that is eight batches ahead changes nothing about the position that a batch comes with."""
+    def test_the_position_is_behind_what_was_handed_out_and_not_behind_what_was_prepared(
+        self, tokenizer
+    ):
+        """A thread that is eight batches ahead changes nothing about the position that a batch
+        comes with.
+        """
         whole = [content(loaded) for loaded in make_loader(tokenizer, records(40)).batches()]
         ahead = Ahead(make_loader(tokenizer, records(40)).batches())
         first = next(iter(ahead))
         ahead.close()
-        assert [content(loaded) for loaded in make_loader(tokenizer, records(40)).batches(first.position)] == whole[1:]
+        assert [
+            content(loaded)
+            for loaded in make_loader(tokenizer, records(40)).batches(first.position)
+        ] == whole[1:]
 
     def test_positions_differ_and_a_saved_one_is_plain_numbers(self, tokenizer):
         loader = make_loader(tokenizer, records(40), records(9, "p"), epochs=2, replay_share=0.4)
         positions = [loaded.position for loaded in loader.batches()]
         assert len(set(positions)) == len(positions)
-        assert positions[-1].as_dict().keys() == {"epoch", "place", "replay_epoch", "replay_place", "drawn"}
+        assert positions[-1].as_dict().keys() == {
+            "epoch",
+            "place",
+            "replay_epoch",
+            "replay_place",
+            "drawn",
+        }
         assert isinstance(positions[-1].place, Place)
 
     def test_at_the_end_there_is_nothing_left(self, tokenizer):
@@ -139,22 +192,84 @@ class TestPosition:
         assert list(make_loader(tokenizer, records(20), epochs=2).batches(last.position)) == []
 
     def test_a_place_is_the_same_in_every_version(self, tokenizer):
-        """What a saved run is taken up by: other values here would repeat and leave out data of every run that was saved."""
-        loaded = list(itertools.islice(make_loader(tokenizer, records(40), records(9, "p"), replay_share=0.3).batches(), 6))
+        """What a saved run is taken up by: other values here would repeat and leave out data of
+        every run that was saved.
+        """
+        loaded = list(
+            itertools.islice(
+                make_loader(tokenizer, records(40), records(9, "p"), replay_share=0.3).batches(), 6
+            )
+        )
         assert [(batch.batch.sample_ids, batch.position.as_dict()) for batch in loaded] == [
-            (("r6@10", "r22@0"), {"epoch": 0, "place": [0, 0, 2], "replay_epoch": 0, "replay_place": [0, 0, 0], "drawn": 2}),
-            (("p6@0", "r11@0"), {"epoch": 0, "place": [0, 0, 3], "replay_epoch": 0, "replay_place": [0, 0, 1], "drawn": 4}),
-            (("r39@0", "r6@20"), {"epoch": 0, "place": [0, 0, 5], "replay_epoch": 0, "replay_place": [0, 0, 1], "drawn": 6}),
-            (("r30@0", "r6@0"), {"epoch": 0, "place": [0, 0, 7], "replay_epoch": 0, "replay_place": [0, 0, 1], "drawn": 8}),
-            (("p6@20", "p0@0"), {"epoch": 0, "place": [0, 0, 7], "replay_epoch": 0, "replay_place": [0, 0, 3], "drawn": 10}),
-            (("r25@0", "p7@0"), {"epoch": 0, "place": [0, 0, 8], "replay_epoch": 0, "replay_place": [0, 0, 4], "drawn": 12}),
+            (
+                ("r6@10", "r22@0"),
+                {
+                    "epoch": 0,
+                    "place": [0, 0, 2],
+                    "replay_epoch": 0,
+                    "replay_place": [0, 0, 0],
+                    "drawn": 2,
+                },
+            ),
+            (
+                ("p6@0", "r11@0"),
+                {
+                    "epoch": 0,
+                    "place": [0, 0, 3],
+                    "replay_epoch": 0,
+                    "replay_place": [0, 0, 1],
+                    "drawn": 4,
+                },
+            ),
+            (
+                ("r39@0", "r6@20"),
+                {
+                    "epoch": 0,
+                    "place": [0, 0, 5],
+                    "replay_epoch": 0,
+                    "replay_place": [0, 0, 1],
+                    "drawn": 6,
+                },
+            ),
+            (
+                ("r30@0", "r6@0"),
+                {
+                    "epoch": 0,
+                    "place": [0, 0, 7],
+                    "replay_epoch": 0,
+                    "replay_place": [0, 0, 1],
+                    "drawn": 8,
+                },
+            ),
+            (
+                ("p6@20", "p0@0"),
+                {
+                    "epoch": 0,
+                    "place": [0, 0, 7],
+                    "replay_epoch": 0,
+                    "replay_place": [0, 0, 3],
+                    "drawn": 10,
+                },
+            ),
+            (
+                ("r25@0", "p7@0"),
+                {
+                    "epoch": 0,
+                    "place": [0, 0, 8],
+                    "replay_epoch": 0,
+                    "replay_place": [0, 0, 4],
+                    "drawn": 12,
+                },
+            ),
         ]
 
 
 class TestBatches:
     @SHARED
     @given(count=st.integers(4, 40), batch_size=st.integers(1, 5), epochs=st.integers(1, 3))
-    def test_an_epoch_holds_every_sample_once_and_no_batch_reaches_into_the_next(self, tokenizer, count, batch_size, epochs):
+    def test_an_epoch_holds_every_sample_once_and_no_batch_reaches_into_the_next(
+        self, tokenizer, count, batch_size, epochs
+    ):
         loader = make_loader(tokenizer, records(count), batch_size=batch_size, epochs=epochs)
         expected = sorted(s.id for s in loader.samples.epoch(0))
         found: dict[int, list[str]] = {}
@@ -174,8 +289,16 @@ class TestBatches:
         num_samples=st.none() | st.integers(1, 30),
         limit=st.integers(1, 30),
     )
-    def test_they_are_counted_before_they_are_made(self, tokenizer, count, batch_size, epochs, share, packing, num_samples, limit):
-        options = {"batch_size": batch_size, "epochs": epochs, "replay_share": share, "packing": packing, "num_samples": num_samples}
+    def test_they_are_counted_before_they_are_made(
+        self, tokenizer, count, batch_size, epochs, share, packing, num_samples, limit
+    ):
+        options = {
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "replay_share": share,
+            "packing": packing,
+            "num_samples": num_samples,
+        }
         loader = make_loader(tokenizer, records(count), records(9, "p"), **options)
         made = sum(1 for _ in loader.batches())
         assert loader.count() == made
@@ -192,7 +315,9 @@ class TestBatches:
     def test_a_run_that_begins_behind_some_samples_has_all_others_and_these_in_later_epochs(
         self, tokenizer, count, begun, epochs, share, limit
     ):
-        loader = make_loader(tokenizer, records(count), records(9, "p"), epochs=epochs, replay_share=share)
+        loader = make_loader(
+            tokenizer, records(count), records(9, "p"), epochs=epochs, replay_share=share
+        )
         first = list(loader.samples.walk(0))
         begun = min(begun, len(first) - 1)
         start = Position(place=first[begun - 1][1], begun=begun)
@@ -200,16 +325,27 @@ class TestBatches:
         own = [id for loaded in made for id in loaded.batch.sample_ids if not id.startswith("p")]
         later = [s.id for epoch in range(1, epochs) for s in loader.samples.epoch(epoch)]
         assert own == [sample.id for sample, _ in first[begun:]] + later
-        assert loader.count(begun=begun) == len(made) and loader.count(limit, begun=begun) == min(limit, len(made))
-        saved = [Position.from_dict(json.loads(json.dumps(loaded.position.as_dict()))) for loaded in made]
-        assert saved == [loaded.position for loaded in made] and {position.begun for position in saved} == {begun}
+        assert loader.count(begun=begun) == len(made) and loader.count(limit, begun=begun) == min(
+            limit, len(made)
+        )
+        saved = [
+            Position.from_dict(json.loads(json.dumps(loaded.position.as_dict()))) for loaded in made
+        ]
+        assert saved == [loaded.position for loaded in made] and {
+            position.begun for position in saved
+        } == {begun}
 
     def test_of_a_stream_they_cannot_be_counted(self, tokenizer):
         assert make_loader(tokenizer, Stream(records(20))).count() is None
         assert make_loader(tokenizer, Stream(records(20))).count(3) is None
 
     def test_counting_stops_at_its_limit_however_many_epochs_there_are(self, tokenizer):
-        assert make_loader(tokenizer, records(20), records(9, "p"), epochs=10**12, replay_share=0.5).count(100) == 100
+        assert (
+            make_loader(
+                tokenizer, records(20), records(9, "p"), epochs=10**12, replay_share=0.5
+            ).count(100)
+            == 100
+        )
 
 
 class TestReplay:
@@ -219,7 +355,12 @@ class TestReplay:
     @pytest.mark.parametrize("share", [0.05, 0.2, 0.75])
     def test_its_share_is_the_one_that_was_asked_for(self, tokenizer, share):
         data = [{"input_ids": [5, 6, i % 100, i // 100]} | {"id": f"r{i}"} for i in range(1500)]
-        loader = make_loader(tokenizer, data, [{**r, "id": f"p{i}"} for i, r in enumerate(data[:50])], replay_share=share)
+        loader = make_loader(
+            tokenizer,
+            data,
+            [{**r, "id": f"p{i}"} for i, r in enumerate(data[:50])],
+            replay_share=share,
+        )
         origins = self.origins(loader)
         error = math.sqrt(share * (1 - share) / len(origins))
         assert abs(origins.count("p") / len(origins) - share) < 4 * error
@@ -227,7 +368,12 @@ class TestReplay:
 
     def test_it_goes_round_in_another_order_each_time(self, tokenizer):
         loader = make_loader(tokenizer, records(60), records(12, "p"), epochs=2, replay_share=0.6)
-        names = [name for loaded in loader.batches() for name in loaded.batch.sample_ids if name.startswith("p")]
+        names = [
+            name
+            for loaded in loader.batches()
+            for name in loaded.batch.sample_ids
+            if name.startswith("p")
+        ]
         once = sorted(s.id for s in loader.others[0].samples.epoch(0))
         rounds = [names[i : i + len(once)] for i in range(0, len(names) - len(once) + 1, len(once))]
         assert len(rounds) > 3
@@ -236,11 +382,18 @@ class TestReplay:
 
     def test_nothing_to_replay_is_an_error_and_no_endless_search(self, tokenizer):
         with pytest.raises(DataError, match="replay data: no sample came out of it"):
-            list(make_loader(tokenizer, records(20), Stream([{"text": ""}]), replay_share=0.5).batches())
+            list(
+                make_loader(
+                    tokenizer, records(20), Stream([{"text": ""}]), replay_share=0.5
+                ).batches()
+            )
 
     def test_a_share_of_nothing_changes_nothing(self, tokenizer):
         plain = [content(loaded) for loaded in make_loader(tokenizer, records(20)).batches()]
-        assert [content(loaded) for loaded in make_loader(tokenizer, records(20), records(9, "p")).batches()] == plain
+        assert [
+            content(loaded)
+            for loaded in make_loader(tokenizer, records(20), records(9, "p")).batches()
+        ] == plain
 
 
 def threads() -> list[str]:
@@ -255,7 +408,9 @@ class TestAhead:
         assert threads() == []
 
     def test_the_thread_works_while_the_main_one_does_something_else(self):
-        """The second item is made before the first is used: no clock is asked, one waits for the other."""
+        """The second item is made before the first is used: no clock is asked, one waits for the
+        other.
+        """
         made = threading.Event()
 
         def slow() -> Iterator[int]:
@@ -353,7 +508,9 @@ class TestAhead:
         assert threads() == []
 
     def test_tokenising_goes_on_while_a_batch_is_worked_on(self, tokenizer):
-        """A tokenizer that waits until the training of the first batch has begun, and training that waits for the tokenizer."""
+        """A tokenizer that waits until the training of the first batch has begun, and training that
+        waits for the tokenizer.
+        """
         training, tokenised = threading.Event(), threading.Event()
 
         class Slow(type(tokenizer)):
@@ -375,8 +532,12 @@ class TestAhead:
         ahead.close()
 
 
-def test_batches_are_pinned_by_the_thread_that_works_ahead_and_are_the_same(tokenizer, monkeypatch) -> None:
-    """Without a GPU there is no pinned memory: what asks for it is recorded, in whose thread, and copied."""
+def test_batches_are_pinned_by_the_thread_that_works_ahead_and_are_the_same(
+    tokenizer, monkeypatch
+) -> None:
+    """Without a GPU there is no pinned memory: what asks for it is recorded, in whose thread, and
+    copied.
+    """
     threads = []
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:

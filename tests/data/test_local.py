@@ -31,7 +31,11 @@ def write(path: Path, texts: list[str]) -> Path:
     if path.suffix == ".txt":
         path.write_text("".join(texts), encoding="utf-8", newline="")
     elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8", newline="")
+        path.write_text(
+            "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records),
+            encoding="utf-8",
+            newline="",
+        )
     elif path.suffix == ".json":
         path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8", newline="")
     elif path.suffix == ".csv":
@@ -80,10 +84,18 @@ class TestFormats:
         assert texts_of(both(write(tmp_path / f"data{suffix}", TEXTS))) == TEXTS
 
     @settings(deadline=None, max_examples=40)
-    @given(texts=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20), min_size=1, max_size=8))
+    @given(
+        texts=st.lists(
+            st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
+            min_size=1,
+            max_size=8,
+        )
+    )
     @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
     def test_any_text_comes_out_as_it_went_in(self, tmp_path_factory, suffix, texts):
-        assert texts_of(both(write(tmp_path_factory.mktemp("data") / f"data{suffix}", texts))) == texts
+        assert (
+            texts_of(both(write(tmp_path_factory.mktemp("data") / f"data{suffix}", texts))) == texts
+        )
 
     def test_a_text_file_is_one_document_with_its_line_ends_made_plain(self, tmp_path):
         (tmp_path / "book.txt").write_bytes("\ufeffZeile é\r\n\r\nmore".encode())
@@ -96,7 +108,10 @@ class TestFormats:
         path = tmp_path / "data.csv"
         path.write_text('text,n\n"two\nlines",1\n\nlast,2\n')
         assert [record["id"] for record in both(path)] == ["data.csv:2", "data.csv:5"]
-        assert [record["id"] for record in both(write(tmp_path / "data.json", ["a", "b"]))] == ["data.json:0", "data.json:1"]
+        assert [record["id"] for record in both(write(tmp_path / "data.json", ["a", "b"]))] == [
+            "data.json:0",
+            "data.json:1",
+        ]
 
     def test_csv_fields_are_text_whatever_they_look_like(self, tmp_path):
         path = tmp_path / "data.csv"
@@ -117,7 +132,10 @@ class TestFormats:
     def test_a_glob_is_read_in_the_order_of_its_names(self, tmp_path, monkeypatch):
         for name in ("b/2.jsonl", "a/1.jsonl", "a/1.csv"):
             write(tmp_path / name, [name])
-        assert texts_of(both(*local_files(str(tmp_path / "*" / "*.jsonl")))) == ["a/1.jsonl", "b/2.jsonl"]
+        assert texts_of(both(*local_files(str(tmp_path / "*" / "*.jsonl")))) == [
+            "a/1.jsonl",
+            "b/2.jsonl",
+        ]
         assert len(local_files(str(tmp_path / "**" / "*"))) == 3
         monkeypatch.chdir(tmp_path)
         assert texts_of(both(*local_files("?/1.*"))) == ["a/1.csv", "a/1.jsonl"]
@@ -148,12 +166,23 @@ class TestLines:
     def test_a_huge_line_is_a_line(self, tmp_path):
         huge = "x" * 3_000_000
         for suffix in (".jsonl", ".csv"):
-            assert texts_of(both(write(tmp_path / f"data{suffix}", ["first", huge, "last"]))) == ["first", huge, "last"]
+            assert texts_of(both(write(tmp_path / f"data{suffix}", ["first", huge, "last"]))) == [
+                "first",
+                huge,
+                "last",
+            ]
 
     def test_lines_are_found_in_any_order(self, tmp_path):
         for suffix in (".jsonl", ".csv"):
-            records = read_sequence([write(tmp_path / f"data{suffix}", [f"text {i}" for i in range(50)])])
-            assert [records[i]["text"] for i in (49, 0, 17, 17)] == ["text 49", "text 0", "text 17", "text 17"]
+            records = read_sequence(
+                [write(tmp_path / f"data{suffix}", [f"text {i}" for i in range(50)])]
+            )
+            assert [records[i]["text"] for i in (49, 0, 17, 17)] == [
+                "text 49",
+                "text 0",
+                "text 17",
+                "text 17",
+            ]
             with pytest.raises(IndexError):
                 records[50]
 
@@ -186,21 +215,29 @@ class TestLongTexts:
         if len(records) == 1:
             assert records == [{"text": text, "id": "book.txt"}]
         else:
-            assert [record[PIECE] for record in records] == [(i == 0, i == len(records) - 1) for i in range(len(records))]
-            assert [record["id"] for record in records] == [f"book.txt#{i}" for i in range(len(records))]
+            assert [record[PIECE] for record in records] == [
+                (i == 0, i == len(records) - 1) for i in range(len(records))
+            ]
+            assert [record["id"] for record in records] == [
+                f"book.txt#{i}" for i in range(len(records))
+            ]
 
     def test_a_stream_holds_two_pieces_at_most(self, tmp_path, monkeypatch):
         monkeypatch.setattr(local, "TEXT_PIECE", 100)
         path = tmp_path / "book.txt"
         path.write_bytes(b"a line of text\n" * 10_000 + b"caf\xe9\n")
-        assert next(read_stream([path]))["text"].startswith("a line")  # what is broken lies far behind
+        # what is broken lies far behind
+        assert next(read_stream([path]))["text"].startswith("a line")
 
 
 class TestBroken:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ("{'text': 1}", ", line 3, column 2: not JSON (Expecting property name enclosed in double quotes)"),
+            (
+                "{'text': 1}",
+                ", line 3, column 2: not JSON (Expecting property name enclosed in double quotes)",
+            ),
             ('{"text": "cut', ", line 3, column 10: not JSON (Unterminated string starting at)"),
             ('{"text": "a"} {"text": "b"}', ", line 3, column 15: not JSON (Extra data)"),
             ("[" * 100_000, ", line 3: not JSON ("),
@@ -243,9 +280,15 @@ class TestBroken:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ('[{"text": "a"},\n {"text" "b"}]', ", line 2, column 10: not JSON (Expecting ':' delimiter)"),
+            (
+                '[{"text": "a"},\n {"text" "b"}]',
+                ", line 2, column 10: not JSON (Expecting ':' delimiter)",
+            ),
             ('{"text": "a"}', ' holds a dict; it has to be a list of objects like {"text": ...}'),
-            ('{"text": "a"}\n{"text": "b"}\n', ", line 2, column 1: not JSON (Extra data); mend it there, or name the file .jsonl"),
+            (
+                '{"text": "a"}\n{"text": "b"}\n',
+                ", line 2, column 1: not JSON (Extra data); mend it there, or name the file .jsonl",
+            ),
             ('"text"', " holds a str"),
             ('[{"text": "a"}, ["b"]]', ", entry 1: a list, not an object"),
             ("[" * 100_000, ": not JSON ("),
@@ -259,8 +302,17 @@ class TestBroken:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("text,n\na,1\nb,2,3\n", ', line 3: 3 fields, but the header names 2; put a field that holds commas between "'),
-            ('text\n"a\nb"\n"open\nc\n', ", line 4: not CSV (unexpected end of data); mend it there"),
+            (
+                "text,n\na,1\nb,2,3\n",
+                (
+                    ", line 3: 3 fields, but the header names 2; put a field that holds commas"
+                    ' between "'
+                ),
+            ),
+            (
+                'text\n"a\nb"\n"open\nc\n',
+                ", line 4: not CSV (unexpected end of data); mend it there",
+            ),
             ('text\n"a" b\n', ", line 2: not CSV ("),
         ],
     )
@@ -272,7 +324,9 @@ class TestBroken:
     def test_a_file_that_is_no_parquet_is_refused(self, tmp_path, caplog):
         path = tmp_path / "data.parquet"
         path.write_text("text that is none")
-        assert both_refuse(path).startswith(" cannot be read as Parquet: Parquet magic bytes not found")
+        assert both_refuse(path).startswith(
+            " cannot be read as Parquet: Parquet magic bytes not found"
+        )
         assert not caplog.records  # said once
 
     def test_a_parquet_file_that_breaks_off_is_refused(self, tmp_path):
@@ -282,7 +336,9 @@ class TestBroken:
         path.write_bytes(content)
         assert both_refuse(path).startswith(" cannot be read as Parquet: ")
 
-    @pytest.mark.parametrize("name", ["missing.txt", "missing.csv", "no/such/*.jsonl", "x" * 5000 + ".txt", "nul\0.txt"])
+    @pytest.mark.parametrize(
+        "name", ["missing.txt", "missing.csv", "no/such/*.jsonl", "x" * 5000 + ".txt", "nul\0.txt"]
+    )
     def test_what_is_not_there_is_refused(self, tmp_path, name):
         with pytest.raises(DataError, match="check --dataset_name"):
             local_files(str(tmp_path / name))
@@ -294,7 +350,10 @@ class TestBroken:
     def test_what_is_of_another_kind_or_empty_is_refused(self, tmp_path):
         (tmp_path / "notes.md").write_text("text")
         (tmp_path / "empty.jsonl").touch()
-        with pytest.raises(DataError, match=r"notes\.md is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file; convert it"):
+        with pytest.raises(
+            DataError,
+            match=r"notes\.md is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file; convert it",
+        ):
             local_files(str(tmp_path / "notes.md"))
         with pytest.raises(DataError, match=r"empty\.jsonl is empty; leave it out"):
             local_files(str(tmp_path))
@@ -303,7 +362,9 @@ class TestBroken:
             local_files(str(tmp_path / "folder.txt"))
 
     @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv"])
-    def test_a_file_that_may_not_be_read_is_refused_with_the_reason(self, tmp_path, monkeypatch, suffix):
+    def test_a_file_that_may_not_be_read_is_refused_with_the_reason(
+        self, tmp_path, monkeypatch, suffix
+    ):
         path = write(tmp_path / f"data{suffix}", ["text"])
 
         def denied(*_: Any, **__: Any) -> None:
@@ -314,7 +375,9 @@ class TestBroken:
 
 
 def left_open(folder: Path) -> list[str]:
-    """Files below a folder that this process has open; those of other tests may be closed meanwhile."""
+    """Files below a folder that this process has open; those of other tests may be closed
+    meanwhile.
+    """
     opened = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
     return [path for path in opened if path.startswith(str(folder))]
 
@@ -327,7 +390,9 @@ class TestFilesThatMove:
     def test_a_file_that_vanishes_is_one_line(self, path):
         records = read_sequence([path])
         path.unlink()
-        with pytest.raises(DataError, match=rf"{path.name} cannot be read: No such file or directory"):
+        with pytest.raises(
+            DataError, match=rf"{path.name} cannot be read: No such file or directory"
+        ):
             records[0]
 
     @pytest.mark.parametrize("change", ["shorter", "longer", "edited"])
@@ -335,14 +400,27 @@ class TestFilesThatMove:
         records = read_sequence([path])
         assert records[1]["text"] == "two"
         content = path.read_bytes()
-        path.write_bytes({"shorter": content[:-5], "longer": content + content, "edited": content.replace(b"two", b"2wo")}[change])
+        path.write_bytes(
+            {
+                "shorter": content[:-5],
+                "longer": content + content,
+                "edited": content.replace(b"two", b"2wo"),
+            }[change]
+        )
         status = path.stat()
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))  # the clock of a file system may be coarse
-        with pytest.raises(DataError, match=rf"{path.name} has changed since it was first read; start again"):
+        # the clock of a file system may be coarse
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+        with pytest.raises(
+            DataError, match=rf"{path.name} has changed since it was first read; start again"
+        ):
             records[1]
 
     def test_no_file_is_left_open(self, tmp_path):
-        paths = [write(tmp_path / f"{i}{suffix}", ["a", "b"]) for i in range(20) for suffix in (".jsonl", ".csv")]
+        paths = [
+            write(tmp_path / f"{i}{suffix}", ["a", "b"])
+            for i in range(20)
+            for suffix in (".jsonl", ".csv")
+        ]
         records = read_sequence(paths)
         assert [records[i]["text"] for i in range(len(records))] == ["a", "b"] * 40
         assert left_open(tmp_path) == []
@@ -350,7 +428,9 @@ class TestFilesThatMove:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_several_threads_read_the_same_records(tmp_path, suffix) -> None:
-    """Evaluation reads while the loader's thread does; a place in the file that both move would mix their lines up."""
+    """Evaluation reads while the loader's thread does; a place in the file that both move would mix
+    their lines up.
+    """
     texts = [f"{i} " + "x" * (i % 97) for i in range(400)]
     records = read_sequence([write(tmp_path / f"data{suffix}", texts)])
     start, wrong = threading.Barrier(4), []
@@ -396,11 +476,17 @@ print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_a_long_file_streams_with_constant_memory(tmp_path) -> None:
     lines = 200_000
     path = tmp_path / "data.jsonl"
-    done = subprocess.run([sys.executable, "-c", STREAM, str(path), str(lines)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", STREAM, str(path), str(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     count, grown = map(int, done.stdout.split())
     assert count == lines
     assert path.stat().st_size > 20 * 2**20
-    assert grown < 2048  # KiB beyond what the first thousand lines took; the file is ten times as large
+    # KiB beyond what the first thousand lines took; the file is ten times as large
+    assert grown < 2048
 
 
 def test_what_is_held_of_a_long_file_is_where_its_lines_start(tmp_path) -> None:

@@ -34,7 +34,9 @@ def test_everything_comes_once_in_larger_orders(n, key) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(n=st.integers(2**20, 2**60), key=st.text(max_size=8), data=st.data())
-def test_in_an_order_too_large_to_list_different_positions_hold_different_things(n, key, data) -> None:
+def test_in_an_order_too_large_to_list_different_positions_hold_different_things(
+    n, key, data
+) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=20, unique=True))
     order = Permutation(n, key)
     things = [order[position] for position in positions]
@@ -69,9 +71,13 @@ def test_every_thing_is_as_likely_at_every_position(n) -> None:
 
 
 def test_neighbours_are_not_kept_together() -> None:
-    """Of n things shuffled fairly, neighbours lie (n + 1) / 3 apart on average, with variance (n + 1)(n - 2) / 18."""
+    """Of n things shuffled fairly, neighbours lie (n + 1) / 3 apart on average, with variance (n +
+    1)(n - 2) / 18.
+    """
     n, orders = 1000, 5
-    distances = [abs(a - b) for key in range(orders) for a, b in itertools.pairwise(listed(n, f"n{key}"))]
+    distances = [
+        abs(a - b) for key in range(orders) for a, b in itertools.pairwise(listed(n, f"n{key}"))
+    ]
     error = math.sqrt((n + 1) * (n - 2) / 18 / len(distances))
     assert abs(sum(distances) / len(distances) - (n + 1) / 3) < 4 * error
 
@@ -87,13 +93,19 @@ def test_neighbours_are_not_kept_together() -> None:
     ],
 )
 def test_the_order_is_the_same_in_every_version(n, key, expected) -> None:
-    """A run that is taken up finds its place by it: other values here lose data of every run that was saved."""
+    """A run that is taken up finds its place by it: other values here lose data of every run that
+    was saved.
+    """
     order = Permutation(n, key)
     assert [order[i] for i in range(len(expected))] == expected
 
 
 def test_the_draw_is_the_same_in_every_version() -> None:
-    assert [uniform(0, 0), uniform(0, 1), uniform(5, 10**9)] == [0.6524484863740322, 0.03401170130434639, 0.1651982513739022]
+    assert [uniform(0, 0), uniform(0, 1), uniform(5, 10**9)] == [
+        0.6524484863740322,
+        0.03401170130434639,
+        0.1651982513739022,
+    ]
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**31 - 1])
@@ -103,7 +115,8 @@ def test_draws_are_uniform_and_independent_of_their_neighbours(key) -> None:
         error = math.sqrt(share * (1 - share) / KEYS)
         assert abs(sum(draw < share for draw in draws) / KEYS - share) < 4 * error
     products = [(a - 0.5) * (b - 0.5) for a, b in itertools.pairwise(draws)]
-    assert abs(sum(products) / len(products)) < 4 / 12 / math.sqrt(len(products))  # the product's standard deviation is 1/12
+    # the product's standard deviation is 1/12
+    assert abs(sum(products) / len(products)) < 4 / 12 / math.sqrt(len(products))
 
 
 def test_a_draw_never_reaches_one(monkeypatch) -> None:

@@ -17,11 +17,15 @@ SIDES = st.sampled_from(["left", "right"])
 
 
 def documents(sizes: list[int], labelled: bool = True) -> list[Sample]:
-    """Samples of the sizes; every second one has labels, -100 on its first half. No token comes twice."""
+    """Samples of the sizes; every second one has labels, -100 on its first half. No token comes
+    twice.
+    """
     made, token = [], 100
     for number, size in enumerate(sizes):
         ids = tuple(range(token, token + size))
-        labels = (*[IGNORE_INDEX] * (size // 2), *ids[size // 2 :]) if labelled and number % 2 else None
+        labels = (
+            (*[IGNORE_INDEX] * (size // 2), *ids[size // 2 :]) if labelled and number % 2 else None
+        )
         made.append(Sample(f"d{number}@0", ids, labels))
         token += size
     return made
@@ -30,9 +34,21 @@ def documents(sizes: list[int], labelled: bool = True) -> list[Sample]:
 def of_document(batch: Batch, row: int) -> list[tuple[list[int], list[int], list[int]]]:
     """Ids, positions and labels of each document of a row, by what the batch says of its documents."""
     valid = batch.attention_mask[row].bool()
-    number = batch.documents[row] if batch.documents is not None else torch.zeros_like(valid, dtype=torch.int64)
-    columns = [(valid & (number == i)).nonzero().squeeze(-1) for i in range(int(number[valid].max()) + 1)]
-    return [tuple(tensor[row, c].tolist() for tensor in (batch.input_ids, batch.position_ids, batch.labels)) for c in columns]
+    number = (
+        batch.documents[row]
+        if batch.documents is not None
+        else torch.zeros_like(valid, dtype=torch.int64)
+    )
+    columns = [
+        (valid & (number == i)).nonzero().squeeze(-1) for i in range(int(number[valid].max()) + 1)
+    ]
+    return [
+        tuple(
+            tensor[row, c].tolist()
+            for tensor in (batch.input_ids, batch.position_ids, batch.labels)
+        )
+        for c in columns
+    ]
 
 
 class TestPack:
@@ -42,7 +58,9 @@ class TestPack:
         samples = documents(sizes)
         rows = pack(samples, max(sizes) + more)
         assert all(len(row.input_ids) <= max(sizes) + more for row in rows)
-        assert sorted(token for row in rows for token in row.input_ids) == [token for s in samples for token in s.input_ids]
+        assert sorted(token for row in rows for token in row.input_ids) == [
+            token for s in samples for token in s.input_ids
+        ]
         by_name = {s.id: s for s in samples}
         for row in rows:
             assert sum(row.lengths) == len(row.input_ids) == len(row.labels)
@@ -51,7 +69,10 @@ class TestPack:
                 sample = by_name.pop(name)
                 assert row.input_ids[start : start + length] == sample.input_ids
                 assert row.labels[start] == IGNORE_INDEX  # nothing is in front of it to predict it
-                assert row.labels[start + 1 : start + length] == (sample.labels or sample.input_ids)[1:]
+                assert (
+                    row.labels[start + 1 : start + length]
+                    == (sample.labels or sample.input_ids)[1:]
+                )
                 start += length
         assert not by_name
 
@@ -89,29 +110,54 @@ class TestCollate:
         width = max(len(row.input_ids) for row in rows) + extra
         batch = collate(rows, PAD, side=side, length=width)
         found = [document for row in range(len(rows)) for document in of_document(batch, row)]
-        expected = [(list(s.input_ids), list(range(len(s.input_ids))), [IGNORE_INDEX, *(s.labels or s.input_ids)[1:]]) for s in samples]
+        expected = [
+            (
+                list(s.input_ids),
+                list(range(len(s.input_ids))),
+                [IGNORE_INDEX, *(s.labels or s.input_ids)[1:]],
+            )
+            for s in samples
+        ]
         assert sorted(found) == sorted(expected)
         padding = ~batch.attention_mask.bool()
-        assert (batch.input_ids[padding] == PAD).all() and (batch.labels[padding] == IGNORE_INDEX).all()
+        assert (batch.input_ids[padding] == PAD).all() and (
+            batch.labels[padding] == IGNORE_INDEX
+        ).all()
         assert batch.tokens == sum(sizes)
         assert find_fault(batch, 1000) is None
 
     def test_a_batch_is_the_one_written_by_hand(self):
-        rows = [Sample("a+b", (5, 6, 7, 8, 9), (-100, 6, -100, 8, 9), (2, 3)), Sample("c", (3, 4), (-100, 4), (2,))]
+        rows = [
+            Sample("a+b", (5, 6, 7, 8, 9), (-100, 6, -100, 8, 9), (2, 3)),
+            Sample("c", (3, 4), (-100, 4), (2,)),
+        ]
         right, left = (collate(rows, PAD, side=side, length=6) for side in ("right", "left"))
         assert right.input_ids.tolist() == [[5, 6, 7, 8, 9, PAD], [3, 4, PAD, PAD, PAD, PAD]]
         assert right.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]
-        assert right.position_ids[0, :5].tolist() == [0, 1, 0, 1, 2] and right.position_ids[1, :2].tolist() == [0, 1]
-        assert right.documents[0, :5].tolist() == [0, 0, 1, 1, 1] and right.documents[1, :2].tolist() == [0, 0]
-        assert right.labels.tolist() == [[-100, 6, -100, 8, 9, -100], [-100, 4, -100, -100, -100, -100]]
+        assert right.position_ids[0, :5].tolist() == [0, 1, 0, 1, 2] and right.position_ids[
+            1, :2
+        ].tolist() == [0, 1]
+        assert right.documents[0, :5].tolist() == [0, 0, 1, 1, 1] and right.documents[
+            1, :2
+        ].tolist() == [0, 0]
+        assert right.labels.tolist() == [
+            [-100, 6, -100, 8, 9, -100],
+            [-100, 4, -100, -100, -100, -100],
+        ]
         assert left.input_ids.tolist() == [[PAD, 5, 6, 7, 8, 9], [PAD, PAD, PAD, PAD, 3, 4]]
-        assert left.position_ids[0, 1:].tolist() == [0, 1, 0, 1, 2] and left.position_ids[1, 4:].tolist() == [0, 1]
-        assert left.documents[0, 1:].tolist() == [0, 0, 1, 1, 1] and left.documents[1, 4:].tolist() == [0, 0]
+        assert left.position_ids[0, 1:].tolist() == [0, 1, 0, 1, 2] and left.position_ids[
+            1, 4:
+        ].tolist() == [0, 1]
+        assert left.documents[0, 1:].tolist() == [0, 0, 1, 1, 1] and left.documents[
+            1, 4:
+        ].tolist() == [0, 0]
         assert (right.position_ids >= 0).all() and (left.position_ids >= 0).all()
 
     def test_a_document_of_one_token_stands_alone(self):
         batch = collate([Sample("a+b+c", (5, 6, 7), (-100, -100, -100), (1, 1, 1))], PAD)
-        assert batch.position_ids.tolist() == [[0, 0, 0]] and batch.documents.tolist() == [[0, 1, 2]]
+        assert batch.position_ids.tolist() == [[0, 0, 0]] and batch.documents.tolist() == [
+            [0, 1, 2]
+        ]
 
     @settings(deadline=None, max_examples=30)
     @given(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4), side=SIDES)
@@ -126,4 +172,6 @@ class TestCollate:
     def test_moving_a_batch_takes_its_documents_along(self):
         batch = collate(pack(documents([3, 4]), 8), PAD)
         moved = batch.to(torch.device("meta"))
-        assert moved.documents.device.type == "meta" and moved.documents.shape == batch.documents.shape
+        assert (
+            moved.documents.device.type == "meta" and moved.documents.shape == batch.documents.shape
+        )

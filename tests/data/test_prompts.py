@@ -1,4 +1,6 @@
-"""Prompts are the tokens that training would put in front of a completion, whatever the data look like."""
+"""Prompts are the tokens that training would put in front of a completion, whatever the data look
+like.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from npt.data.prompts import prompt_record, read_prompts
 from npt.errors import DataError
 from npt.quant.load import load_tokenizer
 
-CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if"
+    " add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +27,13 @@ def ids_of(record: object, tokenizer, length: int = 64, **columns: str) -> list[
     return prompt_record(7, record, tokenizer, DataConfig(**columns), length)["input_ids"]
 
 
-def prompts(records, tokenizer, length: int = 4, seed: int = 0, **columns: str) -> dict[str, tuple[int, ...]]:
-    return {p.id: p.input_ids for p in read_prompts(records, tokenizer, DataConfig(**columns), length=length, seed=seed)}
+def prompts(
+    records, tokenizer, length: int = 4, seed: int = 0, **columns: str
+) -> dict[str, tuple[int, ...]]:
+    return {
+        p.id: p.input_ids
+        for p in read_prompts(records, tokenizer, DataConfig(**columns), length=length, seed=seed)
+    }
 
 
 def test_a_text_is_a_prompt_without_an_end_token(tokenizer):
@@ -45,27 +55,41 @@ def test_a_prompt_needs_no_completion(tokenizer, record, columns):
 
 
 def test_a_prompt_is_tokenised_as_in_front_of_its_completion(tiny):
-    (encoded,) = encode([(0, {"prompt": "def f(x):\n", "completion": "    return x"})], tiny, DataConfig(), Counts())
+    (encoded,) = encode(
+        [(0, {"prompt": "def f(x):\n", "completion": "    return x"})], tiny, DataConfig(), Counts()
+    )
     assert ids_of({"prompt": "def f(x):\n"}, tiny) == encoded.ids[: encoded.prompt]
 
 
-@pytest.mark.parametrize("answer", [[], [{"role": "assistant", "content": "no"}]], ids=["open", "answered"])
+@pytest.mark.parametrize(
+    "answer", [[], [{"role": "assistant", "content": "no"}]], ids=["open", "answered"]
+)
 def test_a_conversation_is_a_prompt_up_to_its_last_answer(tiny, answer):
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = CHAT
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
-    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "so"},
+    ]
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
     assert ids_of({"chat": messages + answer}, tokenizer, prompt_column="chat") == expected
 
 
 def test_of_ids_with_labels_the_masked_front_is_the_prompt(tokenizer):
-    assert ids_of({"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100], "prompt": "other"}, tokenizer) == [5, 6]
+    assert ids_of(
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100], "prompt": "other"}, tokenizer
+    ) == [5, 6]
     assert ids_of({"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, tokenizer) == [5, 6, 7]
     assert ids_of({"input_ids": [5, 6, 1]}, tokenizer) == [5, 6]
 
 
 def test_a_long_prompt_keeps_its_end_and_a_long_text_gives_several(tokenizer):
-    assert ids_of({"prompt": "abcdef"}, tokenizer, length=3) == tokenizer("abcdef")["input_ids"][-3:]
+    assert (
+        ids_of({"prompt": "abcdef"}, tokenizer, length=3) == tokenizer("abcdef")["input_ids"][-3:]
+    )
     ids = tuple(tokenizer("abcdef")["input_ids"])
     assert prompts([{"id": "t", "text": "abcdef"}], tokenizer) == {"t@0": ids[:4], "t@4": ids[4:]}
 
@@ -89,7 +113,11 @@ def test_the_order_is_seeded_and_the_same_prompts_come_from_a_list_and_a_stream(
     ("record", "columns", "told"),
     [
         ({"q": "x"}, {}, r"record 7 has no 'text' \(it has: q\); set --text_column"),
-        ({"q": "x"}, {"prompt_column": "p"}, r"record 7 has no 'p' \(it has: q\); set --prompt_column"),
+        (
+            {"q": "x"},
+            {"prompt_column": "p"},
+            r"record 7 has no 'p' \(it has: q\); set --prompt_column",
+        ),
         ({"id": "mine", "prompt": 3}, {}, r"record mine has an int as 'prompt'"),
         ("text", {}, r"record 7 is a str"),
         ({"prompt": [1, 2]}, {}, r"'prompt' is no list of messages"),

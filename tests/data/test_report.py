@@ -49,13 +49,17 @@ def printed(report: DataReport, encoding: str = "utf-8") -> str:
     return stream.buffer.getvalue().decode(encoding)
 
 
-# --- counts -----------------------------------------------------------------------------------------------------------
+# --- counts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
     config = write(
         tmp_path / "data.jsonl",
-        *({"prompt": "def f(x):" * (1 + i), "completion": "return x\n" * (i % 9)} for i in range(40)),
+        *(
+            {"prompt": "def f(x):" * (1 + i), "completion": "return x\n" * (i % 9)}
+            for i in range(40)
+        ),
         {"prompt": "p", "completion": "long " * 40},
         {"text": ""},
         {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100]},
@@ -68,8 +72,12 @@ def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
     assert counts.skipped == Counter({"empty completion": 5, "empty text": 1, "no target": 1})
     assert counts.cut_prompts > 0 < counts.cut_completions
     lengths = sorted(len(s.input_ids) for s in samples)
-    assert (report.shortest, report.median, report.longest) == (lengths[0], lengths[(len(lengths) - 1) // 2], lengths[-1])
-    labels = [label for s in samples for label in (s.labels or s.input_ids)]
+    assert (report.shortest, report.median, report.longest) == (
+        lengths[0],
+        lengths[(len(lengths) - 1) // 2],
+        lengths[-1],
+    )
+    labels = [label for s in samples for label in s.labels or s.input_ids]
     assert report.targets == sum(label != IGNORE_INDEX for label in labels)
     assert report.heldout == sum(s.heldout for s in samples)
     ids = [i for s in samples for i in s.input_ids]
@@ -79,7 +87,13 @@ def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
 def test_streaming_changes_nothing(tmp_path, tokenizer):
     write(tmp_path / "data.jsonl", *({"text": "x = 1\n" * i} for i in range(1, 30)))
     kept, stream = (
-        examine(DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=16, streaming=streaming), tokenizer, VOCAB)
+        examine(
+            DataConfig(
+                dataset_name=str(tmp_path / "data.jsonl"), max_length=16, streaming=streaming
+            ),
+            tokenizer,
+            VOCAB,
+        )
         for streaming in (False, True)
     )
     assert kept == stream
@@ -103,7 +117,9 @@ def test_the_padding_is_the_mean_over_all_batches_that_could_be_drawn(lengths, b
     drawn = list(itertools.combinations(lengths, min(batch_size, len(lengths))))
     width = sum(max(batch) for batch in drawn) / len(drawn)
     # A handful of fp64 products against a mean of integers.
-    assert histogram.padding(batch_size) == pytest.approx(1 - sum(lengths) / len(lengths) / width, abs=1e-12)
+    assert histogram.padding(batch_size) == pytest.approx(
+        1 - sum(lengths) / len(lengths) / width, abs=1e-12
+    )
 
 
 def test_packing_is_worth_what_the_report_says(tmp_path, tokenizer):
@@ -131,7 +147,8 @@ def test_copies_among_more_samples_than_are_kept_are_estimated():
         if i % 4 == 0:
             copies.add([i])
     assert not copies.exact and len(copies._counts) <= 1024
-    # A share of 0.2 from 512 to 1,024 distinct samples: three standard errors, sqrt(0.2 * 0.8 / 512) each.
+    # A share of 0.2 from 512 to 1,024 distinct samples: three standard errors, sqrt(0.2 * 0.8 /
+    # 512) each.
     assert copies.share == pytest.approx(0.2, abs=0.053)
 
 
@@ -151,11 +168,16 @@ def test_a_reservoir_keeps_what_fits_in_order_and_draws_evenly_from_more():
     assert all(abs(drawn[i] - 600) < 80 for i in range(10))
 
 
-# --- problems ---------------------------------------------------------------------------------------------------------
+# --- problems
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_sound_data_have_no_problem(tmp_path, tokenizer):
-    report = examine(write(tmp_path / "data.jsonl", *({"text": f"x_{i} = {i * i}\n"} for i in range(60))), tokenizer, VOCAB)
+    report = examine(
+        write(tmp_path / "data.jsonl", *({"text": f"x_{i} = {i * i}\n"} for i in range(60))),
+        tokenizer,
+        VOCAB,
+    )
     assert report.problems == () and report.trainable
     assert "no problem found" in printed(report)
 
@@ -163,8 +185,8 @@ def test_sound_data_have_no_problem(tmp_path, tokenizer):
 def test_records_that_cannot_be_encoded_are_located_among_broken_lines(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
     path.write_bytes(
-        b'{"text": "fine"}\n{"id": "mine", "text": 5}\n{"body": "x"}\n{\n{"input_ids": [1, 2], "labels": [1]}\n'
-        b'{"text": "half a pair \\ud800"}\n{"text": "fine too"}\n'
+        b'{"text": "fine"}\n{"id": "mine", "text": 5}\n{"body": "x"}\n{\n{"input_ids": [1, 2],'
+        b' "labels": [1]}\n{"text": "half a pair \\ud800"}\n{"text": "fine too"}\n'
     )
     report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
     assert [(b.line, b.column) for b in report.broken[:4]] == [(2, 16), (3, 1), (4, 2), (5, 2)]
@@ -174,7 +196,10 @@ def test_records_that_cannot_be_encoded_are_located_among_broken_lines(tmp_path,
     assert "2 input_ids but labels of 1" in report.broken[3].problem
     assert (report.counts.records, report.counts.samples, report.broken_total) == (2, 2, 5)
     assert not report.trainable
-    assert f"error: 5 broken places, the first at {path}, line 2, column 16: mend or remove what is listed" in printed(report)
+    assert (
+        f"error: 5 broken places, the first at {path}, line 2, column 16: mend or remove what is"
+        " listed" in printed(report)
+    )
 
 
 def test_a_csv_record_is_located_by_its_line(tmp_path, tokenizer):
@@ -182,7 +207,11 @@ def test_a_csv_record_is_located_by_its_line(tmp_path, tokenizer):
     path.write_text('b,text\n1,"two\nlines"\n\n2,fine\n3\n')
     report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
     (broken,) = report.broken
-    assert (broken.line, broken.column, report.counts.samples) == (6, None, 2) and "'text'" in broken.problem
+    assert (broken.line, broken.column, report.counts.samples) == (
+        6,
+        None,
+        2,
+    ) and "'text'" in broken.problem
 
 
 def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokenizer):
@@ -194,9 +223,16 @@ def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokeniz
 
 @pytest.mark.parametrize(
     ("ids", "labels", "outside"),
-    [([5, VOCAB, 7], None, 1), ([5, -1, 99_999], None, 2), ([5, 6, 7], [5, VOCAB, -100], 1), ([5, 9999, 7], [-100, 9999, 7], 1)],
+    [
+        ([5, VOCAB, 7], None, 1),
+        ([5, -1, 99_999], None, 2),
+        ([5, 6, 7], [5, VOCAB, -100], 1),
+        ([5, 9999, 7], [-100, 9999, 7], 1),
+    ],
 )
-def test_ids_outside_the_vocabulary_are_counted_and_the_first_is_named(tmp_path, tokenizer, ids, labels, outside):
+def test_ids_outside_the_vocabulary_are_counted_and_the_first_is_named(
+    tmp_path, tokenizer, ids, labels, outside
+):
     bad = {"id": "bad one", "input_ids": ids} | ({} if labels is None else {"labels": labels})
     report = examine(write(tmp_path / "data.jsonl", {"text": "fine"}, bad, bad), tokenizer, VOCAB)
     assert (report.outside, report.outside_first) == (2 * outside, "bad one@0")
@@ -205,9 +241,17 @@ def test_ids_outside_the_vocabulary_are_counted_and_the_first_is_named(tmp_path,
 
 
 def test_data_without_a_sample_are_an_error(tmp_path, tokenizer):
-    report = examine(write(tmp_path / "data.jsonl", {"text": ""}, {"input_ids": [5]}), tokenizer, VOCAB)
+    report = examine(
+        write(tmp_path / "data.jsonl", {"text": ""}, {"input_ids": [5]}), tokenizer, VOCAB
+    )
     assert "no sample of two tokens or more" in problems(report) and not report.trainable
-    assert (report.shortest, report.median, report.longest, report.id_min, report.padding) == (0, 0, 0, None, 0.0)
+    assert (report.shortest, report.median, report.longest, report.id_min, report.padding) == (
+        0,
+        0,
+        0,
+        None,
+        0.0,
+    )
     assert "no sample of two tokens or more" in printed(report)
 
 
@@ -223,10 +267,14 @@ def test_a_start_token_in_the_text_is_noticed(tmp_path, tokenizer):
 
 
 def test_copies_cuts_and_skips_are_hints_that_do_not_stop_training(tmp_path, tokenizer):
-    records = [{"text": "the same"}] * 4 + [{"text": ""}] + [{"prompt": "long " * 30, "completion": "x"}]
+    records = (
+        [{"text": "the same"}] * 4 + [{"text": ""}] + [{"prompt": "long " * 30, "completion": "x"}]
+    )
     report = examine(write(tmp_path / "data.jsonl", *records), tokenizer, VOCAB)
     assert "60% of the samples are copies of others" in problems(report)
-    assert "1 prompts and 0 completions of 5 samples are cut: raise --max_length" in problems(report)
+    assert "1 prompts and 0 completions of 5 samples are cut: raise --max_length" in problems(
+        report
+    )
     assert "1 empty text of 6 records are skipped" in problems(report)
     assert report.trainable
 
@@ -236,18 +284,30 @@ def test_a_data_set_that_is_not_there_is_an_error_of_its_own(tokenizer):
         examine(DataConfig(dataset_name="none.jsonl"), tokenizer, VOCAB)
 
 
-# --- samples for reading ----------------------------------------------------------------------------------------------
+# --- samples for reading
+# ----------------------------------------------------------------------------------------------
 
 
 def test_the_mask_is_seen_without_colour(tmp_path, tokenizer):
-    report = examine(write(tmp_path / "data.jsonl", {"prompt": "def f", "completion": "(x):\n"}), tokenizer, VOCAB)
-    assert f"data.jsonl:1@0, {report.counts.tokens} tokens: {OPEN}<s>def f{CLOSE}(x):\\n</s>" in printed(report)
+    report = examine(
+        write(tmp_path / "data.jsonl", {"prompt": "def f", "completion": "(x):\n"}),
+        tokenizer,
+        VOCAB,
+    )
+    assert (
+        f"data.jsonl:1@0, {report.counts.tokens} tokens: {OPEN}<s>def f{CLOSE}(x):\\n</s>"
+        in printed(report)
+    )
 
 
 def test_brackets_and_unseen_characters_of_the_text_are_escaped(tmp_path, tokenizer):
     text = f"a{OPEN}b{CLOSE}\\ \x1b[31m\r\u200b\u2028\x00é [red]"
     write(tmp_path / "data.jsonl", {"text": text})
-    out = printed(examine(DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=99), tokenizer, VOCAB))
+    out = printed(
+        examine(
+            DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=99), tokenizer, VOCAB
+        )
+    )
     assert "<s>a\\u27e6b\\u27e7\\\\ \\x1b[31m\\r\\u200b\\u2028\\x00é [red]</s>" in out
 
 
@@ -263,15 +323,25 @@ def test_a_long_sample_loses_its_middle_and_keeps_the_edge_of_its_mask(tokenizer
     ids = tokenizer("one two three four five six seven " * 40)["input_ids"]
     labels = (IGNORE_INDEX,) * 100 + tuple(ids[100:])
     masked, target = show(Sample("x", tuple(ids), labels), tokenizer, VOCAB).stretches
-    assert (masked.kind, masked.tokens, target.kind, target.tokens) == ("masked", 100, "target", len(ids) - 100)
+    assert (masked.kind, masked.tokens, target.kind, target.tokens) == (
+        "masked",
+        100,
+        "target",
+        len(ids) - 100,
+    )
     assert " … 52 tokens … " in masked.text and masked.text.endswith(tokenizer.decode(ids[76:100]))
     assert target.text.startswith(tokenizer.decode(ids[100:124]))
 
 
 def test_a_sample_of_many_stretches_keeps_its_ends(tokenizer):
     ids = tuple(range(100, 160))
-    stretches = show(Sample("x", ids, tuple(i if i % 2 else IGNORE_INDEX for i in ids)), tokenizer, VOCAB).stretches
-    assert [s.kind for s in stretches] == ["masked", "target"] * 2 + ["left out"] + ["masked", "target"] * 2
+    stretches = show(
+        Sample("x", ids, tuple(i if i % 2 else IGNORE_INDEX for i in ids)), tokenizer, VOCAB
+    ).stretches
+    assert [s.kind for s in stretches] == ["masked", "target"] * 2 + ["left out"] + [
+        "masked",
+        "target",
+    ] * 2
     assert sum(s.tokens for s in stretches) == 60
 
 
@@ -282,24 +352,32 @@ def test_ids_outside_the_vocabulary_are_shown_by_number(tokenizer):
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_console_that_lacks_characters_gets_escapes(tmp_path, tokenizer, encoding):
-    report = examine(write(tmp_path / "data.jsonl", {"prompt": "é€", "completion": "x"}), tokenizer, VOCAB)
+    report = examine(
+        write(tmp_path / "data.jsonl", {"prompt": "é€", "completion": "x"}), tokenizer, VOCAB
+    )
     assert "\\u27e6<s>" in printed(report, encoding)
 
 
-# --- the record -------------------------------------------------------------------------------------------------------
+# --- the record
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_is_json(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "p", "completion": "c"}\n{"text": ""}\n{\n')
-    values = json.loads(to_json(examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB).as_dict()))
+    values = json.loads(
+        to_json(examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB).as_dict())
+    )
     assert (values["records"], values["samples"], values["skipped"]) == (2, 1, {"empty text": 1})
     assert values["broken"] == [
         {
             "where": str(path),
             "line": 3,
             "column": 2,
-            "problem": "not JSON (Expecting property name enclosed in double quotes); each line has to be one JSON object",
+            "problem": (
+                "not JSON (Expecting property name enclosed in double quotes); each line has to be"
+                " one JSON object"
+            ),
         }
     ]
     assert [s["kind"] for s in values["shown"][0]["stretches"]] == ["masked", "target"]

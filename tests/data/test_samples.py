@@ -11,10 +11,15 @@ from npt.errors import DataError
 
 # The tokenizer fixture keeps no state, so that one serves all examples of a property.
 SHARED_TOKENIZER = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-TEXTS = [{"text": f"document {number}: " + "abcdefghij"[number % 10] * (number % 23)} for number in range(60)]
+TEXTS = [
+    {"text": f"document {number}: " + "abcdefghij"[number % 10] * (number % 23)}
+    for number in range(60)
+]
 
 
 def config(**settings) -> npt.DataConfig:
@@ -61,18 +66,29 @@ class TestCut:
         assert got == [w for w in windows if len(w) > 1]
 
     def test_the_end_token_closes_each_text_once(self, tokenizer):
-        ends = [sample.input_ids[-1] for sample in cut([{"text": "abc"}, {"text": "de"}], tokenizer, config())]
+        ends = [
+            sample.input_ids[-1]
+            for sample in cut([{"text": "abc"}, {"text": "de"}], tokenizer, config())
+        ]
         assert ends == [tokenizer.eos_token_id] * 2
 
         class ClosingTokenizer(type(tokenizer)):
             def __call__(self, texts, **_):
-                return {"input_ids": [[*ids, self.eos_token_id] for ids in super().__call__(texts)["input_ids"]]}
+                return {
+                    "input_ids": [
+                        [*ids, self.eos_token_id] for ids in super().__call__(texts)["input_ids"]
+                    ]
+                }
 
-        assert tokens(cut([{"text": "abc"}], ClosingTokenizer(), config())) == tokens(cut([{"text": "abc"}], tokenizer, config()))
+        assert tokens(cut([{"text": "abc"}], ClosingTokenizer(), config())) == tokens(
+            cut([{"text": "abc"}], tokenizer, config())
+        )
 
     def test_a_tokenizer_without_an_end_token_closes_nothing(self, tokenizer):
         tokenizer.eos_token_id = None
-        assert tokens(cut([{"text": "abc"}], tokenizer, config())) == [tuple(tokenizer("abc")["input_ids"])]
+        assert tokens(cut([{"text": "abc"}], tokenizer, config())) == [
+            tuple(tokenizer("abc")["input_ids"])
+        ]
 
     def test_texts_and_token_ids_mix_in_order_and_keep_their_names(self, tokenizer):
         records = [{"text": "a", "id": "first"}, {"input_ids": [5, 6]}, {"text": ""}, {"text": "b"}]
@@ -88,7 +104,9 @@ class TestCut:
         assert stream.read <= 32  # one call of the tokenizer
 
     def test_a_record_without_the_column_lists_what_it_has(self, tokenizer):
-        with pytest.raises(DataError, match=r"record 1 has no 'text' \(it has: body, title\); set --text_column"):
+        with pytest.raises(
+            DataError, match=r"record 1 has no 'text' \(it has: body, title\); set --text_column"
+        ):
             list(cut([{"text": "x"}, {"title": "t", "body": "b"}], tokenizer, config()))
 
     def test_the_column_is_the_one_that_was_named(self, tokenizer):
@@ -96,7 +114,10 @@ class TestCut:
         with pytest.raises(DataError, match=r"has no 'body' \(it has: text\)"):
             list(cut([{"text": "x"}], tokenizer, config(text_column="body")))
 
-    @pytest.mark.parametrize(("value", "kind"), [(None, "a NoneType"), (3, "an int"), (["a"], "a list"), (b"a", "a bytes")])
+    @pytest.mark.parametrize(
+        ("value", "kind"),
+        [(None, "a NoneType"), (3, "an int"), (["a"], "a list"), (b"a", "a bytes")],
+    )
     def test_a_text_that_is_none_is_refused_by_its_type(self, tokenizer, value, kind):
         with pytest.raises(DataError, match=rf"record mine has {kind} as 'text'"):
             list(cut([{"id": "mine", "text": value}], tokenizer, config()))
@@ -105,7 +126,9 @@ class TestCut:
         with pytest.raises(DataError, match=r"it has: nothing"):
             list(cut([{}], tokenizer, config()))
 
-    @pytest.mark.parametrize("record", [{"input_ids": None}, {"input_ids": "abc"}, {"input_ids": [[1, 2]]}, "text", None])
+    @pytest.mark.parametrize(
+        "record", [{"input_ids": None}, {"input_ids": "abc"}, {"input_ids": [[1, 2]]}, "text", None]
+    )
     def test_a_record_that_is_none_is_refused_by_its_position(self, tokenizer, record):
         with pytest.raises(DataError, match=r"record 1\b"):
             list(cut([{"text": "x"}, record], tokenizer, config()))
@@ -114,7 +137,10 @@ class TestCut:
         _, tokenizer = npt.load_base("tiny", device="cpu")
         text = "value = 1\n" * 2000
         samples = list(cut([{"text": text}], tokenizer, config(max_length=256)))
-        assert tokenizer.decode([i for s in samples for i in s.input_ids], skip_special_tokens=True) == text
+        assert (
+            tokenizer.decode([i for s in samples for i in s.input_ids], skip_special_tokens=True)
+            == text
+        )
         assert samples[-1].input_ids[-1] == tokenizer.eos_token_id
         assert not caplog.records
 
@@ -128,7 +154,8 @@ class TestHeldOut:
 
     def test_one_sample_in_twenty(self):
         share = sum(Sample("", (number,)).heldout for number in range(4000)) / 4000
-        assert share == pytest.approx(1 / 20, abs=0.014)  # four standard errors of a share of 1/20 among 4000
+        # four standard errors of a share of 1/20 among 4000
+        assert share == pytest.approx(1 / 20, abs=0.014)
 
     @pytest.mark.parametrize("make", [list, Stream], ids=["list", "stream"])
     def test_is_disjoint_from_training_and_complete_with_it(self, tokenizer, make):
@@ -182,7 +209,9 @@ class TestPaddingThatCameWithTheData:
 
     @pytest.mark.parametrize("ids", [[5, 2**70], [5, 1.5], "56", [[5]]])
     def test_ids_that_are_no_64_bit_integers_are_refused(self, tokenizer, ids):
-        with pytest.raises(DataError, match="record 0 has input_ids that are no list of 64-bit integers"):
+        with pytest.raises(
+            DataError, match="record 0 has input_ids that are no list of 64-bit integers"
+        ):
             list(cut([{"input_ids": ids}], tokenizer, config()))
 
 
@@ -209,13 +238,20 @@ class TestSequence:
 
     def test_num_samples_bounds_an_epoch_to_a_drawn_part(self, tokenizer):
         everything = Samples(TEXTS, tokenizer, config(), seed=0)
-        few, others = (Samples(TEXTS, tokenizer, config(num_samples=10), seed=seed) for seed in (0, 1))
+        few, others = (
+            Samples(TEXTS, tokenizer, config(num_samples=10), seed=seed) for seed in (0, 1)
+        )
         assert few.count() == len(list(few.epoch(0))) == 10
         assert set(few.epoch(0)) == set(few.epoch(1)) < set(everything.epoch(0))
         assert set(tokens(few.epoch(0))) != set(tokens(others.epoch(0)))
-        assert Samples(TEXTS, tokenizer, config(num_samples=10**6), seed=0).count() == everything.count()
+        assert (
+            Samples(TEXTS, tokenizer, config(num_samples=10**6), seed=0).count()
+            == everything.count()
+        )
 
-    @pytest.mark.parametrize(("num_samples", "asked", "counted"), [(None, 5, 5), (3, 5, 3), (7, 5, 5)])
+    @pytest.mark.parametrize(
+        ("num_samples", "asked", "counted"), [(None, 5, 5), (3, 5, 3), (7, 5, 5)]
+    )
     def test_no_more_is_tokenised_than_is_asked_for(self, tokenizer, num_samples, asked, counted):
         seen = []
 
@@ -229,7 +265,9 @@ class TestSequence:
         assert samples.count(asked) == counted
         assert 0 < len(seen) <= 32  # one call of the tokenizer
 
-    def test_an_epoch_starts_the_same_however_much_of_it_was_cut_before(self, tokenizer, monkeypatch):
+    def test_an_epoch_starts_the_same_however_much_of_it_was_cut_before(
+        self, tokenizer, monkeypatch
+    ):
         monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 8)
         lazy, eager = (Samples(TEXTS, tokenizer, config(), seed=0) for _ in range(2))
         assert eager.count() > 60
@@ -237,7 +275,9 @@ class TestSequence:
         assert start == list(eager.epoch(1))[:20]
         assert sorted(tokens(lazy.epoch(0))) == sorted(tokens(eager.epoch(0)))
 
-    def test_a_record_is_named_by_its_place_in_the_data_and_not_in_the_shuffled_order(self, tokenizer):
+    def test_a_record_is_named_by_its_place_in_the_data_and_not_in_the_shuffled_order(
+        self, tokenizer
+    ):
         records = [{"input_ids": [number, 100]} for number in range(40)]
         for sample in Samples(records, tokenizer, config(), seed=0, hold_out=False).epoch(0):
             assert sample.id == f"{sample.input_ids[0]}@0"
@@ -251,7 +291,9 @@ class TestSequence:
     def test_a_datasets_object_is_a_sequence(self, tokenizer):
         datasets = pytest.importorskip("datasets")
         samples = Samples(datasets.Dataset.from_list(TEXTS), tokenizer, config(), seed=0)
-        assert tokens(samples.epoch(1)) == tokens(Samples(TEXTS, tokenizer, config(), seed=0).epoch(1))
+        assert tokens(samples.epoch(1)) == tokens(
+            Samples(TEXTS, tokenizer, config(), seed=0).epoch(1)
+        )
 
     @pytest.mark.parametrize(
         ("records", "came"),
@@ -259,13 +301,23 @@ class TestSequence:
             ([], "of the data"),
             ([{"text": ""}] * 40, r"of 40 records \(40 skipped \(empty text\)\)"),
             ([{"input_ids": [4]}], r"of 1 records \(1 skipped \(fewer than two tokens\)\)"),
-            ([{"prompt": "a", "completion": " "}], r"of 1 records \(1 skipped \(empty completion\)\)"),
-            ([{"input_ids": [0, 13, 1]}, {"text": ""}], r"of 2 records \(1 held out, 1 skipped \(empty text\)\)"),
+            (
+                [{"prompt": "a", "completion": " "}],
+                r"of 1 records \(1 skipped \(empty completion\)\)",
+            ),
+            (
+                [{"input_ids": [0, 13, 1]}, {"text": ""}],
+                r"of 2 records \(1 held out, 1 skipped \(empty text\)\)",
+            ),
         ],
     )
     @pytest.mark.parametrize("packing", [False, True])
-    def test_data_without_a_sample_are_refused_with_what_became_of_them(self, tokenizer, records, came, packing):
-        with pytest.raises(DataError, match=f"no sample to train on came {came}; check --dataset_name"):
+    def test_data_without_a_sample_are_refused_with_what_became_of_them(
+        self, tokenizer, records, came, packing
+    ):
+        with pytest.raises(
+            DataError, match=f"no sample to train on came {came}; check --dataset_name"
+        ):
             Samples(records, tokenizer, config(packing=packing), seed=0)
 
 
@@ -276,7 +328,11 @@ class TestStream:
         assert samples.count() is None
         assert stream.read == 0
         epochs = [tokens(samples.epoch(number)) for number in (0, 1)]
-        assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(tokens(cut(TEXTS, tokenizer, config())))
+        assert (
+            sorted(epochs[0])
+            == sorted(epochs[1])
+            == sorted(tokens(cut(TEXTS, tokenizer, config())))
+        )
         assert epochs[0] != epochs[1]
         assert stream.read == 2 * len(TEXTS)
 
@@ -284,9 +340,14 @@ class TestStream:
         monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 8)
         monkeypatch.setattr("npt.data.samples._RECORDS_AT_ONCE", 4)
         records = [{"input_ids": [number, 100], "id": str(number)} for number in range(40)]
-        order = [int(s.id.split("@")[0]) for s in Samples(Stream(records), tokenizer, config(), seed=0, hold_out=False).epoch(0)]
+        order = [
+            int(s.id.split("@")[0])
+            for s in Samples(Stream(records), tokenizer, config(), seed=0, hold_out=False).epoch(0)
+        ]
         blocks = [order[start : start + 8] for start in range(0, 40, 8)]
-        assert [sorted(block) for block in blocks] == [list(range(start, start + 8)) for start in range(0, 40, 8)]
+        assert [sorted(block) for block in blocks] == [
+            list(range(start, start + 8)) for start in range(0, 40, 8)
+        ]
         assert all(block != sorted(block) for block in blocks)
 
     def test_reads_a_block_ahead_and_no_more(self, tokenizer, monkeypatch):
@@ -310,9 +371,14 @@ class TestStream:
 class TestPacked:
     @pytest.mark.parametrize("make", [list, Stream], ids=["list", "stream"])
     def test_rows_hold_the_same_documents_and_are_fewer(self, tokenizer, make):
-        plain, packed = (Samples(make(TEXTS), tokenizer, config(max_length=40, packing=packing), seed=0) for packing in (False, True))
+        plain, packed = (
+            Samples(make(TEXTS), tokenizer, config(max_length=40, packing=packing), seed=0)
+            for packing in (False, True)
+        )
         rows, documents = list(packed.epoch(0)), list(plain.epoch(0))
-        assert sorted(name for row in rows for name in row.id.split("+")) == sorted(s.id for s in documents)
+        assert sorted(name for row in rows for name in row.id.split("+")) == sorted(
+            s.id for s in documents
+        )
         assert len(rows) < len(documents)
         assert all(len(row.input_ids) <= 40 for row in rows)
         if make is list:
@@ -324,7 +390,9 @@ class TestPacked:
         assert one != other and sorted(r.id for r in one) == sorted(r.id for r in other)
 
     def test_num_samples_are_counted_before_packing(self, tokenizer):
-        samples = Samples(TEXTS, tokenizer, config(max_length=40, packing=True, num_samples=10), seed=0)
+        samples = Samples(
+            TEXTS, tokenizer, config(max_length=40, packing=True, num_samples=10), seed=0
+        )
         rows = list(samples.epoch(0))
         assert sum(len(row.lengths) for row in rows) == 10
         assert samples.count() == len(rows)
@@ -337,7 +405,12 @@ class TestPacked:
 
 class TestCounts:
     def test_every_pass_over_the_records_counts(self, tokenizer):
-        records = [*TEXTS, {"text": ""}, {"prompt": "a" * 20, "completion": "b"}, {"prompt": "a", "completion": ""}]
+        records = [
+            *TEXTS,
+            {"text": ""},
+            {"prompt": "a" * 20, "completion": "b"},
+            {"prompt": "a", "completion": ""},
+        ]
         samples = Samples(records, tokenizer, config(), seed=0, hold_out=False)
         assert samples.counts.records == 0  # looking whether there is anything is no pass
         for epoch in (1, 2):
@@ -347,23 +420,39 @@ class TestCounts:
             assert samples.counts.tokens == epoch * sum(len(s.input_ids) for s in made)
             assert samples.counts.skipped == {"empty text": epoch, "empty completion": epoch}
             assert samples.counts.cut_prompts == epoch
-        assert samples.counts.lost() == "2 prompts cut to --max_length, 2 skipped (empty completion), 2 skipped (empty text)"
+        assert (
+            samples.counts.lost()
+            == "2 prompts cut to --max_length, 2 skipped (empty completion), 2 skipped (empty text)"
+        )
 
 
 class TestEvaluation:
     def test_samples_with_ids_or_targets_outside_the_vocabulary_are_passed_over(self):
         good, with_mask = Sample("good", (5, 6)), Sample("with mask", (5, 6), (-100, 6))
-        bad = [Sample("id", (5, 128)), Sample("negative", (5, -1)), Sample("label", (5, 6), (-100, 128)), Sample("low", (5, 6), (-1, 6))]
+        bad = [
+            Sample("id", (5, 128)),
+            Sample("negative", (5, -1)),
+            Sample("label", (5, 6), (-100, 128)),
+            Sample("low", (5, 6), (-1, 6)),
+        ]
         assert list(within([good, *bad, with_mask], 128)) == [good, with_mask]
 
     def test_prompts_and_completions_are_held_out_like_text(self, tokenizer):
-        records = [{"prompt": f"question {i}", "completion": f"answer {i % 7}", "id": str(i)} for i in range(200)]
+        records = [
+            {"prompt": f"question {i}", "completion": f"answer {i % 7}", "id": str(i)}
+            for i in range(200)
+        ]
         samples, heldout = evaluation_samples(records, tokenizer, config(max_length=30), 100, 128)
-        trained = {s.id for s in Samples(records, tokenizer, config(max_length=30), seed=0).epoch(0)}
+        trained = {
+            s.id for s in Samples(records, tokenizer, config(max_length=30), seed=0).epoch(0)
+        }
         assert heldout and 0 < len(samples) < 30
         assert not trained & {s.id for s in samples}
         assert all(s.labels is not None and -100 in s.labels for s in samples)
 
     def test_packing_changes_nothing_about_what_is_evaluated(self, tokenizer):
-        plain, packed = (evaluation_samples(TEXTS, tokenizer, config(packing=packing), 100, 128)[0] for packing in (False, True))
+        plain, packed = (
+            evaluation_samples(TEXTS, tokenizer, config(packing=packing), 100, 128)[0]
+            for packing in (False, True)
+        )
         assert plain == packed and all(s.lengths is None for s in packed)

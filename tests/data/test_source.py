@@ -39,8 +39,14 @@ class TestFiles:
 
     def test_a_folder_and_a_glob_are_their_files(self, lines, streaming):
         (lines.parent / "more.txt").write_text("three")
-        assert [r["text"] for r in records(lines.parent, streaming=streaming)] == ["one", "two", "three"]
-        assert [r["text"] for r in records(lines.parent / "*.txt", streaming=streaming)] == ["three"]
+        assert [r["text"] for r in records(lines.parent, streaming=streaming)] == [
+            "one",
+            "two",
+            "three",
+        ]
+        assert [r["text"] for r in records(lines.parent / "*.txt", streaming=streaming)] == [
+            "three"
+        ]
 
     def test_a_sequence_is_kept_as_it_was_and_a_stream_is_read_anew_at_every_pass(self, lines):
         kept = open_source(npt.DataConfig(dataset_name=str(lines)))
@@ -53,7 +59,13 @@ class TestFiles:
             kept[0]
 
     @pytest.mark.parametrize(
-        ("name", "content"), [("data.jsonl", "\n  \n"), ("data.csv", "text\n"), ("data.json", "[]"), ("bom.txt", "\ufeff")]
+        ("name", "content"),
+        [
+            ("data.jsonl", "\n  \n"),
+            ("data.csv", "text\n"),
+            ("data.json", "[]"),
+            ("bom.txt", "\ufeff"),
+        ],
     )
     def test_files_without_a_record_are_refused(self, tmp_path, name, content):
         (tmp_path / name).write_text(content, encoding="utf-8")
@@ -65,19 +77,31 @@ class TestFiles:
         with pytest.raises(DataError, match=r"data\.txt is empty; leave it out"):
             records(tmp_path / "data.txt", streaming=streaming)
 
-    @pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl", "missing.csv", "~/missing.csv", "no*such*file"])
-    def test_a_missing_file_is_refused_with_the_alternative_and_never_looked_for_on_the_hub(self, streaming, name):
-        with pytest.raises(DataError, match=r"there is no file .*; check --dataset_name \('builtin'"):
+    @pytest.mark.parametrize(
+        "name", ["missing.txt", "missing.jsonl", "missing.csv", "~/missing.csv", "no*such*file"]
+    )
+    def test_a_missing_file_is_refused_with_the_alternative_and_never_looked_for_on_the_hub(
+        self, streaming, name
+    ):
+        with pytest.raises(
+            DataError, match=r"there is no file .*; check --dataset_name \('builtin'"
+        ):
             records(Path(name), streaming=streaming)
 
     @pytest.mark.parametrize("name", ["table.tsv", "noext"])
     def test_another_format_is_refused_with_those_that_are_read(self, tmp_path, streaming, name):
         (tmp_path / name).write_text("text\nx\n")
-        with pytest.raises(DataError, match=rf"{name} is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file"):
+        with pytest.raises(
+            DataError, match=rf"{name} is not a \.txt, \.jsonl, \.json, \.csv, \.parquet file"
+        ):
             records(tmp_path / name, streaming=streaming)
 
     @pytest.mark.parametrize(
-        ("settings", "flag"), [({"dataset_split": "test"}, "--dataset_split test"), ({"dataset_config": "de"}, "--dataset_config de")]
+        ("settings", "flag"),
+        [
+            ({"dataset_split": "test"}, "--dataset_split test"),
+            ({"dataset_config": "de"}, "--dataset_config de"),
+        ],
     )
     def test_what_only_the_hub_has_is_refused(self, lines, streaming, settings, flag):
         with pytest.raises(DataError, match=f"{flag} is for hub data sets"):
@@ -87,15 +111,31 @@ class TestFiles:
 class TestReplay:
     def test_a_second_source_is_read_with_the_settings_of_the_first(self, tmp_path):
         config = npt.DataConfig(
-            dataset_name="team/data", dataset_config="de", dataset_split="test", num_samples=9, replay_dataset="team/other"
+            dataset_name="team/data",
+            dataset_config="de",
+            dataset_split="test",
+            num_samples=9,
+            replay_dataset="team/other",
         )
         first, replayed = parts_of(config)
         second = replayed.config
-        assert (first.label, first.share, replayed.label, replayed.share) == ("data", 0.8, "replay data", 0.2)
-        assert (second.dataset_name, second.dataset_config, second.dataset_split, second.num_samples) == ("team/other", None, "test", None)
+        assert (first.label, first.share, replayed.label, replayed.share) == (
+            "data",
+            0.8,
+            "replay data",
+            0.2,
+        )
+        assert (
+            second.dataset_name,
+            second.dataset_config,
+            second.dataset_split,
+            second.num_samples,
+        ) == ("team/other", None, "test", None)
         assert second.replay_dataset is None
         for local in ("builtin", str(tmp_path)):
-            assert parts_of(replace(config, replay_dataset=local))[1].config.dataset_split == "train"
+            assert (
+                parts_of(replace(config, replay_dataset=local))[1].config.dataset_split == "train"
+            )
 
     def test_it_is_checked_with_the_first(self, tmp_path):
         with pytest.raises(DataError, match=r"there is no file .*missing\.txt"):
@@ -117,7 +157,9 @@ class TestReplay:
 
 class TestBuiltin:
     def test_a_split_is_read_with_its_paths_as_names(self, monkeypatch, streaming):
-        monkeypatch.setattr(source_module, "builtin_files", lambda split: iter([(f"{split}.py", "x = 1\n")]))
+        monkeypatch.setattr(
+            source_module, "builtin_files", lambda split: iter([(f"{split}.py", "x = 1\n")])
+        )
         config = npt.DataConfig(dataset_split="heldout", streaming=streaming)
         assert list(open_source(config)) == [{"text": "x = 1\n", "id": "heldout.py"}]
 
@@ -134,7 +176,10 @@ class TestBuiltin:
 class TestHub:
     @pytest.mark.parametrize("name", ["no-such-team/no-such-data", "no-such-data"])
     def test_a_failure_is_one_line_with_name_split_and_remedy(self, streaming, name):
-        with pytest.raises(DataError, match=r"cannot load the data set '.*' \(split 'train'\): .*check the name and") as refusal:
+        with pytest.raises(
+            DataError,
+            match=r"cannot load the data set '.*' \(split 'train'\): .*check the name and",
+        ) as refusal:
             open_source(npt.DataConfig(dataset_name=name, streaming=streaming))
         assert name in str(refusal.value)
         assert "\n" not in str(refusal.value)
@@ -143,8 +188,17 @@ class TestHub:
         import datasets
 
         asked = []
-        monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or "records")
-        config = npt.DataConfig(dataset_name="team/data", dataset_config="de", dataset_split="train[:1%]", streaming=streaming)
+        monkeypatch.setattr(
+            datasets,
+            "load_dataset",
+            lambda *args, **kwargs: asked.append((args, kwargs)) or "records",
+        )
+        config = npt.DataConfig(
+            dataset_name="team/data",
+            dataset_config="de",
+            dataset_split="train[:1%]",
+            streaming=streaming,
+        )
         assert "".join(open_source(config)) == "records"
         assert asked == [(("team/data", "de"), {"split": "train[:1%]", "streaming": streaming})]
 
@@ -179,12 +233,16 @@ class TestHubStream:
             assert next(records) == {"text": "first"}
             with pytest.raises(DataError) as refusal:
                 next(records)
-            assert str(refusal.value) == (
-                "the data set 'team/data' broke off: Connection reset by peer; check the network, or download it and pass the files"
+            assert (
+                str(refusal.value)
+                == "the data set 'team/data' broke off: Connection reset by peer; check the"
+                " network, or download it and pass the files"
             )
 
 
 def test_what_json_can_hold_comes_out_as_it_went_in(tmp_path):
     text = 'quotes " and \\ and \u2028 and \x85 and \r\n and \U0001f40d'
-    (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+    (tmp_path / "data.jsonl").write_text(
+        json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n"
+    )
     assert records(tmp_path / "data.jsonl")[0]["text"] == text

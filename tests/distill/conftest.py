@@ -16,7 +16,8 @@ from npt.distill.trainer import Trainer
 
 @pytest.fixture(autouse=True, scope="module")
 def _unsynced() -> Iterator[None]:
-    """Leaves what is written to the kernel, which no test outlives: not a killed process but a lost machine would need it on the disk.
+    """Leaves what is written to the kernel, which no test outlives: not a killed process but a lost
+    machine would need it on the disk.
 
     To wait for that is a quarter of a short run.
     """
@@ -33,7 +34,9 @@ def tiny_folder(llama_folder: Path, load_model: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def poisoned_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random Llama with an embedding of 1e30 for RARE: every number is finite, its square is not."""
+    """The random Llama with an embedding of 1e30 for RARE: every number is finite, its square is
+    not.
+    """
     return with_row(tiny_folder, tmp_path_factory.mktemp("poisoned") / "model", RARE, 1e30)
 
 
@@ -45,7 +48,14 @@ def trainer(tmp_path: Path) -> Callable[..., Trainer]:
 
 @pytest.fixture(scope="session")
 def _made_once(poisoned_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stop(make_trainer(poisoned_folder, [*good(15), BAD], tmp_path_factory.mktemp("made") / "run", gradient_accumulation_steps=2))
+    return stop(
+        make_trainer(
+            poisoned_folder,
+            [*good(15), BAD],
+            tmp_path_factory.mktemp("made") / "run",
+            gradient_accumulation_steps=2,
+        )
+    )
 
 
 @pytest.fixture

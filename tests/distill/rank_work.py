@@ -1,4 +1,6 @@
-"""What the ranks of a test do: loops over planted micro-batches, and whole runs. Everything goes in and comes out as plain values."""
+"""What the ranks of a test do: loops over planted micro-batches, and whole runs. Everything goes in
+and comes out as plain values.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ from npt.faults.runs import NoTokenizer
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 
 Windows = Sequence[Sequence[str]]
-"""The micro-batches of each window, by name: what its first word plants, then what its numbers are drawn from."""
+"""The micro-batches of each window, by name: what its first word plants, then what its numbers are
+drawn from.
+"""
 
 
 @functools.cache
@@ -65,13 +69,27 @@ def loops(ranks: Ranks, base: str, plans: Sequence[dict[str, Any]]) -> list[dict
 
 
 def micro_batch(name: str) -> Batch:
-    """Two rows of four to nine tokens, the same for the same name; `data` has an id outside the vocabulary, `masked` no valid token."""
+    """Two rows of four to nine tokens, the same for the same name; `data` has an id outside the
+    vocabulary, `masked` no valid token.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    rows = [Sample(name, tuple(torch.randint(3, 128, (4 + (7 * i + len(name)) % 6,), generator=generator).tolist())) for i in (0, 1)]
+    rows = [
+        Sample(
+            name,
+            tuple(
+                torch.randint(3, 128, (4 + (7 * i + len(name)) % 6,), generator=generator).tolist()
+            ),
+        )
+        for i in (0, 1)
+    ]
     if name.startswith("data"):
         rows[1] = Sample(name, (5, 999, 7))
     batch = collate(rows, 2)
-    return batch_from_tensors(batch.input_ids, torch.zeros_like(batch.input_ids), batch.sample_ids) if name.startswith("masked") else batch
+    return (
+        batch_from_tensors(batch.input_ids, torch.zeros_like(batch.input_ids), batch.sample_ids)
+        if name.startswith("masked")
+        else batch
+    )
 
 
 def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
@@ -80,7 +98,10 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
     if what == "raise":
         raise KeyError("a planted error")
     if what in ("term", "kill", "usr1"):
-        os.kill(os.getpid(), {"term": signal.SIGTERM, "kill": signal.SIGKILL, "usr1": signal.SIGUSR1}[what])
+        os.kill(
+            os.getpid(),
+            {"term": signal.SIGTERM, "kill": signal.SIGKILL, "usr1": signal.SIGUSR1}[what],
+        )
     if what == "lack" and len(batch.input_ids) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if what == "sleep":
@@ -107,14 +128,28 @@ def state_of(loop: Loop) -> dict[str, np.ndarray]:
     held = {}
     for name, parameter in adapter_parameters(loop.model).items():
         held[name] = parameter.detach().numpy().copy()
-        held |= {f"{key} of {name}": value.numpy().copy() for key, value in loop.optimizer.state[parameter].items()}
+        held |= {
+            f"{key} of {name}": value.numpy().copy()
+            for key, value in loop.optimizer.state[parameter].items()
+        }
     return held
 
 
-def looped(ranks: Ranks, base: str, out: str, windows: Windows | dict[int, Windows], late: bool = False, **settings: Any) -> dict[str, Any]:
-    """Train on these windows in the loop itself; what it comes to. A dict gives every rank windows of its own."""
+def looped(
+    ranks: Ranks,
+    base: str,
+    out: str,
+    windows: Windows | dict[int, Windows],
+    late: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train on these windows in the loop itself; what it comes to. A dict gives every rank windows
+    of its own.
+    """
     windows = windows[ranks.rank] if isinstance(windows, dict) else windows
-    config = TrainConfig(**{"log_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "eval_samples": 1, **settings})
+    config = TrainConfig(
+        **{"log_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "eval_samples": 1, **settings}
+    )
     folder = RunFolder(out) if ranks.main else UnwrittenFolder(out)
     stop = StopOnSignal()
     saved: list[int] = []
@@ -163,21 +198,44 @@ def looped(ranks: Ranks, base: str, out: str, windows: Windows | dict[int, Windo
 
 def lines(folder: str | Path, name: str) -> list[dict[str, Any]]:
     path = Path(folder) / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def records(count: int) -> list[dict[str, Any]]:
     """Records of six to nine token ids, all different."""
-    return [{"id": f"r{i}", "input_ids": [3 + (11 * i + 7 * j) % 90 for j in range(6 + i % 4)]} for i in range(count)]
+    return [
+        {"id": f"r{i}", "input_ids": [3 + (11 * i + 7 * j) % 90 for j in range(6 + i % 4)]}
+        for i in range(count)
+    ]
 
 
 def trained(
-    ranks: Ranks, base: str, out: str, count: int = 40, plant: str = "", own: dict[int, dict[str, Any]] | None = None, **config: Any
+    ranks: Ranks,
+    base: str,
+    out: str,
+    count: int = 40,
+    plant: str = "",
+    own: dict[int, dict[str, Any]] | None = None,
+    **config: Any,
 ):
-    """A whole run; `plant` is done on rank 1 in front of its micro-batch number `at`, `own` are settings of one rank alone."""
+    """A whole run; `plant` is done on rank 1 in front of its micro-batch number `at`, `own` are
+    settings of one rank alone.
+    """
     at = config.pop("at", 0)
     said = io.StringIO()
-    settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2, "eval_samples": 2, "smoke_test": False, "output_dir": out, **config}
+    settings = {
+        "batch_size": 2,
+        "log_steps": 1,
+        "learning_rate": 1e-2,
+        "eval_samples": 2,
+        "smoke_test": False,
+        "output_dir": out,
+        **config,
+    }
     trainer = Trainer(
         student(base),
         NoTokenizer(),
@@ -198,7 +256,9 @@ def trained(
         return STRATEGIES[config.strategy](model, batch, config)
 
     trainer.strategy = watching
-    with mock.patch("npt.distill.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)):
+    with mock.patch(
+        "npt.distill.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)
+    ):
         result = without_report(trainer).train()
     folder = Path(out)
     return {
@@ -208,7 +268,9 @@ def trained(
         "refused": result.refused_by_kind,
         "seen": seen,
         "said": said.getvalue(),
-        "weights": {name: p.detach().numpy().copy() for name, p in adapter_parameters(trainer.model).items()},
+        "weights": {
+            name: p.detach().numpy().copy() for name, p in adapter_parameters(trainer.model).items()
+        },
         "fidelity": None if result.fidelity is None else result.fidelity.student.as_dict(),
         "metrics": lines(folder, "metrics"),
         "events": lines(folder, "events"),
@@ -243,38 +305,63 @@ SHAPES = {"A": (3, 4), "B": (5, 3), "M": (5, 3), "C": (2,)}
 
 
 def random_windows(ranks: Ranks, cases: int) -> list[str]:
-    """Random windows with refused micro-batches on any rank, against the same ones without them; what went wrong, if anything."""
+    """Random windows with refused micro-batches on any rank, against the same ones without them;
+    what went wrong, if anything.
+    """
     complaints = []
     for case in range(cases):
         draw, late = random.Random(case), bool(case % 2)
-        plan = [[[draw.choice("gggbdz") for _ in range(draw.randrange(4))] for _ in range(ranks.size)] for _ in range(4)]
+        plan = [
+            [[draw.choice("gggbdz") for _ in range(draw.randrange(4))] for _ in range(ranks.size)]
+            for _ in range(4)
+        ]
         states = []
         for keep in (True, False):
             parameters = {
-                name: torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i)))
+                name: torch.nn.Parameter(
+                    torch.randn(shape, generator=torch.Generator().manual_seed(i))
+                )
                 for i, (name, shape) in enumerate(SHAPES.items())
             }
-            optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.01, fused=True)
-            transaction: Transaction[Any] = Transaction(parameters, optimizer, 0.5, [0.1, 0.05, 0.02, 0.01], late=late, ranks=ranks)
+            optimizer = torch.optim.AdamW(
+                parameters.values(), lr=0.1, weight_decay=0.01, fused=True
+            )
+            transaction: Transaction[Any] = Transaction(
+                parameters, optimizer, 0.5, [0.1, 0.05, 0.02, 0.01], late=late, ranks=ranks
+            )
             results = []
             for window, of_ranks in enumerate(plan):
                 for number, kind in enumerate(of_ranks[ranks.rank]):
                     if keep or kind in "gz":
-                        _small(transaction, parameters, kind, f"{case}/{window}/{ranks.rank}/{number}")
+                        _small(
+                            transaction, parameters, kind, f"{case}/{window}/{ranks.rank}/{number}"
+                        )
                 results += transaction.commit()
             results += transaction.flush()
             bad = sum(kind in "bd" for of_ranks in plan for kinds in of_ranks for kind in kinds)
             if sum(len(r.refusals) for r in results) != (bad if keep else 0):
-                complaints.append(f"case {case}: refused {[len(r.refusals) for r in results]} of {bad}")
-            states.append((transaction.checksum(), [(r.applied, r.steps, r.tokens, r.loss, r.grad_norm) for r in results]))
+                complaints.append(
+                    f"case {case}: refused {[len(r.refusals) for r in results]} of {bad}"
+                )
+            states.append(
+                (
+                    transaction.checksum(),
+                    [(r.applied, r.steps, r.tokens, r.loss, r.grad_norm) for r in results],
+                )
+            )
         if states[0] != states[1]:
             complaints.append(f"case {case}: {states}")
-        if any(other != [states[0][0], repr(states[0][1])] for other in ranks.gather_json([states[0][0], repr(states[0][1])])):
+        if any(
+            other != [states[0][0], repr(states[0][1])]
+            for other in ranks.gather_json([states[0][0], repr(states[0][1])])
+        ):
             complaints.append(f"case {case}: the ranks differ")
     return complaints
 
 
-def _small(transaction: Transaction[Any], parameters: dict[str, torch.nn.Parameter], kind: str, name: str) -> None:
+def _small(
+    transaction: Transaction[Any], parameters: dict[str, torch.nn.Parameter], kind: str, name: str
+) -> None:
     """One micro-batch: good, broken in its gradient, refused on the host, or good without a token."""
     if kind == "d":
         transaction.refuse("broken", (name,))
@@ -283,8 +370,11 @@ def _small(transaction: Transaction[Any], parameters: dict[str, torch.nn.Paramet
 
     def fill() -> Any:
         for parameter in parameters.values():
-            noise = 0.1 * torch.randn(parameter.shape)  # as a base with dropout draws: from the process's own generator
-            parameter.grad += (torch.randn(parameter.shape, generator=generator) + noise) * (0.0 if kind == "z" else 1.0)
+            # as a base with dropout draws: from the process's own generator
+            noise = 0.1 * torch.randn(parameter.shape)
+            parameter.grad += (torch.randn(parameter.shape, generator=generator) + noise) * (
+                0.0 if kind == "z" else 1.0
+            )
         if kind == "b":
             parameters["B"].grad[1, 1] = math.nan
         tokens = 0 if kind == "z" else int(torch.randint(1, 9, (), generator=generator))
@@ -300,12 +390,20 @@ class Sums:
 
 
 def drawn_by_name(ranks: Ranks) -> dict[str, list[float]]:
-    """What each of this rank's micro-batches draws, by its name, in windows that a rank may have less of than another."""
+    """What each of this rank's micro-batches draws, by its name, in windows that a rank may have
+    less of than another.
+    """
     found: dict[str, list[float]] = {}
     torch.manual_seed(100 + ranks.rank)  # whatever the process's own state is
     parameters = {"p": torch.nn.Parameter(torch.zeros(2))}
     transaction: Transaction[Any] = Transaction(
-        parameters, torch.optim.AdamW(parameters.values(), fused=True), 1.0, [0.1], late=True, ranks=ranks, seed=7
+        parameters,
+        torch.optim.AdamW(parameters.values(), fused=True),
+        1.0,
+        [0.1],
+        late=True,
+        ranks=ranks,
+        seed=7,
     )
     for window in range(2):
         for number in range(3):

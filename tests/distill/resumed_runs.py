@@ -25,7 +25,9 @@ from npt.distill.trainer import Trainer, TrainResult
 from npt.faults.runs import NoTokenizer
 
 RARE = 99
-"""A token whose embedding overflows in the base of `poisoned_folder`: its micro-batches are refused for their loss."""
+"""A token whose embedding overflows in the base of `poisoned_folder`: its micro-batches are refused
+for their loss.
+"""
 
 Act = Callable[[int, Batch], None]
 """Is called in front of every micro-batch, with its number in the process and itself."""
@@ -34,12 +36,18 @@ Act = Callable[[int, Batch], None]
 def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Records of four to eight ordinary tokens."""
     return [
-        {"id": f"{seed}-{i}", "input_ids": [3 + (11 * i + 7 * j + 5 * seed) % 90 for j in range(4 + (i + seed) % 5)]} for i in range(count)
+        {
+            "id": f"{seed}-{i}",
+            "input_ids": [3 + (11 * i + 7 * j + 5 * seed) % 90 for j in range(4 + (i + seed) % 5)],
+        }
+        for i in range(count)
     ]
 
 
 def with_faults(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record in nine has a token outside the vocabulary, another one in nine a token that makes the loss overflow."""
+    """One record in nine has a token outside the vocabulary, another one in nine a token that makes
+    the loss overflow.
+    """
     for i in range(4, len(records), 9):
         records[i]["input_ids"][1] = 999
     for i in range(7, len(records), 9):
@@ -59,9 +67,11 @@ class Stream:
 
 @dataclass
 class Runs:
-    """Makes runs of one kind in folders below `place`, all on one model, whose adapters are attached anew for each.
+    """Makes runs of one kind in folders below `place`, all on one model, whose adapters are
+    attached anew for each.
 
-    data: a fresh data set at every call. settings: of training. data_settings: of the data. report: whether they write one at their end.
+    data: a fresh data set at every call. settings: of training. data_settings: of the data. report:
+    whether they write one at their end.
     """
 
     model: nn.Module
@@ -78,7 +88,11 @@ class Runs:
     def trainer(self, folder: str | None, act: Act | None = None, **changed: Any) -> Trainer:
         """A trainer, with `act` done in front of every micro-batch."""
         npt.detach(self.model)
-        npt.attach(self.model, NPTConfig(**{**self.adapter, **changed.pop("adapter", {})}), seed=changed.get("seed", 0))
+        npt.attach(
+            self.model,
+            NPTConfig(**{**self.adapter, **changed.pop("adapter", {})}),
+            seed=changed.get("seed", 0),
+        )
         data, teacher = changed.pop("data", self.data)(), changed.pop("teacher", None)
         any_base = changed.pop("any_base", False)
         data_settings = {"max_length": 12, **self.data_settings, **changed.pop("data_settings", {})}
@@ -162,9 +176,14 @@ class Outcome:
     best: dict[str, torch.Tensor]
 
     def assert_equal_but_passes(self, other: Outcome) -> None:
-        """Bit for bit, but for what is remembered of how many samples were too many at once, and for figures, which are rounded by it."""
+        """Bit for bit, but for what is remembered of how many samples were too many at once, and
+        for figures, which are rounded by it.
+        """
         apart = ("samples_at_once", "initial")
-        mine, theirs = (replace(o, fidelity=None, state={k: v for k, v in o.state.items() if k not in apart}) for o in (self, other))
+        mine, theirs = (
+            replace(o, fidelity=None, state={k: v for k, v in o.state.items() if k not in apart})
+            for o in (self, other)
+        )
         mine.assert_equal(theirs)
 
     def assert_equal(self, other: Outcome) -> None:
@@ -182,15 +201,25 @@ class Outcome:
 
 def outcome(folder: Path) -> Outcome:
     """Of the run in a folder: its newest checkpoint, metrics, figures and best adapters."""
-    checkpoint = sorted(p for p in (folder / "checkpoints").iterdir() if p.suffix == "" and p.name.startswith("step-"))[-1]
+    checkpoint = sorted(
+        p
+        for p in (folder / "checkpoints").iterdir()
+        if p.suffix == "" and p.name.startswith("step-")
+    )[-1]
     state = strict(checkpoint / "state.json")
     for clocked in ("settings", "versions"):
         state.pop(clocked)
     best = folder / "best" / "adapter" / "adapter_model.safetensors"
     return Outcome(
-        tensors={**load_file(checkpoint / "state.safetensors"), **load_file(checkpoint / "adapter" / "adapter_model.safetensors")},
+        tensors={
+            **load_file(checkpoint / "state.safetensors"),
+            **load_file(checkpoint / "adapter" / "adapter_model.safetensors"),
+        },
         state=state,
-        metrics=[{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines(folder, "metrics")],
+        metrics=[
+            {k: v for k, v in line.items() if k != "tokens_per_second"}
+            for line in lines(folder, "metrics")
+        ],
         fidelity=strict(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else None,
         best=load_file(best) if best.is_file() else {},
     )
@@ -198,11 +227,17 @@ def outcome(folder: Path) -> Outcome:
 
 def strict(path: Path) -> Any:
     """JSON as its standard has it: NaN and Infinity are refused."""
-    return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda word: pytest.fail(f"{word} in {path}"))
+    return json.loads(
+        path.read_text(encoding="utf-8"),
+        parse_constant=lambda word: pytest.fail(f"{word} in {path}"),
+    )
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

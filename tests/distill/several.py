@@ -1,8 +1,10 @@
-"""Real processes that train together on this machine: rank 1 is as real as rank 0, and can be killed.
+"""Real processes that train together on this machine: rank 1 is as real as rank 0, and can be
+killed.
 
-They are forked from the test's own process, which has imported everything and computes in one thread, so that a start takes a few
-milliseconds, and find the models there that it has loaded. Only where it may have used a GPU are they forked from a server that has
-not. The key-value store lies in the test's own process, as it lies in the launcher's: it outlives a rank that dies.
+They are forked from the test's own process, which has imported everything and computes in one
+thread, so that a start takes a few milliseconds, and find the models there that it has loaded. Only
+where it may have used a GPU are they forked from a server that has not. The key-value store lies in
+the test's own process, as it lies in the launcher's: it outlives a rank that dies.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 )
 
 DEADLINE = 60.0
-"""Seconds after which a rank counts as hanging: many times what any of these takes on a busy machine."""
+"""Seconds after which a rank counts as hanging: many times what any of these takes on a busy
+machine.
+"""
 
 TIMEOUT = 20.0
 """Seconds that the ranks wait for one another."""
@@ -37,7 +41,9 @@ TIMEOUT = 20.0
 
 @dataclass
 class Ended:
-    """How a rank ended: what its function returned, or the error it met, and the status that the command line would end with."""
+    """How a rank ended: what its function returned, or the error it met, and the status that the
+    command line would end with.
+    """
 
     value: Any = None
     error: str | None = None
@@ -50,7 +56,9 @@ class Ended:
 class Several:
     """Ranks that were started and not yet waited for."""
 
-    def __init__(self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float):
+    def __init__(
+        self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
+    ):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         device = os.environ.get("NPT_DEVICE", "")
@@ -67,7 +75,9 @@ class Several:
             self._pipes.append(here)
 
     def wait(self) -> list[Ended]:
-        """Until all have ended. A rank that was killed has no status of its own but the signal's, negative."""
+        """Until all have ended. A rank that was killed has no status of its own but the signal's,
+        negative.
+        """
         until = time.monotonic() + DEADLINE
         found = []
         for process, pipe in zip(self.processes, self._pipes, strict=True):
@@ -86,7 +96,9 @@ class Several:
         return found
 
 
-def several(size: int, act: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT, **settings: Any) -> list[Ended]:
+def several(
+    size: int, act: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT, **settings: Any
+) -> list[Ended]:
     """Run `act(ranks, *arguments)` as each of `size` ranks; how they ended, by rank."""
     return Several(size, partial(act, **settings), arguments, timeout).wait()
 
@@ -94,7 +106,9 @@ def several(size: int, act: Callable[..., Any], *arguments: Any, timeout: float 
 def values(ended: list[Ended]) -> list[Any]:
     """What the ranks returned; none of them may have met an error."""
     for rank, one in enumerate(ended):
-        assert one.error is None and one.status == 0, f"rank {rank} ended with {one.status}: {one.trace}"
+        assert one.error is None and one.status == 0, (
+            f"rank {rank} ended with {one.status}: {one.trace}"
+        )
     return [one.value for one in ended]
 
 
@@ -110,7 +124,8 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {
-        "NPT_DEVICE": device,  # that of the test, which need not be that of the test which started the server
+        # that of the test, which need not be that of the test which started the server
+        "NPT_DEVICE": device,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -127,7 +142,13 @@ def _rank(
         with ranks.member():
             ended.value = act(ranks, *arguments)
     except BaseException as error:
-        ended = Ended(None, str(error), type(error).__name__, exit_status_of(error), trace=traceback.format_exc())
+        ended = Ended(
+            None,
+            str(error),
+            type(error).__name__,
+            exit_status_of(error),
+            trace=traceback.format_exc(),
+        )
     finally:
         ranks.close()
     ended.seconds = time.monotonic() - started

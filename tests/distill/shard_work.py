@@ -1,4 +1,6 @@
-"""What the ranks of a test do with a base that is sharded over them, or whole. Everything goes in and comes out as plain values."""
+"""What the ranks of a test do with a base that is sharded over them, or whole. Everything goes in
+and comes out as plain values.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def whole_weights(model: Any) -> list[str]:
 
 
 def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any]:
-    """Teacher, student, loss, gradients and figures; with more than one rank the base is sharded, and each rank has its own batch."""
+    """Teacher, student, loss, gradients and figures; with more than one rank the base is sharded,
+    and each rank has its own batch.
+    """
     model = fresh(base, quantization)
     hash_before = npt.base_hash(model)
     if ranks.size > 1:
@@ -45,7 +49,9 @@ def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any
     found: dict[str, Any] = {"hash": npt.base_hash(model) == hash_before}
     whole: list[int] = []  # layers that are, while one of them computes
     for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_hook(lambda *_: whole.append(len({name.split(".")[0] for name in whole_weights(model)})))
+        layer.mlp.down_proj.register_forward_hook(
+            lambda *_: whole.append(len({name.split(".")[0] for name in whole_weights(model)}))
+        )
     batches = [micro_batch(f"good {rank}") for rank in range(2)]
     for rank in [ranks.rank] if ranks.size > 1 else [0, 1]:
         batch = batches[rank]
@@ -57,13 +63,22 @@ def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any
             parameter.grad = None
         sums = STRATEGIES["local"](model, batch, TrainConfig(regularization_lambda=0.1))
         gradients = {name: p.grad.numpy().copy() for name, p in adapter_parameters(model).items()}
-        found[f"rank {rank}"] = {"student": student.numpy(), "teacher": teacher.numpy(), "loss": sums.loss.numpy(), **gradients}
-    found["figures"] = npt.evaluate(model, NoTokenizer(), [{"input_ids": list(range(5, 15))}, {"input_ids": [9, 8, 7]}]).as_dict()
+        found[f"rank {rank}"] = {
+            "student": student.numpy(),
+            "teacher": teacher.numpy(),
+            "loss": sums.loss.numpy(),
+            **gradients,
+        }
+    found["figures"] = npt.evaluate(
+        model, NoTokenizer(), [{"input_ids": list(range(5, 15))}, {"input_ids": [9, 8, 7]}]
+    ).as_dict()
     return found | {"whole": whole_weights(model), "most": max(whole)}
 
 
 def in_any_order(ranks: Ranks, base: str) -> list[bool]:
-    """Rank 0 makes two passes where rank 1 makes none, then rank 1 one where rank 0 makes none, with a sum between and behind them."""
+    """Rank 0 makes two passes where rank 1 makes none, then rank 1 one where rank 0 makes none,
+    with a sum between and behind them.
+    """
     expected = fresh(base, "nf4")
     model = fresh(base, "nf4")
     npt.shard_base(model, ranks)
@@ -83,7 +98,9 @@ def attempted(ranks: Ranks, base: str) -> dict[str, str]:
     acts: dict[str, Callable[[], Any]] = {
         "shard": lambda: npt.shard_base(model, ranks),
         "detach": lambda: npt.detach(model),
-        "end_to_end": lambda: STRATEGIES["end_to_end"](model, micro_batch("good"), TrainConfig(strategy="end_to_end")),
+        "end_to_end": lambda: STRATEGIES["end_to_end"](
+            model, micro_batch("good"), TrainConfig(strategy="end_to_end")
+        ),
     }
     npt.shard_base(model, ranks)
     errors = {}
@@ -96,7 +113,12 @@ def attempted(ranks: Ranks, base: str) -> dict[str, str]:
 
 
 def run(
-    ranks: Ranks, base: str, out: str, sharded: bool, windows: Sequence[Sequence[str]] | None = None, **settings: Any
+    ranks: Ranks,
+    base: str,
+    out: str,
+    sharded: bool,
+    windows: Sequence[Sequence[str]] | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """A whole run, or a loop over planted windows, on a base that is sharded or not."""
     made: list[Any] = []
@@ -108,12 +130,19 @@ def run(
         return made[0]
 
     with mock.patch("rank_work.student", student):
-        found = trained(ranks, base, out, **settings) if windows is None else looped(ranks, base, out, windows, **settings)
+        found = (
+            trained(ranks, base, out, **settings)
+            if windows is None
+            else looped(ranks, base, out, windows, **settings)
+        )
     return found | {"whole": whole_weights(made[0])}
 
 
 def from_the_command_line(_: Ranks, out: str) -> int:
-    short = "--use_quantization --init random --no_smoke_test --max_steps 1 --max_length 16 --batch_size 1 --eval_samples 1"
+    short = (
+        "--use_quantization --init random --no_smoke_test --max_steps 1 --max_length 16"
+        " --batch_size 1 --eval_samples 1"
+    )
     return main(["pretrain", *short.split(), "--output_dir", out, "--shard_base"])
 
 

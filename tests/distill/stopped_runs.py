@@ -30,11 +30,16 @@ BAD: dict[str, Any] = {"id": "bad", "input_ids": [5, 6, 7, RARE, 8, 9, 10]}
 
 def good(count: int) -> list[dict[str, Any]]:
     """Records of six to nine tokens without RARE."""
-    return [{"id": f"good-{i}", "input_ids": [3 + (11 * i + 7 * j) % 90 for j in range(6 + i % 4)]} for i in range(count)]
+    return [
+        {"id": f"good-{i}", "input_ids": [3 + (11 * i + 7 * j) % 90 for j in range(6 + i % 4)]}
+        for i in range(count)
+    ]
 
 
 def with_row(folder: Path, to: Path, row: int, value: float) -> Path:
-    """A copy of a model folder in which one row of the embedding holds `value`, and that of lm_head does not."""
+    """A copy of a model folder in which one row of the embedding holds `value`, and that of lm_head
+    does not.
+    """
     shutil.copytree(folder, to)
     tensors = load_file(to / "model.safetensors")
     tensors["model.embed_tokens.weight"][row] = value
@@ -54,9 +59,23 @@ def make_trainer(
     **config: Any,
 ) -> Trainer:
     """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
-    model, _ = npt.load_base(str(base), quantization=quantization, device="cpu", use_fp16=use_fp16, compute_dtype=compute_dtype)
+    model, _ = npt.load_base(
+        str(base),
+        quantization=quantization,
+        device="cpu",
+        use_fp16=use_fp16,
+        compute_dtype=compute_dtype,
+    )
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    settings = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1, "smoke_test": False, "seed": 3, **config}
+    settings = {
+        "batch_size": 1,
+        "log_steps": 1,
+        "learning_rate": 1e-2,
+        "max_consecutive_bad": 1,
+        "smoke_test": False,
+        "seed": 3,
+        **config,
+    }
     trainer = Trainer(
         model,
         NoTokenizer(),
@@ -70,7 +89,9 @@ def make_trainer(
 
 
 def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
-    """The trainer, with `act(model, number)` done in front of every micro-batch that is computed, numbered from 0."""
+    """The trainer, with `act(model, number)` done in front of every micro-batch that is computed,
+    numbered from 0.
+    """
     strategy, calls = trainer.strategy, iter(range(10**6))
 
     def strategy_behind_it(model: Any, batch: Any, config: TrainConfig) -> Any:

@@ -1,4 +1,6 @@
-"""A bundle may come from anywhere: what is not exactly of the form that is written is refused, by one line that names it."""
+"""A bundle may come from anywhere: what is not exactly of the form that is written is refused, by
+one line that names it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_a_bundle_is_read_with_everything_in_it(bundle) -> None:
 
 
 def test_an_older_bundle_was_computed_with_all_samples_at_once(bundle) -> None:
-    change_record(bundle, lambda said: (said.pop("samples_at_once"), said["settings"].update(batch_size=3)))
+    change_record(
+        bundle, lambda said: (said.pop("samples_at_once"), said["settings"].update(batch_size=3))
+    )
     assert read_bundle(bundle).samples_at_once == 3
 
 
@@ -139,31 +143,58 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no number of samples": (lambda said: said.update(samples_at_once=0), "samples_at_once is 0"),
     "an entry missing": (lambda said: said.pop("base"), "'base' is missing"),
     "an entry too many": (entry("run\nme")(1), "'run\\nme' is unknown"),
-    "an entry too many in the schedule": (entry("schedule", "more")(1), "schedule.'more' is unknown"),
+    "an entry too many in the schedule": (
+        entry("schedule", "more")(1),
+        "schedule.'more' is unknown",
+    ),
     "a boolean for a number": (entry("step")(True), "step is True"),
     "a step below zero": (entry("step")(-1), "step is -1"),
     "a text for a list": (entry("refusals")("none"), "refusals is 'none'"),
-    "a refusal of no kind": (lambda said: said["refusals"][0].update(kind="rm -rf"), "kinds are data"),
-    "a refusal outside the window": (lambda said: said["refusals"][0].update(micro_batch=2), "micro-batch 2"),
+    "a refusal of no kind": (
+        lambda said: said["refusals"][0].update(kind="rm -rf"),
+        "kinds are data",
+    ),
+    "a refusal outside the window": (
+        lambda said: said["refusals"][0].update(micro_batch=2),
+        "micro-batch 2",
+    ),
     "a refusal that is a number": (entry("refusals")([1]), "refusals has the entry 1"),
     "sample ids that are numbers": (entry("sample_ids")([[1], [2]]), "expected a list of names"),
     "no micro-batch": (entry("sample_ids")([]), "0 micro-batches"),
-    "more micro-batches than there are": (lambda said: said["sample_ids"].append(["x"]), "lacks the tensor '2."),
-    "more samples than rows": (lambda said: said["sample_ids"][0].append("x"), "1 rows, but 2 samples"),
+    "more micro-batches than there are": (
+        lambda said: said["sample_ids"].append(["x"]),
+        "lacks the tensor '2.",
+    ),
+    "more samples than rows": (
+        lambda said: said["sample_ids"][0].append("x"),
+        "1 rows, but 2 samples",
+    ),
     "a verdict of a micro-batch outside the window": (entry("micro_batch")(7), "micro_batch is 7"),
     "a record that is none": (entry("record")({"rows": 3}), "its record is none"),
-    "a record with odd rows": (entry("record")({"step": 1, "micro_batch": 0, "rows": [{"x": 1}]}), "its record is none"),
-    "a setting missing": (lambda said: said["settings"].pop("max_grad_norm"), "max_grad_norm is missing; it was written by npt '0."),
+    "a record with odd rows": (
+        entry("record")({"step": 1, "micro_batch": 0, "rows": [{"x": 1}]}),
+        "its record is none",
+    ),
+    "a setting missing": (
+        lambda said: said["settings"].pop("max_grad_norm"),
+        "max_grad_norm is missing; it was written by npt '0.",
+    ),
     "a setting that cannot work": (entry("settings", "rank")(0), "adapter_rank is 0"),
     "a setting of another type": (entry("settings", "layers")({"a": 1}), "layers"),
-    "another learning rate": (entry("schedule", "learning_rate")(1.0), "schedule.learning_rate is 1.0, its settings give 0.01"),
+    "another learning rate": (
+        entry("schedule", "learning_rate")(1.0),
+        "schedule.learning_rate is 1.0, its settings give 0.01",
+    ),
     "another next rate": (entry("schedule", "next_rate")(0.5), "next_rate is 0.5"),
     "an infinite next rate": (entry("schedule", "next_rate")(1e999), "is not JSON"),
     "no steps at all": (entry("schedule", "total_steps")(0), "total_steps is 0"),
     "one limit": (entry("spike_limits")([1.0]), "expected two numbers"),
     "a limit that is a text": (entry("spike_limits")([1.0, "2"]), "expected two numbers"),
     "a dtype that is none": (entry("base", "dtype")("float8"), "base.dtype is 'float8'"),
-    "a precision that is none": (entry("base", "matmul_precision")("low"), "base.matmul_precision is 'low'"),
+    "a precision that is none": (
+        entry("base", "matmul_precision")("low"),
+        "base.matmul_precision is 'low'",
+    ),
     "a finding that is a number": (entry("findings", "base")(1), "findings.base is 1"),
 }
 
@@ -183,21 +214,46 @@ def one_more(tensors: dict[str, torch.Tensor]) -> None:
 
 WINDOWS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "a tensor missing": (lambda t: t.pop("1.labels"), "lacks the tensor '1.labels'"),
-    "a tensor too many": (lambda t: t.update({"../2.input_ids": torch.zeros(1)}), "has the extra tensor '../2.input_ids'"),
-    "ids of 32 bits": (lambda t: t.update({"0.input_ids": t["0.input_ids"].int()}), "0.input_ids is I32"),
-    "ids that are fractions": (lambda t: t.update({"0.input_ids": t["0.input_ids"].double()}), "0.input_ids is F64"),
+    "a tensor too many": (
+        lambda t: t.update({"../2.input_ids": torch.zeros(1)}),
+        "has the extra tensor '../2.input_ids'",
+    ),
+    "ids of 32 bits": (
+        lambda t: t.update({"0.input_ids": t["0.input_ids"].int()}),
+        "0.input_ids is I32",
+    ),
+    "ids that are fractions": (
+        lambda t: t.update({"0.input_ids": t["0.input_ids"].double()}),
+        "0.input_ids is F64",
+    ),
     "one dimension": (
-        lambda t: t.update({f"0.{n}": t[f"0.{n}"][0] for n in ("input_ids", "attention_mask", "position_ids", "labels")}),
+        lambda t: t.update(
+            {
+                f"0.{n}": t[f"0.{n}"][0]
+                for n in ("input_ids", "attention_mask", "position_ids", "labels")
+            }
+        ),
         "[B, T]",
     ),
     "no column": (
-        lambda t: t.update({f"0.{n}": t[f"0.{n}"][:, :0] for n in ("input_ids", "attention_mask", "position_ids", "labels")}),
+        lambda t: t.update(
+            {
+                f"0.{n}": t[f"0.{n}"][:, :0]
+                for n in ("input_ids", "attention_mask", "position_ids", "labels")
+            }
+        ),
         "[1, 0]",
     ),
     "labels of another length": (one_more, "0.labels is I64"),
     "a mask of twos": (lambda t: t["0.attention_mask"].mul_(2), "other than 0 and 1"),
-    "a negative position": (lambda t: t["accepted.0.position_ids"].sub_(1), "accepted.0.position_ids holds positions outside"),
-    "a position far away": (lambda t: t["0.position_ids"].add_(2**40), "0.position_ids holds positions outside"),
+    "a negative position": (
+        lambda t: t["accepted.0.position_ids"].sub_(1),
+        "accepted.0.position_ids holds positions outside",
+    ),
+    "a position far away": (
+        lambda t: t["0.position_ids"].add_(2**40),
+        "0.position_ids holds positions outside",
+    ),
 }
 
 
@@ -211,9 +267,15 @@ def test_micro_batches_that_cannot_be_are_refused_and_named(bundle, case) -> Non
 
 STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "no random state": (lambda t: t.pop("rng.cpu"), "lacks the tensor rng.cpu"),
-    "a short random state": (lambda t: t.update({"rng.cpu": t["rng.cpu"][:100]}), "'rng.cpu', U8 [100]"),
+    "a short random state": (
+        lambda t: t.update({"rng.cpu": t["rng.cpu"][:100]}),
+        "'rng.cpu', U8 [100]",
+    ),
     "a random state of zeros": (lambda t: t["rng.cpu"].zero_(), "rng.cpu is no random state"),
-    "a device that is none": (lambda t: t.update({"rng.cuda.x": torch.zeros(16, dtype=torch.uint8)}), "'rng.cuda.x'"),
+    "a device that is none": (
+        lambda t: t.update({"rng.cuda.x": torch.zeros(16, dtype=torch.uint8)}),
+        "'rng.cuda.x'",
+    ),
     "a name with a line break": (lambda t: t.update({"a\nb": torch.zeros(1)}), "'a\\nb'"),
     "a name without end": (lambda t: t.update({"x" * 9999: torch.zeros(1)}), "xxx..."),
 }
@@ -243,9 +305,18 @@ def spare(tmp_path_factory) -> Path:
 
 
 # The bundle is only read and copied, so one for all examples will do.
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from([RECORD, STATE, WINDOW]), where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), cut=st.booleans())
-def test_whatever_byte_is_changed_or_lost_it_is_read_or_refused_in_one_line(bundle, spare, name, where, byte, cut) -> None:
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    name=st.sampled_from([RECORD, STATE, WINDOW]),
+    where=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(0, 255),
+    cut=st.booleans(),
+)
+def test_whatever_byte_is_changed_or_lost_it_is_read_or_refused_in_one_line(
+    bundle, spare, name, where, byte, cut
+) -> None:
     shutil.rmtree(spare, ignore_errors=True)
     shutil.copytree(bundle, spare)
     content = bytearray((spare / name).read_bytes())

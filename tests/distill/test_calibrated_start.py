@@ -28,18 +28,44 @@ from npt.errors import ConfigError
 
 def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
     source = random.Random(seed)
-    return [{"text": "".join(source.choices("abcdefgh", k=20)), "id": f"text-{i}"} for i in range(count)]
+    return [
+        {"text": "".join(source.choices("abcdefgh", k=20)), "id": f"text-{i}"} for i in range(count)
+    ]
 
 
 @pytest.fixture
 def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
     """A trainer of layers 1 and 3 with a calibrated start, if nothing else is said."""
 
-    def make(data: Any = None, *, model: Any = None, form: dict[str, Any] | None = None, eval_data: Any = None, **config: Any) -> Trainer:
+    def make(
+        data: Any = None,
+        *,
+        model: Any = None,
+        form: dict[str, Any] | None = None,
+        eval_data: Any = None,
+        **config: Any,
+    ) -> Trainer:
         if model is None:
             model = load_model()
-            npt.attach(model, NPTConfig(**{"rank": 4, "layers": "1,3", "init": "calibrated", "additive_scale": 1.0, **(form or {})}))
-        settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2, "calibration_tokens": 300}
+            npt.attach(
+                model,
+                NPTConfig(
+                    **{
+                        "rank": 4,
+                        "layers": "1,3",
+                        "init": "calibrated",
+                        "additive_scale": 1.0,
+                        **(form or {}),
+                    }
+                ),
+            )
+        settings = {
+            "batch_size": 2,
+            "log_steps": 1,
+            "learning_rate": 1e-4,
+            "max_steps": 2,
+            "calibration_tokens": 300,
+        }
         settings |= {"smoke_test": False, "eval_samples": 2, "calibration_rounds": 0, **config}
         trainer = Trainer(
             model,
@@ -69,7 +95,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Sample]]:
     return found
 
 
-def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_adapters_as_they_were(build, monkeypatch) -> None:
+def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_adapters_as_they_were(
+    build, monkeypatch
+) -> None:
     trainer = build(batch_size=4, smoke_test=False, max_steps=1)
     trainer.passes.samples = 2  # as --max_memory has it
     before = {name: p.detach().clone() for name, p in adapter_parameters(trainer.model).items()}
@@ -87,7 +115,9 @@ def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_
     trainer.train()
     assert sizes == [2, 1]
     assert trainer.calibration is not None and trainer.passes.samples == 2
-    events = [json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()
+    ]
     assert [e["during"] for e in events if e["event"] == "out_of_memory"] == ["the calibration"]
 
 
@@ -97,7 +127,9 @@ def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
     assert result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
     record = json.loads((result.folder / "run.json").read_text())["calibration"]
     assert record["tokens"] in (299, 300) and set(record["layers"]) == {"1", "3"}
-    events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()
+    ]
     (event,) = [e for e in events if e["event"] == "calibration"]
     assert event["layers"] == record["layers"]
     assert "Calibration on" in trainer.console.file.getvalue()
@@ -138,52 +170,91 @@ def order_of(trainer: Trainer) -> list[str]:
 
 
 @pytest.mark.parametrize(("stream", "inputs"), [(False, "propagated"), (True, "teacher")])
-def test_training_begins_behind_the_samples_that_the_start_was_solved_on(build, calls, stream, inputs) -> None:
+def test_training_begins_behind_the_samples_that_the_start_was_solved_on(
+    build, calls, stream, inputs
+) -> None:
     more = {"eval_data": texts(2, seed=1), "data": Stream(texts(60))} if stream else {}
     trainer = build(smoke_test=False, calibration_inputs=inputs, **more)
     solved_on, seen = calls, seen_by(trainer)
     (given,) = ([sample.id for sample in samples] for samples in solved_on)
     assert [*given, *seen] == order_of(trainer)[: len(given) + 4]  # two steps of two
     said = trainer.console.file.getvalue()
-    assert said.count(f"training begins behind the {len(given)} samples that the start was solved on") == 1
-    (event,) = [json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines() if '"calibration"' in line]
+    assert (
+        said.count(f"training begins behind the {len(given)} samples that the start was solved on")
+        == 1
+    )
+    (event,) = [
+        json.loads(line)
+        for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()
+        if '"calibration"' in line
+    ]
     assert event["passed_over"] == len(given)
 
 
 def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(build, calls) -> None:
-    data = [{"input_ids": [3 + (7 * i + j) % 100 for j in range(20)], "id": f"r{i}"} for i in range(60)]
+    data = [
+        {"input_ids": [3 + (7 * i + j) % 100 for j in range(20)], "id": f"r{i}"} for i in range(60)
+    ]
     order = order_of(build(data, eval_data=texts(2)))
-    next(record for record in data if order[2].startswith(f"{record['id']}@"))["input_ids"][3] = 10**6
+    next(record for record in data if order[2].startswith(f"{record['id']}@"))["input_ids"][3] = (
+        10**6
+    )
     trainer = build(data, eval_data=texts(2), smoke_test=False)
     seen = seen_by(trainer)
     given = [sample.id for sample in calls[0]]
-    assert order[2] not in given and given == [id for id in order[: len(given) + 1] if id != order[2]]
+    assert order[2] not in given and given == [
+        id for id in order[: len(given) + 1] if id != order[2]
+    ]
     assert seen == order[len(given) + 1 :][:4]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_the_fits_own_figure_is_said(build, calls, stream) -> None:
-    """A list keeps nine tenths of its steps at least; of a stream nothing is known but that something comes behind them."""
+def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_the_fits_own_figure_is_said(
+    build, calls, stream
+) -> None:
+    """A list keeps nine tenths of its steps at least; of a stream nothing is known but that
+    something comes behind them.
+    """
     few = texts(14)
-    trainer = build(Stream(few) if stream else few, eval_data=texts(2, seed=1), smoke_test=False, max_steps=None, calibration_tokens=2000)
+    trainer = build(
+        Stream(few) if stream else few,
+        eval_data=texts(2, seed=1),
+        smoke_test=False,
+        max_steps=None,
+        calibration_tokens=2000,
+    )
     seen = seen_by(trainer)
     assert seen == order_of(trainer) and trainer.total_steps in (7, None)
     said = trainer.console.file.getvalue()
-    assert "begins behind" not in said and said.count("the first losses are those of tokens that were fitted") == 1
+    assert (
+        "begins behind" not in said
+        and said.count("the first losses are those of tokens that were fitted") == 1
+    )
     mean = sum(trainer.calibration.nmse.values()) / 2
     assert f"of tokens that were not the layers' NMSE is {mean:.4g}" in said
 
 
 def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(build, calls) -> None:
-    trainer = build(texts(80), eval_data=texts(2, seed=1), smoke_test=False, max_steps=None, num_epochs=2, batch_size=8)
+    trainer = build(
+        texts(80),
+        eval_data=texts(2, seed=1),
+        smoke_test=False,
+        max_steps=None,
+        num_epochs=2,
+        batch_size=8,
+    )
     first, second = order_of(trainer), [sample.id for sample in trainer.samples.epoch(1)]
     seen = seen_by(trainer)
     (given,) = calls
     assert 10 < len(given) < 20 and seen == [*first[len(given) :], *second]
-    assert trainer.total_steps == len((trainer.folder_path / "metrics.jsonl").read_text().splitlines())
+    assert trainer.total_steps == len(
+        (trainer.folder_path / "metrics.jsonl").read_text().splitlines()
+    )
 
 
-def test_a_random_start_is_not_calibrated_and_training_begins_at_the_first_sample(build, calls) -> None:
+def test_a_random_start_is_not_calibrated_and_training_begins_at_the_first_sample(
+    build, calls
+) -> None:
     trainer = build(form={"init": "random"})
     assert seen_by(trainer) == order_of(trainer)[:4]
     assert not calls and trainer.calibration is None
@@ -191,7 +262,13 @@ def test_a_random_start_is_not_calibrated_and_training_begins_at_the_first_sampl
 
 def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path) -> None:
     """Neither are those trained on then, nor is the run longer."""
-    settings = {"smoke_test": False, "num_epochs": 2, "eval_data": texts(2, seed=1), "save_steps": 3, "batch_size": 4}
+    settings = {
+        "smoke_test": False,
+        "num_epochs": 2,
+        "eval_data": texts(2, seed=1),
+        "save_steps": 3,
+        "batch_size": 4,
+    }
     settings["calibration_tokens"] = 110
     whole = build(texts(32), max_steps=None, output_dir=str(tmp_path / "whole"), **settings)
     seen = seen_by(whole)
@@ -211,10 +288,15 @@ def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path)
     rest = seen_by(again)
     assert seen[-len(rest) :] == rest
     expected = adapter_parameters(whole.model)
-    assert all(torch.equal(value, expected[name]) for name, value in adapter_parameters(again.model).items())
+    assert all(
+        torch.equal(value, expected[name])
+        for name, value in adapter_parameters(again.model).items()
+    )
 
 
-def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(build, load_model, calls, tokenizer, tmp_path) -> None:
+def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(
+    build, load_model, calls, tokenizer, tmp_path
+) -> None:
     solved, loaded = load_model(), load_model()
     npt.attach(solved, NPTConfig(rank=4, layers="1,3", init="calibrated"))
     npt.calibrate(solved, tokenizer, texts(20), 200, batch_size=2, rounds=0)
@@ -226,9 +308,13 @@ def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(build, 
     assert not calls
 
 
-def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_through(build, calls, tmp_path) -> None:
+def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_through(
+    build, calls, tmp_path
+) -> None:
     """Two runs of the same seed that are each solved for themselves, one of them in two parts."""
-    whole = build(max_steps=2, save_steps=1, output_dir=str(tmp_path / "whole"), scheduler_type="constant")
+    whole = build(
+        max_steps=2, save_steps=1, output_dir=str(tmp_path / "whole"), scheduler_type="constant"
+    )
     whole.train()
     part = build(max_steps=1, save_steps=1, scheduler_type="constant")
     record = part.train().folder / "run.json"
@@ -239,16 +325,23 @@ def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_thr
     assert json.loads(record.read_text())["calibration"] == solved
     assert len(calls) == 2 and result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
     expected = adapter_parameters(whole.model)
-    assert all(torch.equal(value, expected[name]) for name, value in adapter_parameters(again.model).items())
+    assert all(
+        torch.equal(value, expected[name])
+        for name, value in adapter_parameters(again.model).items()
+    )
 
 
 def test_a_stream_that_can_be_read_once_is_refused_before_it_is_read(build) -> None:
-    with pytest.raises(ConfigError, match="--init calibrated reads training data before the run does"):
+    with pytest.raises(
+        ConfigError, match="--init calibrated reads training data before the run does"
+    ):
         build(iter(texts(30)), eval_data=texts(2))
 
 
 def test_a_budget_means_nothing_without_a_calibrated_start(build) -> None:
-    with pytest.raises(ConfigError, match="--rank_budget is 8, which means nothing without --init calibrated"):
+    with pytest.raises(
+        ConfigError, match="--rank_budget is 8, which means nothing without --init calibrated"
+    ):
         build(form={"init": "random"}, rank_budget=8)
 
 
@@ -257,7 +350,17 @@ def test_kept_residual_is_refused(build) -> None:
         build(form={"residual": "keep"})
 
 
-SMALL = ["--use_quantization", "--init", "calibrated", "--calibration_tokens", "200", "--calibration_rounds", "1", "--max_length", "32"]
+SMALL = [
+    "--use_quantization",
+    "--init",
+    "calibrated",
+    "--calibration_tokens",
+    "200",
+    "--calibration_rounds",
+    "1",
+    "--max_length",
+    "32",
+]
 SMALL += [
     "--layers",
     "6-7",
@@ -276,8 +379,18 @@ SMALL += [
 
 
 @pytest.mark.usefixtures("short_library")
-def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["pretrain", *SMALL, "--safe_mode", "--rank_budget", "12", "--output_dir", str(tmp_path / "run")]
+def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "pretrain",
+        *SMALL,
+        "--safe_mode",
+        "--rank_budget",
+        "12",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     assert main([*arguments, "--max_steps", "1"]) == 0
     said = capsys.readouterr().out
     assert said.index("Calibration on") < said.index("fidelity on")
@@ -287,4 +400,8 @@ def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(tmp_path: P
     assert "Calibration on" not in capsys.readouterr().out
     adapter = tmp_path / "run" / "checkpoints" / "step-00000002" / "adapter"
     model = npt.load_base("tiny", quantization="nf4", device="cpu")[0]
-    assert npt.load_adapter(model, adapter).ranks == tuple(settings["ranks"]) == attached_config(model).ranks
+    assert (
+        npt.load_adapter(model, adapter).ranks
+        == tuple(settings["ranks"])
+        == attached_config(model).ranks
+    )

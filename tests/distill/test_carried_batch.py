@@ -1,4 +1,6 @@
-"""Whatever a batch holds goes along wherever it is copied: to a device, in parts, into a post-mortem and out of it."""
+"""Whatever a batch holds goes along wherever it is copied: to a device, in parts, into a
+post-mortem and out of it.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ def packed_rows(count: int = 3) -> list[Sample]:
 
 @pytest.fixture(params=["left", "right"])
 def full(request) -> Batch:
-    """A batch in which no field has its default. A new field of `Batch` has to be given here, and is then held to be carried."""
+    """A batch in which no field has its default. A new field of `Batch` has to be given here, and
+    is then held to be carried.
+    """
     made = replace(collate(packed_rows(), 2, side=request.param), offset=5)
     for field in fields(Batch):
-        assert field.default is MISSING or getattr(made, field.name) != field.default, f"give {field.name} a value here"
+        assert field.default is MISSING or getattr(made, field.name) != field.default, (
+            f"give {field.name} a value here"
+        )
     return made
 
 
@@ -61,7 +67,11 @@ def test_a_part_of_a_batch_keeps_every_field(full) -> None:
                 assert name == "documents" and not tensor[row].any()
             else:
                 assert torch.equal(found, tensor[row : row + 1, columns]), name
-        assert (part.sample_ids, part.offset, part.tokens) == (full.sample_ids[row : row + 1], full.offset, int(columns.sum()))
+        assert (part.sample_ids, part.offset, part.tokens) == (
+            full.sample_ids[row : row + 1],
+            full.offset,
+            int(columns.sum()),
+        )
 
 
 def test_a_postmortem_keeps_every_field(full, load_model, tmp_path) -> None:
@@ -69,13 +79,16 @@ def test_a_postmortem_keeps_every_field(full, load_model, tmp_path) -> None:
     npt.attach(model, NPTConfig(rank=2, layers="3"))
     plain = collate([Sample("c", (9, 10, 11))], 2)
     accepted = replace(full, offset=11)
-    found = read_bundle(write_postmortem(tmp_path, situation(model, [], [plain, full], accepted=[accepted])))
+    found = read_bundle(
+        write_postmortem(tmp_path, situation(model, [], [plain, full], accepted=[accepted]))
+    )
     for read, batch in zip([*found.window, *found.accepted], [plain, full, accepted], strict=True):
         assert_same(read, batch)
     assert found.note is None
 
 
-# --- packed runs -------------------------------------------------------------------------------------------------------
+# --- packed runs
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +109,10 @@ def older(packed_bundle: Path, tmp_path: Path) -> Path:
     """The same as it was written before documents were."""
     folder = shutil.copytree(packed_bundle, tmp_path / "step-00000001")
     tensors = load_file(folder / "window.safetensors")
-    save_file({name: t for name, t in tensors.items() if not name.endswith(".documents")}, folder / "window.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if not name.endswith(".documents")},
+        folder / "window.safetensors",
+    )
     said = json.loads((folder / "postmortem.json").read_text())
     for name in ("offsets", "accepted_offsets"):
         del said[name]
@@ -105,7 +121,9 @@ def older(packed_bundle: Path, tmp_path: Path) -> Path:
 
 
 def computed(folder: Path) -> list[tuple[Any, Any]]:
-    """Loss and gradient norm of the good micro-batch of the window, as replayed and as the run had them."""
+    """Loss and gradient norm of the good micro-batch of the window, as replayed and as the run had
+    them.
+    """
     found = replay(folder)
     assert found.reproduced and found.same_fault and found.classification == "data"
     recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}
@@ -120,19 +138,30 @@ def test_a_packed_micro_batch_is_replayed_bit_for_bit(packed_bundle) -> None:
     assert all(replayed == then for replayed, then in computed(packed_bundle))
 
 
-def test_a_packed_bundle_without_documents_has_them_told_from_its_positions_and_says_so(older) -> None:
+def test_a_packed_bundle_without_documents_has_them_told_from_its_positions_and_says_so(
+    older,
+) -> None:
     assert all(replayed == then for replayed, then in computed(older))
     said = [line for line in str(replay(older)).splitlines() if "rows are packed" in line]
-    assert said == ["its rows are packed, and the npt that wrote it left out where their documents end; that is told from the positions"]
+    assert said == [
+        "its rows are packed, and the npt that wrote it left out where their documents end; that is"
+        " told from the positions"
+    ]
     assert said[0] in str(replay_batch(older, 0))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_documents_are_told_from_positions(side) -> None:
-    rows = [*packed_rows(), *pack([Sample("a", (5,)), Sample("b", (6,)), Sample("c", (7, 8))], 14), Sample("one", (3, 4, 5))]
+    rows = [
+        *packed_rows(),
+        *pack([Sample("a", (5,)), Sample("b", (6,)), Sample("c", (7, 8))], 14),
+        Sample("one", (3, 4, 5)),
+    ]
     packed = collate(rows, 2, side=side, length=17)
     found = documents_of(packed.position_ids, packed.attention_mask)
-    assert found is not None and packed.documents is not None and torch.equal(found, packed.documents)
+    assert (
+        found is not None and packed.documents is not None and torch.equal(found, packed.documents)
+    )
     (plain,) = batches([Sample("a", (3, 4)), Sample("b", (5, 6, 7))], 2, 2, side=side)
     assert documents_of(plain.position_ids, plain.attention_mask) is None
 
@@ -140,16 +169,27 @@ def test_documents_are_told_from_positions(side) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t, said: t["0.documents"].add_(30), "0.documents holds numbers of documents outside"),
-        (lambda t, said: t.update({"0.documents": t["0.documents"][:, :3].clone()}), "0.documents is I64"),
+        (
+            lambda t, said: t["0.documents"].add_(30),
+            "0.documents holds numbers of documents outside",
+        ),
+        (
+            lambda t, said: t.update({"0.documents": t["0.documents"][:, :3].clone()}),
+            "0.documents is I64",
+        ),
         (lambda t, said: said["offsets"].append(3), "offsets"),
         (lambda t, said: said["accepted_offsets"].__setitem__(0, -1), "accepted_offsets"),
         (lambda t, said: said.update(offsets=["a", "b"]), "offsets"),
     ],
 )
-def test_documents_and_offsets_that_cannot_be_are_refused(packed_bundle, tmp_path, change, says) -> None:
+def test_documents_and_offsets_that_cannot_be_are_refused(
+    packed_bundle, tmp_path, change, says
+) -> None:
     folder = shutil.copytree(packed_bundle, tmp_path / "step-00000001")
-    tensors, said = load_file(folder / "window.safetensors"), json.loads((folder / "postmortem.json").read_text())
+    tensors, said = (
+        load_file(folder / "window.safetensors"),
+        json.loads((folder / "postmortem.json").read_text()),
+    )
     change(tensors, said)
     save_file(tensors, folder / "window.safetensors")
     (folder / "postmortem.json").write_text(json.dumps(said))

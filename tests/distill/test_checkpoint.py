@@ -1,4 +1,6 @@
-"""Checkpoints: what is written comes back bit for bit, every damage is found and named, and nothing of one that is refused is used."""
+"""Checkpoints: what is written comes back bit for bit, every damage is found and named, and nothing
+of one that is refused is used.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,13 @@ from npt.errors import AdapterFileError, CheckpointError, NPTError
 from npt.random_state import random_state
 
 RECORD, TENSORS, MANIFEST = "state.json", "state.safetensors", "manifest.json"
-FILES = ["adapter/README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", RECORD, TENSORS]
+FILES = [
+    "adapter/README.md",
+    "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+    RECORD,
+    TENSORS,
+]
 SOME = "optimizer.model.layers.1.npt.B.up.exp_avg"
 
 
@@ -68,12 +76,20 @@ def folder(_made: tuple[nn.Module, Path], tmp_path: Path) -> Path:
 
 
 def transaction_of(model: nn.Module, **config: Any) -> Transaction[Any]:
-    return new_transaction(adapter_parameters(model), TrainConfig(skip_spikes=True, **config), [1e-2])
+    return new_transaction(
+        adapter_parameters(model), TrainConfig(skip_spikes=True, **config), [1e-2]
+    )
 
 
-def refused(folder: Path, error: type[NPTError] = CheckpointError, model: nn.Module | None = None) -> str:
+def refused(
+    folder: Path, error: type[NPTError] = CheckpointError, model: nn.Module | None = None
+) -> str:
     """What it is refused with, in one line and with status 5; the model is as it was."""
-    before = {} if model is None else {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
+    before = (
+        {}
+        if model is None
+        else {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
+    )
     with pytest.raises(error) as caught:
         read = read_checkpoint(folder)
         if model is not None:
@@ -95,21 +111,29 @@ def change_record(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
     write_manifest(folder)
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], file: str = TENSORS) -> None:
+def change_tensors(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], file: str = TENSORS
+) -> None:
     tensors = load_file(folder / file)
     change(tensors)
     save_file(tensors, folder / file)
     write_manifest(folder)
 
 
-# --- what is written ---------------------------------------------------------------------------------------------------
+# --- what is written
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_has_its_files_and_their_sums(folder) -> None:
-    assert sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()) == sorted([*FILES, MANIFEST])
+    assert sorted(
+        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
+    ) == sorted([*FILES, MANIFEST])
     manifest = strict(folder / MANIFEST)
     assert manifest["files"] == {
-        name: {"sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(), "bytes": (folder / name).stat().st_size}
+        name: {
+            "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(),
+            "bytes": (folder / name).stat().st_size,
+        }
         for name in FILES
     }
     verify_checkpoint(folder)
@@ -119,7 +143,10 @@ def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
     transaction = transaction_of(model)
     state = read_checkpoint(folder).state(model, npt.base_identity(model))
     state.restore(transaction)
-    adapters, stored = load_file(folder / "adapter" / "adapter_model.safetensors"), load_file(folder / TENSORS)
+    adapters, stored = (
+        load_file(folder / "adapter" / "adapter_model.safetensors"),
+        load_file(folder / TENSORS),
+    )
     for name, parameter in adapter_parameters(model).items():
         assert torch.equal(parameter, adapters[f"base_model.model.{name}"])
         moments = transaction.optimizer.state[parameter]
@@ -129,7 +156,10 @@ def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
             assert bool(moment.any())  # none is a zero that would fit by chance
     assert state.step == 3 and torch.equal(state.random_states[0]["cpu"], stored["rng.0.cpu"])
     assert transaction.spikes is not None
-    assert transaction.spikes.remembered() == (stored["spikes.losses"].tolist(), stored["spikes.norms"].tolist())
+    assert transaction.spikes.remembered() == (
+        stored["spikes.losses"].tolist(),
+        stored["spikes.norms"].tolist(),
+    )
     assert len(stored["spikes.losses"]) == 3
 
 
@@ -153,7 +183,14 @@ def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp
     state = read.state(model, npt.base_identity(model))
     state.restore(transaction)
     record = {name: value for name, value in read.record.items() if name != "format"}
-    write_checkpoint(tmp_path / "again", model, transaction, record, npt.base_identity(model), state.random_states)
+    write_checkpoint(
+        tmp_path / "again",
+        model,
+        transaction,
+        record,
+        npt.base_identity(model),
+        state.random_states,
+    )
     for name in FILES:
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
 
@@ -161,22 +198,33 @@ def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp
 def test_random_states_of_several_ranks_come_back_by_rank(model, folder, tmp_path) -> None:
     states = {rank: {"cpu": torch.Generator().manual_seed(rank).get_state()} for rank in range(11)}
     record = read_checkpoint(folder).record
-    write_checkpoint(tmp_path / "ranks", model, transaction_of(model), record, npt.base_identity(model), states)
+    write_checkpoint(
+        tmp_path / "ranks", model, transaction_of(model), record, npt.base_identity(model), states
+    )
     found = read_checkpoint(tmp_path / "ranks").state(model, npt.base_identity(model)).random_states
     assert found.keys() == states.keys()
     assert all(torch.equal(found[rank]["cpu"], states[rank]["cpu"]) for rank in states)
 
 
-@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+@pytest.mark.parametrize(
+    ("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)]
+)
 def test_modes_follow_the_umask(model, folder, tmp_path, umask, file_mode, folder_mode) -> None:
     before = os.umask(umask)
     try:
         write_checkpoint(
-            tmp_path / "new", model, transaction_of(model), read_checkpoint(folder).record, npt.base_identity(model), {0: random_state()}
+            tmp_path / "new",
+            model,
+            transaction_of(model),
+            read_checkpoint(folder).record,
+            npt.base_identity(model),
+            {0: random_state()},
         )
     finally:
         os.umask(before)
-    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").rglob("*")}
+    modes = {
+        path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").rglob("*")
+    }
     assert modes == {False: file_mode, True: folder_mode}
 
 
@@ -184,11 +232,19 @@ def test_a_poisoned_adapter_is_not_written(model, folder, tmp_path) -> None:
     with torch.no_grad():
         model.model.layers[3].npt.A[0, 0] = float("nan")
     with pytest.raises(AdapterFileError, match="not finite"):
-        write_checkpoint(tmp_path / "new", model, transaction_of(model), read_checkpoint(folder).record, "hash", {0: random_state()})
+        write_checkpoint(
+            tmp_path / "new",
+            model,
+            transaction_of(model),
+            read_checkpoint(folder).record,
+            "hash",
+            {0: random_state()},
+        )
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 
-# --- damage ------------------------------------------------------------------------------------------------------------
+# --- damage
+# ------------------------------------------------------------------------------------------------------------
 
 
 def flip(path: Path, bit: int) -> None:
@@ -202,7 +258,11 @@ def test_a_flipped_bit_is_found_and_named_with_both_sums(folder, name) -> None:
     source = random.Random(name)
     original = (folder / name).read_bytes()
     wanted = hashlib.sha256(original).hexdigest()[:12]
-    for bit in [0, len(original) * 8 - 1, *(source.randrange(len(original) * 8) for _ in range(20))]:
+    for bit in [
+        0,
+        len(original) * 8 - 1,
+        *(source.randrange(len(original) * 8) for _ in range(20)),
+    ]:
         flip(folder / name, bit)
         now = hashlib.sha256((folder / name).read_bytes()).hexdigest()[:12]
         message = refused(folder)
@@ -238,7 +298,10 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
     "missing": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "a link to its own content": lambda path: (path.rename(path.parents[1] / "content"), path.symlink_to(path.parents[1] / "content")),
+    "a link to its own content": lambda path: (
+        path.rename(path.parents[1] / "content"),
+        path.symlink_to(path.parents[1] / "content"),
+    ),
     "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nothing")),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
     "of zeros": lambda path: path.write_bytes(b"\0" * path.stat().st_size),
@@ -294,7 +357,9 @@ def test_a_manifest_whose_own_sum_is_right_may_say_anything(folder, case, monkey
         (folder / MANIFEST).write_text(json.dumps(MANIFESTS[case]))
     opened: list[Path] = []
     original = checkpoint_module._sums
-    monkeypatch.setattr(checkpoint_module, "_sums", lambda path: (opened.append(path), original(path))[1])
+    monkeypatch.setattr(
+        checkpoint_module, "_sums", lambda path: (opened.append(path), original(path))[1]
+    )
     refused(folder)
     assert all(folder in path.resolve().parents for path in opened)
 
@@ -307,7 +372,9 @@ def test_a_manifest_of_any_depth_or_length_is_refused_and_not_read(folder) -> No
     assert "more than" in refused(folder)
 
 
-def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(folder, monkeypatch) -> None:
+def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(
+    folder, monkeypatch
+) -> None:
     def failing(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
 
@@ -315,7 +382,8 @@ def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(folder,
     assert "Input/output error" in refused(folder)
 
 
-# --- which one is picked -----------------------------------------------------------------------------------------------
+# --- which one is picked
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -335,7 +403,10 @@ def test_the_newest_that_verifies_is_picked_and_the_others_are_told_of_and_left_
     found, broken = newest_good(run)
     assert found is not None and found.folder.name == "step-00000001"
     assert list(broken) == [run / "step-00000003", run / "step-00000002"]
-    assert TENSORS in broken[run / "step-00000003"] and "holds no manifest.json" in broken[run / "step-00000002"]
+    assert (
+        TENSORS in broken[run / "step-00000003"]
+        and "holds no manifest.json" in broken[run / "step-00000002"]
+    )
     assert sorted(run.rglob("*")) == before
 
 
@@ -349,12 +420,19 @@ def test_where_none_verifies_none_is_picked(run) -> None:
 def test_one_of_another_version_is_refused_and_not_passed_over(run) -> None:
     """Its sums are right: an older one would lose what this one holds."""
     change_record(run / "step-00000003", lambda record: record.update(format=2))
-    with pytest.raises(CheckpointError, match=r"step-00000003/state\.json is of format 2, this version reads 1"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000003/state\.json is of format 2, this version reads 1"
+    ):
         newest_good(run)
 
 
 def test_half_written_folders_are_never_picked(run) -> None:
-    for name in (".step-00000009.abcdefgh.partial", "step-00000009.broken", "step-00000009.superseded", "step-9"):
+    for name in (
+        ".step-00000009.abcdefgh.partial",
+        "step-00000009.broken",
+        "step-00000009.superseded",
+        "step-9",
+    ):
         shutil.copytree(run / "step-00000003", run / name)
     (run / "step-00000010").mkdir()  # without a manifest
     found, broken = newest_good(run)
@@ -374,7 +452,8 @@ def test_a_place_without_checkpoints_has_none(tmp_path) -> None:
         assert checkpoints(place) == [] and newest_good(place) == (None, {})
 
 
-# --- what a right sum does not vouch for -------------------------------------------------------------------------------
+# --- what a right sum does not vouch for
+# -------------------------------------------------------------------------------
 
 
 def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
@@ -415,7 +494,10 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "layers that are a list": (entry("initial", "layers")([]), "items"),
     "a layer without figures": (entry("initial", "layers", "1")({}), "nmse_student"),
     "a best that is text": (entry("best_kl")("0.1"), "best_kl is '0.1'"),
-    "a count that is none": (entry("counted_from")({"steps": 0}), "counted_from.'micro_batches' is missing"),
+    "a count that is none": (
+        entry("counted_from")({"steps": 0}),
+        "counted_from.'micro_batches' is missing",
+    ),
 }
 
 
@@ -427,7 +509,9 @@ def test_an_entry_that_cannot_be_is_refused_and_named(folder, case) -> None:
     assert str(folder / RECORD) in message and named in message
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"format": NaN}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"format": NaN}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"]
+)
 def test_a_record_that_is_none_is_refused(folder, content) -> None:
     (folder / RECORD).write_text(content)
     write_manifest(folder)
@@ -441,7 +525,10 @@ def full(value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
 TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "a moment missing": (lambda t: t.pop(SOME), f"lacks the tensor {SOME!r}"),
     "a moment too many": (lambda t: t.update({SOME + "x": torch.zeros(1)}), "has the extra tensor"),
-    "a stranger": (lambda t: t.update({"../../x\n": torch.zeros(1)}), "has the extra tensor '../../x\\n'"),
+    "a stranger": (
+        lambda t: t.update({"../../x\n": torch.zeros(1)}),
+        "has the extra tensor '../../x\\n'",
+    ),
     "a moment of another shape": (
         lambda t: t.update({SOME: t[SOME].T.contiguous()}),
         f"{SOME} is F32 [2, 128], the run needs F32 [128, 2]",
@@ -455,15 +542,36 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     "a NaN among the moments": (full(float("nan")), f"{SOME} holds a non-finite value"),
     "an infinity among the moments": (full(float("inf")), f"{SOME} holds a non-finite value"),
     "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the ranks []"),
-    "a rank that is skipped": (lambda t: t.update({"rng.2.cpu": t["rng.0.cpu"].clone()}), "ranks ['0', '2']"),
-    "a rank that is none": (lambda t: t.update({"rng.x.cpu": t["rng.0.cpu"].clone()}), "ranks ['0', 'x']"),
-    "a device that is none": (lambda t: t.update({"rng.0.tpu": t["rng.0.cpu"].clone()}), "'rng.0.tpu'"),
-    "a short random state": (lambda t: t.update({"rng.0.cpu": t["rng.0.cpu"][:9].clone()}), "'rng.0.cpu', U8 [9]"),
+    "a rank that is skipped": (
+        lambda t: t.update({"rng.2.cpu": t["rng.0.cpu"].clone()}),
+        "ranks ['0', '2']",
+    ),
+    "a rank that is none": (
+        lambda t: t.update({"rng.x.cpu": t["rng.0.cpu"].clone()}),
+        "ranks ['0', 'x']",
+    ),
+    "a device that is none": (
+        lambda t: t.update({"rng.0.tpu": t["rng.0.cpu"].clone()}),
+        "'rng.0.tpu'",
+    ),
+    "a short random state": (
+        lambda t: t.update({"rng.0.cpu": t["rng.0.cpu"][:9].clone()}),
+        "'rng.0.cpu', U8 [9]",
+    ),
     "a random state of zeros": (lambda t: t["rng.0.cpu"].zero_(), "rng.0.cpu is no random state"),
     "half a spike guard": (lambda t: t.pop("spikes.norms"), "lacks the tensor 'spikes.norms'"),
-    "a spike guard that remembers too much": (lambda t: t.update({"spikes.norms": torch.zeros(129, dtype=torch.float64)}), "F64 [129]"),
-    "a spike guard in fp32": (lambda t: t.update({"spikes.norms": torch.zeros(3)}), "spikes.norms is F32 [3]"),
-    "a NaN that the spike guard remembers": (lambda t: t["spikes.losses"].fill_(float("nan")), "remembered is not finite"),
+    "a spike guard that remembers too much": (
+        lambda t: t.update({"spikes.norms": torch.zeros(129, dtype=torch.float64)}),
+        "F64 [129]",
+    ),
+    "a spike guard in fp32": (
+        lambda t: t.update({"spikes.norms": torch.zeros(3)}),
+        "spikes.norms is F32 [3]",
+    ),
+    "a NaN that the spike guard remembers": (
+        lambda t: t["spikes.losses"].fill_(float("nan")),
+        "remembered is not finite",
+    ),
 }
 
 
@@ -483,17 +591,33 @@ def test_a_header_that_claims_to_be_huge_is_refused(folder, model, name, length)
     assert name in refused(folder, NPTError, model)
 
 
-def test_no_tensor_is_read_before_all_of_them_have_the_right_form(folder, model, monkeypatch) -> None:
+def test_no_tensor_is_read_before_all_of_them_have_the_right_form(
+    folder, model, monkeypatch
+) -> None:
     change_tensors(folder, TENSOR_CASES["a moment of another shape"][0])
-    monkeypatch.setattr(checkpoint_module, "read_tensors", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(
+        checkpoint_module, "read_tensors", lambda *_: pytest.fail("a tensor was read")
+    )
     refused(folder, model=model)
 
 
 ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
-    "a tensor missing": (lambda t: t.pop("base_model.model.model.layers.1.npt.A"), "lacks the tensor"),
-    "a tensor too many": (lambda t: t.update(stranger=torch.zeros(1)), "has the extra tensor 'stranger'"),
-    "a tensor of another shape": (lambda t: t.update({"base_model.model.model.layers.1.npt.A": torch.zeros(3, 64)}), "[3, 64]"),
-    "a NaN": (lambda t: t["base_model.model.model.layers.1.npt.A"].fill_(float("nan")), "non-finite"),
+    "a tensor missing": (
+        lambda t: t.pop("base_model.model.model.layers.1.npt.A"),
+        "lacks the tensor",
+    ),
+    "a tensor too many": (
+        lambda t: t.update(stranger=torch.zeros(1)),
+        "has the extra tensor 'stranger'",
+    ),
+    "a tensor of another shape": (
+        lambda t: t.update({"base_model.model.model.layers.1.npt.A": torch.zeros(3, 64)}),
+        "[3, 64]",
+    ),
+    "a NaN": (
+        lambda t: t["base_model.model.model.layers.1.npt.A"].fill_(float("nan")),
+        "non-finite",
+    ),
 }
 
 
@@ -512,10 +636,13 @@ def test_another_base_is_refused_by_the_part_that_differs(folder, model) -> None
     with pytest.raises(AdapterFileError, match=rf"another base .*: {differs}; .*--any_base"):
         checkpoint.state(model, other)
     assert checkpoint.state(model, other, check_base=False).step == 3
-    assert checkpoint.base_mismatch(base) is None and "unpacked tensors" in str(checkpoint.base_mismatch(other))
+    assert checkpoint.base_mismatch(base) is None and "unpacked tensors" in str(
+        checkpoint.base_mismatch(other)
+    )
 
 
-# --- nothing that could run code ---------------------------------------------------------------------------------------
+# --- nothing that could run code
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -525,13 +652,21 @@ def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a pickle was touched")
 
-    for module, names in ((torch, ("load", "save")), (pickle, ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"))):
+    for module, names in (
+        (torch, ("load", "save")),
+        (pickle, ("load", "loads", "dump", "dumps", "Unpickler", "Pickler")),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
 
 
 def test_saving_and_resuming_touch_no_pickle(load_model, tmp_path, no_pickle) -> None:
-    runs = Runs(load_model(), tmp_path, lambda: records(4), settings={"save_steps": 2, "eval_steps": 2, "skip_spikes": True})
+    runs = Runs(
+        load_model(),
+        tmp_path,
+        lambda: records(4),
+        settings={"save_steps": 2, "eval_steps": 2, "skip_spikes": True},
+    )
     runs.run("run", max_steps=2)
     assert runs.run("run", resume="auto").steps == 4
 

@@ -1,4 +1,6 @@
-"""What is collected is what a slow look at every token finds, and it can be taken up again and trained on exactly."""
+"""What is collected is what a slow look at every token finds, and it can be taken up again and
+trained on exactly.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,17 @@ CONFIG = DataConfig(max_length=40)
 RECORDS = [
     {"id": f"p{i}", "prompt": text}
     for i, text in enumerate(
-        ("import os", "class Stack:\n", "def f(x):\n    return", "for i in", "x = [", "if __name__ ==", "    self.", "raise Value", "# The")
+        (
+            "import os",
+            "class Stack:\n",
+            "def f(x):\n    return",
+            "for i in",
+            "x = [",
+            "if __name__ ==",
+            "    self.",
+            "raise Value",
+            "# The",
+        )
     )
 ]
 
@@ -70,7 +82,17 @@ def close(base):
 
 def gather(model, tokenizer, path: Path, records: Any = RECORDS, **settings: Any):
     return collect(
-        model, tokenizer, records, path, **{"data_config": CONFIG, "max_new_tokens": NEW, "batch_size": 2, "num_prompts": None, **settings}
+        model,
+        tokenizer,
+        records,
+        path,
+        **{
+            "data_config": CONFIG,
+            "max_new_tokens": NEW,
+            "batch_size": 2,
+            "num_prompts": None,
+            **settings,
+        },
     )
 
 
@@ -81,7 +103,9 @@ def _gathered() -> dict[str, Path]:
 
 @pytest.fixture
 def whole(student, tokenizer, tmp_path_factory, _gathered) -> Path:
-    """What one call finds in RECORDS, gathered once: the student is the same in every test, and nobody writes to it."""
+    """What one call finds in RECORDS, gathered once: the student is the same in every test, and
+    nobody writes to it.
+    """
     if "whole" not in _gathered:
         path = tmp_path_factory.mktemp("whole") / "whole.jsonl"
         gather(student, tokenizer, path)
@@ -111,7 +135,8 @@ def written(model, ids: list[int], count: int, mode: str) -> list[int]:
     return added
 
 
-# --- what is found ----------------------------------------------------------------------------------------------------
+# --- what is found
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) -> None:
@@ -121,32 +146,59 @@ def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) ->
     for record in RECORDS:
         ids = tokenizer(record["prompt"])["input_ids"]
         teacher = written(student, ids, NEW, "teacher")
-        log_p, log_q = (logits(student, ids + teacher, mode)[len(ids) - 1 : -1].log_softmax(-1) for mode in ("teacher", "student"))
+        log_p, log_q = (
+            logits(student, ids + teacher, mode)[len(ids) - 1 : -1].log_softmax(-1)
+            for mode in ("teacher", "student")
+        )
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         acceptance = torch.minimum(log_p, log_q).exp().sum(-1)
         own = log_q.argmax(-1).tolist()
-        for name, value in (("tokens", len(teacher)), ("kl", kl.sum()), ("acceptance", acceptance.sum())):
+        for name, value in (
+            ("tokens", len(teacher)),
+            ("kl", kl.sum()),
+            ("acceptance", acceptance.sum()),
+        ):
             sums[name] += float(value)
         sums["top1"] += sum(a == b for a, b in zip(own, teacher, strict=True))
-        position = next((i for i, (a, b) in enumerate(zip(own, teacher, strict=True)) if a != b), None)
+        position = next(
+            (i for i, (a, b) in enumerate(zip(own, teacher, strict=True)) if a != b), None
+        )
         if position is None:
             assert f"{record['id']}@0" not in found
             continue
         record = found.pop(f"{record['id']}@0")
-        student_ids = [*teacher[:position], *written(student, ids + teacher[:position], NEW - position, "student")]
-        assert (record["position"], record["teacher_token"], record["student_token"]) == (position, teacher[position], own[position])
+        student_ids = [
+            *teacher[:position],
+            *written(student, ids + teacher[:position], NEW - position, "student"),
+        ]
+        assert (record["position"], record["teacher_token"], record["student_token"]) == (
+            position,
+            teacher[position],
+            own[position],
+        )
         assert record["completion"] == tokenizer.decode(teacher, skip_special_tokens=True)
         assert record["student"] == tokenizer.decode(student_ids, skip_special_tokens=True)
         assert student_ids[position] == own[position]
         # fp32 logits of padded rows against fp64 softmax of unpadded ones.
-        for name, value in (("kl", kl.mean()), ("kl_at", kl[position]), ("acceptance", acceptance.mean())):
+        for name, value in (
+            ("kl", kl.mean()),
+            ("kl_at", kl[position]),
+            ("acceptance", acceptance.mean()),
+        ):
             assert record[name] == pytest.approx(float(value), rel=1e-3, abs=1e-5)
         assert record["acceptance_at"] == pytest.approx(float(acceptance[position]), rel=1e-3)
         assert record["tokens"] == len(teacher)
-        assert (record["base_hash"], record["adapter_hash"]) == (npt.base_hash(student), adapter_hash(student))
+        assert (record["base_hash"], record["adapter_hash"]) == (
+            npt.base_hash(student),
+            adapter_hash(student),
+        )
     assert found == {}
     figures = result.as_dict()
-    assert (figures["prompts"], figures["tokens"], figures["disagreements"]) == (9, sums["tokens"], len(lines(tmp_path / "failures.jsonl")))
+    assert (figures["prompts"], figures["tokens"], figures["disagreements"]) == (
+        9,
+        sums["tokens"],
+        len(lines(tmp_path / "failures.jsonl")),
+    )
     for name in ("kl", "acceptance", "top1"):
         assert figures[name] == pytest.approx(sums[name] / sums["tokens"], rel=1e-3)
     assert figures["disagreements"] > 0 and figures["kl"] > 0.1  # the comparison is of something
@@ -156,7 +208,8 @@ def test_the_batch_size_changes_no_text_and_no_token(student, tokenizer, whole, 
     gather(student, tokenizer, tmp_path / "other.jsonl", batch_size=9)
     for one, other in zip(lines(whole), lines(tmp_path / "other.jsonl"), strict=True):
         for name in ("kl", "kl_at", "acceptance", "acceptance_at"):
-            assert one.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5)  # rows of another width sum in another order
+            # rows of another width sum in another order
+            assert one.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5)
         assert one == other
 
 
@@ -164,9 +217,14 @@ def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_
     result = gather(close, tokenizer, tmp_path / "failures.jsonl")
     assert (tmp_path / "failures.jsonl").read_bytes() == b""
     figures = result.as_dict()
-    assert (figures["prompts"], figures["disagreements"], figures["tokens"]) == (9, 0, result.progress.agreed_sum)
+    assert (figures["prompts"], figures["disagreements"], figures["tokens"]) == (
+        9,
+        0,
+        result.progress.agreed_sum,
+    )
     assert figures["kl"] < 1e-9 and figures["acceptance"] == pytest.approx(1, rel=1e-6)
-    assert gather(close, tokenizer, tmp_path / "failures.jsonl").resumed == 9  # known, though none was written
+    # known, though none was written
+    assert gather(close, tokenizer, tmp_path / "failures.jsonl").resumed == 9
 
 
 def test_a_tie_that_rounding_decides_is_no_disagreement(close, tokenizer, monkeypatch) -> None:
@@ -174,7 +232,8 @@ def test_a_tie_that_rounding_decides_is_no_disagreement(close, tokenizer, monkey
 
     prompts = [Sample("p", tuple(tokenizer("import os")["input_ids"]))]
     (before,) = compare_prompts(close, prompts, NEW, frozenset({1}))
-    # The cached pass that wrote the text took the other of two equal tokens: one that the compared pass would not write.
+    # The cached pass that wrote the text took the other of two equal tokens: one that the compared
+    # pass would not write.
     other = (*before.completion[:3], before.completion[3] + 1)
     monkeypatch.setattr(module, "continue_greedily", lambda *_: [list(other)])
     (found,) = compare_prompts(close, prompts, NEW, frozenset({1}))
@@ -202,7 +261,10 @@ def test_the_model_stays_as_it_was(student, tokenizer, tmp_path) -> None:
     random_state = torch.get_rng_state()
     gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2])
     assert student.training and student.model.layers[3].npt.mode == "floor"
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in adapter_parameters(student).items())
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None
+        for name, p in adapter_parameters(student).items()
+    )
     assert torch.equal(torch.get_rng_state(), random_state)
     student.eval()
 
@@ -213,18 +275,28 @@ def test_prompt_and_completion_read_as_the_text_of_their_tokens(kind, tmp_path) 
     words = tokenizer_of(kind)
     model = speaker_of(kind)
     npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
-    gather(model, words, tmp_path / "found.jsonl", [{"prompt": text} for text in ("The question", "the answer is", "import os")])
+    gather(
+        model,
+        words,
+        tmp_path / "found.jsonl",
+        [{"prompt": text} for text in ("The question", "the answer is", "import os")],
+    )
     found = lines(tmp_path / "found.jsonl")
     assert found
     for record in found:
         assert record["completion"][0] == record["student"][0] == " "
-        assert record["prompt"] + record["completion"] == words.decode(record["input_ids"], skip_special_tokens=True)
+        assert record["prompt"] + record["completion"] == words.decode(
+            record["input_ids"], skip_special_tokens=True
+        )
 
 
-# --- training on it ---------------------------------------------------------------------------------------------------
+# --- training on it
+# ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(student, tokenizer, tmp_path) -> None:
+def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(
+    student, tokenizer, tmp_path
+) -> None:
     records = [*RECORDS, {"id": "ids", "input_ids": [70, 80, 90, 100]}]
     gather(student, tokenizer, tmp_path / "failures.jsonl", records)
     counts = Counts()
@@ -239,25 +311,40 @@ def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(student, token
             assert sample.input_ids == (*ids, *teacher)
             assert sample.labels == (*[-100] * len(ids), *teacher)
     assert samples == {}
-    texts = [{name: record[name] for name in ("prompt", "completion")} for record in lines(tmp_path / "failures.jsonl")]
-    assert {s.input_ids for s in cut(texts, tokenizer, config)}.isdisjoint(s.input_ids for s in cut(open_source(config), tokenizer, config))
+    texts = [
+        {name: record[name] for name in ("prompt", "completion")}
+        for record in lines(tmp_path / "failures.jsonl")
+    ]
+    assert {s.input_ids for s in cut(texts, tokenizer, config)}.isdisjoint(
+        s.input_ids for s in cut(open_source(config), tokenizer, config)
+    )
 
 
-def test_what_was_collected_can_be_collected_from_again(student, tokenizer, whole, tmp_path) -> None:
-    again = [{k: v for k, v in r.items() if k != "id"} | {"id": r["id"].removesuffix("@0")} for r in lines(whole)]
+def test_what_was_collected_can_be_collected_from_again(
+    student, tokenizer, whole, tmp_path
+) -> None:
+    again = [
+        {k: v for k, v in r.items() if k != "id"} | {"id": r["id"].removesuffix("@0")}
+        for r in lines(whole)
+    ]
     gather(student, tokenizer, tmp_path / "two.jsonl", again, batch_size=1)
-    one, two = ({r["id"]: r["input_ids"] for r in lines(path)} for path in (whole, tmp_path / "two.jsonl"))
+    one, two = (
+        {r["id"]: r["input_ids"] for r in lines(path)} for path in (whole, tmp_path / "two.jsonl")
+    )
     assert one == two != {}
 
 
-# --- taking it up again -----------------------------------------------------------------------------------------------
+# --- taking it up again
+# -----------------------------------------------------------------------------------------------
 
 
 class Stopped(Exception):
     pass
 
 
-def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(student, tokenizer, whole, tmp_path) -> None:
+def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(
+    student, tokenizer, whole, tmp_path
+) -> None:
 
     def stop(progress) -> None:
         if progress.prompts >= 6:
@@ -270,7 +357,9 @@ def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(student, to
     assert content(tmp_path / "part.jsonl") == content(whole)
 
 
-def test_a_torn_line_and_a_batch_without_its_state_are_done_again(student, tokenizer, whole, tmp_path) -> None:
+def test_a_torn_line_and_a_batch_without_its_state_are_done_again(
+    student, tokenizer, whole, tmp_path
+) -> None:
     part = tmp_path / "part.jsonl"
     gather(student, tokenizer, part, num_prompts=4)
     state = content(part)[1]
@@ -292,7 +381,12 @@ def test_more_prompts_are_added_to_those_that_are_done(student, tokenizer, whole
 
 def test_a_signal_ends_it_behind_the_batch(student, tokenizer, whole, tmp_path) -> None:
     number = signal.SIGINT
-    result = gather(student, tokenizer, tmp_path / "part.jsonl", report=lambda progress: os.kill(os.getpid(), number))
+    result = gather(
+        student,
+        tokenizer,
+        tmp_path / "part.jsonl",
+        report=lambda progress: os.kill(os.getpid(), number),
+    )
     assert (result.signal, result.exit_status, result.progress.prompts) == (number, 128 + number, 2)
     gather(student, tokenizer, tmp_path / "part.jsonl")
     assert content(tmp_path / "part.jsonl") == content(whole)
@@ -331,7 +425,8 @@ def test_another_adapter_is_refused(student, tokenizer, tmp_path) -> None:
         gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2])
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_refused_call_leaves_no_file(student, tokenizer, tmp_path) -> None:
@@ -356,10 +451,17 @@ def test_a_model_without_adapters_is_refused(base, tokenizer, tmp_path) -> None:
 
 def test_ids_outside_the_vocabulary_are_refused_and_named(student, tokenizer, tmp_path) -> None:
     with pytest.raises(DataError, match=r"99999 outside the vocabulary .* sample bad@0"):
-        gather(student, tokenizer, tmp_path / "failures.jsonl", [{"id": "bad", "input_ids": [5, 99_999]}])
+        gather(
+            student,
+            tokenizer,
+            tmp_path / "failures.jsonl",
+            [{"id": "bad", "input_ids": [5, 99_999]}],
+        )
 
 
-def test_a_poisoned_student_is_refused_by_the_prompt_that_shows_it(student, tokenizer, tmp_path) -> None:
+def test_a_poisoned_student_is_refused_by_the_prompt_that_shows_it(
+    student, tokenizer, tmp_path
+) -> None:
     with torch.no_grad():
         next(iter(adapter_parameters(student).values()))[0, 0] = math.nan
     with pytest.raises(NumericalError, match=r"the student's logits behind p\d@0 are not finite"):

@@ -1,4 +1,6 @@
-"""What others put around the parts of a converted layer, or hook to them, is part of training as it is of the model's own forward."""
+"""What others put around the parts of a converted layer, or hook to them, is part of training as it
+is of the model's own forward.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def by_modules(model: Any, batch: Batch, strategy: str) -> tuple[Tensor, dict[st
     """The same from calls of whole decoder layers alone and automatic differentiation."""
     loss = by_calls(model, batch, TrainConfig(strategy=strategy, regularization_lambda=0.0))
     parameters = adapter_parameters(model)
-    return loss.detach(), dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    return loss.detach(), dict(
+        zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,9 @@ def fresh(load_model: Callable[..., Any]) -> Callable[[], Any]:
 
 @pytest.fixture(scope="module")
 def unchanged(fresh: Callable[[], Any]) -> Callable[[NPTConfig, Batch, str], dict[str, Tensor]]:
-    """The gradients with nothing foreign, which are those of calls of whole layers as well: made once for each form and strategy."""
+    """The gradients with nothing foreign, which are those of calls of whole layers as well: made
+    once for each form and strategy.
+    """
     made: dict[tuple[str, str], dict[str, Tensor]] = {}
 
     def of(form: NPTConfig, batch: Batch, strategy: str) -> dict[str, Tensor]:
@@ -86,11 +92,16 @@ def unchanged(fresh: Callable[[], Any]) -> Callable[[NPTConfig, Batch, str], dic
     return of
 
 
-def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+def assert_same(
+    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
+) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=2e-5, atol=0)
     for name, gradient in found[1].items():
-        # fp32 sums of up to 128 terms in another order, carried through four layers; relative to the largest entry
-        assert float((gradient - expected[1][name]).abs().max()) <= 5e-5 * float(expected[1][name].abs().max()), name
+        # fp32 sums of up to 128 terms in another order, carried through four layers; relative to
+        # the largest entry
+        assert float((gradient - expected[1][name]).abs().max()) <= 5e-5 * float(
+            expected[1][name].abs().max()
+        ), name
 
 
 def wavy(x: Tensor) -> Tensor:
@@ -98,11 +109,15 @@ def wavy(x: Tensor) -> Tensor:
 
 
 def behind(part: str) -> Callable[[Any], Any]:
-    return lambda layer: layer.get_submodule(part).register_forward_hook(lambda _, __, output: wavy(output))
+    return lambda layer: layer.get_submodule(part).register_forward_hook(
+        lambda _, __, output: wavy(output)
+    )
 
 
 def in_front(part: str) -> Callable[[Any], Any]:
-    return lambda layer: layer.get_submodule(part).register_forward_pre_hook(lambda _, args: (wavy(args[0]), *args[1:]))
+    return lambda layer: layer.get_submodule(part).register_forward_pre_hook(
+        lambda _, args: (wavy(args[0]), *args[1:])
+    )
 
 
 def doubled_gradient(layer: Any) -> Any:
@@ -113,22 +128,41 @@ def in_place(layer: Any) -> Any:
     return layer.mlp.down_proj.register_forward_hook(lambda _, __, output: output.mul_(1.5))
 
 
-PARTS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn", "mlp", "self_attn.o_proj", "post_attention_layernorm")
+PARTS = (
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "mlp.act_fn",
+    "mlp",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+)
 HOOKS: dict[str, Callable[[Any], Any]] = {
     **{f"behind {part}": behind(part) for part in PARTS},
     **{f"in front of {part}": in_front(part) for part in PARTS},
-    "behind the layer": lambda layer: layer.register_forward_hook(lambda _, __, output: wavy(output)),
-    "in front of the layer": lambda layer: layer.register_forward_pre_hook(lambda _, args: (wavy(args[0]), *args[1:])),
+    "behind the layer": lambda layer: layer.register_forward_hook(
+        lambda _, __, output: wavy(output)
+    ),
+    "in front of the layer": lambda layer: layer.register_forward_pre_hook(
+        lambda _, args: (wavy(args[0]), *args[1:])
+    ),
     "gradient behind down_proj": doubled_gradient,
     "in place behind down_proj": in_place,
 }
 
 
-@pytest.mark.parametrize(  # each hook under every strategy, each strategy with hooks under either form
+# each hook under every strategy, each strategy with hooks under either form
+@pytest.mark.parametrize(
     ("hook", "form", "strategy"),
-    [(hook, FORMS[(i + j) % len(FORMS)], strategy) for i, hook in enumerate(HOOKS) for j, strategy in enumerate(NAMES)],
+    [
+        (hook, FORMS[(i + j) % len(FORMS)], strategy)
+        for i, hook in enumerate(HOOKS)
+        for j, strategy in enumerate(NAMES)
+    ],
 )
-def test_a_hook_that_changes_a_value_is_part_of_loss_and_gradient(fresh, unchanged, padded, strategy, form, hook):
+def test_a_hook_that_changes_a_value_is_part_of_loss_and_gradient(
+    fresh, unchanged, padded, strategy, form, hook
+):
     model, before = student(fresh(), form), unchanged(form, padded, strategy)
     HOOKS[hook](decoder_layers(model)[WHERE])
     found = trained(model, padded, strategy)
@@ -138,13 +172,17 @@ def test_a_hook_that_changes_a_value_is_part_of_loss_and_gradient(fresh, unchang
 
 @every_strategy
 @pytest.mark.parametrize("part", ["mlp.act_fn", "mlp.down_proj", "mlp"])
-def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(fresh, padded, strategy, part):
+def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(
+    fresh, padded, strategy, part
+):
     model = student(fresh())
     behind(part)(layer := decoder_layers(model)[WHERE])
     alone = trained(model, padded, strategy)
     layer.npt.observer = lambda stages: None
     beside = trained(model, padded, strategy)
-    assert torch.equal(alone[0], beside[0]) and all(torch.equal(alone[1][name], beside[1][name]) for name in alone[1])
+    assert torch.equal(alone[0], beside[0]) and all(
+        torch.equal(alone[1][name], beside[1][name]) for name in alone[1]
+    )
 
 
 @every_strategy
@@ -153,10 +191,14 @@ def test_hooks_that_are_said_to_look_only_see_everything_and_change_no_bit(fresh
     unseen = trained(model, padded, strategy)
     seen = []
     for part in PARTS[:3]:
-        decoder_layers(model)[WHERE].get_submodule(part).register_forward_hook(only_looks(lambda *call: seen.append(call)))
+        decoder_layers(model)[WHERE].get_submodule(part).register_forward_hook(
+            only_looks(lambda *call: seen.append(call))
+        )
     found = trained(model, padded, strategy)
     assert len(seen) >= 3
-    assert torch.equal(found[0], unseen[0]) and all(torch.equal(found[1][name], unseen[1][name]) for name in found[1])
+    assert torch.equal(found[0], unseen[0]) and all(
+        torch.equal(found[1][name], unseen[1][name]) for name in found[1]
+    )
 
 
 class Negated(nn.Module):
@@ -167,7 +209,9 @@ class Negated(nn.Module):
 @every_strategy
 @every_form
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(fresh, unchanged, padded, strategy, form, part):
+def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(
+    fresh, unchanged, padded, strategy, form, part
+):
     model, before = student(fresh(), form), unchanged(form, padded, strategy)
     mlp = decoder_layers(model)[WHERE].mlp
     setattr(mlp, part, Around(getattr(mlp, part), seed=1))
@@ -179,14 +223,18 @@ def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(fresh
 @every_strategy
 def test_a_parametrised_weight_is_the_one_that_is_trained_with(load_model, padded, strategy):
     model = student(load_model(None))
-    parametrize.register_parametrization(decoder_layers(model)[WHERE].mlp.down_proj, "weight", Negated())
+    parametrize.register_parametrization(
+        decoder_layers(model)[WHERE].mlp.down_proj, "weight", Negated()
+    )
     assert_same(trained(model, padded, strategy), by_modules(model, padded, strategy))
 
 
 def lora(model: Any, targets: list[str]) -> Any:
     """PEFT's LoRA inside a model, far from its start at zero."""
     peft = pytest.importorskip("peft")
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    )
     with torch.no_grad():
         for seed, (name, parameter) in enumerate(wrapped.named_parameters()):
             if "lora_" in name:
@@ -195,7 +243,11 @@ def lora(model: Any, targets: list[str]) -> Any:
 
 
 @every_strategy
-@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["q_proj", "o_proj"], ["lm_head"]], ids="+".join)
+@pytest.mark.parametrize(
+    "targets",
+    [["gate_proj", "up_proj", "down_proj"], ["q_proj", "o_proj"], ["lm_head"]],
+    ids="+".join,
+)
 def test_a_lora_of_peft_trains_as_the_same_one_merged(load_model, padded, strategy, targets):
     merged = student(lora(load_model(None), targets).merge_and_unload())
     model = student(lora(load_model(None), targets).get_base_model())
@@ -203,7 +255,9 @@ def test_a_lora_of_peft_trains_as_the_same_one_merged(load_model, padded, strate
 
 
 @every_strategy
-def test_a_lora_of_peft_on_a_packed_base_trains_as_its_forward_computes(load_model, padded, strategy):
+def test_a_lora_of_peft_on_a_packed_base_trains_as_its_forward_computes(
+    load_model, padded, strategy
+):
     model = student(lora(load_model("nf4"), ["gate_proj", "down_proj"]).get_base_model())
     assert_same(trained(model, padded, strategy), by_modules(model, padded, strategy))
 
@@ -221,7 +275,9 @@ def test_hooks_of_the_mlp_are_called_where_the_student_generates(fresh, hooked):
 
 @every_strategy
 @pytest.mark.parametrize("place", ["", "mlp"], ids=["layer", "mlp"])
-def test_a_replaced_forward_that_training_would_leave_out_is_refused(fresh, padded, strategy, place):
+def test_a_replaced_forward_that_training_would_leave_out_is_refused(
+    fresh, padded, strategy, place
+):
     model = student(fresh())
     module = decoder_layers(model)[WHERE].get_submodule(place)
     own = module.forward
@@ -231,22 +287,35 @@ def test_a_replaced_forward_that_training_would_leave_out_is_refused(fresh, padd
 
 
 @every_strategy
-def test_a_model_that_accelerate_has_dispatched_and_let_go_trains_to_the_same_bits(load_model, padded, strategy):
+def test_a_model_that_accelerate_has_dispatched_and_let_go_trains_to_the_same_bits(
+    load_model, padded, strategy
+):
     expected = trained(student(load_model("nf4")), padded, strategy)
     model = load_model("nf4")
     for module in model.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     remove_hook_from_submodules(model)
     found = trained(student(model), padded, strategy)
-    assert torch.equal(found[0], expected[0]) and all(torch.equal(found[1][name], expected[1][name]) for name in found[1])
+    assert torch.equal(found[0], expected[0]) and all(
+        torch.equal(found[1][name], expected[1][name]) for name in found[1]
+    )
 
 
 @pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
 def test_a_calibrated_start_refuses_what_it_would_leave_out(fresh, tokenizer, part):
     for change, message in (
-        (lambda mlp: setattr(mlp, part, Around(getattr(mlp, part), seed=1)), rf"layer 2's mlp.{part} is a .*Around.*merge"),
-        (lambda mlp: getattr(mlp, part).register_forward_hook(lambda _, __, output: output), rf"layer 2's mlp.{part} has hooks"),
-        (lambda mlp: mlp.register_forward_hook(lambda _, __, output: output), r"model.layers.2.mlp has hooks"),
+        (
+            lambda mlp: setattr(mlp, part, Around(getattr(mlp, part), seed=1)),
+            rf"layer 2's mlp.{part} is a .*Around.*merge",
+        ),
+        (
+            lambda mlp: getattr(mlp, part).register_forward_hook(lambda _, __, output: output),
+            rf"layer 2's mlp.{part} has hooks",
+        ),
+        (
+            lambda mlp: mlp.register_forward_hook(lambda _, __, output: output),
+            r"model.layers.2.mlp has hooks",
+        ),
         (lambda mlp: delattr(mlp, part), rf"layer 2 has no mlp.{part} any more"),
     ):
         model = student(fresh())

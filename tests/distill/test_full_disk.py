@@ -1,4 +1,6 @@
-"""A disk that is full, a folder that may not be written to or goes away: training goes on where a checkpoint stands, and says so."""
+"""A disk that is full, a folder that may not be written to or goes away: training goes on where a
+checkpoint stands, and says so.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,16 @@ def here(base: Any, tmp_path: Path) -> Runs:
 
 @pytest.fixture(scope="module")
 def whole(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    made = Runs(base, tmp_path_factory.mktemp("whole"), lambda: records(6), settings={"save_steps": 1})
+    made = Runs(
+        base, tmp_path_factory.mktemp("whole"), lambda: records(6), settings={"save_steps": 1}
+    )
     made.run("whole")
     return made
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, calls: range) -> None:
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, calls: range
+) -> None:
     """An error of the disk in these calls of a function."""
     original, count = getattr(owner, name), iter(range(10**6))
 
@@ -70,17 +76,28 @@ PARTS = ["save_file", "save_adapter", "write_json", "write_manifest", "new_folde
     list(zip(PARTS, [*ERRORS, errno.ENOSPC], strict=True)),
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value,
 )
-def test_a_checkpoint_that_cannot_be_written_costs_itself_only(here, whole, monkeypatch, part, number) -> None:
+def test_a_checkpoint_that_cannot_be_written_costs_itself_only(
+    here, whole, monkeypatch, part, number
+) -> None:
     per_save = 10 if part == "_sums" else 1
     with monkeypatch.context() as patched:
-        failing(patched, checkpoint_module, part, number, range(2 * per_save, 4 * per_save if part != "_sums" else 2 * per_save + 1))
+        failing(
+            patched,
+            checkpoint_module,
+            part,
+            number,
+            range(2 * per_save, 4 * per_save if part != "_sums" else 2 * per_save + 1),
+        )
         here.run("run")
     lost = [3, 4] if part != "_sums" else [3]
     run = here.place / "run"
     assert checkpoint_names(run) == names(*(step for step in range(1, 7) if step not in lost))
     failed = events(run, "save_failed")
     assert [event["step"] for event in failed] == lost
-    assert all(os.strerror(number) in event["message"] and "step-00000002" in event["message"] for event in failed)
+    assert all(
+        os.strerror(number) in event["message"] and "step-00000002" in event["message"]
+        for event in failed
+    )
     assert here.said.getvalue().count("WARNING: no checkpoint at step") == len(lost)
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
@@ -106,23 +123,36 @@ def test_what_does_not_read_back_as_it_was_written_is_set_aside(here, whole, mon
 
 def test_without_any_checkpoint_the_run_ends_in_one_line_and_status_5(here, monkeypatch) -> None:
     failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(99))
-    with pytest.raises(CheckpointError, match=r"no checkpoint could be written at step 1: .*No space left.*there is no other") as caught:
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint could be written at step 1: .*No space left.*there is no other",
+    ) as caught:
         here.run("run")
     assert caught.value.exit_status == 5 and "\n" not in str(caught.value)
     assert list((here.place / "run" / "checkpoints").iterdir()) == []
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(here, whole, monkeypatch) -> None:
+def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(
+    here, whole, monkeypatch
+) -> None:
     """The adapters that the run was for are not on the disk: that is no success."""
     with monkeypatch.context() as patched:
         failing(patched, checkpoint_module, "save_file", errno.ENOSPC, range(5, 99))
-        with pytest.raises(CheckpointError, match=r"at step 6: .*the last good one is .*step-00000005; make room and go on with --resume"):
+        with pytest.raises(
+            CheckpointError,
+            match=(
+                r"at step 6: .*the last good one is .*step-00000005; make room and go on with"
+                r" --resume"
+            ),
+        ):
             here.run("run")
     here.run("run", resume="auto")
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-def test_a_checkpoint_that_failed_at_the_last_step_is_tried_once_more(here, whole, monkeypatch) -> None:
+def test_a_checkpoint_that_failed_at_the_last_step_is_tried_once_more(
+    here, whole, monkeypatch
+) -> None:
     failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(5, 6))
     here.run("run")
     assert checkpoint_names(here.place / "run") == names(1, 2, 3, 4, 5, 6)
@@ -144,7 +174,10 @@ def test_broken_data_on_a_full_disk_are_still_what_is_said(here, monkeypatch) ->
     failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(2, 99))
     with pytest.raises(DataError, match="line 4 is broken"):
         here.run("run", act)
-    assert [event["message"][:9] for event in events(here.place / "run", "error")] == ["line 4 is", "not saved"]
+    assert [event["message"][:9] for event in events(here.place / "run", "error")] == [
+        "line 4 is",
+        "not saved",
+    ]
     assert checkpoint_names(here.place / "run") == names(1, 2)
 
 
@@ -159,7 +192,10 @@ def test_figures_that_cannot_be_written_are_warned_of(here, monkeypatch) -> None
     monkeypatch.setattr(run_folder, "write_json", write)
     result = here.run("run", eval_steps=2)
     assert result.fidelity is not None and not (here.place / "run" / "fidelity.json").exists()
-    assert any("fidelity.json could not be written" in event["message"] for event in events(here.place / "run", "warning"))
+    assert any(
+        "fidelity.json could not be written" in event["message"]
+        for event in events(here.place / "run", "warning")
+    )
     assert any("best:" in event["message"] for event in events(here.place / "run", "save_failed"))
 
 
@@ -171,7 +207,9 @@ def test_a_run_folder_that_takes_no_first_file_is_refused_and_removed(here, monk
 
 
 def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
-    """Files may not grow beyond a hundred bytes while the third step is made: neither its lines nor its checkpoint are written."""
+    """Files may not grow beyond a hundred bytes while the third step is made: neither its lines nor
+    its checkpoint are written.
+    """
 
     def act(number: int, batch: Batch) -> None:
         if number == 2:
@@ -182,7 +220,10 @@ def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
     limit = files_of_at_most(100)
     here.run("run", act)
     run = here.place / "run"
-    assert "warning: 2 lines of metrics.jsonl and events.jsonl could not be written" in here.said.getvalue()
+    assert (
+        "warning: 2 lines of metrics.jsonl and events.jsonl could not be written"
+        in here.said.getvalue()
+    )
     assert [line["step"] for line in lines(run, "metrics")] == [1, 2, 4, 5, 6]
     assert checkpoint_names(run) == names(1, 2, 4, 5, 6)
     one, other = here.outcome("run"), whole.outcome("whole")
@@ -190,7 +231,8 @@ def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
     one.assert_equal(other)
 
 
-# --- real disks --------------------------------------------------------------------------------------------------------
+# --- real disks
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -198,15 +240,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 300 kB, where this process may make one."""
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)], capture_output=True).returncode != 0:
+    if (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)], capture_output=True
+        ).returncode
+        != 0
+    ):
         pytest.skip("no file system can be mounted here")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_on_a_disk_that_fills_up_a_run_goes_on_until_its_last_checkpoint_and_can_be_taken_up(here, whole, small_disk) -> None:
+def test_on_a_disk_that_fills_up_a_run_goes_on_until_its_last_checkpoint_and_can_be_taken_up(
+    here, whole, small_disk
+) -> None:
     here.place = small_disk
-    with pytest.raises(CheckpointError, match=r"no checkpoint could be written at step 6.*the last good one is "):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint could be written at step 6.*the last good one is "
+    ):
         here.run("run")
     run = small_disk / "run"
     standing = checkpoint_names(run)
@@ -225,11 +276,15 @@ def test_on_a_disk_that_fills_up_a_run_goes_on_until_its_last_checkpoint_and_can
 def test_with_room_for_two_checkpoints_rotation_keeps_a_run_going(here, whole, small_disk) -> None:
     here.place = small_disk
     here.run("run", save_total_limit=1)
-    assert events(small_disk / "run", "save_failed") == [] and checkpoint_names(small_disk / "run") == names(6)
+    assert events(small_disk / "run", "save_failed") == [] and checkpoint_names(
+        small_disk / "run"
+    ) == names(6)
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-def test_on_a_disk_that_somebody_else_fills_a_run_recovers_when_there_is_room_again(here, whole, small_disk) -> None:
+def test_on_a_disk_that_somebody_else_fills_a_run_recovers_when_there_is_room_again(
+    here, whole, small_disk
+) -> None:
     here.place = small_disk
 
     def act(number: int, batch: Batch) -> None:
@@ -242,7 +297,10 @@ def test_on_a_disk_that_somebody_else_fills_a_run_recovers_when_there_is_room_ag
 
     here.run("run", act, save_total_limit=2)
     run = small_disk / "run"
-    assert [event["step"] for event in events(run, "save_failed")] == [3, 4] or "could not be written" in here.said.getvalue()
+    assert [event["step"] for event in events(run, "save_failed")] == [
+        3,
+        4,
+    ] or "could not be written" in here.said.getvalue()
     assert checkpoint_names(run) == names(5, 6)
     one, other = here.outcome("run"), whole.outcome("whole")
     assert one.tensors.keys() == other.tensors.keys()
@@ -274,7 +332,9 @@ def unprivileged(act: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_folder_that_may_not_be_written_to_any_more_costs_checkpoints_only(here, whole, open_place) -> None:
+def test_a_folder_that_may_not_be_written_to_any_more_costs_checkpoints_only(
+    here, whole, open_place
+) -> None:
     here.place = open_place
 
     def act(number: int, batch: Batch) -> None:
@@ -285,16 +345,23 @@ def test_a_folder_that_may_not_be_written_to_any_more_costs_checkpoints_only(her
     assert unprivileged(lambda: here.run("run", act).exit_status) == 0
     run = open_place / "run"
     assert checkpoint_names(run) == names(1, 2, 5, 6)
-    assert ["Permission denied" in event["message"] for event in events(run, "save_failed")] == [True, True]
+    assert ["Permission denied" in event["message"] for event in events(run, "save_failed")] == [
+        True,
+        True,
+    ]
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-def test_a_place_that_may_not_be_written_to_is_refused_before_anything_is_computed(here, open_place) -> None:
+def test_a_place_that_may_not_be_written_to_is_refused_before_anything_is_computed(
+    here, open_place
+) -> None:
     here.place = open_place
     (open_place / "closed").mkdir(mode=0o555)
 
     def act() -> int:
-        with pytest.raises(ConfigError, match=r"cannot be made: .*closed is not a folder that may be written to"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be made: .*closed is not a folder that may be written to"
+        ):
             here.trainer("closed/run")
         return 0
 
@@ -308,18 +375,23 @@ def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
 
     def act() -> int:
         for resume, folder in (("auto", "run"), (str(open_place / "run"), None)):
-            with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: Permission denied"):
+            with pytest.raises(
+                CheckpointError, match=r"checkpoints cannot be read: Permission denied"
+            ):
                 here.trainer(folder, resume=resume)
         return 0
 
     assert unprivileged(act) == 0
 
 
-# --- folders that go away ----------------------------------------------------------------------------------------------
+# --- folders that go away
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
-def test_what_is_removed_under_way_is_made_anew_and_the_run_can_be_taken_up(here, whole, what) -> None:
+def test_what_is_removed_under_way_is_made_anew_and_the_run_can_be_taken_up(
+    here, whole, what
+) -> None:
     run = here.place / "run"
 
     def act(number: int, batch: Batch) -> None:
@@ -362,7 +434,8 @@ def test_a_folder_that_became_a_file_ends_the_run_in_one_line(here) -> None:
     assert "lines of metrics.jsonl and events.jsonl could not be written" in here.said.getvalue()
 
 
-# --- as a user sees it -------------------------------------------------------------------------------------------------
+# --- as a user sees it
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_program_says_it_in_one_line(tmp_path, monkeypatch, capsys) -> None:
@@ -383,9 +456,16 @@ def test_the_program_says_it_in_one_line(tmp_path, monkeypatch, capsys) -> None:
         "--init",
         "random",
     ]
-    assert main(["pretrain", *arguments, "--no_smoke_test", "--output_dir", str(tmp_path / "run")]) == 5
+    assert (
+        main(["pretrain", *arguments, "--no_smoke_test", "--output_dir", str(tmp_path / "run")])
+        == 5
+    )
     error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1 and "no checkpoint could be written at step 1: [Errno 28] No space left on device" in error[0]
+    assert (
+        len(error) == 1
+        and "no checkpoint could be written at step 1: [Errno 28] No space left on device"
+        in error[0]
+    )
 
 
 def test_modes_of_everything_below_a_run_follow_the_umask(here) -> None:
@@ -394,6 +474,8 @@ def test_modes_of_everything_below_a_run_follow_the_umask(here) -> None:
         here.run("run", eval_steps=2)
     finally:
         os.umask(before)
-    modes = {path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (here.place / "run").rglob("*")}
+    modes = {
+        path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (here.place / "run").rglob("*")
+    }
     assert modes == {True: 0o750, False: 0o640}
     assert npt.load_adapter(here.model, here.place / "run" / "best" / "adapter")

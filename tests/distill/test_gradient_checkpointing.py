@@ -1,4 +1,6 @@
-"""Gradient checkpointing under end_to_end: less memory for the same bits, whatever is converted, recorded, traced or compiled."""
+"""Gradient checkpointing under end_to_end: less memory for the same bits, whatever is converted,
+recorded, traced or compiled.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ FORMS = (
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"logit_kl_weight": 0.7, "regularization_lambda": 0.3},
-    {"loss": "nmse_update", "layer_weights": "linear", "token_weighting": "disagreement", "logit_kl_weight": 0.5},
+    {
+        "loss": "nmse_update",
+        "layer_weights": "linear",
+        "token_weighting": "disagreement",
+        "logit_kl_weight": 0.5,
+    },
 )
 
 
@@ -87,10 +94,13 @@ def calls_of(model: Any) -> list[int]:
     return counts
 
 
-# --- the same bits ---------------------------------------------------------------------------------------------------
+# --- the same bits
+# ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(map(str, s.values())) or "default")
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda s: ",".join(map(str, s.values())) or "default"
+)
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f.layers}-{f.residual}")
 def test_losses_and_gradients_have_the_same_bits(load_model, batch, form, settings) -> None:
     model = student(load_model, form)
@@ -98,9 +108,19 @@ def test_losses_and_gradients_have_the_same_bits(load_model, batch, form, settin
     assert_identical(checkpointed, plain)
 
 
-@pytest.mark.parametrize("way", ["dense", "bf16", "plain operations", "own teacher", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "dense",
+        "bf16",
+        "plain operations",
+        "own teacher",
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_bits_in_every_way_of_computing_a_layer(load_model, batch, way) -> None:
-    form = NPTConfig(rank=4, layers="2" if way == "compiled" else "1,2")  # each layer would be compiled for itself
+    # each layer would be compiled for itself
+    form = NPTConfig(rank=4, layers="2" if way == "compiled" else "1,2")
     model = student(load_model, form, quantization=None if way in ("dense", "bf16") else "nf4")
     if way == "bf16":
         model.to(torch.bfloat16)
@@ -116,7 +136,9 @@ def test_the_same_bits_in_every_way_of_computing_a_layer(load_model, batch, way)
     assert_identical(checkpointed, plain)
 
 
-def test_each_layer_that_gradients_pass_is_computed_once_more_and_no_other(load_model, batch) -> None:
+def test_each_layer_that_gradients_pass_is_computed_once_more_and_no_other(
+    load_model, batch
+) -> None:
     model = student(load_model, NPTConfig(rank=4, layers="1,3"))
     counts = calls_of(model)
     plain, checkpointed = both()
@@ -140,10 +162,17 @@ def test_adapters_after_steps_have_the_same_bits(load_model, batch) -> None:
                 transaction.micro_batch(partial(poisoned, model, batch, config))
             results += transaction.commit()
         ended.append({name: p.detach().clone() for name, p in adapter_parameters(model).items()})
-        told = [(r.applied, r.loss, r.grad_norm, [str(refusal) for refusal in r.refusals]) for r in results]
+        told = [
+            (r.applied, r.loss, r.grad_norm, [str(refusal) for refusal in r.refusals])
+            for r in results
+        ]
         ended.append(told)
     assert_identical(ended[2], ended[0])
-    assert ended[3] == ended[1] and [applied for applied, *_ in ended[1]] == [True] * 3 and ended[1][1][3]
+    assert (
+        ended[3] == ended[1]
+        and [applied for applied, *_ in ended[1]] == [True] * 3
+        and ended[1][1][3]
+    )
 
 
 def poisoned(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
@@ -159,12 +188,16 @@ def test_parts_of_a_micro_batch_add_up_to_the_same_bits(load_model, batch) -> No
         for parameter in adapter_parameters(model).values():
             parameter.grad = None
         sums = added([drive(model, part, config) for part in Passes(1).parts(batch)])
-        found.append({"loss": sums.loss, **{name: p.grad for name, p in adapter_parameters(model).items()}})
+        found.append(
+            {"loss": sums.loss, **{name: p.grad for name, p in adapter_parameters(model).items()}}
+        )
     assert_identical(found[1], found[0])
 
 
 def test_numbers_drawn_in_forward_are_drawn_again(load_model, batch) -> None:
-    """A base that drops out draws the same numbers in the recomputation, and leaves the state of one forward."""
+    """A base that drops out draws the same numbers in the recomputation, and leaves the state of
+    one forward.
+    """
     model = student(load_model, FORMS[0])
     found = []
     for layer in decoder_layers(model):
@@ -175,41 +208,65 @@ def test_numbers_drawn_in_forward_are_drawn_again(load_model, batch) -> None:
         found.append(filled(model, batch, config) | {"state": torch.get_rng_state()})
     assert_identical(found[1], found[0])
     torch.manual_seed(4)
-    assert not torch.equal(filled(model, batch, both()[1])["loss"], found[1]["loss"])  # it does draw
+    # it does draw
+    assert not torch.equal(filled(model, batch, both()[1])["loss"], found[1]["loss"])
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
-    """h in front of it and the teacher's output, in place of what its operations keep. Of a teacher's h nothing is asked here."""
+    """h in front of it and the teacher's output, in place of what its operations keep. Of a
+    teacher's h nothing is asked here.
+    """
     rows, length, width = 2, 64, 64
     state = rows * length * width * 4
     peaks: dict[bool, list[int]] = {False: [], True: []}
-    shape = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": width,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     ids = torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(0))
     batch = batch_from_tensors(ids, torch.ones_like(ids))
     for count in (2, 3):
-        model = random_base(LlamaConfig(num_hidden_layers=count, **shape), quantization="nf4", device="cpu")
+        model = random_base(
+            LlamaConfig(num_hidden_layers=count, **shape), quantization="nf4", device="cpu"
+        )
         npt.attach(model, NPTConfig(rank=4, layers="all"))
         for kind, config in zip((False, True), both(), strict=True):
             peaks[kind].append(peak_bytes(partial(drive, model, batch, config), "cpu").added)
     per_layer = {kind: more - less for kind, (less, more) in peaks.items()}
-    # Beside the states there are that of the random numbers and a few scalars. The adapters' gradients come behind the peak.
+    # Beside the states there are that of the random numbers and a few scalars. The adapters'
+    # gradients come behind the peak.
     assert 0 <= per_layer[True] - 2 * state - torch.get_rng_state().nbytes < 256
     assert per_layer[False] > 15 * state
 
 
 def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch) -> None:
-    """Where h has no graph, as in front of the first converted layer, the MLP is one operation with memory of its own."""
+    """Where h has no graph, as in front of the first converted layer, the MLP is one operation with
+    memory of its own.
+    """
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
     made: list[StorageWeakRef] = []
     parts, dense = trained._parts, trained.product_weight
-    monkeypatch.setattr(trained, "_parts", lambda m, *a: made.append(StorageWeakRef(m.untyped_storage())) or parts(m, *a))
+    monkeypatch.setattr(
+        trained,
+        "_parts",
+        lambda m, *a: made.append(StorageWeakRef(m.untyped_storage())) or parts(m, *a),
+    )
     weights: list[weakref.ref[Tensor]] = []
-    monkeypatch.setattr(trained, "product_weight", lambda *a: weights.append(weakref.ref(w := dense(*a))) or w)
+    monkeypatch.setattr(
+        trained, "product_weight", lambda *a: weights.append(weakref.ref(w := dense(*a))) or w
+    )
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    for keep, gone in ((recomputed, True), (lambda function, *arguments: function(*arguments), False)):
+    for keep, gone in (
+        (recomputed, True),
+        (lambda function, *arguments: function(*arguments), False),
+    ):
         made.clear()
         weights.clear()
         output, _ = keep(partial(trained.trained_output, layer), rows, rows)
@@ -220,7 +277,8 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
         assert all(storage.expired() for storage in made)
 
 
-# --- who looks on ----------------------------------------------------------------------------------------------------
+# --- who looks on
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_recorder_sees_every_stage_once_and_every_gradient(load_model, batch) -> None:
@@ -233,8 +291,12 @@ def test_the_recorder_sees_every_stage_once_and_every_gradient(load_model, batch
         found.append(filled(model, batch, config))
     for other in found[1:]:
         assert_identical(other, found[0])
-    plain, checkpointed = ({(row.module, row.stage, row.direction): row for row in record.rows} for record in records)
-    assert checkpointed.keys() == plain.keys() and len(records[1].rows) == len(records[0].rows) >= 200
+    plain, checkpointed = (
+        {(row.module, row.stage, row.direction): row for row in record.rows} for record in records
+    )
+    assert (
+        checkpointed.keys() == plain.keys() and len(records[1].rows) == len(records[0].rows) >= 200
+    )
     for key, row in plain.items():
         assert replace(checkpointed[key], source=None) == replace(row, source=None), key
 
@@ -244,7 +306,9 @@ def test_an_observer_is_shown_each_stage_once(load_model, batch) -> None:
     shown: dict[bool, list[str]] = {False: [], True: []}
     for config in both():
         for layer in decoder_layers(model):
-            layer.npt.observer = lambda stages, config=config: shown[config.gradient_checkpointing].extend(stages)
+            layer.npt.observer = lambda stages, config=config: shown[
+                config.gradient_checkpointing
+            ].extend(stages)
         filled(model, batch, config)
     assert shown[True] == shown[False] != []
 
@@ -271,9 +335,15 @@ def test_a_trace_names_the_same_operation(load_model, batch, backward, converted
     model.model.layers[2].mlp.act_fn = Broken(backward)
     verdicts = []
     for config in both(logit_kl_weight=0.5):
-        verdicts.append(npt.trace(model, batch, run=lambda config=config: drive(model, batch, config)))
+        verdicts.append(
+            npt.trace(model, batch, run=lambda config=config: drive(model, batch, config))
+        )
     plain, checkpointed = verdicts
-    assert plain is not None and plain.layer == 2 and plain.phase == ("backward" if backward else "forward")
+    assert (
+        plain is not None
+        and plain.layer == 2
+        and plain.phase == ("backward" if backward else "forward")
+    )
     for name in ("operation", "module", "source", "phase", "cause", "layer", "index"):
         assert getattr(checkpointed, name) == getattr(plain, name), name
 
@@ -284,7 +354,8 @@ def test_a_number_that_only_the_recomputation_spoils_is_traced_to_it(load_model,
 
     def spoil(_: Any, __: Any, output: Tensor) -> Tensor:
         calls[0] += 1
-        return output * float("nan") if calls[0] % 3 == 0 else output  # teacher, student, recomputation
+        # teacher, student, recomputation
+        return output * float("nan") if calls[0] % 3 == 0 else output
 
     layer.mlp.down_proj.register_forward_hook(spoil)
     verdict = npt.trace(model, batch, run=lambda: drive(model, batch, both()[1]))
@@ -292,22 +363,34 @@ def test_a_number_that_only_the_recomputation_spoils_is_traced_to_it(load_model,
     assert (verdict.phase, verdict.operation, verdict.layer) == ("recomputation", "mul", 2)
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- settings
+# --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [{"strategy": "local"}, {"strategy": "propagated"}, {"stages": "local:0.5,propagated:0.5"}])
+@pytest.mark.parametrize(
+    "strategy",
+    [{"strategy": "local"}, {"strategy": "propagated"}, {"stages": "local:0.5,propagated:0.5"}],
+)
 def test_where_one_graph_is_kept_at_a_time_it_is_refused_in_one_line(strategy) -> None:
-    with pytest.raises(ConfigError, match=r"--gradient_checkpointing .* saves nothing; use --strategy end_to_end or drop it") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"--gradient_checkpointing .* saves nothing; use --strategy end_to_end or drop it",
+    ) as caught:
         TrainConfig(gradient_checkpointing=True, **strategy)
     assert "\n" not in str(caught.value)
 
 
 def test_of_stages_only_the_end_to_end_one_has_it() -> None:
     config = TrainConfig(gradient_checkpointing=True, stages="local:0.5,end_to_end:0.5")
-    assert [config.in_stage(name).gradient_checkpointing for name in ("local", "end_to_end")] == [False, True]
+    assert [config.in_stage(name).gradient_checkpointing for name in ("local", "end_to_end")] == [
+        False,
+        True,
+    ]
 
 
-def test_a_run_that_is_resumed_with_it_says_so_and_ends_as_one_without_it(load_model, tmp_path) -> None:
+def test_a_run_that_is_resumed_with_it_says_so_and_ends_as_one_without_it(
+    load_model, tmp_path
+) -> None:
     settings = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "scheduler_type": "constant"}
     runs = Runs(load_model(), tmp_path, data=lambda: records(6), settings=settings)
     runs.run("whole")
@@ -315,5 +398,7 @@ def test_a_run_that_is_resumed_with_it_says_so_and_ends_as_one_without_it(load_m
     runs.run("stopped", resume="auto", gradient_checkpointing=True)
     runs.outcome("stopped").assert_equal(runs.outcome("whole"))
     assert "changed since: gradient_checkpointing was False, is True" in runs.said.getvalue()
-    assert events(tmp_path / "stopped", "resume")[0]["changed"] == {"gradient_checkpointing": [False, True]}
+    assert events(tmp_path / "stopped", "resume")[0]["changed"] == {
+        "gradient_checkpointing": [False, True]
+    }
     assert strict(tmp_path / "stopped" / "run.json")["settings"]["gradient_checkpointing"] is True

@@ -1,4 +1,6 @@
-"""A rank that is lost is named while the host waits for a device: arrivals are fakes, stores and processes are real."""
+"""A rank that is lost is named while the host waits for a device: arrivals are fakes, stores and
+processes are real.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,28 @@ class Arrival:
 def store(request: pytest.FixtureRequest) -> dist.Store:
     if request.param == "hash":
         return dist.PrefixStore("npt", dist.HashStore())
-    return dist.PrefixStore("npt", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return dist.PrefixStore(
+        "npt", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    )
 
 
 @pytest.fixture
 def beating(store: dist.Store) -> Iterator[Any]:
-    """`beating(rank, size, timeout)`: a started heartbeat; each ends with the test. `losses` counts what each gave up."""
+    """`beating(rank, size, timeout)`: a started heartbeat; each ends with the test. `losses` counts
+    what each gave up.
+    """
     made: list[Heartbeat] = []
 
     def make(rank: int, size: int = 2, timeout: float = 60.0, **settings: Any) -> Heartbeat:
         losses: list[str | None] = []
-        heartbeat = Heartbeat(store.clone(), rank, size, timeout, lambda: losses.append(heartbeat.lost), **{**FAST, **settings})
+        heartbeat = Heartbeat(
+            store.clone(),
+            rank,
+            size,
+            timeout,
+            lambda: losses.append(heartbeat.lost),
+            **{**FAST, **settings},
+        )
         heartbeat.losses = losses  # type: ignore[attr-defined]
         heartbeat.start()
         made.append(heartbeat)
@@ -78,7 +91,8 @@ def freeze(heartbeat: Heartbeat) -> None:
     heartbeat._beat = lambda value: None  # type: ignore[method-assign]
 
 
-# --- what is waited for ----------------------------------------------------------------------------------------------
+# --- what is waited for
+# ----------------------------------------------------------------------------------------------
 
 
 def test_an_arrival_ends_the_wait(beating: Any) -> None:
@@ -98,7 +112,9 @@ def test_a_heartbeat_that_stops_is_a_lost_rank(beating: Any) -> None:
 
 
 def test_the_communicators_are_aborted_though_the_host_never_gets_to_wait(beating: Any) -> None:
-    """The queue of launches is full: the main thread is inside CUDA, and only this thread can end what it waits for."""
+    """The queue of launches is full: the main thread is inside CUDA, and only this thread can end
+    what it waits for.
+    """
     heartbeat, other = beating(0), beating(1)
     assert until(lambda: heartbeat._seen)
     heartbeat.expect(Arrival())
@@ -121,7 +137,9 @@ def test_a_rank_that_has_not_begun_to_beat_is_waited_for(beating: Any) -> None:
     assert heartbeat.wait_for(arrival)
 
 
-def test_a_rank_that_beats_and_makes_no_progress_is_waited_for_until_the_time_is_up(beating: Any) -> None:
+def test_a_rank_that_beats_and_makes_no_progress_is_waited_for_until_the_time_is_up(
+    beating: Any,
+) -> None:
     heartbeat, _ = beating(0, timeout=0.6), beating(1)
     started = time.monotonic()
     assert not heartbeat.wait_for(Arrival())
@@ -154,7 +172,8 @@ def test_a_signal_is_handled_during_the_wait(beating: Any) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-# --- what ranks make of it -------------------------------------------------------------------------------------------
+# --- what ranks make of it
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_reason_that_another_rank_left_is_what_is_raised(store: dist.Store, beating: Any) -> None:
@@ -178,7 +197,10 @@ def test_of_three_ranks_the_silent_one_is_named(store: dist.Store, beating: Any)
     assert until(lambda: ranks._heartbeat is not None and ranks._heartbeat._seen)
     store.set("npt/left/1", "{}")  # it has lost rank 2 as well
     freeze(lost)
-    with mock.patch("npt.distill.ranks.ANSWER_SECONDS", 0.2), pytest.raises(RankError, match=r"^rank 2 does not answer any more"):
+    with (
+        mock.patch("npt.distill.ranks.ANSWER_SECONDS", 0.2),
+        pytest.raises(RankError, match=r"^rank 2 does not answer any more"),
+    ):
         ranks.wait_for(Arrival())
 
 
@@ -200,11 +222,14 @@ def waiting(ranks: Ranks) -> str:
 def test_a_killed_process_is_named_by_one_that_waits_for_a_device() -> None:
     left, killed = several(2, waiting)
     assert killed.status == -signal.SIGKILL
-    assert left.value is not None and left.value.startswith("rank 1 does not answer any more (no heartbeat of rank 1 for "), left.trace
+    assert left.value is not None and left.value.startswith(
+        "rank 1 does not answer any more (no heartbeat of rank 1 for "
+    ), left.trace
     assert left.seconds < 15
 
 
-# --- what is left of the windows that were under way -----------------------------------------------------------------
+# --- what is left of the windows that were under way
+# -----------------------------------------------------------------
 
 
 class Broken(Ranks):
@@ -226,14 +251,18 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
     ranks = Broken()
-    transaction: Transaction[Any] = Transaction({"p": parameter}, optimizer, 1.0, [0.1], late=True, ranks=ranks)
+    transaction: Transaction[Any] = Transaction(
+        {"p": parameter}, optimizer, 1.0, [0.1], late=True, ranks=ranks
+    )
 
     def fill() -> Any:
         parameter.grad += torch.ones(3)
         return mock.Mock(loss=torch.ones(()), tokens=1)
 
     after = []
-    with mock.patch("npt.distill.transaction._to_host", lambda record: (record, Arrival(happened=True))):
+    with mock.patch(
+        "npt.distill.transaction._to_host", lambda record: (record, Arrival(happened=True))
+    ):
         for _ in range(2):
             transaction.micro_batch(fill)
             transaction._launched.append(transaction._launch(0))
@@ -252,7 +281,9 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
 
 
 class Uncompared(Ranks):
-    """One of two ranks, of which the other is lost between the window's sum and the comparison of what the step left behind."""
+    """One of two ranks, of which the other is lost between the window's sum and the comparison of
+    what the step left behind.
+    """
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -266,7 +297,9 @@ def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
     ranks = Uncompared(0, 2)
-    transaction: Transaction[Any] = Transaction({"p": parameter}, optimizer, 1.0, [0.1], late=late, ranks=ranks)
+    transaction: Transaction[Any] = Transaction(
+        {"p": parameter}, optimizer, 1.0, [0.1], late=late, ranks=ranks
+    )
     before = transaction.checksum()
 
     def fill() -> Any:
@@ -280,7 +313,8 @@ def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
     assert transaction.applied_steps == 0
 
 
-# --- who computes where ----------------------------------------------------------------------------------------------
+# --- who computes where
+# ----------------------------------------------------------------------------------------------
 
 
 def placed(gpus: list[str]) -> list[str]:
@@ -306,13 +340,17 @@ def placed(gpus: list[str]) -> list[str]:
 def test_two_ranks_on_one_gpu_are_named() -> None:
     assert placed(["GPU-a", "GPU-b"]) == [] and placed(["", ""]) == []
     (said,) = placed(["GPU-a", "GPU-b", "GPU-a"])
-    assert said.startswith(f"rank 0 and rank 2 would share the GPU GPU-a of {socket.gethostname()}; ")
+    assert said.startswith(
+        f"rank 0 and rank 2 would share the GPU GPU-a of {socket.gethostname()}; "
+    )
     (said,) = placed(["GPU-a", ""])
     assert said.startswith("rank 0 computes on a GPU and rank 1 finds none that it can use; ")
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
-def test_a_process_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch, count: int, local_rank: int, index: int) -> None:
+def test_a_process_that_is_shown_one_gpu_takes_it(
+    monkeypatch: pytest.MonkeyPatch, count: int, local_rank: int, index: int
+) -> None:
     from npt.distill.ranks import _own_device
 
     chosen: list[int] = []
@@ -322,27 +360,50 @@ def test_a_process_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
     assert _own_device({}, local_rank) == torch.device("cuda", index) and chosen == [index]
     if count > 1:
-        with pytest.raises(ConfigError, match="process 4 of this machine has no GPU of its own, there are 4; start at most 4 here"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                "process 4 of this machine has no GPU of its own, there are 4; start at most 4 here"
+            ),
+        ):
             _own_device({}, 4)
 
 
-SRUN = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+}
 
 
 def test_srun_says_what_it_lacks() -> None:
-    said = r"SLURM_STEP_NUM_TASKS is 2, but MASTER_ADDR is not set; export MASTER_ADDR .* and MASTER_PORT .* before srun"
+    said = (
+        r"SLURM_STEP_NUM_TASKS is 2, but MASTER_ADDR is not set; export MASTER_ADDR .* and"
+        r" MASTER_PORT .* before srun"
+    )
     with pytest.raises(ConfigError, match=said):
         join_ranks(environment=SRUN)
-    with pytest.raises(RankError, match="rank 1 did not meet the 1 other processes"):  # with both it is a launcher
+    # with both it is a launcher
+    with pytest.raises(RankError, match="rank 1 did not meet the 1 other processes"):
         join_ranks(0.1, {**SRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
 
 
 @pytest.mark.parametrize(
     "environment",
     [
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4"},  # a shell that salloc opened
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # a batch script
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},  # an interactive step
+        # a shell that salloc opened
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4"},
+        # a batch script
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        # an interactive step
+        {
+            "SLURM_NTASKS": "4",
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_STEP_ID": "4294967290",
+        },
         {**SRUN, "WORLD_SIZE": "1"},  # processes that have nothing to do with one another
     ],
 )

@@ -1,4 +1,6 @@
-"""A journal taken up again after any crash ends in the bytes of one that never crashed, and touches nothing that is not its own."""
+"""A journal taken up again after any crash ends in the bytes of one that never crashed, and touches
+nothing that is not its own.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +43,35 @@ def begun(tmp_path: Path) -> Path:
 
 
 def test_lines_and_state_are_written(begun: Path) -> None:
-    assert [json.loads(line)["id"] for line in begun.read_text().splitlines()] == ["0/0", "0/1", "2/0"]
+    assert [json.loads(line)["id"] for line in begun.read_text().splitlines()] == [
+        "0/0",
+        "0/1",
+        "2/0",
+    ]
     state = read_state(begun)
     assert state is not None
-    assert (state["bytes"], state["progress"], state["settings"]) == (begun.stat().st_size, {"batches": 3}, SETTINGS)
+    assert (state["bytes"], state["progress"], state["settings"]) == (
+        begun.stat().st_size,
+        {"batches": 3},
+        SETTINGS,
+    )
     assert sorted(p.name for p in begun.parent.iterdir()) == ["out.jsonl", "out.jsonl.state"]
 
 
 @given(sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4), data=st.data())
-def test_a_crash_anywhere_changes_no_byte_of_the_outcome(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data) -> None:
-    whole, crashed = tmp_path_factory.mktemp("whole") / "out.jsonl", tmp_path_factory.mktemp("crashed") / "out.jsonl"
+def test_a_crash_anywhere_changes_no_byte_of_the_outcome(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data
+) -> None:
+    whole, crashed = (
+        tmp_path_factory.mktemp("whole") / "out.jsonl",
+        tmp_path_factory.mktemp("crashed") / "out.jsonl",
+    )
     work(whole, sizes)
     done = data.draw(st.integers(0, len(sizes) - 1), label="batches committed before the crash")
     work(crashed, sizes[:done])
     state = content(crashed)[1]
-    # The batch under way got as far as some byte of the lines that it appends; the state is still that of before.
+    # The batch under way got as far as some byte of the lines that it appends; the state is still
+    # that of before.
     work(crashed, sizes[: done + 1])
     committed, appended = json.loads(state)["bytes"], crashed.stat().st_size
     cut = data.draw(st.integers(committed, appended), label="bytes on the disk")
@@ -65,7 +81,9 @@ def test_a_crash_anywhere_changes_no_byte_of_the_outcome(tmp_path_factory: pytes
     assert content(crashed) == content(whole)
 
 
-def test_a_full_disk_leaves_what_was_committed_and_the_next_call_goes_on(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_what_was_committed_and_the_next_call_goes_on(
+    begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = begun.read_bytes()
     write = os.write
     with Journal(begun, SETTINGS, MARKS) as journal:
@@ -80,9 +98,14 @@ def test_a_full_disk_leaves_what_was_committed_and_the_next_call_goes_on(begun: 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
-    [("base", "b" * 64, ["base", "aaaaaaaaaaaa,", "bbbbbbbbbbbb;"]), ("--max_new_tokens", 9, ["--max_new_tokens", "8,", "9;"])],
+    [
+        ("base", "b" * 64, ["base", "aaaaaaaaaaaa,", "bbbbbbbbbbbb;"]),
+        ("--max_new_tokens", 9, ["--max_new_tokens", "8,", "9;"]),
+    ],
 )
-def test_other_settings_are_refused_and_both_are_named(begun: Path, name: str, value: object, told: list[str]) -> None:
+def test_other_settings_are_refused_and_both_are_named(
+    begun: Path, name: str, value: object, told: list[str]
+) -> None:
     before = content(begun)
     with pytest.raises(ConfigError) as error:
         work(begun, [2, 0, 1, 1], {**SETTINGS, name: value})
@@ -90,16 +113,23 @@ def test_other_settings_are_refused_and_both_are_named(begun: Path, name: str, v
     assert content(begun) == before
 
 
-@pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b.replace(b"0/0", b"0/9"), lambda b: b""])
+@pytest.mark.parametrize(
+    "change", [lambda b: b[:-1], lambda b: b.replace(b"0/0", b"0/9"), lambda b: b""]
+)
 def test_a_file_that_was_changed_is_refused_and_left_alone(begun: Path, change) -> None:
     begun.write_bytes(change(begun.read_bytes()))
     before = content(begun)
-    with pytest.raises(ConfigError, match=r"was changed since it was written; .* out\.jsonl\.state"):
+    with pytest.raises(
+        ConfigError, match=r"was changed since it was written; .* out\.jsonl\.state"
+    ):
         work(begun, [2, 0, 1, 1])
     assert content(begun) == before
 
 
-@pytest.mark.parametrize("line", [b'{"text": "mine"}\n', b"notes\n", b"notes", b"3\n", b'{"id": "x", "base_hash": "other"}\n'])
+@pytest.mark.parametrize(
+    "line",
+    [b'{"text": "mine"}\n', b"notes\n", b"notes", b"3\n", b'{"id": "x", "base_hash": "other"}\n'],
+)
 def test_lines_that_others_added_are_not_removed(begun: Path, line: bytes) -> None:
     with begun.open("ab") as file:
         file.write(line)

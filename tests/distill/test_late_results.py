@@ -1,4 +1,6 @@
-"""Results that are on their way from a device: when the host waits for one, and that waiting decides nothing."""
+"""Results that are on their way from a device: when the host waits for one, and that waiting
+decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Sums:
 
 @dataclass
 class Device:
-    """Records arrive here when their turn in `slow` says so: after that many further looks, or when they are waited for."""
+    """Records arrive here when their turn in `slow` says so: after that many further looks, or when
+    they are waited for.
+    """
 
     slow: list[int]
     waits: int = 0
@@ -63,11 +67,17 @@ class Event:
 NEVER = 10**9
 
 
-def run(windows: list[str], *, late: bool = True, slow: list[int] | None = None, **arguments: Any) -> tuple[Any, ...]:
-    """Weights, results in order, how many results came at each commit, snapshots alive at most, waits."""
+def run(
+    windows: list[str], *, late: bool = True, slow: list[int] | None = None, **arguments: Any
+) -> tuple[Any, ...]:
+    """Weights, results in order, how many results came at each commit, snapshots alive at most,
+    waits.
+    """
     parameters = {"a": nn.Parameter(torch.arange(6.0).view(2, 3)), "b": nn.Parameter(torch.ones(4))}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1.0, fused=True)
-    transaction: Transaction[Sums] = Transaction(parameters, optimizer, 0.5, [0.1, 0.05], late=late, **arguments)
+    transaction: Transaction[Sums] = Transaction(
+        parameters, optimizer, 0.5, [0.1, 0.05], late=late, **arguments
+    )
     device, results, came, kept = Device(slow or [0]), [], [], 0
     with pytest.MonkeyPatch.context() as patched:
         if late:
@@ -76,7 +86,9 @@ def run(windows: list[str], *, late: bool = True, slow: list[int] | None = None,
 
             def fill(number: int = number, kind: str = kind) -> Sums:
                 for parameter in parameters.values():
-                    parameter.grad += torch.full_like(parameter, float("nan") if kind == "bad" else 1.0 + number)
+                    parameter.grad += torch.full_like(
+                        parameter, float("nan") if kind == "bad" else 1.0 + number
+                    )
                 return Sums(torch.tensor(1.0 + number), 5)
 
             transaction.micro_batch(fill, (str(number),))
@@ -86,8 +98,26 @@ def run(windows: list[str], *, late: bool = True, slow: list[int] | None = None,
             results += new
         in_flight, waited = transaction.in_flight, device.waits
         results += transaction.flush()
-    told = [(r.index, r.applied, r.steps, r.rate, r.loss, r.grad_norm, [str(refusal) for refusal in r.refusals]) for r in results]
-    return {n: p.detach().clone() for n, p in parameters.items()}, told, came, kept, waited, in_flight
+    told = [
+        (
+            r.index,
+            r.applied,
+            r.steps,
+            r.rate,
+            r.loss,
+            r.grad_norm,
+            [str(refusal) for refusal in r.refusals],
+        )
+        for r in results
+    ]
+    return (
+        {n: p.detach().clone() for n, p in parameters.items()},
+        told,
+        came,
+        kept,
+        waited,
+        in_flight,
+    )
 
 
 def test_nothing_is_waited_for_while_few_windows_are_in_flight():
@@ -113,37 +143,60 @@ def test_a_late_one_holds_back_those_behind_it():
     assert [index for index, *_ in told] == list(range(5))
 
 
-@pytest.mark.parametrize("shared", [{"spikes": SpikeGuard(10.0)}, {"ranks": SimpleNamespace(size=2)}], ids=["spike guard", "ranks"])
+@pytest.mark.parametrize(
+    "shared",
+    [{"spikes": SpikeGuard(10.0)}, {"ranks": SimpleNamespace(size=2)}],
+    ids=["spike guard", "ranks"],
+)
 def test_where_waiting_could_decide_something_it_is_one_window(shared):
     parameters = {"a": nn.Parameter(torch.ones(2))}
     optimizer = torch.optim.AdamW(parameters.values(), fused=True)
-    transaction: Transaction[Sums] = Transaction(parameters, optimizer, 0.5, [0.1], late=True, **shared)
+    transaction: Transaction[Sums] = Transaction(
+        parameters, optimizer, 0.5, [0.1], late=True, **shared
+    )
     transaction._launched.extend([object()] * 3)  # type: ignore[list-item]
     assert transaction._unread() == 1
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from(["good", "good", "bad"]), min_size=1, max_size=8), st.lists(st.integers(0, 4), min_size=1, max_size=8))
-def test_however_late_results_are_read_bits_and_results_are_those_of_results_read_at_once(windows, slow):
+@given(
+    st.lists(st.sampled_from(["good", "good", "bad"]), min_size=1, max_size=8),
+    st.lists(st.integers(0, 4), min_size=1, max_size=8),
+)
+def test_however_late_results_are_read_bits_and_results_are_those_of_results_read_at_once(
+    windows, slow
+):
     weights, told, *_ = run(windows, late=False)
     late_weights, late_told, *_ = run(windows, slow=slow)
     assert late_told == told
     assert all(torch.equal(weights[name], late_weights[name]) for name in weights)
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def late_runs(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Runs, list[Transaction[Any]]]]:
-    """Runs of eight windows of one sample, whose records arrive when `slow` says so, and the transactions that they made."""
+def late_runs(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Runs, list[Transaction[Any]]]]:
+    """Runs of eight windows of one sample, whose records arrive when `slow` says so, and the
+    transactions that they made.
+    """
 
     def make(slow: list[int]) -> tuple[Runs, list[Transaction[Any]]]:
         made: list[Transaction[Any]] = []
-        monkeypatch.setattr(loop_module, "Transaction", lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1])
+        monkeypatch.setattr(
+            loop_module,
+            "Transaction",
+            lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1],
+        )
         monkeypatch.setattr(module, "_to_host", Device(slow).to_host)
         model = npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0]
-        return Runs(model, tmp_path, data=lambda: records(8), settings={"scheduler_type": "constant"}), made
+        return (
+            Runs(model, tmp_path, data=lambda: records(8), settings={"scheduler_type": "constant"}),
+            made,
+        )
 
     return make
 
@@ -158,14 +211,27 @@ def poisoning(model: nn.Module, call: int) -> Callable[[int, Batch], None]:
     return act
 
 
-def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_together(late_runs, monkeypatch):
-    """The record of the second window arrives with those of the third and the fourth, while the fifth is on its way."""
+def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_together(
+    late_runs, monkeypatch
+):
+    """The record of the second window arrives with those of the third and the fourth, while the
+    fifth is on its way.
+    """
     runs, _ = late_runs([0, 2, 0, 0, 0, 0])
     saved: list[tuple[int, int, int, int]] = []
     write = trainer_module.write_checkpoint
 
-    def writing(path: Path, model: Any, transaction: Transaction[Any], record: dict[str, Any], *others: Any) -> None:
-        saved.append((record["step"], transaction.applied_steps, record["micro_batches"], record["position"]["drawn"]))
+    def writing(
+        path: Path, model: Any, transaction: Transaction[Any], record: dict[str, Any], *others: Any
+    ) -> None:
+        saved.append(
+            (
+                record["step"],
+                transaction.applied_steps,
+                record["micro_batches"],
+                record["position"]["drawn"],
+            )
+        )
         write(path, model, transaction, record, *others)
 
     monkeypatch.setattr(trainer_module, "write_checkpoint", writing)
@@ -204,10 +270,14 @@ def test_what_windows_in_flight_keep_is_freed_before_one_sample_is_found_to_be_t
 
     result = runs.run("run", act)
     assert (result.steps, result.refused) == (8, 0) and lacked == [2] * 3
-    assert [(e["samples"], e["samples_at_once"]) for e in events(runs.place / "run", "out_of_memory")] == [(1, 1)] * 3
+    assert [
+        (e["samples"], e["samples_at_once"]) for e in events(runs.place / "run", "out_of_memory")
+    ] == [(1, 1)] * 3
 
 
-def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_every_step_saved(late_runs):
+def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_every_step_saved(
+    late_runs,
+):
     runs, made = late_runs([NEVER])
 
     def act(number: int, batch: Batch) -> None:
@@ -221,24 +291,38 @@ def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_ev
 
 @pytest.mark.parametrize("slow", [[2, 0, 0, 1], [NEVER]])
 def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs, monkeypatch, slow):
-    """Once a window is launched its sums can not be read any more: behind them there may be windows that nobody has waited for."""
+    """Once a window is launched its sums can not be read any more: behind them there may be windows
+    that nobody has waited for.
+    """
     lines = {}
     launch = Transaction._launch
 
     def launching(transaction: Transaction[Any], mark: int) -> Any:
         window = launch(transaction, mark)
         for micro in window.ran:
-            away = {f.name: value.to("meta") for f in fields(micro.sums) if isinstance(value := getattr(micro.sums, f.name), Tensor)}
+            away = {
+                f.name: value.to("meta")
+                for f in fields(micro.sums)
+                if isinstance(value := getattr(micro.sums, f.name), Tensor)
+            }
             micro.sums = replace(micro.sums, **away)
         return window
 
-    settings = {"log_steps": 1, "strategy": "end_to_end", "logit_kl_weight": 0.5, "gradient_accumulation_steps": 2}
+    settings = {
+        "log_steps": 1,
+        "strategy": "end_to_end",
+        "logit_kl_weight": 0.5,
+        "gradient_accumulation_steps": 2,
+    }
     for name in ("readable", "away"):
         runs, made = late_runs(slow)
         if name == "away":
             monkeypatch.setattr(Transaction, "_launch", launching)
         runs.run(name, **settings)
         found = (runs.place / name / "metrics.jsonl").read_text().splitlines()
-        lines[name] = [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in found]
+        lines[name] = [
+            {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
+            for line in found
+        ]
         assert made and made[-1].late
     assert lines["away"] == lines["readable"] and len(lines["away"]) == 4

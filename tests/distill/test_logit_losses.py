@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from npt.config import LOGIT_LOSSES, TrainConfig
 from npt.distill import logit_losses
-from npt.distill.logit_losses import forward_kl, jsd, reverse_kl, row_loss, through_head, token_cross_entropy
+from npt.distill.logit_losses import (
+    forward_kl,
+    jsd,
+    reverse_kl,
+    row_loss,
+    through_head,
+    token_cross_entropy,
+)
 from npt.distill.losses import SumAndCount
 
 N, D, V = 5, 6, 11
@@ -31,13 +38,19 @@ DIVERGENCES: dict[str, Callable[..., SumAndCount]] = {
 }
 every = pytest.mark.parametrize("name", DIVERGENCES)
 
-# A divergence is what logarithms of size 1 and more leave over; in fp32 it is known to some units of 2^-24 of them.
+# A divergence is what logarithms of size 1 and more leave over; in fp32 it is known to some units
+# of 2^-24 of them.
 LEFT_OVER = 1e-6
 
 
-def logits(seed: int = 0, rows: int = N, scale: float = 2.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def logits(
+    seed: int = 0, rows: int = N, scale: float = 2.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    s, t = (scale * torch.randn(rows, V, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    s, t = (
+        scale * torch.randn(rows, V, generator=generator, dtype=torch.float64).to(dtype)
+        for _ in range(2)
+    )
     return s.requires_grad_(), t
 
 
@@ -50,7 +63,9 @@ def reference(name: str, student: Tensor, teacher: Tensor, temperature: float = 
 
     weight = W if name == "jsd 0.3" else 0.5
     m = weight * p + (1 - weight) * q
-    value = {"kl": kl(p, q), "reverse_kl": kl(q, p)}.get(name, weight * kl(p, m) + (1 - weight) * kl(q, m))
+    value = {"kl": kl(p, q), "reverse_kl": kl(q, p)}.get(
+        name, weight * kl(p, m) + (1 - weight) * kl(q, m)
+    )
     return temperature**2 * value
 
 
@@ -62,7 +77,8 @@ def gradient_of(name: str, s: Tensor, t: Tensor, temperature: float = 1.0) -> Te
     return torch.autograd.grad(DIVERGENCES[name](s, t, temperature)[0], s)[0]
 
 
-# --- values and gradients --------------------------------------------------------------------------------------------
+# --- values and gradients
+# --------------------------------------------------------------------------------------------
 
 
 @every
@@ -83,7 +99,9 @@ def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name, temperatur
     s, t = logits(dtype=torch.float64)
     total, _ = DIVERGENCES[name](s, t, temperature)
     assert total.dtype == torch.float64
-    assert total.item() == pytest.approx(reference(name, s.detach(), t, temperature).item(), rel=1e-12)
+    assert total.item() == pytest.approx(
+        reference(name, s.detach(), t, temperature).item(), rel=1e-12
+    )
     assert torch.autograd.gradcheck(lambda s: DIVERGENCES[name](s, t, temperature)[0], s)
 
 
@@ -101,7 +119,9 @@ def test_a_kl_goes_from_its_first_distribution_to_its_second() -> None:
     assert value(forward_kl(q.log(), p.log())) == pytest.approx(forward, rel=1e-6)
     assert value(reverse_kl(q.log(), p.log())) == pytest.approx(backward, rel=1e-6)
     # By hand for w = 0.3: m = (0.62, 0.38).
-    mixed = 0.3 * (0.9 * math.log(0.9 / 0.62) + 0.1 * math.log(0.1 / 0.38)) + 0.7 * 0.5 * (math.log(0.5 / 0.62) + math.log(0.5 / 0.38))
+    mixed = 0.3 * (0.9 * math.log(0.9 / 0.62) + 0.1 * math.log(0.1 / 0.38)) + 0.7 * 0.5 * (
+        math.log(0.5 / 0.62) + math.log(0.5 / 0.38)
+    )
     assert value(jsd(q.log(), p.log(), weight=0.3)) == pytest.approx(mixed, rel=1e-5)
 
 
@@ -125,7 +145,8 @@ def test_no_tokens_give_zero_a_count_of_zero_and_a_gradient_of_zeros(name) -> No
     assert s.grad.shape == (0, V)
 
 
-# --- what a divergence is --------------------------------------------------------------------------------------------
+# --- what a divergence is
+# --------------------------------------------------------------------------------------------
 
 
 @every
@@ -139,7 +160,9 @@ def test_never_negative_zero_at_equality_and_blind_to_a_shift(name, seed, scale,
     assert abs(value(DIVERGENCES[name](same, t))) <= N * LEFT_OVER
     assert float(gradient_of(name, same, t).abs().max()) <= LEFT_OVER
     # Logits of 50 and more in fp32: known to 4e-6 each.
-    assert value(DIVERGENCES[name](s + shift, t - shift)) == pytest.approx(found, rel=1e-4, abs=1e-4)
+    assert value(DIVERGENCES[name](s + shift, t - shift)) == pytest.approx(
+        found, rel=1e-4, abs=1e-4
+    )
 
 
 @given(seed=st.integers(0, 10**6), scale=st.floats(1e-3, 1e4), weight=st.floats(0.01, 0.99))
@@ -150,7 +173,9 @@ def test_the_jsd_is_bounded_and_symmetric_at_one_half(seed, scale, weight) -> No
     assert value(jsd(s, t, weight=weight)) <= N * (most + LEFT_OVER)
     assert value(jsd(s, t)) <= N * (math.log(2) + LEFT_OVER)
     assert value(jsd(s, t)) == pytest.approx(value(jsd(t, s)), abs=N * LEFT_OVER)
-    assert value(jsd(s, t, weight=weight)) == pytest.approx(value(jsd(t, s, weight=1 - weight)), abs=N * LEFT_OVER)
+    assert value(jsd(s, t, weight=weight)) == pytest.approx(
+        value(jsd(t, s, weight=1 - weight)), abs=N * LEFT_OVER
+    )
 
 
 def test_the_jsd_reaches_log_2_where_nothing_is_shared_and_its_ends_are_the_kls() -> None:
@@ -159,33 +184,48 @@ def test_the_jsd_reaches_log_2_where_nothing_is_shared_and_its_ends_are_the_kls(
     s, t = logits(dtype=torch.float64)
     near = 1e-7  # linear in w: the error is of order w, and fp64 leaves 1e-16 / w
     assert value(jsd(s, t, weight=near)) / near == pytest.approx(value(forward_kl(s, t)), rel=1e-4)
-    assert value(jsd(s, t, weight=1 - near)) / near == pytest.approx(value(reverse_kl(s, t)), rel=1e-4)
+    assert value(jsd(s, t, weight=1 - near)) / near == pytest.approx(
+        value(reverse_kl(s, t)), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
 def test_at_high_temperature_only_the_differences_of_logits_count(name) -> None:
-    """T^2 KL tends to half the variance, over the vocabulary, of the difference of logits; the JSD to a quarter of that."""
+    """T^2 KL tends to half the variance, over the vocabulary, of the difference of logits; the JSD
+    to a quarter of that.
+    """
     s, t = logits(dtype=torch.float64)
-    limit = 0.5 * (s - t).var(dim=-1, unbiased=False).sum().item() * (0.25 if name == "jsd" else 1.0)
-    assert value(DIVERGENCES[name](s, t, 1e4)) == pytest.approx(limit, rel=1e-3)  # next term: of order 1 / T
+    limit = (
+        0.5 * (s - t).var(dim=-1, unbiased=False).sum().item() * (0.25 if name == "jsd" else 1.0)
+    )
+    # next term: of order 1 / T
+    assert value(DIVERGENCES[name](s, t, 1e4)) == pytest.approx(limit, rel=1e-3)
 
 
 def test_at_low_temperature_a_kl_counts_how_far_the_first_choice_is_from_being_one() -> None:
     s = torch.tensor([[1.0, 3.0, 0.0], [0.0, 2.0, 1.0]])
     t = torch.tensor([[4.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
-    # The teacher's choice has 2 less than the student's own in row 0 and is the student's own in row 1.
+    # The teacher's choice has 2 less than the student's own in row 0 and is the student's own in
+    # row 1.
     assert value(forward_kl(s, t, 0.01)) / 0.01 == pytest.approx(2.0, rel=1e-4)
-    assert value(reverse_kl(s, t, 0.01)) / 0.01 == pytest.approx(3.0, rel=1e-4)  # 4 - 1, the other way round
-    assert value(jsd(s, t, 0.01)) / 0.01**2 == pytest.approx(math.log(2), rel=1e-4)  # one row apart, one alike
+    # 4 - 1, the other way round
+    assert value(reverse_kl(s, t, 0.01)) / 0.01 == pytest.approx(3.0, rel=1e-4)
+    # one row apart, one alike
+    assert value(jsd(s, t, 0.01)) / 0.01**2 == pytest.approx(math.log(2), rel=1e-4)
 
 
-# --- where others make NaN -------------------------------------------------------------------------------------------
+# --- where others make NaN
+# -------------------------------------------------------------------------------------------
 
 
 def plain_reverse_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """As one would write it: zeros left out of the value by `where`, and not out of the gradient, which is 0 * Inf."""
+    """As one would write it: zeros left out of the value by `where`, and not out of the gradient,
+    which is 0 * Inf.
+    """
     q = torch.softmax(student / temperature, -1)
-    return torch.where(q > 0, q * (q.log() - torch.log_softmax(teacher / temperature, -1)), 0.0).sum()
+    return torch.where(
+        q > 0, q * (q.log() - torch.log_softmax(teacher / temperature, -1)), 0.0
+    ).sum()
 
 
 def extreme(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -198,7 +238,9 @@ def extreme(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @every
 @pytest.mark.parametrize("temperature", [0.05, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extreme_logits_and_low_temperatures_give_finite_values_and_gradients(name, temperature, dtype) -> None:
+def test_extreme_logits_and_low_temperatures_give_finite_values_and_gradients(
+    name, temperature, dtype
+) -> None:
     s, t = extreme(dtype)
     assert math.isfinite(value(DIVERGENCES[name](s, t, temperature)))
     gradient = gradient_of(name, s, t, temperature)
@@ -210,7 +252,10 @@ def test_the_plain_reverse_kl_has_a_finite_value_and_nan_gradients_there() -> No
     plain = plain_reverse_kl(s, t, 0.05)
     assert torch.isfinite(plain) and torch.autograd.grad(plain, s)[0].isnan().any()
     assert value(reverse_kl(s, t, 0.05)) == pytest.approx(0.05**2 * plain.item(), rel=1e-5)
-    torch.testing.assert_close(gradient_of("reverse_kl", s, t, 0.05), gradient_of("reverse_kl", s.double(), t.double(), 0.05).float())
+    torch.testing.assert_close(
+        gradient_of("reverse_kl", s, t, 0.05),
+        gradient_of("reverse_kl", s.double(), t.double(), 0.05).float(),
+    )
 
 
 @every
@@ -239,7 +284,10 @@ def test_vocabulary_that_both_sides_mask_is_as_if_it_were_not_there(name) -> Non
     s, t = logits()
     wide_s, wide_t = (torch.cat([x.detach(), torch.full((N, 3), -math.inf)], -1) for x in (s, t))
     wide_s.requires_grad_()
-    assert value(DIVERGENCES[name](wide_s, wide_t)) == pytest.approx(value(DIVERGENCES[name](s, t)), rel=1e-6)  # fp32 sums
+    # fp32 sums
+    assert value(DIVERGENCES[name](wide_s, wide_t)) == pytest.approx(
+        value(DIVERGENCES[name](s, t)), rel=1e-6
+    )
     gradient = gradient_of(name, wide_s, wide_t)
     assert not gradient[:, V:].any()
     torch.testing.assert_close(gradient[:, :V], gradient_of(name, s, t))
@@ -264,20 +312,25 @@ def test_a_nan_among_the_logits_is_never_masked_away(name, who) -> None:
     assert not gradient_of(name, s, t)[:3].isnan().any()
 
 
-# --- cross-entropy ---------------------------------------------------------------------------------------------------
+# --- cross-entropy
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_cross_entropy_of_rows_is_minus_the_log_of_the_targets_probability() -> None:
     s, _ = logits()
     targets = torch.tensor([3, 0, V - 1, 5, 5])
     total, count = token_cross_entropy(s, targets)
-    expected = -sum(torch.softmax(s.detach().double()[i], -1)[target].log().item() for i, target in enumerate(targets))
+    expected = -sum(
+        torch.softmax(s.detach().double()[i], -1)[target].log().item()
+        for i, target in enumerate(targets)
+    )
     assert (total.item(), count) == (pytest.approx(expected, rel=1e-6), N)
     wide = s.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(lambda s: token_cross_entropy(s, targets)[0], wide)
 
 
-# --- through the head ------------------------------------------------------------------------------------------------
+# --- through the head
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -289,7 +342,13 @@ def head() -> nn.Linear:
 def config_for(name: str) -> TrainConfig:
     own = {"jsd": {"jsd_weight": W}}.get(name, {})
     temperature = 1.0 if name == "cross_entropy" else 2.0
-    return TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, logit_loss=name, logit_temperature=temperature, **own)
+    return TrainConfig(
+        strategy="end_to_end",
+        logit_kl_weight=1.0,
+        logit_loss=name,
+        logit_temperature=temperature,
+        **own,
+    )
 
 
 def plain(name: str, s: Tensor, other: Tensor, weights: Tensor) -> Tensor:
@@ -304,7 +363,11 @@ def head_states(name: str, rows: int = 10) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     student, teacher = (torch.randn(rows, D, generator=generator) for _ in range(2))
     targets = torch.randint(0, V, (rows,), generator=generator)
-    return student.requires_grad_(), targets if name == "cross_entropy" else teacher, torch.rand(rows, generator=generator) + 0.5
+    return (
+        student.requires_grad_(),
+        targets if name == "cross_entropy" else teacher,
+        torch.rand(rows, generator=generator) + 0.5,
+    )
 
 
 through = pytest.mark.parametrize("name", LOGIT_LOSSES)
@@ -313,26 +376,40 @@ through = pytest.mark.parametrize("name", LOGIT_LOSSES)
 @through
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk", [1, V, 3 * V, 7 * V, 1000 * V])
-def test_value_and_gradient_are_those_of_whole_logits_whatever_the_chunk(head, monkeypatch, name, chunk, weighted) -> None:
+def test_value_and_gradient_are_those_of_whole_logits_whatever_the_chunk(
+    head, monkeypatch, name, chunk, weighted
+) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", chunk)
     student, other, weights = head_states(name)
-    total, count = through_head(head, row_loss(config_for(name)), student, other, V, weights if weighted else None)
-    expected = plain(name, head(student), other if name == "cross_entropy" else head(other), weights if weighted else torch.ones(10))
+    total, count = through_head(
+        head, row_loss(config_for(name)), student, other, V, weights if weighted else None
+    )
+    expected = plain(
+        name,
+        head(student),
+        other if name == "cross_entropy" else head(other),
+        weights if weighted else torch.ones(10),
+    )
     assert count == 10
     # The default fp32 tolerances: log_softmax and a sum over 11 words, nothing ill-conditioned.
     torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(torch.autograd.grad(total, student)[0], torch.autograd.grad(expected, student)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(total, student)[0], torch.autograd.grad(expected, student)[0]
+    )
 
 
 @through
-def test_no_more_logits_than_a_chunk_exist_at_once_and_none_is_computed_twice(head, monkeypatch, name) -> None:
+def test_no_more_logits_than_a_chunk_exist_at_once_and_none_is_computed_twice(
+    head, monkeypatch, name
+) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
     rows: list[int] = []
     head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
     student, other, _ = head_states(name)
     through_head(head, row_loss(config_for(name)), student, other, V)[0].backward()
     assert max(rows) == 3
-    assert sum(rows) == (1 if name == "cross_entropy" else 2) * 10  # student, teacher; forward alone
+    # student, teacher; forward alone
+    assert sum(rows) == (1 if name == "cross_entropy" else 2) * 10
 
 
 @through
@@ -342,7 +419,9 @@ def test_a_head_that_is_trained_has_its_gradient(monkeypatch, name) -> None:
     head = nn.Linear(D, V)
     student, other, weights = head_states(name)
     given_ = [*head.parameters(), student]
-    found = torch.autograd.grad(through_head(head, row_loss(config_for(name)), student, other, V, weights)[0], given_)
+    found = torch.autograd.grad(
+        through_head(head, row_loss(config_for(name)), student, other, V, weights)[0], given_
+    )
     taught = other if name == "cross_entropy" else head(other).detach()
     expected = torch.autograd.grad(plain(name, head(student), taught, weights), given_)
     for one, another in zip(found, expected, strict=True):
@@ -362,7 +441,9 @@ def test_a_gradient_is_there_for_whoever_asks_and_nothing_is_kept_for_who_does_n
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still there, and the most there ever were."""
+    """Bytes of the tensors that operations made and that are still there, and the most there ever
+    were.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +482,8 @@ def test_logits_of_all_tokens_never_exist_even_once(monkeypatch, name) -> None:
         student.grad = None
         return alive.peak / (4 * rows * vocabulary)
 
-    assert peak(8 * vocabulary) < 0.6  # of 32 chunks; at most sixteen tensors of a chunk's size, and the [N, D] states
+    # of 32 chunks; at most sixteen tensors of a chunk's size, and the [N, D] states
+    assert peak(8 * vocabulary) < 0.6
     assert peak(rows * vocabulary) > 2  # the meter sees what it is to see
 
 
@@ -418,7 +500,9 @@ def test_the_teacher_gets_no_gradient_through_the_head(head, name) -> None:
 def test_no_states_give_zero_a_count_of_zero_and_a_gradient_of_zeros(head, name) -> None:
     student, other, weights = head_states(name, rows=0)
     for given_weights in (None, weights):
-        total, count = through_head(head, row_loss(config_for(name)), student, other, V, given_weights)
+        total, count = through_head(
+            head, row_loss(config_for(name)), student, other, V, given_weights
+        )
         assert (total.item(), count) == (0.0, 0)
         assert torch.autograd.grad(total, student)[0].shape == (0, D)
 

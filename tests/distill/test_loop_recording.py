@@ -36,17 +36,28 @@ from npt.health.recorder import Recorder
 
 def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
     source = random.Random(seed)
-    return [{"text": "".join(source.choices("abcdefgh", k=source.randint(5, 9))), "id": f"text-{i}"} for i in range(count)]
+    return [
+        {"text": "".join(source.choices("abcdefgh", k=source.randint(5, 9))), "id": f"text-{i}"}
+        for i in range(count)
+    ]
 
 
 @pytest.fixture
-def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+def build(
+    load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path
+) -> Callable[..., Trainer]:
     """A trainer on a fresh student: 6 steps of one micro-batch, or fewer of more."""
 
     def make(data: list[Any] | None = None, folder: str = "run", **config: Any) -> Trainer:
         model = load_model()
         npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-        settings = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2, "smoke_test": False, "output_dir": str(tmp_path / folder)}
+        settings = {
+            "batch_size": 2,
+            "log_steps": 1,
+            "learning_rate": 1e-2,
+            "smoke_test": False,
+            "output_dir": str(tmp_path / folder),
+        }
         trainer = Trainer(
             model,
             tokenizer,
@@ -78,12 +89,20 @@ def drawn(monkeypatch) -> list[list[int]]:
     return calls
 
 
-def act_before(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, nn.Module, Batch], None], after: bool = False) -> None:
-    """The local strategy, with `act(number of the call, model, batch)` done before it, or behind it."""
+def act_before(
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[int, nn.Module, Batch], None],
+    after: bool = False,
+) -> None:
+    """The local strategy, with `act(number of the call, model, batch)` done before it, or behind
+    it.
+    """
     original = STRATEGIES["local"]
     calls = iter(range(10**6))
 
-    def strategy(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> MicroBatch:
+    def strategy(
+        model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None
+    ) -> MicroBatch:
         number = next(calls)
         if not after:
             act(number, model, batch)
@@ -128,7 +147,8 @@ def poison(layer: int = 1) -> Callable[[nn.Module], Any]:
     return plant
 
 
-# --- what is written and said ----------------------------------------------------------------------------------------
+# --- what is written and said
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
@@ -148,21 +168,31 @@ def test_chosen_steps_are_files_events_lines_and_pictures(build, drawn, strategy
     ]
     assert all(e["rows"] == len(found[e["step"]].rows) and e["skipped"] == [] for e in noted)
     lines = said(trainer)
-    assert f"recording steps 1,3-4 and every 6th step, of each the first micro-batch on rank 0 only, into {trace}" in lines
+    assert (
+        "recording steps 1,3-4 and every 6th step, of each the first micro-batch on rank 0 only,"
+        f" into {trace}" in lines
+    )
     for event in noted:
         assert event["message"] in lines
-        where = f"recorded step {event['step']} (micro-batch 0, rank 0) in {result.folder / event['file']}"
+        where = (
+            f"recorded step {event['step']} (micro-batch 0, rank 0) in"
+            f" {result.folder / event['file']}"
+        )
         assert event["message"].startswith(f"{where}: all {event['rows']} tensors finite")
     assert drawn == [[1, 3, 4, 6]]
     assert events(result.folder, "pictures")[0]["files"] == ["trace/trace.html"]
-    assert lines.index(f"pictures of the recorded steps: {trace / 'trace.html'}") > lines.index(noted[-1]["message"])
+    assert lines.index(f"pictures of the recorded steps: {trace / 'trace.html'}") > lines.index(
+        noted[-1]["message"]
+    )
 
 
 def test_padding_is_left_out(build) -> None:
     batches: list[Batch] = []
     trainer = build(trace_every=1)
     original = trainer.strategy
-    trainer.strategy = lambda model, batch, config: batches.append(batch) or original(model, batch, config)
+    trainer.strategy = lambda model, batch, config: (
+        batches.append(batch) or original(model, batch, config)
+    )
     trainer.train()
     number, batch = next((number, batch) for number, batch in enumerate(batches) if batch.padded)
     record = list(records(trainer.folder_path).values())[number]
@@ -172,19 +202,36 @@ def test_padding_is_left_out(build) -> None:
 
 def test_of_a_window_only_the_first_micro_batch_is_watched(build, monkeypatch) -> None:
     watched: list[bool] = []
-    act_before(monkeypatch, lambda number, model, batch: watched.append(npt_layers(model)[0][1].npt.observer is not None))
+    act_before(
+        monkeypatch,
+        lambda number, model, batch: watched.append(
+            npt_layers(model)[0][1].npt.observer is not None
+        ),
+    )
     build(trace_steps="2", gradient_accumulation_steps=3).train()
     assert watched == [False, False, False, True, False, False]
 
 
-def test_where_the_first_micro_batch_cannot_be_computed_the_second_is_recorded(build, monkeypatch) -> None:
+def test_where_the_first_micro_batch_cannot_be_computed_the_second_is_recorded(
+    build, monkeypatch
+) -> None:
     numbers = iter(range(100))
-    monkeypatch.setattr(loop_module, "find_fault", lambda batch, vocabulary: "token id out of range" if next(numbers) == 2 else None)
+    monkeypatch.setattr(
+        loop_module,
+        "find_fault",
+        lambda batch, vocabulary: "token id out of range" if next(numbers) == 2 else None,
+    )
     trainer = build(trace_steps="1,2", gradient_accumulation_steps=2)
     result = trainer.train()
     assert result.refused == 1 and result.steps == 3
-    assert {step: record.micro_batch for step, record in records(result.folder).items()} == {1: 0, 2: 1}
-    assert [(event["step"], event["micro_batch"]) for event in events(result.folder, "trace")] == [(1, 0), (2, 1)]
+    assert {step: record.micro_batch for step, record in records(result.folder).items()} == {
+        1: 0,
+        2: 1,
+    }
+    assert [(event["step"], event["micro_batch"]) for event in events(result.folder, "trace")] == [
+        (1, 0),
+        (2, 1),
+    ]
 
 
 def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(build, monkeypatch) -> None:
@@ -196,45 +243,72 @@ def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(build, monkeypatc
     (record,) = records(result.folder).values()
     first = next(row for row in record.rows if not row.finite)
     assert first.name == "model.layers.1.input_layernorm out" and first.rms is None
-    (event,) = events(result.folder, "trace")  # the window that became step 3 in the end is not recorded as well
-    assert "tensors are not finite, the first: model.layers.1.input_layernorm out" in event["message"]
+    # the window that became step 3 in the end is not recorded as well
+    (event,) = events(result.folder, "trace")
+    assert (
+        "tensors are not finite, the first: model.layers.1.input_layernorm out" in event["message"]
+    )
 
 
 def test_steps_that_the_run_does_not_reach_are_said(build) -> None:
     trainer = build(trace_steps="2,9", max_steps=3)
     trainer.train()
-    assert any("--trace_steps names step 9, but the run has 3 steps" in line for line in said(trainer))
+    assert any(
+        "--trace_steps names step 9, but the run has 3 steps" in line for line in said(trainer)
+    )
     assert list(records(trainer.folder_path)) == [2]
 
 
-# --- the run is the same ---------------------------------------------------------------------------------------------
+# --- the run is the same
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("strategy", "late"), [("local", True), ("end_to_end", False)])
-def test_weights_and_metrics_are_bit_equal_with_and_without_recording(build, monkeypatch, strategy, late) -> None:
+def test_weights_and_metrics_are_bit_equal_with_and_without_recording(
+    build, monkeypatch, strategy, late
+) -> None:
     monkeypatch.setattr(loop_module, "Transaction", functools.partial(Transaction, late=late))
-    settings = {"strategy": strategy, "regularization_lambda": 0.1, "gradient_accumulation_steps": 2}
-    plain, traced = build(folder="plain", **settings), build(folder="traced", trace_every=1, **settings)
+    settings = {
+        "strategy": strategy,
+        "regularization_lambda": 0.1,
+        "gradient_accumulation_steps": 2,
+    }
+    plain, traced = (
+        build(folder="plain", **settings),
+        build(folder="traced", trace_every=1, **settings),
+    )
     plain.train()
     traced.train()
     assert list(records(traced.folder_path)) == [1, 2, 3]
-    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(traced), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(weights(plain), weights(traced), strict=True)
+    )
 
     def metrics(trainer: Trainer) -> list[dict[str, Any]]:
         lines = (trainer.folder_path / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+        return [
+            {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
+            for line in lines
+        ]
 
     assert metrics(plain) == metrics(traced)
 
 
-def test_where_results_come_late_a_record_bears_the_step_that_its_window_became(build, monkeypatch) -> None:
+def test_where_results_come_late_a_record_bears_the_step_that_its_window_became(
+    build, monkeypatch
+) -> None:
     monkeypatch.setattr(loop_module, "Transaction", functools.partial(Transaction, late=True))
     seen: list[tuple[str, ...]] = []
-    act_before(monkeypatch, lambda number, model, batch: seen.append(batch.sample_ids) if _observed(model) else None)
+    act_before(
+        monkeypatch,
+        lambda number, model, batch: seen.append(batch.sample_ids) if _observed(model) else None,
+    )
     trainer = build(trace_steps="2,5")
     used: list[tuple[str, ...]] = []
     original = trainer.strategy
-    trainer.strategy = lambda model, batch, config: used.append(batch.sample_ids) or original(model, batch, config)
+    trainer.strategy = lambda model, batch, config: (
+        used.append(batch.sample_ids) or original(model, batch, config)
+    )
     trainer.train()
     assert seen == [used[1], used[4]] and list(records(trainer.folder_path)) == [2, 5]
 
@@ -254,7 +328,8 @@ def test_without_chosen_steps_nothing_is_recorded_or_written(build, monkeypatch,
     assert not any("record" in line for line in said(trainer))
 
 
-# --- an observer ends nothing ----------------------------------------------------------------------------------------
+# --- an observer ends nothing
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_recorder_that_fails_is_an_event_and_the_run_is_the_same(build, monkeypatch) -> None:
@@ -271,9 +346,15 @@ def test_a_recorder_that_fails_is_an_event_and_the_run_is_the_same(build, monkey
             result = trainer.train()
         assert result.steps == 4 and not _observed(trainer.model)
         messages = [event["message"] for event in events(result.folder, "trace")]
-        assert messages == [f"step {step} could not be recorded: OSError: no space left on device" for step in (2, 3)]
+        assert messages == [
+            f"step {step} could not be recorded: OSError: no space left on device"
+            for step in (2, 3)
+        ]
         assert set(messages) <= set(said(trainer))
-        assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(trainer), strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(weights(plain), weights(trainer), strict=True)
+        )
 
 
 def test_pictures_that_cannot_be_drawn_end_nothing(build, monkeypatch) -> None:
@@ -285,7 +366,9 @@ def test_pictures_that_cannot_be_drawn_end_nothing(build, monkeypatch) -> None:
     result = trainer.train()
     assert result.steps == 6 and list(records(result.folder)) == [1]
     (event,) = events(result.folder, "pictures")
-    assert event["files"] == [] and event["message"].endswith("could not be drawn: ImportError: no module named matplotlib")
+    assert event["files"] == [] and event["message"].endswith(
+        "could not be drawn: ImportError: no module named matplotlib"
+    )
 
 
 def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(build, monkeypatch, drawn) -> None:
@@ -298,7 +381,9 @@ def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(build, monkeypa
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert not _observed(trainer.model)
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in trainer.model.modules()) == 0
+    assert (
+        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in trainer.model.modules()) == 0
+    )
     assert drawn == [[1, 2, 3]]
 
 

@@ -1,4 +1,6 @@
-"""Hidden-state losses against their formulas token by token, their gradients, and what they must and must not notice."""
+"""Hidden-state losses against their formulas token by token, their gradients, and what they must
+and must not notice.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,15 @@ FUNCTIONS: dict[str, Callable[..., SumAndCount]] = {
 every = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-def states(seed: int = 0, rows: int = N, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def states(
+    seed: int = 0, rows: int = N, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     """o, t and h."""
     generator = torch.Generator().manual_seed(seed)
-    o, t, h = (scale * torch.randn(rows, D, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    o, t, h = (
+        scale * torch.randn(rows, D, generator=generator, dtype=torch.float64).to(dtype)
+        for _ in range(3)
+    )
     return o.requires_grad_(), t, h
 
 
@@ -46,13 +53,17 @@ def reference(name: str, o: list[float], t: list[float], h: list[float]) -> floa
         "nmse_update": squared / sum((b - c) ** 2 for b, c in zip(t, h, strict=True)),
         "direction": 2 * (1 - cos) / D,
         "mse": squared / D,
-        "smooth_l1": sum(e * e / (2 * BETA) if abs(e) < BETA else abs(e) - BETA / 2 for e in error) / D,
+        "smooth_l1": (
+            sum(e * e / (2 * BETA) if abs(e) < BETA else abs(e) - BETA / 2 for e in error) / D
+        ),
         "cosine": (1 - WEIGHT) * squared / length[1] ** 2 + WEIGHT * (1 - cos),
     }[name]
 
 
 def summed(name: str, o: Tensor, t: Tensor, h: Tensor) -> float:
-    return sum(reference(name, *rows) for rows in zip(o.tolist(), t.tolist(), h.tolist(), strict=True))
+    return sum(
+        reference(name, *rows) for rows in zip(o.tolist(), t.tolist(), h.tolist(), strict=True)
+    )
 
 
 def value(of: SumAndCount) -> float:
@@ -63,7 +74,8 @@ def gradient_of(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
     return torch.autograd.grad(FUNCTIONS[name](o, t, h)[0], o)[0]
 
 
-# --- values and gradients --------------------------------------------------------------------------------------------
+# --- values and gradients
+# --------------------------------------------------------------------------------------------
 
 
 @every
@@ -73,7 +85,8 @@ def test_values_are_the_formulas_in_fp32_whatever_the_input(name, scale, dtype) 
     o, t, h = states(scale=scale, dtype=dtype)
     total, count = FUNCTIONS[name](o, t, h)
     assert (total.dtype, total.shape, count) == (torch.float32, (), N)
-    # fp32 sums of 35 terms; squares of 300 and more overflow fp16, so a computation in the input's dtype would show.
+    # fp32 sums of 35 terms; squares of 300 and more overflow fp16, so a computation in the input's
+    # dtype would show.
     assert total.item() == pytest.approx(summed(name, o, t, h), rel=1e-5)
     assert torch.isfinite(gradient_of(name, o, t, h)).all()
 
@@ -99,15 +112,21 @@ def analytic(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
         return ((o - t) / BETA).clamp(-1, 1) / D
     length = o.norm(dim=-1, keepdim=True)
     u, v = o / length, t / t.norm(dim=-1, keepdim=True)
-    away = ((u * v).sum(-1, keepdim=True) * u - v) / length  # of 1 - cos: the part of v that is across u
-    return 2 * away / D if name == "direction" else (1 - WEIGHT) * analytic("nmse", o, t, h) + WEIGHT * away
+    # of 1 - cos: the part of v that is across u
+    away = ((u * v).sum(-1, keepdim=True) * u - v) / length
+    return (
+        2 * away / D
+        if name == "direction"
+        else (1 - WEIGHT) * analytic("nmse", o, t, h) + WEIGHT * away
+    )
 
 
 @every
 def test_gradients_are_the_ones_written_by_hand(name) -> None:
     o, t, h = states(seed=3)
     expected = analytic(name, o.detach().double(), t.double(), h.double())
-    torch.testing.assert_close(gradient_of(name, o, t, h), expected.float())  # the fp32 defaults: nothing cancels for random states
+    # the fp32 defaults: nothing cancels for random states
+    torch.testing.assert_close(gradient_of(name, o, t, h), expected.float())
 
 
 @every
@@ -116,10 +135,14 @@ def test_the_setting_names_the_function(name) -> None:
     own = {"smooth_l1": {"smooth_l1_beta": BETA}, "cosine": {"cosine_weight": WEIGHT}}.get(name, {})
     o, t, h = states()
     weights = torch.linspace(0.5, 2, N)
-    assert torch.equal(hidden_loss(TrainConfig(loss=name, **own), o, t, h, weights)[0], FUNCTIONS[name](o, t, h, weights=weights)[0])
+    assert torch.equal(
+        hidden_loss(TrainConfig(loss=name, **own), o, t, h, weights)[0],
+        FUNCTIONS[name](o, t, h, weights=weights)[0],
+    )
 
 
-# --- what counts ------------------------------------------------------------------------------------------------------
+# --- what counts
+# ------------------------------------------------------------------------------------------------------
 
 
 @every
@@ -135,7 +158,9 @@ def test_no_tokens_give_zero_a_count_of_zero_and_a_gradient_of_zeros(name, dtype
 @every
 @given(seed=st.integers(0, 10**6), data=st.data())
 @settings(deadline=None, max_examples=20, derandomize=True)
-def test_order_and_split_of_the_tokens_change_nothing_and_a_changed_token_does(name, seed, data) -> None:
+def test_order_and_split_of_the_tokens_change_nothing_and_a_changed_token_does(
+    name, seed, data
+) -> None:
     rows = data.draw(st.integers(2, 9))
     o, t, h = states(seed, rows)
     whole, gradient = FUNCTIONS[name](o, t, h), gradient_of(name, o, t, h)
@@ -144,15 +169,18 @@ def test_order_and_split_of_the_tokens_change_nothing_and_a_changed_token_does(n
     parts = [FUNCTIONS[name](o[index], t[index], h[index]) for index in (order[:at], order[at:])]
     assert sum(count for _, count in parts) == whole[1]
     total = parts[0][0] + parts[1][0]
-    torch.testing.assert_close(total, whole[0], rtol=1e-6, atol=0)  # an fp32 sum of at most 9 positive terms in another order
-    torch.testing.assert_close(torch.autograd.grad(total, o)[0], gradient, rtol=1e-6, atol=0)  # vector and single kernels round differently
+    # an fp32 sum of at most 9 positive terms in another order
+    torch.testing.assert_close(total, whole[0], rtol=1e-6, atol=0)
+    # vector and single kernels round differently
+    torch.testing.assert_close(torch.autograd.grad(total, o)[0], gradient, rtol=1e-6, atol=0)
     changed = o.detach().clone().requires_grad_()
     row = data.draw(st.integers(0, rows - 1))
     with torch.no_grad():
         changed[row] += torch.randn(D, generator=torch.Generator().manual_seed(seed + 1))
     assert not torch.equal(FUNCTIONS[name](changed, t, h)[0], whole[0])
     moved = (gradient_of(name, changed, t, h) != gradient).any(dim=-1)
-    assert not moved[torch.arange(rows) != row].any()  # of its own row alone; smooth L1's may stay, at its bound
+    # of its own row alone; smooth L1's may stay, at its bound
+    assert not moved[torch.arange(rows) != row].any()
 
 
 @every
@@ -161,8 +189,13 @@ def test_a_weight_multiplies_its_token_alone(name) -> None:
     weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])  # powers of two: nothing is rounded
     total, count = FUNCTIONS[name](o, t, h, weights=weights)
     assert count == N  # tokens, not their weight
-    assert torch.equal(torch.autograd.grad(total, o)[0], weights[:, None] * gradient_of(name, o, t, h))
-    singles = [w * value(FUNCTIONS[name](o[i : i + 1], t[i : i + 1], h[i : i + 1])) for i, w in enumerate(weights.tolist())]
+    assert torch.equal(
+        torch.autograd.grad(total, o)[0], weights[:, None] * gradient_of(name, o, t, h)
+    )
+    singles = [
+        w * value(FUNCTIONS[name](o[i : i + 1], t[i : i + 1], h[i : i + 1]))
+        for i, w in enumerate(weights.tolist())
+    ]
     assert total.item() == pytest.approx(sum(singles), rel=1e-6)  # fp32 sums
 
 
@@ -175,14 +208,18 @@ def test_the_teacher_gets_no_gradient(name) -> None:
     assert t.grad is None and h.grad is None and o.grad.any()
 
 
-# --- the edges --------------------------------------------------------------------------------------------------------
+# --- the edges
+# --------------------------------------------------------------------------------------------------------
 
 
 @every
 @pytest.mark.parametrize("zero", ["student", "teacher", "both", "update"])
 def test_states_of_zeros_have_finite_losses_and_gradients(name, zero) -> None:
     o, t, h = states()
-    o, t = (torch.zeros_like(x) if zero in (who, "both") else x.detach() for who, x in (("student", o), ("teacher", t)))
+    o, t = (
+        torch.zeros_like(x) if zero in (who, "both") else x.detach()
+        for who, x in (("student", o), ("teacher", t))
+    )
     h = t.clone() if zero == "update" else h
     o.requires_grad_()
     assert torch.isfinite(FUNCTIONS[name](o, t, h)[0])
@@ -207,7 +244,9 @@ def test_a_bad_number_shows_in_the_loss_and_in_no_other_tokens_gradient(name, ba
     assert not torch.isfinite(FUNCTIONS[name](o, t, h)[0])
     others = [0, 1, 3, 4]
     clean, t_clean, h_clean = states()
-    assert torch.equal(gradient_of(name, o, t, h)[others], gradient_of(name, clean, t_clean, h_clean)[others])
+    assert torch.equal(
+        gradient_of(name, o, t, h)[others], gradient_of(name, clean, t_clean, h_clean)[others]
+    )
 
 
 @every
@@ -227,7 +266,8 @@ def test_direction_is_blind_to_length_and_the_others_are_not() -> None:
     assert torch.equal(2 * gradient_of("direction", twice, t, h), gradient_of("direction", o, t, h))
     for name in set(FUNCTIONS) - {"direction"}:
         assert value(FUNCTIONS[name](twice, t, h)) > 1.5 * value(FUNCTIONS[name](o, t, h)), name
-    # A student twice as long as its teacher, perfect by `direction`, is as far off as one that says nothing.
+    # A student twice as long as its teacher, perfect by `direction`, is as far off as one that says
+    # nothing.
     assert value(direction(2 * t, t)) == 0.0
     assert value(nmse(2 * t, t)) == pytest.approx(N)
 
@@ -240,12 +280,16 @@ def test_the_direction_gradient_never_changes_the_length() -> None:
 
 def test_the_update_form_asks_the_same_of_a_layer_that_adds_little() -> None:
     generator = torch.Generator().manual_seed(6)
-    h, update, error = (torch.randn(N, D, generator=generator, dtype=torch.float64) for _ in range(3))
+    h, update, error = (
+        torch.randn(N, D, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     for size in (1.0, 1e-3):
         t = h + size * update
         o = t + 0.1 * size * error
         share = value(nmse(o, t, h))
-        assert share == pytest.approx(float((0.01 * error.square().sum(-1) / update.square().sum(-1)).sum()), rel=1e-9)
+        assert share == pytest.approx(
+            float((0.01 * error.square().sum(-1) / update.square().sum(-1)).sum()), rel=1e-9
+        )
         assert (value(nmse(o, t)) < 1e-4 * share) == (size == 1e-3)
 
 
@@ -263,4 +307,6 @@ def test_cosine_mixes_nmse_and_angle() -> None:
     o, t, _ = states(seed=8)
     assert torch.equal(cosine(o, t, 0.0)[0], nmse(o, t)[0])
     assert value(cosine(o, t, 1.0)) == pytest.approx(value(direction(o, t)) * D / 2, rel=1e-6)
-    assert value(cosine(torch.zeros_like(t), t, WEIGHT)) == pytest.approx(N * (1 - WEIGHT / 2), rel=1e-6)
+    assert value(cosine(torch.zeros_like(t), t, WEIGHT)) == pytest.approx(
+        N * (1 - WEIGHT / 2), rel=1e-6
+    )

@@ -29,8 +29,16 @@ def base(tiny_folder: Path) -> nn.Module:
 
 @pytest.fixture
 def runs(base: nn.Module, tmp_path: Path) -> Runs:
-    """22 records over two epochs in micro-batches of four, three a window: the last one of an epoch has two."""
-    settings = {"batch_size": 4, "gradient_accumulation_steps": 3, "num_epochs": 2, "scheduler_type": "constant", "save_steps": 1}
+    """22 records over two epochs in micro-batches of four, three a window: the last one of an epoch
+    has two.
+    """
+    settings = {
+        "batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "num_epochs": 2,
+        "scheduler_type": "constant",
+        "save_steps": 1,
+    }
     return Runs(base, tmp_path, data=lambda: records(22), settings=settings)
 
 
@@ -45,12 +53,18 @@ def planned(trainer: Any) -> Any:
     """The workload that a trainer plans with."""
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Planner", lambda workload, base: made.append(workload) or Planner(workload, base))
+        patch.setattr(
+            module,
+            "Planner",
+            lambda workload, base: made.append(workload) or Planner(workload, base),
+        )
         trainer._plan_memory()
     return made[0]
 
 
-def test_a_limited_run_sees_the_same_samples_in_the_same_windows_and_learns_the_same(runs: Runs, limit: Any) -> None:
+def test_a_limited_run_sees_the_same_samples_in_the_same_windows_and_learns_the_same(
+    runs: Runs, limit: Any
+) -> None:
     seen: dict[str, list[Any]] = {}
     sizes: dict[str, list[int]] = {}
     for name, more in (("free", {}), ("limited", {"max_memory": limit(2)})):
@@ -68,7 +82,8 @@ def test_a_limited_run_sees_the_same_samples_in_the_same_windows_and_learns_the_
         assert free.state[key] == limited.state[key], key
     for name, tensor in free.tensors.items():
         if tensor.dtype == torch.float32:
-            # Sums of fp32 in another order; where a gradient is nearly 0 Adam turns that into part of a step of 1e-2.
+            # Sums of fp32 in another order; where a gradient is nearly 0 Adam turns that into part
+            # of a step of 1e-2.
             assert (tensor - limited.tensors[name]).abs().max() < 4e-3, name
 
 
@@ -79,24 +94,44 @@ def test_the_plan_is_on_record(runs: Runs, limit: Any) -> None:
     (event,) = events(runs.place / "run", "memory")
     assert recorded["settings"]["max_memory"] == event["max_memory"] == size
     assert recorded["memory"]["samples_at_once"] == event["samples_at_once"] == 2
-    assert recorded["memory"]["peak_bytes"] <= int(size) and set(recorded["memory"]["phases"]) == set(PHASES)
+    assert recorded["memory"]["peak_bytes"] <= int(size) and set(
+        recorded["memory"]["phases"]
+    ) == set(PHASES)
     assert f"--max_memory {size}: 2 of 4 samples at once, predicted peak" in runs.said.getvalue()
     assert events(runs.place / "run", "out_of_memory") == []
 
 
-def test_a_run_that_goes_on_under_another_limit_goes_on_in_the_same_data(runs: Runs, limit: Any) -> None:
+def test_a_run_that_goes_on_under_another_limit_goes_on_in_the_same_data(
+    runs: Runs, limit: Any
+) -> None:
     seen: list[str] = []
     runs.run("free", lambda number, batch: seen.extend(batch.sample_ids))
     again: list[str] = []
-    runs.run("run", lambda number, batch: again.extend(batch.sample_ids), max_memory=limit(1), max_steps=1)
-    runs.run("run", lambda number, batch: again.extend(batch.sample_ids), max_memory=limit(3), max_steps=2, resume="auto")
+    runs.run(
+        "run",
+        lambda number, batch: again.extend(batch.sample_ids),
+        max_memory=limit(1),
+        max_steps=1,
+    )
+    runs.run(
+        "run",
+        lambda number, batch: again.extend(batch.sample_ids),
+        max_memory=limit(3),
+        max_steps=2,
+        resume="auto",
+    )
     runs.run("run", lambda number, batch: again.extend(batch.sample_ids), resume="auto")
     assert again == seen
-    assert [e["samples_at_once"] for e in events(runs.place / "run", "memory")] == [1, 2]  # three at once would be in two parts as well
-    assert [line["tokens"] for line in lines(runs.place / "run", "metrics")] == [e["tokens"] for e in lines(runs.place / "free", "metrics")]
+    # three at once would be in two parts as well
+    assert [e["samples_at_once"] for e in events(runs.place / "run", "memory")] == [1, 2]
+    assert [line["tokens"] for line in lines(runs.place / "run", "metrics")] == [
+        e["tokens"] for e in lines(runs.place / "free", "metrics")
+    ]
 
 
-def test_a_lack_of_memory_is_remembered_under_the_same_limit_and_forgotten_under_another(runs: Runs, limit: Any) -> None:
+def test_a_lack_of_memory_is_remembered_under_the_same_limit_and_forgotten_under_another(
+    runs: Runs, limit: Any
+) -> None:
     size = limit(4)
 
     def act(number: int, batch: Batch) -> None:
@@ -106,21 +141,38 @@ def test_a_lack_of_memory_is_remembered_under_the_same_limit_and_forgotten_under
     for folder, now, expected in (("same", size, {1}), ("other", limit(3), {2})):
         runs.run(folder, act, max_memory=size, max_steps=1)
         sizes: list[int] = []
-        runs.run(folder, lambda number, batch, sizes=sizes: sizes.append(len(batch.sample_ids)), max_memory=now, resume="auto")
+        runs.run(
+            folder,
+            lambda number, batch, sizes=sizes: sizes.append(len(batch.sample_ids)),
+            max_memory=now,
+            resume="auto",
+        )
         assert set(sizes) == expected
 
 
 def test_one_sample_that_does_not_fit_is_refused_in_one_line(runs: Runs) -> None:
-    with pytest.raises(ConfigError, match=r"--max_memory is 100KiB, but one sample of 12 tokens .*most of it") as caught:
+    with pytest.raises(
+        ConfigError, match=r"--max_memory is 100KiB, but one sample of 12 tokens .*most of it"
+    ) as caught:
         runs.trainer("run", max_memory="100KiB")
     assert "\n" not in str(caught.value) and not (runs.place / "run").exists()
 
 
-def test_the_smoke_test_and_evaluations_keep_to_the_limit(runs: Runs, limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smoke_test_and_evaluations_keep_to_the_limit(
+    runs: Runs, limit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluate, smoke_test, sizes = module.evaluate, module.smoke_test, []
     monkeypatch.setattr(
-        module, "evaluate", lambda *a, batch_size, **k: sizes.append(batch_size) or evaluate(*a, batch_size=batch_size, **k)
+        module,
+        "evaluate",
+        lambda *a, batch_size, **k: (
+            sizes.append(batch_size) or evaluate(*a, batch_size=batch_size, **k)
+        ),
     )
-    monkeypatch.setattr(module, "smoke_test", lambda model, batch, *a: sizes.append(len(batch.input_ids)) or smoke_test(model, batch, *a))
+    monkeypatch.setattr(
+        module,
+        "smoke_test",
+        lambda model, batch, *a: sizes.append(len(batch.input_ids)) or smoke_test(model, batch, *a),
+    )
     runs.run("run", max_memory=limit(2), smoke_test=True, max_steps=2, eval_steps=1)
     assert len(sizes) == 4 and max(sizes) <= 2

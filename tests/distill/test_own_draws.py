@@ -1,4 +1,6 @@
-"""A base that draws random numbers: what is refused, looked into, evaluated or resumed leaves training's draws as they would have been."""
+"""A base that draws random numbers: what is refused, looked into, evaluated or resumed leaves
+training's draws as they would have been.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,13 @@ DRAWING = Setting(change=let_draw)
 
 def drawn(generator_state: dict[str, torch.Tensor]) -> bool:
     """Whether anything has been drawn since."""
-    return any(not torch.equal(state, generator_state[name]) for name, state in random_state().items())
+    return any(
+        not torch.equal(state, generator_state[name]) for name, state in random_state().items()
+    )
 
 
-# --- the names of random numbers ---------------------------------------------------------------------------------------
+# --- the names of random numbers
+# ---------------------------------------------------------------------------------------
 
 
 def test_equal_names_draw_equal_numbers_and_leave_the_random_state() -> None:
@@ -63,11 +68,13 @@ def test_equal_names_draw_equal_numbers_and_leave_the_random_state() -> None:
 
 def test_the_bench_draws_in_teacher_and_student() -> None:
     before = clean_run(SMALL).difference(clean_run(DRAWING))
-    assert before is not None and before.startswith(("model.", "exp_avg"))  # another run than the same without dropout and noise
+    # another run than the same without dropout and noise
+    assert before is not None and before.startswith(("model.", "exp_avg"))
     assert clean_run(DRAWING).difference(clean_run(DRAWING, frozenset({(1, 1)}))) is not None
 
 
-# --- one transaction ---------------------------------------------------------------------------------------------------
+# --- one transaction
+# ---------------------------------------------------------------------------------------------------
 
 
 class Noisy:
@@ -76,7 +83,9 @@ class Noisy:
     def __init__(self, late: bool = False, seed: int = 0):
         self.parameters = {"p": nn.Parameter(torch.zeros(5))}
         optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.1, fused=True)
-        self.transaction: Transaction[Any] = Transaction(self.parameters, optimizer, 1.0, [0.1], late=late, seed=seed)
+        self.transaction: Transaction[Any] = Transaction(
+            self.parameters, optimizer, 1.0, [0.1], late=late, seed=seed
+        )
 
     def micro_batch(self, name: str, bad: bool = False, offset: int = 0) -> None:
         def fill() -> Any:
@@ -93,7 +102,9 @@ class Noisy:
 
 @pytest.mark.parametrize(("late", "named"), [(False, True), (True, True), (False, False)])
 def test_a_refused_micro_batch_leaves_the_next_one_its_numbers(late, named) -> None:
-    """One without a name draws the process's own, which can be given back only where flags are read at once."""
+    """One without a name draws the process's own, which can be given back only where flags are read
+    at once.
+    """
     found = []
     for refused in (True, False):
         torch.manual_seed(5)
@@ -128,16 +139,21 @@ def test_seed_and_place_in_the_data_name_other_numbers() -> None:
     assert len(found) == 4
 
 
-def test_every_batch_of_every_epoch_has_a_place_of_its_own_and_keeps_it_in_a_run_that_is_taken_up(tmp_path) -> None:
+def test_every_batch_of_every_epoch_has_a_place_of_its_own_and_keeps_it_in_a_run_that_is_taken_up(
+    tmp_path,
+) -> None:
     samples = Samples(records(7), NoTokenizer(), DataConfig(max_length=12), seed=0, hold_out=False)
     loader = Loader(samples, 2, 0, epochs=2)
     loaded = list(loader.batches())
     assert [one.batch.offset for one in loaded] == [0, 2, 4, 6, 7, 9, 11, 13]
     again = list(loader.batches(loaded[2].position))
-    assert [(one.batch.offset, one.batch.sample_ids) for one in again] == [(one.batch.offset, one.batch.sample_ids) for one in loaded[3:]]
+    assert [(one.batch.offset, one.batch.sample_ids) for one in again] == [
+        (one.batch.offset, one.batch.sample_ids) for one in loaded[3:]
+    ]
 
 
-# --- whoever looks on --------------------------------------------------------------------------------------------------
+# --- whoever looks on
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -147,16 +163,23 @@ def student() -> Run:
 
 def samples_of(count: int, length: int) -> list[Sample]:
     numbers = random.Random(0)
-    return [Sample(f"s{i}", tuple(numbers.randrange(3, 2000) for _ in range(length))) for i in range(count)]
+    return [
+        Sample(f"s{i}", tuple(numbers.randrange(3, 2000) for _ in range(length)))
+        for i in range(count)
+    ]
 
 
 PASSES: dict[str, Callable[[Run], Any]] = {
     "the diagnosis": lambda s: diagnose(s.model, DRAWING.batch((0, 0))),
-    "the smoke test": lambda s: smoke_test(s.model, DRAWING.batch((0, 0)), STRATEGIES["local"], s.config),
+    "the smoke test": lambda s: smoke_test(
+        s.model, DRAWING.batch((0, 0)), STRATEGIES["local"], s.config
+    ),
     "an evaluation": lambda s: npt.evaluate(s.model, NoTokenizer(), samples_of(2, 8)),
     "a reference": lambda s: refer(s.model, samples_of(2, 8)),
     "the modulation's measure": lambda s: measure_modulation(s.model, [DRAWING.batch((0, 0))]),
-    "the calibration": lambda s: npt.calibrate(s.model, NoTokenizer(), samples_of(24, 16), tokens=384, rounds=0),
+    "the calibration": lambda s: npt.calibrate(
+        s.model, NoTokenizer(), samples_of(24, 16), tokens=384, rounds=0
+    ),
     "the tracer": lambda s: npt.trace(s.model, DRAWING.batch((0, 0))),
 }
 
@@ -169,22 +192,37 @@ def test_a_pass_that_is_not_trainings_leaves_the_random_state(student, name) -> 
 
 
 def test_the_smoke_test_compares_losses_of_the_same_noise(student) -> None:
-    """With other noise in its second loss than in its first, that loss would be larger about as often as not."""
+    """With other noise in its second loss than in its first, that loss would be larger about as
+    often as not.
+    """
     hooks = student.model.get_input_embeddings()
-    hooks.register_forward_hook(lambda _module, _inputs, output: output + 0.2 * torch.randn_like(output))
+    hooks.register_forward_hook(
+        lambda _module, _inputs, output: output + 0.2 * torch.randn_like(output)
+    )
     for number in range(4):
-        assert "passed" in smoke_test(student.model, DRAWING.batch((0, number)), STRATEGIES["local"], student.config)
+        assert "passed" in smoke_test(
+            student.model, DRAWING.batch((0, number)), STRATEGIES["local"], student.config
+        )
 
 
-# --- whole runs --------------------------------------------------------------------------------------------------------
+# --- whole runs
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def runs(poisoned_folder: Path, tmp_path: Path) -> Runs:
-    """Windows of three on a base that draws, with refusals of data and of NaN, evaluations and checkpoints."""
+    """Windows of three on a base that draws, with refusals of data and of NaN, evaluations and
+    checkpoints.
+    """
     model = npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
     let_draw(model)
-    settings = {"gradient_accumulation_steps": 3, "save_steps": 2, "eval_steps": 2, "num_epochs": 2, "batch_size": 1}
+    settings = {
+        "gradient_accumulation_steps": 3,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "num_epochs": 2,
+        "batch_size": 1,
+    }
     return Runs(model, tmp_path, data=lambda: with_faults(records(13)), settings=settings)
 
 
@@ -219,7 +257,8 @@ def test_several_ranks_draw_for_a_micro_batch_what_one_rank_draws(poisoned_folde
     assert both[0] | both[1] == alone and both[0].keys().isdisjoint(both[1])
 
 
-# --- post-mortems ------------------------------------------------------------------------------------------------------
+# --- post-mortems
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch) -> None:
@@ -230,7 +269,9 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
         let_draw(model)
         return model, tokenizer
 
-    made = make_trainer(poisoned_folder, [*good(15), BAD], tmp_path / "run", gradient_accumulation_steps=2)
+    made = make_trainer(
+        poisoned_folder, [*good(15), BAD], tmp_path / "run", gradient_accumulation_steps=2
+    )
     let_draw(made.model)
     folder = stop(made)
     monkeypatch.setattr(rebuilt, "load_base", drawing)
@@ -238,5 +279,7 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
     assert found.reproduced and found.same_fault
     recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}
     (trace,) = [trace for trace in found.traces if math.isfinite(trace.loss)]
-    assert (trace.loss, trace.grad_norm) == tuple(recorded[trace.sample_ids][key] for key in ("loss", "grad_norm"))
+    assert (trace.loss, trace.grad_norm) == tuple(
+        recorded[trace.sample_ids][key] for key in ("loss", "grad_norm")
+    )
     assert replay_batch(folder, trace.micro_batch).loss == trace.loss

@@ -1,4 +1,6 @@
-"""A teacher of its own computes what it computes by itself, in whatever its configuration and not the student's says of attention."""
+"""A teacher of its own computes what it computes by itself, in whatever its configuration and not
+the student's says of attention.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,19 @@ def rows(lengths: tuple[int, ...], side: str) -> Batch:
 
 def packed_rows() -> Batch:
     lengths = (9, 6, 7, 2, 3)
-    ids = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    ids = [
+        torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in lengths
+    ]
     return collate(pack([Sample(str(i), tuple(row)) for i, row in enumerate(ids)], 16), 2)
 
 
-BATCHES = {"full": rows((9, 9), "right"), "right": rows((9, 5), "right"), "left": rows((5, 9), "left"), "packed": packed_rows()}
+BATCHES = {
+    "full": rows((9, 9), "right"),
+    "right": rows((9, 5), "right"),
+    "left": rows((5, 9), "left"),
+    "packed": packed_rows(),
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +78,9 @@ def pair(folder: Callable[[str], Path]) -> Callable[[str, str, Change], tuple[An
 
 
 def made_pair(folder: Path, attention: str, change: Change) -> tuple[Any, Any]:
-    """A 4-bit student that is away from its start, and an unquantised teacher, both changed after they were loaded."""
+    """A 4-bit student that is away from its start, and an unquantised teacher, both changed after
+    they were loaded.
+    """
     model, _ = npt.load_base(str(folder), quantization="nf4", device="cpu")
     model.set_attn_implementation(attention)
     npt.attach(model, npt.NPTConfig(layers="1,3", rank=4, residual="keep"))
@@ -107,7 +119,9 @@ def walk(model: Any, batch: Batch) -> tuple[list[tuple[Tensor, dict[str, Any], T
     """(h, context, output) of every layer in the model's own forward, and its logits."""
     seen: list[tuple[Tensor, dict[str, Any], Tensor]] = []
     hooks = [
-        layer.register_forward_hook(lambda _, args, kwargs, output: seen.append((args[0], kwargs, output)), with_kwargs=True)
+        layer.register_forward_hook(
+            lambda _, args, kwargs, output: seen.append((args[0], kwargs, output)), with_kwargs=True
+        )
         for layer in decoder_layers(model)
     ]
     logits = model(**model_inputs(model, batch), use_cache=False).logits
@@ -135,13 +149,19 @@ def assert_taught(model: Any, teacher: Any, batch: Batch, strategy: str) -> None
         error = (valid(output, batch) - target).square().sum(-1)
         expected.append(float((error / target.square().sum(-1)).sum()))
     assert min(expected) > 1e-4  # a comparison of two zeros would show nothing
-    # fp32 states, whose differences lose digits, in another order of summation; a student in fp16 rounds at 2^-11 throughout
-    assert sums.layer_nmse.tolist() == pytest.approx(expected, rel=1e-3 if model.dtype != torch.float16 else 1e-2)
+    # fp32 states, whose differences lose digits, in another order of summation; a student in fp16
+    # rounds at 2^-11 throughout
+    assert sums.layer_nmse.tolist() == pytest.approx(
+        expected, rel=1e-3 if model.dtype != torch.float16 else 1e-2
+    )
     if kl:
         log_p, log_q = (
-            torch.log_softmax(logits.flatten(0, 1)[batch.scored_index].double(), dim=-1) for logits in (teacher_logits, student_logits)
+            torch.log_softmax(logits.flatten(0, 1)[batch.scored_index].double(), dim=-1)
+            for logits in (teacher_logits, student_logits)
         )
-        assert float(sums.logit) == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum()), rel=1e-3)
+        assert float(sums.logit) == pytest.approx(
+            float((log_p.exp() * (log_p - log_q)).sum()), rel=1e-3
+        )
 
 
 OTHERS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
@@ -158,9 +178,15 @@ OTHERS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize(  # every teacher with every kind of rows, the strategies in turns
     ("other", "rows", "strategy"),
-    [(other, rows, sorted(STRATEGIES)[(i + j) % 3]) for i, other in enumerate(OTHERS) for j, rows in enumerate(BATCHES)],
+    [
+        (other, rows, sorted(STRATEGIES)[(i + j) % 3])
+        for i, other in enumerate(OTHERS)
+        for j, rows in enumerate(BATCHES)
+    ],
 )
-def test_a_teacher_that_attends_otherwise_teaches_what_it_computes_by_itself(pair, other, rows, strategy) -> None:
+def test_a_teacher_that_attends_otherwise_teaches_what_it_computes_by_itself(
+    pair, other, rows, strategy
+) -> None:
     model, teacher = pair(*OTHERS[other])
     assert_taught(model, teacher, BATCHES[rows], strategy)
 
@@ -168,7 +194,10 @@ def test_a_teacher_that_attends_otherwise_teaches_what_it_computes_by_itself(pai
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_a_student_in_fp16_learns_from_a_teacher_in_fp32(folder, strategy, attn) -> None:
-    model, _ = npt.load_base(str(folder("llama")), use_fp16=True, device="cpu", attn_implementation=attn)
-    npt.attach(model, npt.NPTConfig(layers="1,3", rank=4))  # which adds nothing yet to the error of leaving attention out
+    model, _ = npt.load_base(
+        str(folder("llama")), use_fp16=True, device="cpu", attn_implementation=attn
+    )
+    # which adds nothing yet to the error of leaving attention out
+    npt.attach(model, npt.NPTConfig(layers="1,3", rank=4))
     teacher = npt.load_teacher(str(folder("llama")), "fp32", device="cpu")
     assert_taught(model, teacher, BATCHES["left"], strategy)

@@ -1,4 +1,6 @@
-"""Passes: a micro-batch in parts is the micro-batch, and a window that memory did not do for is begun again with smaller ones."""
+"""Passes: a micro-batch in parts is the micro-batch, and a window that memory did not do for is
+begun again with smaller ones.
+"""
 
 from __future__ import annotations
 
@@ -35,33 +37,49 @@ from npt.distill.trainer import Trainer
 from npt.errors import NoMemoryError, is_out_of_memory
 
 IMPOSSIBLE = 1 << 50
-"""Bytes, more than any address space has: what asking for them raises is what torch raises where memory is full."""
+"""Bytes, more than any address space has: what asking for them raises is what torch raises where
+memory is full.
+"""
 
 
 def ask(kind: str) -> None:
     if kind == "cpu":
         torch.empty(IMPOSSIBLE, dtype=torch.uint8)
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB.")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB."
+    )
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- parts
+# -----------------------------------------------------------------------------------------------------------
 
-_SAMPLE = st.tuples(st.integers(1, 3), st.integers(1, 6)).map(lambda pair: (pair[1],) * pair[0])  # lengths of its documents
+# lengths of its documents
+_SAMPLE = st.tuples(st.integers(1, 3), st.integers(1, 6)).map(lambda pair: (pair[1],) * pair[0])
 
 
-@given(st.lists(_SAMPLE, min_size=1, max_size=7), st.integers(1, 8), st.sampled_from(("left", "right")))
+@given(
+    st.lists(_SAMPLE, min_size=1, max_size=7), st.integers(1, 8), st.sampled_from(("left", "right"))
+)
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side) -> None:
     source = random.Random(str(lengths))
     samples = [
-        Sample(str(i), tuple(source.randrange(3, 90) for _ in range(sum(own))), lengths=own if len(own) > 1 else None)
+        Sample(
+            str(i),
+            tuple(source.randrange(3, 90) for _ in range(sum(own))),
+            lengths=own if len(own) > 1 else None,
+        )
         for i, own in enumerate(lengths)
     ]
     parts = Passes(size).parts(collate(samples, 2, side=side))
     expected = list(batches(samples, size, 2, side=side))
     assert len(parts) == len(expected)
     for part, other in zip(parts, expected, strict=True):
-        for name in [f.name for f in fields(Batch)] + ["scored_index", "document_lengths", "scored_lengths"]:
+        for name in [f.name for f in fields(Batch)] + [
+            "scored_index",
+            "document_lengths",
+            "scored_lengths",
+        ]:
             one, two = getattr(part, name), getattr(other, name)
             assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, name
 
@@ -77,29 +95,50 @@ def test_the_parts_of_a_pinned_batch_are_pinned_as_well(batch, monkeypatch, pinn
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
     parts = Passes(2).parts(batch)
-    assert {id(part.input_ids) for part in parts} <= {id(tensor) for tensor in asked} if pinned else asked == []
+    assert (
+        {id(part.input_ids) for part in parts} <= {id(tensor) for tensor in asked}
+        if pinned
+        else asked == []
+    )
 
 
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
-def test_the_sums_of_the_parts_are_those_of_the_whole(load_model: Callable[..., nn.Module], batch: Batch, strategy: str) -> None:
+def test_the_sums_of_the_parts_are_those_of_the_whole(
+    load_model: Callable[..., nn.Module], batch: Batch, strategy: str
+) -> None:
     model = load_model("nf4")
     npt.attach(model, NPTConfig(rank=4, layers="1,3", additive_scale=1.0))
     weight = 0.5 if strategy == "end_to_end" else 0.0
-    config = TrainConfig(strategy=strategy, token_weighting="disagreement", regularization_lambda=0.1, logit_kl_weight=weight)
+    config = TrainConfig(
+        strategy=strategy,
+        token_weighting="disagreement",
+        regularization_lambda=0.1,
+        logit_kl_weight=weight,
+    )
     parameters = adapter_parameters(model)
     gradients, found = [], []
     for size in (3, 1):
         for parameter in parameters.values():
             parameter.grad = None
-        found.append(added([fill_gradients(drive, model, part, config) for part in Passes(size).parts(batch)]))
+        found.append(
+            added(
+                [fill_gradients(drive, model, part, config) for part in Passes(size).parts(batch)]
+            )
+        )
         gradients.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
     for name in [f.name for f in fields(MicroBatch)]:
-        torch.testing.assert_close(*(torch.as_tensor(getattr(sums, name)) for sums in found))  # sums of fp32 in another order
+        # sums of fp32 in another order
+        torch.testing.assert_close(*(torch.as_tensor(getattr(sums, name)) for sums in found))
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))  # likewise
+        # likewise
+        torch.testing.assert_close(
+            gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())
+        )
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(32, [16, 8, 4, 2, 1]), (5, [3, 2, 1]), (3, [2, 1])])
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(32, [16, 8, 4, 2, 1]), (5, [3, 2, 1]), (3, [2, 1])]
+)
 def test_halving_ends_at_one_sample_and_then_says_what_to_lower(rows, expected) -> None:
     full = collate([Sample(str(i), (5, 6, 7)) for i in range(rows)], 2)
     passes = Passes(64)  # of which the batch has but a few
@@ -108,16 +147,21 @@ def test_halving_ends_at_one_sample_and_then_says_what_to_lower(rows, expected) 
         passes.lower(full, "it asked for 2 GiB more")
         seen.append(passes.samples)
     assert seen == expected and passes.lowered == 1
-    with pytest.raises(NoMemoryError, match=r"one sample of 3 tokens .*2 GiB more.*--max_length") as caught:
+    with pytest.raises(
+        NoMemoryError, match=r"one sample of 3 tokens .*2 GiB more.*--max_length"
+    ) as caught:
         passes.lower(full, "it asked for 2 GiB more")
     assert caught.value.exit_status == 2 and "\n" not in str(caught.value)
 
 
-# --- what lack of memory is ------------------------------------------------------------------------------------------
+# --- what lack of memory is
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "said"), [("cpu", f"{IMPOSSIBLE} bytes"), ("cuda", "2.00 GiB")])
-def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_alive(kind, said) -> None:
+def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_alive(
+    kind, said
+) -> None:
     alive: list[weakref.ref] = []
 
     def act() -> None:
@@ -133,7 +177,9 @@ def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_
 
 def test_other_errors_pass_and_results_come_back() -> None:
     assert tried(lambda: 3) == (3, None)
-    quoting = NoMemoryError("out of memory with one sample of 9 tokens at once (CUDA error: out of memory)")
+    quoting = NoMemoryError(
+        "out of memory with one sample of 9 tokens at once (CUDA error: out of memory)"
+    )
     for error in (RuntimeError("size mismatch"), ValueError("CUDA error: out of memory"), quoting):
         assert not is_out_of_memory(error)
         with pytest.raises(type(error)):
@@ -147,11 +193,19 @@ def test_other_errors_pass_and_results_come_back() -> None:
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+        (
+            "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some"
+            " other API call"
+        ),
+        (
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate"
+            " memory: you tried to allocate 8 bytes."
+        ),
     ],
 )
-def test_a_library_without_room_for_itself_lacks_memory_to_training_and_to_the_command_line(said, monkeypatch, capsys) -> None:
+def test_a_library_without_room_for_itself_lacks_memory_to_training_and_to_the_command_line(
+    said, monkeypatch, capsys
+) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError(said)
 
@@ -162,7 +216,8 @@ def test_a_library_without_room_for_itself_lacks_memory_to_training_and_to_the_c
     assert "error: out of memory" in err and len(err.splitlines()) == 1
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -177,18 +232,30 @@ def embedded() -> nn.Module:
 
 @pytest.fixture
 def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
-    """Runs of 16 records, four windows of two micro-batches of two samples; a constant rate, so that a part of a run is its beginning."""
+    """Runs of 16 records, four windows of two micro-batches of two samples; a constant rate, so
+    that a part of a run is its beginning.
+    """
 
     def make(model: nn.Module | None = None, **more: Any) -> Runs:
-        fixed = {"batch_size": 2, "gradient_accumulation_steps": 2, "scheduler_type": "constant", "save_steps": 1}
-        plain: dict[str, Any] = {"data": lambda: records(16), "settings": fixed | more.pop("settings", {})}
+        fixed = {
+            "batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "scheduler_type": "constant",
+            "save_steps": 1,
+        }
+        plain: dict[str, Any] = {
+            "data": lambda: records(16),
+            "settings": fixed | more.pop("settings", {}),
+        }
         return Runs(base if model is None else model, tmp_path, **{**plain, **more})
 
     return make
 
 
 def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
-    """Memory does not do for these calls of the strategy, where they are of more than so many samples."""
+    """Memory does not do for these calls of the strategy, where they are of more than so many
+    samples.
+    """
 
     def act(number: int, batch: Batch) -> None:
         if number in calls and len(batch.input_ids) > more_than:
@@ -221,8 +288,9 @@ def in_parts(trainer: Trainer, samples: int) -> Trainer:
 
 
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], steps: int) -> None:
-    """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of themselves, and Adam divides by the
-    gradient's size, so where it is nearly 0 that may turn a step by a good part of the learning rate, 1e-2."""
+    """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of
+    themselves, and Adam divides by the gradient's size, so where it is nearly 0 that may turn a
+    step by a good part of the learning rate, 1e-2."""
     for name, value in one.items():
         if value.dtype == torch.float32:
             difference = (value - other[name]).abs()
@@ -250,7 +318,9 @@ def test_memory_that_runs_out_in_backward_leaves_no_gradient_behind(runs, strate
     assert len(events(here.place / "lacking", "out_of_memory")) == 1
 
 
-def test_from_a_later_window_on_a_run_is_the_one_that_was_stopped_there_and_resumed_in_smaller_parts(runs) -> None:
+def test_from_a_later_window_on_a_run_is_the_one_that_was_stopped_there_and_resumed_in_smaller_parts(
+    runs,
+) -> None:
     here = runs(data=lambda: records(12))
     here.run("lacking", lacking(3))
     here.run("stopped", max_steps=1)
@@ -259,7 +329,10 @@ def test_from_a_later_window_on_a_run_is_the_one_that_was_stopped_there_and_resu
     assert one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
         assert torch.equal(tensor, other.tensors[name]), name
-    assert one.state["tokens"] == other.state["tokens"] and one.state["position"] == other.state["position"]
+    assert (
+        one.state["tokens"] == other.state["tokens"]
+        and one.state["position"] == other.state["position"]
+    )
 
 
 def test_smaller_parts_change_nothing_but_rounding(runs) -> None:
@@ -275,17 +348,25 @@ def test_smaller_parts_change_nothing_but_rounding(runs) -> None:
 
 
 def test_lack_upon_lack_halves_until_one_sample_is_left(runs) -> None:
-    here = runs(data=lambda: records(12), settings={"batch_size": 8, "gradient_accumulation_steps": 1})
+    here = runs(
+        data=lambda: records(12), settings={"batch_size": 8, "gradient_accumulation_steps": 1}
+    )
     here.run("lacking", lambda number, batch: ask("cpu") if len(batch.input_ids) > 1 else None)
     in_parts(here.trainer("parts"), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
-    assert [(e["samples"], e["samples_at_once"]) for e in events(here.place / "lacking", "out_of_memory")] == [(8, 4), (4, 2), (2, 1)]
+    assert [
+        (e["samples"], e["samples_at_once"])
+        for e in events(here.place / "lacking", "out_of_memory")
+    ] == [(8, 4), (4, 2), (2, 1)]
 
 
 def test_a_run_that_is_killed_after_halving_goes_on_with_what_it_was_halved_to(runs) -> None:
     here = runs(data=lambda: records(12))
     here.run("whole", lacking(2))
-    assert here.killed("parts", lambda number, batch: [lacking(2)(number, batch), at_kill(number, 9)]) == -signal.SIGKILL
+    assert (
+        here.killed("parts", lambda number, batch: [lacking(2)(number, batch), at_kill(number, 9)])
+        == -signal.SIGKILL
+    )
     here.run("parts", resume="auto")
     assert events(here.place / "parts", "resume")[0]["step"] > 1
     here.outcome("parts").assert_equal(here.outcome("whole"))
@@ -298,19 +379,37 @@ def at_kill(number: int, call: int) -> None:
 
 
 def test_refusals_are_counted_once_and_at_their_place_whatever_is_begun_again(runs) -> None:
-    """Windows of three, in which something is refused in front of the call that memory does not do for."""
-    here = runs(data=lambda: with_faults(records(24)), settings={"batch_size": 2, "gradient_accumulation_steps": 3})
+    """Windows of three, in which something is refused in front of the call that memory does not do
+    for.
+    """
+    here = runs(
+        data=lambda: with_faults(records(24)),
+        settings={"batch_size": 2, "gradient_accumulation_steps": 3},
+    )
     whole: list[Any] = []
     for name, act in (("whole", None), ("lacking", lacking(*range(2, 40), more_than=1))):
         here.run(name, act)
-        found = [(e["step"], e["micro_batch"], e["kind"], e["sample_ids"]) for e in events(here.place / name, "refusal")]
-        whole.append((found, {k: here.outcome(name).state[k] for k in ("micro_batches", "refused_by_kind", "in_a_row", "position")}))
+        found = [
+            (e["step"], e["micro_batch"], e["kind"], e["sample_ids"])
+            for e in events(here.place / name, "refusal")
+        ]
+        whole.append(
+            (
+                found,
+                {
+                    k: here.outcome(name).state[k]
+                    for k in ("micro_batches", "refused_by_kind", "in_a_row", "position")
+                },
+            )
+        )
     assert whole[0] == whole[1] and len(whole[0][0]) > 3
     assert len(events(here.place / "lacking", "out_of_memory")) == 1
     assert any(RARE in record["input_ids"] for record in with_faults(records(24)))
 
 
-def test_what_one_sample_at_a_time_does_not_fit_into_ends_with_one_line_and_what_was_trained_is_saved(runs) -> None:
+def test_what_one_sample_at_a_time_does_not_fit_into_ends_with_one_line_and_what_was_trained_is_saved(
+    runs,
+) -> None:
     here = runs()
     with pytest.raises(NoMemoryError, match="one sample of") as caught:
         here.run("run", lambda number, batch: ask("cpu") if number >= 5 else None)
@@ -321,7 +420,10 @@ def test_what_one_sample_at_a_time_does_not_fit_into_ends_with_one_line_and_what
 
 
 def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) -> None:
-    data = [{"id": str(i), "input_ids": [5 + (13 * i + 7 * j) % 2000 for j in range(20 + i % 5)]} for i in range(8)]
+    data = [
+        {"id": str(i), "input_ids": [5 + (13 * i + 7 * j) % 2000 for j in range(20 + i % 5)]}
+        for i in range(8)
+    ]
     here = Runs(
         embedded,
         tmp_path,
@@ -337,7 +439,8 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
     assert here.outcome("lacking").state["samples_at_once"] == [2]
 
 
-# --- beside the loop -------------------------------------------------------------------------------------------------
+# --- beside the loop
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
@@ -352,19 +455,34 @@ def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) ->
         return evaluate(*arguments, batch_size=batch_size, **more)
 
     monkeypatch.setattr(module, "evaluate", small_only)
-    here = runs(settings={"smoke_test": True, "batch_size": 4, "gradient_accumulation_steps": 1}, eval_data=records(3, seed=7))
+    here = runs(
+        settings={"smoke_test": True, "batch_size": 4, "gradient_accumulation_steps": 1},
+        eval_data=records(3, seed=7),
+    )
     here.run("run", lacking(0, more_than=2))
-    found = [(e["during"], e["samples"], e["samples_at_once"]) for e in events(here.place / "run", "out_of_memory")]
+    found = [
+        (e["during"], e["samples"], e["samples_at_once"])
+        for e in events(here.place / "run", "out_of_memory")
+    ]
     assert found == [("the smoke test", 4, 2), ("an evaluation", 2, 1)]
     assert sizes[:2] == [2, 1] and set(sizes[1:]) == {1}  # never tried again
     assert len(lines(here.place / "run", "metrics")) == 4
 
 
-def test_one_rank_of_two_halves_by_itself_and_both_hold_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
+def test_one_rank_of_two_halves_by_itself_and_both_hold_the_same_bits(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     windows = [["good a", "lack b", "good c", "lack d"], ["good e", "lack f", "good g", "good h"]]
-    plans = [{"out": str(tmp_path / f"loop-{late}"), "windows": windows, "late": late} for late in (True,)]
+    plans = [
+        {"out": str(tmp_path / f"loop-{late}"), "windows": windows, "late": late}
+        for late in (True,)
+    ]
     together = values(several(2, loops, str(tiny_folder), plans))
-    alone = values(several(1, loops, str(tiny_folder), [{**plan, "out": f"{plan['out']}-alone"} for plan in plans]))
+    alone = values(
+        several(
+            1, loops, str(tiny_folder), [{**plan, "out": f"{plan['out']}-alone"} for plan in plans]
+        )
+    )
     for number in range(len(plans)):
         one, other, single = together[0][number], together[1][number], alone[0][number]
         assert [e["event"] for e in single["events"]] == ["out_of_memory"]
@@ -372,7 +490,10 @@ def test_one_rank_of_two_halves_by_itself_and_both_hold_the_same_bits(tiny_folde
             assert np.array_equal(value, other["state"][name]), name
             difference = np.abs(value - single["state"][name])  # another order of summing, as above
             assert np.median(difference) < 1e-6 and difference.max() < 2e-3, name
-        assert one["tokens"] == other["tokens"] == single["tokens"] and one["refused"] == single["refused"] == {}
+        assert (
+            one["tokens"] == other["tokens"] == single["tokens"]
+            and one["refused"] == single["refused"] == {}
+        )
 
 
 def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> None:

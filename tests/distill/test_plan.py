@@ -1,4 +1,6 @@
-"""Plans: predicted memory is what is measured, at any depth and strategy; what fits is found; time is carried from few layers to all."""
+"""Plans: predicted memory is what is measured, at any depth and strategy; what fits is found; time
+is carried from few layers to all.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,36 @@ from npt.quant.random_base import random_base
 LENGTH = 48
 
 
-def workload(layers: str = "upper_half", count: int = 6, vocab: int = 200, **training: Any) -> Workload:
+def workload(
+    layers: str = "upper_half", count: int = 6, vocab: int = 200, **training: Any
+) -> Workload:
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=64, intermediate_size=160, num_hidden_layers=count, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=count,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     settings = TrainConfig(**{"batch_size": 4, **training})
-    return Workload(config, NPTConfig(rank=8, layers=layers), settings, LENGTH, "nf4", torch.bfloat16)
+    return Workload(
+        config, NPTConfig(rank=8, layers=layers), settings, LENGTH, "nf4", torch.bfloat16
+    )
 
 
 COUNTS: dict[Any, dict[Any, int]] = {}
 
 
 def counts_for(planned: Workload) -> dict[Any, int]:
-    """What was counted on the model of a workload, by whichever of its planners in this file; the strategies share their evaluations."""
-    shape = (planned.config.vocab_size, planned.config.num_hidden_layers, planned.compute_dtype, planned.teacher_attention)
+    """What was counted on the model of a workload, by whichever of its planners in this file; the
+    strategies share their evaluations.
+    """
+    shape = (
+        planned.config.vocab_size,
+        planned.config.num_hidden_layers,
+        planned.compute_dtype,
+        planned.teacher_attention,
+    )
     return COUNTS.setdefault(shape, {})
 
 
@@ -76,10 +94,14 @@ def test_predicted_memory_is_what_is_measured(layers, training, monkeypatch) -> 
     model = random_base(planned.config, quantization="nf4", device="cpu")
     npt.attach(model, planned.adapter)
     beside = torch.ones(2_000_000)  # of somebody else in this process, and no part of the run
-    of_stages = [measure(model, planned, config, Passes(4), 4, steps=1) for _, config in planned.stages.values()]
+    of_stages = [
+        measure(model, planned, config, Passes(4), 4, steps=1)
+        for _, config in planned.stages.values()
+    ]
     for phase in phases:
         measured = max(stage.phases[phase] for stage in of_stages)
-        # Beside the attention kernel's own buffers, and the mask that full rows have none of: hundreds of KiB of a few MiB.
+        # Beside the attention kernel's own buffers, and the mask that full rows have none of:
+        # hundreds of KiB of a few MiB.
         assert plan.of(phase) == pytest.approx(measured, rel=0.15), phase
     assert beside.sum() == 2_000_000
 
@@ -93,10 +115,15 @@ def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("training_alone")
 def test_the_memory_of_bf16_products_is_what_is_measured() -> None:
     planned = replace(workload("all", strategy="local"), compute_dtype=torch.bfloat16)
-    model = random_base(planned.config, quantization="nf4", device="cpu", compute_dtype=torch.bfloat16)
+    model = random_base(
+        planned.config, quantization="nf4", device="cpu", compute_dtype=torch.bfloat16
+    )
     npt.attach(model, planned.adapter)
     measured = measure(model, planned, planned.training, Passes(4), 4, steps=1)
-    assert planner_of(planned).plan().of("micro-batch") == pytest.approx(measured.phases["micro-batch"], rel=0.15)  # as above
+    # as above
+    assert planner_of(planned).plan().of("micro-batch") == pytest.approx(
+        measured.phases["micro-batch"], rel=0.15
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,13 +135,16 @@ def test_the_memory_of_bf16_products_is_what_is_measured() -> None:
     ids=str,
 )
 def test_few_layers_say_what_all_of_them_take(training) -> None:
-    """The count of a whole model, beside what is carried to it from models of two and three converted layers."""
+    """The count of a whole model, beside what is carried to it from models of two and three
+    converted layers.
+    """
     planned = workload("1,3,4", count=6, **training)
     carried = planner_of(planned).plan()
     whole = planner_of(planned)
     whole._by_depth = lambda run, name, samples, depth: (whole._count(run, name, samples, depth), 0)
     for phase in PHASES:
-        assert carried.of(phase) == pytest.approx(whole.plan().of(phase), rel=1e-3), phase  # the tables of positions, but for which equal
+        # the tables of positions, but for which equal
+        assert carried.of(phase) == pytest.approx(whole.plan().of(phase), rel=1e-3), phase
 
 
 def test_depths_of_a_model_count_its_layers_by_where_they_lie() -> None:
@@ -136,7 +166,10 @@ def test_a_teacher_of_its_own_is_counted() -> None:
 def test_a_teacher_of_its_own_is_counted_with_its_own_attention() -> None:
     """Eager scores of every pair of tokens, which the student under SDPA never has as a whole."""
     planned = replace(workload("all", strategy="local"), teacher=torch.float32, length=128)
-    peaks = [planner_of(replace(planned, teacher_attention=own)).plan().of("micro-batch") for own in ("sdpa", "eager", None)]
+    peaks = [
+        planner_of(replace(planned, teacher_attention=own)).plan().of("micro-batch")
+        for own in ("sdpa", "eager", None)
+    ]
     assert peaks[0] == peaks[2] < peaks[1]
 
 
@@ -147,7 +180,9 @@ def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkey
     seen: list[int] = []
 
     def to_host(record: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        event = SimpleNamespace(arrived=False, query=lambda: event.arrived, synchronize=lambda: None)
+        event = SimpleNamespace(
+            arrived=False, query=lambda: event.arrived, synchronize=lambda: None
+        )
         events.append(event)
         return record, event
 
@@ -161,7 +196,11 @@ def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkey
         return Peak(0, 1)
 
     monkeypatch.setattr(transaction, "_to_host", to_host)
-    monkeypatch.setattr(loop, "Transaction", lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1])
+    monkeypatch.setattr(
+        loop,
+        "Transaction",
+        lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1],
+    )
     monkeypatch.setattr(trial, "wait_for", wait_for)
     monkeypatch.setattr(trial, "peak_bytes", peak)
     planned = workload("1,2", count=3, batch_size=1)
@@ -171,7 +210,8 @@ def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkey
     assert seen[:2] == [IN_FLIGHT, IN_FLIGHT]  # in a micro-batch, and as the step behind it begins
 
 
-# --- what fits -------------------------------------------------------------------------------------------------------
+# --- what fits
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_what_fits_is_the_most_that_does_and_parts_are_even(counted_by_a_formula) -> None:
@@ -185,15 +225,24 @@ def test_what_fits_is_the_most_that_does_and_parts_are_even(counted_by_a_formula
         assert found.evaluated_at_once <= found.samples_at_once
 
 
-def test_where_one_sample_does_not_fit_what_takes_most_is_named_in_one_line(counted_by_a_formula) -> None:
+def test_where_one_sample_does_not_fit_what_takes_most_is_named_in_one_line(
+    counted_by_a_formula,
+) -> None:
     planner = Planner(workload("5", batch_size=2, max_memory="100KB"))
-    with pytest.raises(ConfigError, match=r"--max_memory is 100KB, but one sample of 48 tokens .*most of it") as caught:
+    with pytest.raises(
+        ConfigError, match=r"--max_memory is 100KB, but one sample of 48 tokens .*most of it"
+    ) as caught:
         planner.fitting(100_000)
     assert "\n" not in str(caught.value)
 
 
 def test_settings_that_would_fit_do() -> None:
-    planned = replace(workload("5", batch_size=1), quantization=None, stored=torch.float32, adapter=NPTConfig(rank=1, layers="5"))
+    planned = replace(
+        workload("5", batch_size=1),
+        quantization=None,
+        stored=torch.float32,
+        adapter=NPTConfig(rank=1, layers="5"),
+    )
     limit = planner_of(planned).plan(1).peak - 1
     ((flag, peak),) = offered_to(planned, limit)
     assert flag == "--use_quantization" and peak <= limit
@@ -201,9 +250,15 @@ def test_settings_that_would_fit_do() -> None:
 
 
 def looking_at(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    """Of the settings that could be offered only these are tried from now on; each of the others would cost its counts."""
+    """Of the settings that could be offered only these are tried from now on; each of the others
+    would cost its counts.
+    """
     every = plan._less_memory
-    monkeypatch.setattr(plan, "_less_memory", lambda *arguments: [tried for tried in every(*arguments) if tried[0].startswith(flags)])
+    monkeypatch.setattr(
+        plan,
+        "_less_memory",
+        lambda *arguments: [tried for tried in every(*arguments) if tried[0].startswith(flags)],
+    )
 
 
 @pytest.mark.usefixtures("training_alone")
@@ -229,37 +284,64 @@ def offered_if_anything_would_do(monkeypatch: pytest.MonkeyPatch, planned: Workl
 
 def test_local_training_is_not_offered_to_a_run_on_the_logits_alone(monkeypatch) -> None:
     for weight, offered in ((0.0, False), (1.0, True)):
-        planned = workload("0,3", batch_size=1, strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=weight)
+        planned = workload(
+            "0,3", batch_size=1, strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=weight
+        )
         assert ("--strategy local" in offered_if_anything_would_do(monkeypatch, planned)) is offered
 
 
 def test_no_setting_is_offered_that_would_be_refused(monkeypatch) -> None:
-    """Without its teacher what keeps the residual has nothing to learn, and a list of weights has one for each converted layer."""
-    kept = replace(workload("all", batch_size=1, layer_weights="1,1,1,1,1,2"), teacher=torch.float32)
+    """Without its teacher what keeps the residual has nothing to learn, and a list of weights has
+    one for each converted layer.
+    """
+    kept = replace(
+        workload("all", batch_size=1, layer_weights="1,1,1,1,1,2"), teacher=torch.float32
+    )
     kept = replace(kept, adapter=replace(kept.adapter, residual="keep"))
-    free = replace(kept, adapter=replace(kept.adapter, residual="modulate"), training=replace(kept.training, layer_weights="linear"))
-    offered = [{flag.rsplit(" ", 1)[0] for flag in offered_if_anything_would_do(monkeypatch, planned)} for planned in (kept, free)]
+    free = replace(
+        kept,
+        adapter=replace(kept.adapter, residual="modulate"),
+        training=replace(kept.training, layer_weights="linear"),
+    )
+    offered = [
+        {flag.rsplit(" ", 1)[0] for flag in offered_if_anything_would_do(monkeypatch, planned)}
+        for planned in (kept, free)
+    ]
     refused = {"no", "--layers"}
     assert offered[0] & refused == set() and offered[1] & refused == refused
 
 
 @pytest.mark.usefixtures("training_alone")
-def test_a_budget_that_is_still_to_be_spent_is_planned_evenly_and_halved_as_a_remedy(counted_by_a_formula, monkeypatch) -> None:
+def test_a_budget_that_is_still_to_be_spent_is_planned_evenly_and_halved_as_a_remedy(
+    counted_by_a_formula, monkeypatch
+) -> None:
     looking_at(monkeypatch, "--rank_budget", "--adapter_rank")
     budget = workload("1,3,4", rank_budget=50)
     assert budget.approximate and budget.ranks == (17, 17, 17)
     spent = replace(budget, adapter=replace(budget.adapter, ranks=(40, 5, 5)))
     assert not spent.approximate and spent.ranks == (40, 5, 5)
-    (planned,) = {planner_of(w).plan(1) for w in (budget, replace(workload("1,3,4"), adapter=NPTConfig(rank=17, layers="1,3,4")))}
+    (planned,) = {
+        planner_of(w).plan(1)
+        for w in (budget, replace(workload("1,3,4"), adapter=NPTConfig(rank=17, layers="1,3,4")))
+    }
     flags = [flag for flag, _ in offered_to(budget, planned.peak - 1)]
-    assert "--rank_budget 25" in flags and not any(flag.startswith("--adapter_rank") for flag in flags)
+    assert "--rank_budget 25" in flags and not any(
+        flag.startswith("--adapter_rank") for flag in flags
+    )
 
 
 @pytest.mark.parametrize(
     ("device", "training", "processes", "expected"),
-    [("cpu", {}, 1, 0), ("cuda", {}, 1, IN_FLIGHT), ("cuda", {"skip_spikes": True}, 1, 1), ("cuda", {}, 2, 1)],
+    [
+        ("cpu", {}, 1, 0),
+        ("cuda", {}, 1, IN_FLIGHT),
+        ("cuda", {"skip_spikes": True}, 1, 1),
+        ("cuda", {}, 2, 1),
+    ],
 )
-def test_states_are_counted_of_as_many_steps_as_may_be_in_flight(monkeypatch, device, training, processes, expected) -> None:
+def test_states_are_counted_of_as_many_steps_as_may_be_in_flight(
+    monkeypatch, device, training, processes, expected
+) -> None:
     """As many as the transaction leaves unread; what is counted hollow needs no such device."""
     planned = replace(workload(**training), processes=processes)
     monkeypatch.setattr(plan, "Hollow", lambda device: Hollow(torch.device("cpu")))
@@ -272,20 +354,27 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every count on a hollow model from now on."""
     counts: list[int] = []
     peak_of = Hollow.peak_of
-    monkeypatch.setattr(Hollow, "peak_of", lambda self, act: counts.append(peak_of(self, act)) or counts[-1])
+    monkeypatch.setattr(
+        Hollow, "peak_of", lambda self, act: counts.append(peak_of(self, act)) or counts[-1]
+    )
     return counts
 
 
-def test_what_its_weights_alone_keep_from_fitting_is_not_counted(counted_by_a_formula, monkeypatch) -> None:
+def test_what_its_weights_alone_keep_from_fitting_is_not_counted(
+    counted_by_a_formula, monkeypatch
+) -> None:
     planned = replace(workload("11", count=12), quantization=None, stored=torch.float32)
     limit = Planner(planned)._fixed[0].bytes - 1
     packed = Planner(replace(planned, quantization="nf4", stored=torch.bfloat16)).plan(1).peak
     counts = counted(monkeypatch)
     assert dict(remedies(planned, limit)) == {"--use_quantization": packed}
-    assert len(counts) <= 5  # of the packed base: the logits, and training and evaluation at two depths
+    # of the packed base: the logits, and training and evaluation at two depths
+    assert len(counts) <= 5
 
 
-def test_no_count_is_made_twice_for_the_remedies_of_a_run(counted_by_a_formula, monkeypatch) -> None:
+def test_no_count_is_made_twice_for_the_remedies_of_a_run(
+    counted_by_a_formula, monkeypatch
+) -> None:
     planned = workload("2-5", batch_size=1, strategy="propagated")
     planner = Planner(planned)
     limit = planner.plan(1).peak - 1
@@ -294,7 +383,8 @@ def test_no_count_is_made_twice_for_the_remedies_of_a_run(counted_by_a_formula, 
     assert len(counts) <= 2 + 5  # training in the other way, and all of it with half the ranks
 
 
-# --- time ------------------------------------------------------------------------------------------------------------
+# --- time
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -308,11 +398,17 @@ def test_no_count_is_made_twice_for_the_remedies_of_a_run(counted_by_a_formula, 
     ids=str,
 )
 def test_time_is_carried_from_few_layers_to_all(monkeypatch, layers, training, expected) -> None:
-    """On a clock that gives half a second beside the layers, two to a converted layer, one in front and one and a half to any other."""
+    """On a clock that gives half a second beside the layers, two to a converted layer, one in front
+    and one and a half to any other.
+    """
 
     def clock(windows: dict[str, Any], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
         trials = {"one": (0, 1, 0), "three": (0, 3, 0), "before": (2, 1, 0), "others": (0, 2, 2)}
-        cost = {name: 0.5 + u * 1.0 + c * 2.0 + o * 1.5 for name, (u, c, o) in trials.items() if name in windows}
+        cost = {
+            name: 0.5 + u * 1.0 + c * 2.0 + o * 1.5
+            for name, (u, c, o) in trials.items()
+            if name in windows
+        }
         return cost, {name: 0.25 + trials[name][1] * 0.125 for name in windows}
 
     monkeypatch.setattr(trial, "_fastest", clock)
@@ -320,17 +416,24 @@ def test_time_is_carried_from_few_layers_to_all(monkeypatch, layers, training, e
     planned = workload(layers, count=12, batch_size=4, **training)
     (found,) = predict_time(planned, 2).values()
     step = 0.25 + planned.depth.converted * 0.125
-    assert found.seconds == pytest.approx(expected + step) and sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert found.seconds == pytest.approx(expected + step) and sum(
+        found.parts.values()
+    ) == pytest.approx(found.seconds)
 
 
 @pytest.mark.parametrize("layers", ["all", "4-11", "4,7,9"])
-def test_layers_too_wide_to_be_tried_are_tried_narrower_and_carried_by_their_arithmetic(monkeypatch, layers) -> None:
-    """On a clock that knows arithmetic alone: the time of each layer is then exactly that of its full width."""
+def test_layers_too_wide_to_be_tried_are_tried_narrower_and_carried_by_their_arithmetic(
+    monkeypatch, layers
+) -> None:
+    """On a clock that knows arithmetic alone: the time of each layer is then exactly that of its
+    full width.
+    """
     speed, widths = 1e6, []
 
     def clock(windows: dict[str, Any], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
         costs = {
-            name: 2 * LENGTH * trial._flops(tried, config, {name: depth})[name] / speed for name, (tried, config, depth) in windows.items()
+            name: 2 * LENGTH * trial._flops(tried, config, {name: depth})[name] / speed
+            for name, (tried, config, depth) in windows.items()
         }
         return costs, dict.fromkeys(windows, 0.25)
 
@@ -343,9 +446,12 @@ def test_layers_too_wide_to_be_tried_are_tried_narrower_and_carried_by_their_ari
     monkeypatch.setattr(trial, "NARROWEST", 8)
     planned = workload(layers, count=12, batch_size=2, strategy="propagated")
     (whole,) = predict_time(planned, 2, seconds=0.0).values()
-    monkeypatch.setattr(trial, "matmul_roofline", lambda *a, **k: SimpleNamespace(flops_per_second=speed))
+    monkeypatch.setattr(
+        trial, "matmul_roofline", lambda *a, **k: SimpleNamespace(flops_per_second=speed)
+    )
     (found,) = predict_time(planned, 2, seconds=1e-3).values()
-    assert (whole.narrowed, found.narrowed) == (1, 4) and set(widths) == {64, 16}  # four heads cannot be divided further
+    # four heads cannot be divided further
+    assert (whole.narrowed, found.narrowed) == (1, 4) and set(widths) == {64, 16}
     assert found.parts.keys() == whole.parts.keys()
     for name, seconds in whole.parts.items():
         if "layers (" in name or "layers in front" in name:
@@ -353,7 +459,15 @@ def test_layers_too_wide_to_be_tried_are_tried_narrower_and_carried_by_their_ari
 
 
 def test_every_stage_is_tried_with_what_it_drives() -> None:
-    found = predict_time(workload("2,4", stages="local:0.5,end_to_end:0.5", logit_kl_weight=0.5), 2, seconds=0.0)
+    found = predict_time(
+        workload("2,4", stages="local:0.5,end_to_end:0.5", logit_kl_weight=0.5), 2, seconds=0.0
+    )
     assert list(found) == ["local", "end_to_end"]
-    assert all(isinstance(time, StepTime) and time.seconds > 0 and min(time.parts.values()) >= 0 for time in found.values())
-    assert "layers in front of them (2)" in found["local"].parts and "other layers (2)" in found["end_to_end"].parts
+    assert all(
+        isinstance(time, StepTime) and time.seconds > 0 and min(time.parts.values()) >= 0
+        for time in found.values()
+    )
+    assert (
+        "layers in front of them (2)" in found["local"].parts
+        and "other layers (2)" in found["end_to_end"].parts
+    )

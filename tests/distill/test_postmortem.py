@@ -1,4 +1,6 @@
-"""The post-mortem bundle holds what it takes to see why a run stopped, and to compute it again; nothing keeps it from being written."""
+"""The post-mortem bundle holds what it takes to see why a run stopped, and to compute it again;
+nothing keeps it from being written.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,15 @@ from npt.distill.transaction import Refusal, Trace, WindowResult
 from npt.errors import TooManyRefusalsError
 from npt.health.verdict import Verdict
 
-WINDOW = [collate([Sample("a", (5, 6, 7)), Sample("b", (8,))], 2), collate([Sample("c", (9, 999))], 2)]
-REFUSALS = [Refusal("loss", "loss is nan", 0, ("a", "b")), Refusal("data", "token id 999", 1, ("c",)), Refusal("norm", "inf")]
+WINDOW = [
+    collate([Sample("a", (5, 6, 7)), Sample("b", (8,))], 2),
+    collate([Sample("c", (9, 999))], 2),
+]
+REFUSALS = [
+    Refusal("loss", "loss is nan", 0, ("a", "b")),
+    Refusal("data", "token id 999", 1, ("c",)),
+    Refusal("norm", "inf"),
+]
 CONFIG = TrainConfig(learning_rate=0.1, warmup_steps=4, scheduler_type="linear")
 
 
@@ -45,7 +54,9 @@ def student(load_model: Callable[..., nn.Module]) -> nn.Module:
     return model
 
 
-def situation(model: Any, refusals: list[Refusal] = REFUSALS, window: list[Batch] = WINDOW, **more: Any) -> Situation:
+def situation(
+    model: Any, refusals: list[Refusal] = REFUSALS, window: list[Batch] = WINDOW, **more: Any
+) -> Situation:
     """Twelve steps into a run of twenty, after one step of which something is in every moment."""
     parameters = adapter_parameters(model)
     transaction = new_transaction(parameters, CONFIG, [0.1])
@@ -54,7 +65,11 @@ def situation(model: Any, refusals: list[Refusal] = REFUSALS, window: list[Batch
     transaction.optimizer.step()
     transaction.abandon()
     record = {
-        "settings": {name: value for part in (NPTConfig(rank=2, layers="3"), DataConfig(), CONFIG) for name, value in vars(part).items()},
+        "settings": {
+            name: value
+            for part in (NPTConfig(rank=2, layers="3"), DataConfig(), CONFIG)
+            for name, value in vars(part).items()
+        },
         "base_hash": npt.base_hash(model),
         "versions": {"torch": torch.__version__},
         "device": "cpu",
@@ -65,7 +80,9 @@ def situation(model: Any, refusals: list[Refusal] = REFUSALS, window: list[Batch
             "transaction": transaction,
             "fill": lambda batch: fill_gradients(STRATEGIES["local"], model, batch, CONFIG),
             "window": window,
-            "result": WindowResult(12, len(window), False, 12, 0, 0.0, None, None, refusals=refusals),
+            "result": WindowResult(
+                12, len(window), False, 12, 0, 0.0, None, None, refusals=refusals
+            ),
             "reason": "3 refusals in a row",
             "step": 12,
             "total_steps": 20,
@@ -78,10 +95,14 @@ def situation(model: Any, refusals: list[Refusal] = REFUSALS, window: list[Batch
 
 
 def said(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "postmortem.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
+    return json.loads(
+        (folder / "postmortem.json").read_text(),
+        parse_constant=lambda word: pytest.fail(f"{word} in JSON"),
+    )
 
 
-# --- what it holds -----------------------------------------------------------------------------------------------------
+# --- what it holds
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_the_bundle_holds_adapters_moments_and_random_state(student, tmp_path) -> None:
@@ -105,7 +126,11 @@ def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_p
     accepted = [collate([Sample(f"old-{i}", (5, 6, 7 + i))], 2) for i in range(6)]
     folder = write_postmortem(tmp_path, situation(student, accepted=accepted))
     tokens = load_file(folder / "window.safetensors")
-    for place, batch in [("0", WINDOW[0]), ("1", WINDOW[1]), *((f"accepted.{i}", accepted[i]) for i in range(4))]:
+    for place, batch in [
+        ("0", WINDOW[0]),
+        ("1", WINDOW[1]),
+        *((f"accepted.{i}", accepted[i]) for i in range(4)),
+    ]:
         for name, tensor in batch.row_tensors.items():
             assert torch.equal(tokens.pop(f"{place}.{name}"), tensor)
     assert not tokens
@@ -120,13 +145,25 @@ def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_p
     ]
 
 
-def test_the_bundle_holds_schedule_counters_settings_base_precision_and_versions(student, tmp_path) -> None:
+def test_the_bundle_holds_schedule_counters_settings_base_precision_and_versions(
+    student, tmp_path
+) -> None:
     record = said(write_postmortem(tmp_path, situation(student)))
     schedule = record["schedule"]
-    assert schedule.pop("next_rate") == pytest.approx(0.1 * (1 - 8 / 16))  # eight of the sixteen steps behind warm-up are done
-    assert schedule == {"learning_rate": 0.1, "scheduler_type": "linear", "warmup_steps": 4, "total_steps": 20}
+    # eight of the sixteen steps behind warm-up are done
+    assert schedule.pop("next_rate") == pytest.approx(0.1 * (1 - 8 / 16))
+    assert schedule == {
+        "learning_rate": 0.1,
+        "scheduler_type": "linear",
+        "warmup_steps": 4,
+        "total_steps": 20,
+    }
     assert record["counters"] == {"steps": 12, "tokens": 345, "refused": {"loss": 1}}
-    assert record["settings"]["rank"] == 2 and record["settings"]["max_length"] == 256 and record["settings"]["learning_rate"] == 0.1
+    assert (
+        record["settings"]["rank"] == 2
+        and record["settings"]["max_length"] == 256
+        and record["settings"]["learning_rate"] == 0.1
+    )
     assert record["base"] == {
         "name": student.config._name_or_path,
         "hash": npt.base_hash(student),
@@ -140,26 +177,42 @@ def test_the_bundle_holds_schedule_counters_settings_base_precision_and_versions
 
 
 def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> None:
-    made = trainer(poisoned_folder, [*good(15), BAD], gradient_accumulation_steps=2, warmup_steps=3, weight_decay=0.1)
+    made = trainer(
+        poisoned_folder,
+        [*good(15), BAD],
+        gradient_accumulation_steps=2,
+        warmup_steps=3,
+        weight_decay=0.1,
+    )
     read = read_bundle(stop(made))
     assert read.train_config == made.config and read.adapter_config == made.adapter_config
-    assert read.said["settings"] == json.loads((made.folder_path / "run.json").read_text())["settings"]
+    assert (
+        read.said["settings"] == json.loads((made.folder_path / "run.json").read_text())["settings"]
+    )
     assert read.base.hash == made.base.strict
-    assert read.said["counters"]["steps"] == read.step + 1  # the window was stepped on its other micro-batch
+    # the window was stepped on its other micro-batch
+    assert read.said["counters"]["steps"] == read.step + 1
     assert read.said["counters"]["refused"] == {"loss": 1}
     kept = read.kept(adapter_parameters(made.model))
     for name, parameter in adapter_parameters(made.model).items():
         value, state = kept[name]
         assert float(state["step"]) == read.step
-        assert not torch.equal(value, parameter.detach())  # and these are the adapters from before that step
+        # and these are the adapters from before that step
+        assert not torch.equal(value, parameter.detach())
 
 
-def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_was_not(trainer, poisoned_folder, monkeypatch) -> None:
+def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_was_not(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
     """A share counts from the fiftieth micro-batch on, and that one was accepted."""
-    bad, fine = (collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7))))
+    bad, fine = (
+        collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7)))
+    )
     windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
     monkeypatch.setattr(Trainer, "_windows", lambda self: (window for window in windows))
-    folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100, max_refused_share=0.05))
+    folder = stop(
+        trainer(poisoned_folder, good(3), max_consecutive_bad=100, max_refused_share=0.05)
+    )
     record = said(folder)
     assert record["reason"].startswith("3 of 50 micro-batches refused")
     assert record["sample_ids"] == [["bad"]] and record["refusals"][0]["kind"] == "loss"
@@ -173,12 +226,20 @@ def test_a_poisoned_adapter_is_stored_and_named(student, tmp_path) -> None:
         student.model.layers[3].npt.A[0, 0] = math.nan
     stopped = situation(student)
     name = "model.layers.3.npt.M.up"
-    stopped.transaction.optimizer.state[adapter_parameters(student)[name]]["exp_avg"][0, 1] = -math.inf
+    stopped.transaction.optimizer.state[adapter_parameters(student)[name]]["exp_avg"][
+        0, 1
+    ] = -math.inf
     folder = write_postmortem(tmp_path, stopped)
     state = load_file(folder / "state.safetensors")
-    assert state["adapter.model.layers.3.npt.A"][0, 0].isnan() and state[f"optimizer.{name}.exp_avg"][0, 1] == -math.inf
+    assert (
+        state["adapter.model.layers.3.npt.A"][0, 0].isnan()
+        and state[f"optimizer.{name}.exp_avg"][0, 1] == -math.inf
+    )
     findings = said(folder)["findings"]
-    assert "model.layers.3.npt.A[" in findings["adapters"] and f"exp_avg of {name}[0, 1] is -inf" in findings["moments"]
+    assert (
+        "model.layers.3.npt.A[" in findings["adapters"]
+        and f"exp_avg of {name}[0, 1] is -inf" in findings["moments"]
+    )
     assert findings["base"] is None
 
 
@@ -186,18 +247,24 @@ def test_a_run_without_optimizer_state_is_recorded_as_well(student, tmp_path) ->
     stopped = situation(student)
     stopped.transaction.optimizer.state.clear()
     folder = write_postmortem(tmp_path, stopped)
-    assert not [key for key in load_file(folder / "state.safetensors") if key.startswith("optimizer.")]
+    assert not [
+        key for key in load_file(folder / "state.safetensors") if key.startswith("optimizer.")
+    ]
     kept = read_bundle(folder).kept(adapter_parameters(student))
     assert all(state == {} for _, state in kept.values())
 
 
-def test_a_module_that_computes_in_another_dtype_is_recorded_as_what_the_audit_says(student, tmp_path) -> None:
+def test_a_module_that_computes_in_another_dtype_is_recorded_as_what_the_audit_says(
+    student, tmp_path
+) -> None:
     student.model.layers[0].mlp.up_proj.compute_dtype = torch.float16
     precision = said(write_postmortem(tmp_path, situation(student)))["precision"]
     assert "model.layers.0.mlp.up_proj computes in float16" in precision
 
 
-def test_the_verdict_and_the_record_are_of_the_refused_micro_batch(trainer, poisoned_folder, monkeypatch) -> None:
+def test_the_verdict_and_the_record_are_of_the_refused_micro_batch(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
     computed: list[Batch] = []
 
     def recorded(stopped: Situation, index: int) -> dict[str, Any]:
@@ -216,11 +283,20 @@ def test_the_verdict_and_the_record_are_of_the_refused_micro_batch(trainer, pois
     read_bundle(folder)
 
 
-def test_nothing_is_computed_on_data_that_were_refused_unseen(student, tmp_path, monkeypatch) -> None:
+def test_nothing_is_computed_on_data_that_were_refused_unseen(
+    student, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(postmortem, "_recorded", lambda *_: pytest.fail("computed"))
     monkeypatch.setattr(postmortem, "trace", lambda *_, **__: pytest.fail("computed"))
-    record = said(write_postmortem(tmp_path, situation(student, [Refusal("data", "token id 999", 1, ("c",))])))
-    assert (record["micro_batch"], record["record"], record["verdict"], record["failures"]) == (None, None, None, {})
+    record = said(
+        write_postmortem(tmp_path, situation(student, [Refusal("data", "token id 999", 1, ("c",))]))
+    )
+    assert (record["micro_batch"], record["record"], record["verdict"], record["failures"]) == (
+        None,
+        None,
+        None,
+        {},
+    )
 
 
 def test_the_environment_stays_out_of_it(trainer, poisoned_folder, monkeypatch) -> None:
@@ -230,7 +306,8 @@ def test_the_environment_stays_out_of_it(trainer, poisoned_folder, monkeypatch) 
         assert b"not-for-the-bundle" not in file.read_bytes()
 
 
-# --- what is looked into ---------------------------------------------------------------------------------------------
+# --- what is looked into
+# ---------------------------------------------------------------------------------------------
 
 
 def traces(*norms: float) -> list[Trace]:
@@ -240,7 +317,11 @@ def traces(*norms: float) -> list[Trace]:
 @pytest.mark.parametrize(
     ("refusals", "computed", "expected"),
     [
-        ([Refusal("data", "", 0), Refusal("gradient", "", 2), Refusal("loss", "", 3)], traces(1, 1, 1, 1), 2),
+        (
+            [Refusal("data", "", 0), Refusal("gradient", "", 2), Refusal("loss", "", 3)],
+            traces(1, 1, 1, 1),
+            2,
+        ),
         ([Refusal("spike", "")], traces(1, 5, 2), 1),
         ([Refusal("data", "", 0), Refusal("update", "")], traces(1, 5, 9), 2),
         ([Refusal("data", "", 0)], traces(1, 5, 9), None),
@@ -248,7 +329,9 @@ def traces(*norms: float) -> list[Trace]:
         ([Refusal("norm", "")], [], None),
     ],
 )
-def test_the_first_refused_micro_batch_is_looked_into_or_else_the_loudest(refusals, computed, expected) -> None:
+def test_the_first_refused_micro_batch_is_looked_into_or_else_the_loudest(
+    refusals, computed, expected
+) -> None:
     assert suspect(refusals, computed) == expected
 
 
@@ -275,14 +358,21 @@ def test_where_every_number_is_finite_one_too_large_to_be_squared_is_looked_for(
     monkeypatch.setattr(postmortem, "trace", trace)
     found = first_fault(student, batch, lambda: None, exploded=exploded)
     assert (found is None) == (expected is None)
-    assert found is None or found.value == expected or (math.isnan(found.value) and math.isnan(expected))
+    assert (
+        found is None
+        or found.value == expected
+        or (math.isnan(found.value) and math.isnan(expected))
+    )
 
 
-# --- what it leaves, and what cannot keep it from being written ---------------------------------------------------------
+# --- what it leaves, and what cannot keep it from being written
+# ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("applied", [False, True])
-def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(student, tmp_path, monkeypatch, applied) -> None:
+def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(
+    student, tmp_path, monkeypatch, applied
+) -> None:
     stopped = situation(student)
     parameters = adapter_parameters(student)
     if applied:
@@ -309,16 +399,24 @@ def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(stude
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [p.name for p in (tmp_path / "postmortem").iterdir()] == ["step-00000012"]
     state = load_file(folder / "state.safetensors")
-    assert torch.equal(state["adapter.model.layers.3.npt.A"], weights["model.layers.3.npt.A"] + applied)
+    assert torch.equal(
+        state["adapter.model.layers.3.npt.A"], weights["model.layers.3.npt.A"] + applied
+    )
     assert said(folder)["failures"] == {"record": "RuntimeError: half way"}
 
 
-@pytest.mark.parametrize("broken", ["trace", "base_fault", "base_hash", "audit_precision", "_as_before"])
-def test_an_observer_that_fails_is_written_down_and_loses_nothing(student, tmp_path, monkeypatch, broken) -> None:
+@pytest.mark.parametrize(
+    "broken", ["trace", "base_fault", "base_hash", "audit_precision", "_as_before"]
+)
+def test_an_observer_that_fails_is_written_down_and_loses_nothing(
+    student, tmp_path, monkeypatch, broken
+) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("of its own")
 
-    monkeypatch.setattr(postmortem, "_recorded", lambda *_: {"step": 13, "micro_batch": 0, "rows": []})
+    monkeypatch.setattr(
+        postmortem, "_recorded", lambda *_: {"step": 13, "micro_batch": 0, "rows": []}
+    )
     monkeypatch.setattr(postmortem, broken, fail)
     folder = write_postmortem(tmp_path, situation(student))
     (failure,) = said(folder)["failures"].values()
@@ -326,7 +424,9 @@ def test_an_observer_that_fails_is_written_down_and_loses_nothing(student, tmp_p
     assert len(read_bundle(folder).window) == 2
 
 
-def test_a_tracer_that_is_killed_leaves_a_bundle_that_can_be_read(student, tmp_path, monkeypatch) -> None:
+def test_a_tracer_that_is_killed_leaves_a_bundle_that_can_be_read(
+    student, tmp_path, monkeypatch
+) -> None:
     def killed(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -339,18 +439,24 @@ def test_a_tracer_that_is_killed_leaves_a_bundle_that_can_be_read(student, tmp_p
 
 
 def no_space(*_: Any, **__: Any) -> Any:
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    raise SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
 
 
 @pytest.mark.parametrize("where", ["save_file", "write_json"])
-def test_a_disk_that_is_full_leaves_nothing_half_written(student, tmp_path, monkeypatch, where) -> None:
+def test_a_disk_that_is_full_leaves_nothing_half_written(
+    student, tmp_path, monkeypatch, where
+) -> None:
     monkeypatch.setattr(postmortem, where, no_space)
     with pytest.raises(OSError, match="No space left on device"):
         write_postmortem(tmp_path, situation(student))
     assert list((tmp_path / "postmortem").iterdir()) == []
 
 
-def test_a_disk_that_fills_up_behind_the_bundle_costs_the_extras_only(student, tmp_path, monkeypatch) -> None:
+def test_a_disk_that_fills_up_behind_the_bundle_costs_the_extras_only(
+    student, tmp_path, monkeypatch
+) -> None:
     original, calls = postmortem.write_json, iter(range(9))
 
     def once(path: Path, value: Any) -> None:
@@ -362,7 +468,9 @@ def test_a_disk_that_fills_up_behind_the_bundle_costs_the_extras_only(student, t
     assert len(read_bundle(write_postmortem(tmp_path, situation(student))).window) == 2
 
 
-def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(trainer, poisoned_folder, monkeypatch) -> None:
+def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
     made = trainer(poisoned_folder, [*good(15), BAD])
     folders: list[RunFolder] = []
     original = RunFolder.__init__
@@ -381,12 +489,20 @@ def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(tr
     with pytest.raises(TooManyRefusalsError) as caught:
         acting(made, fill_up).train()
     assert caught.value.exit_status == 3
-    for part in ("1 refusals in a row", "bad@0", "loss is nan", "No space left on device", "no post-mortem could be written"):
+    for part in (
+        "1 refusals in a row",
+        "bad@0",
+        "loss is nan",
+        "No space left on device",
+        "no post-mortem could be written",
+    ):
         assert part in str(caught.value)
     assert not list((made.folder_path / "postmortem").iterdir())
 
 
-def test_a_place_that_cannot_be_written_to_is_said_with_the_reason_of_the_stop(trainer, poisoned_folder) -> None:
+def test_a_place_that_cannot_be_written_to_is_said_with_the_reason_of_the_stop(
+    trainer, poisoned_folder
+) -> None:
     made = trainer(poisoned_folder, [*good(3), BAD])
 
     def block(model: Any, number: int) -> None:
@@ -394,6 +510,12 @@ def test_a_place_that_cannot_be_written_to_is_said_with_the_reason_of_the_stop(t
 
     with pytest.raises(TooManyRefusalsError, match="1 refusals in a row") as caught:
         acting(made, block).train()
-    assert "no post-mortem could be written" in str(caught.value) and os.strerror(17) in str(caught.value)
-    (event,) = [json.loads(x) for x in (made.folder_path / "events.jsonl").read_text().splitlines() if '"stopped"' in x]
+    assert "no post-mortem could be written" in str(caught.value) and os.strerror(17) in str(
+        caught.value
+    )
+    (event,) = [
+        json.loads(x)
+        for x in (made.folder_path / "events.jsonl").read_text().splitlines()
+        if '"stopped"' in x
+    ]
     assert event["postmortem"] is None and "refusals in a row" in event["reason"]

@@ -1,4 +1,6 @@
-"""Several processes: they share every window, decide alike, and end together, with the reason, when one of them cannot go on."""
+"""Several processes: they share every window, decide alike, and end together, with the reason, when
+one of them cannot go on.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,27 @@ def base(llama_folder: Path, load_model: Any) -> str:
 
 @pytest.fixture
 def train(base: str, tmp_path: Path) -> Loops:
-    """`train(windows, ...)`: for each of these runs what the loop on every rank came to, with flags read at once and then with flags
-    read one window late, as on a GPU. One rank is this process itself."""
+    """`train(windows, ...)`: for each of these runs what the loop on every rank came to, with flags
+    read at once and then with flags read one window late, as on a GPU. One rank is this process
+    itself."""
     made = iter(range(1000))
 
     def run(*runs: Any, size: int = 2, **settings: Any) -> list[list[list[dict[str, Any]]]]:
         plans = [
-            {"out": str(tmp_path / f"loop-{next(made)}"), "windows": windows, "late": late, **settings}
+            {
+                "out": str(tmp_path / f"loop-{next(made)}"),
+                "windows": windows,
+                "late": late,
+                **settings,
+            }
             for late in (False, True)
             for windows in runs
         ]
-        of_ranks = [loops(Ranks(), base, plans)] if size == 1 else values(several(size, loops, base, plans))
+        of_ranks = (
+            [loops(Ranks(), base, plans)]
+            if size == 1
+            else values(several(size, loops, base, plans))
+        )
         of_plans = [list(plan) for plan in zip(*of_ranks, strict=True)]
         return [of_plans[: len(runs)], of_plans[len(runs) :]]
 
@@ -57,18 +69,26 @@ def assert_equal(*states: dict[str, np.ndarray]) -> None:
 
 
 def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], steps: int) -> None:
-    """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of themselves, and Adam divides by the
-    gradient's size, so where it is nearly 0 that may turn a step by a good part of the learning rate, 1e-2."""
+    """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of
+    themselves, and Adam divides by the gradient's size, so where it is nearly 0 that may turn a
+    step by a good part of the learning rate, 1e-2."""
     for name, value in one.items():
         difference = np.abs(value - other[name])
-        assert np.median(difference) < 1e-6 and difference.max() < 1e-3 * steps, (name, np.median(difference), difference.max())
+        assert np.median(difference) < 1e-6 and difference.max() < 1e-3 * steps, (
+            name,
+            np.median(difference),
+            difference.max(),
+        )
 
 
 def refusals(loop: dict[str, Any]) -> list[tuple[int, int, str]]:
-    return [(e["rank"], e["micro_batch"], e["kind"]) for e in loop["events"] if e["event"] == "refusal"]
+    return [
+        (e["rank"], e["micro_batch"], e["kind"]) for e in loop["events"] if e["event"] == "refusal"
+    ]
 
 
-# --- what they compute -----------------------------------------------------------------------------------------------
+# --- what they compute
+# -----------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_hold_the_same_bits_and_what_one_rank_holds_to_rounding(train: Loops) -> None:
@@ -79,8 +99,18 @@ def test_two_ranks_hold_the_same_bits_and_what_one_rank_holds_to_rounding(train:
             assert alone[key] == ranks[0][key] == ranks[1][key]
         assert ranks[1]["metrics"] == []
         for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
-            for key in ("loss", "loss_nmse", "loss_reg", "grad_norm", "layers.1.nmse", "layers.3.nmse", "lr", "tokens"):
-                assert line[key] == pytest.approx(expected[key], rel=1e-5), key  # fp32 sums in another order
+            for key in (
+                "loss",
+                "loss_nmse",
+                "loss_reg",
+                "grad_norm",
+                "layers.1.nmse",
+                "layers.3.nmse",
+                "lr",
+                "tokens",
+            ):
+                # fp32 sums in another order
+                assert line[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
 def test_flags_read_late_leave_the_bits_of_flags_read_at_once(train: Loops) -> None:
@@ -90,7 +120,8 @@ def test_flags_read_late_leave_the_bits_of_flags_read_at_once(train: Loops) -> N
 
 
 def test_uneven_windows_count_every_micro_batch_once(train: Loops) -> None:
-    windows = [GOOD[0], GOOD[1][:3], ["good alone"]]  # in the last one rank 1 and rank 2 have nothing
+    # in the last one rank 1 and rank 2 have nothing
+    windows = [GOOD[0], GOOD[1][:3], ["good alone"]]
     for ((alone,),), (ranks,) in zip(train(windows, size=1), train(windows, size=3), strict=True):
         assert_equal(*(rank["state"] for rank in ranks))
         assert_close(alone["state"], ranks[0]["state"], steps=3)
@@ -98,13 +129,18 @@ def test_uneven_windows_count_every_micro_batch_once(train: Loops) -> None:
         assert [rank["steps"] for rank in ranks] == [3] * 3
 
 
-# --- what they refuse ------------------------------------------------------------------------------------------------
+# --- what they refuse
+# ------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_micro_batch_on_rank_1_leaves_the_bits_of_the_run_that_never_saw_it(train: Loops) -> None:
+def test_a_bad_micro_batch_on_rank_1_leaves_the_bits_of_the_run_that_never_saw_it(
+    train: Loops,
+) -> None:
     kinds = {"nan": "gradient", "inf": "loss", "data": "data", "masked": "data"}
     clean = [GOOD[0][:3]] * len(kinds)
-    for ranks, never in train([[*window, bad] for window, bad in zip(clean, kinds, strict=True)], clean):
+    for ranks, never in train(
+        [[*window, bad] for window, bad in zip(clean, kinds, strict=True)], clean
+    ):
         assert_equal(ranks[0]["state"], ranks[1]["state"], never[0]["state"])
         assert [rank["refused"] for rank in ranks] == [{"gradient": 1, "loss": 1, "data": 2}] * 2
         assert refusals(ranks[0]) == [(1, 3, kind) for kind in kinds.values()]
@@ -119,17 +155,28 @@ def test_a_rank_of_which_nothing_survives_takes_part(train: Loops) -> None:
 
 
 def test_a_window_without_survivors_on_any_rank_is_no_step(train: Loops) -> None:
-    for ranks, never in train([GOOD[0], ["nan a", "data", "inf", "masked"], GOOD[1]], [GOOD[0], GOOD[1]]):
+    for ranks, never in train(
+        [GOOD[0], ["nan a", "data", "inf", "masked"], GOOD[1]], [GOOD[0], GOOD[1]]
+    ):
         assert_equal(ranks[0]["state"], ranks[1]["state"], never[0]["state"])
-        assert refusals(ranks[0]) == [(0, 0, "gradient"), (1, 1, "data"), (0, 2, "loss"), (1, 3, "data")]
-        assert [line["lr"] for line in ranks[0]["metrics"]] == [line["lr"] for line in never[0]["metrics"]]
+        assert refusals(ranks[0]) == [
+            (0, 0, "gradient"),
+            (1, 1, "data"),
+            (0, 2, "loss"),
+            (1, 3, "data"),
+        ]
+        assert [line["lr"] for line in ranks[0]["metrics"]] == [
+            line["lr"] for line in never[0]["metrics"]
+        ]
 
 
 def test_random_windows_leave_no_trace_of_what_was_refused_in_them() -> None:
     assert values(several(3, random_windows, 6)) == [[]] * 3
 
 
-def test_too_many_refusals_end_all_ranks_with_one_bundle_of_the_whole_window(train: Loops, tmp_path: Path) -> None:
+def test_too_many_refusals_end_all_ranks_with_one_bundle_of_the_whole_window(
+    train: Loops, tmp_path: Path
+) -> None:
     for (ranks,) in train([GOOD[0], ["good", "nan a", "nan b", "data"]], max_consecutive_bad=3):
         assert [rank["status"] for rank in ranks] == [3, 3]
         assert all("3 refusals in a row" in rank["error"] for rank in ranks)
@@ -138,24 +185,33 @@ def test_too_many_refusals_end_all_ranks_with_one_bundle_of_the_whole_window(tra
     for path in bundles:
         bundle = json.loads(path.read_text(encoding="utf-8"))
         assert bundle["sample_ids"] == [["good"] * 2, ["nan a"] * 2, ["nan b"] * 2, ["data"] * 2]
-        assert [(r["rank"], r["micro_batch"]) for r in bundle["refusals"]] == [(1, 1), (0, 2), (1, 3)]
+        assert [(r["rank"], r["micro_batch"]) for r in bundle["refusals"]] == [
+            (1, 1),
+            (0, 2),
+            (1, 3),
+        ]
         seen = [(t["window"], t["micro_batch"]) for t in bundle["history"]]
         assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
 
 
-# --- how they end ----------------------------------------------------------------------------------------------------
+# --- how they end
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_an_error_on_rank_1_ends_both_in_front_of_its_window(train: Loops) -> None:
     for ranks, before in train([GOOD[0], ["good", "good", "good", "raise"], GOOD[2]], [GOOD[0]]):
-        assert ranks[0]["error"] == "RankError: rank 1 failed: KeyError: 'a planted error'" and ranks[0]["status"] == 1
+        assert (
+            ranks[0]["error"] == "RankError: rank 1 failed: KeyError: 'a planted error'"
+            and ranks[0]["status"] == 1
+        )
         assert ranks[1]["error"] == "KeyError: 'a planted error'"
         assert_equal(ranks[0]["state"], ranks[1]["state"], before[0]["state"])
         assert [rank["steps"] for rank in ranks] == [1, 1]
 
 
 def test_an_error_behind_the_last_step_is_not_lost(train: Loops) -> None:
-    for (ranks,) in train(GOOD, max_steps=2, eval_steps=2):  # these loops have no figures to evaluate
+    # these loops have no figures to evaluate
+    for (ranks,) in train(GOOD, max_steps=2, eval_steps=2):
         assert [rank["steps"] for rank in ranks] == [2, 2]
         assert all(rank["error"].startswith("AttributeError: ") for rank in ranks)
 
@@ -169,11 +225,18 @@ def test_a_signal_to_rank_1_stops_both_in_front_of_the_window_it_came_in(train: 
 
 
 def test_ranks_that_read_other_data_find_out_before_they_step_on_it(train: Loops) -> None:
-    others = [[GOOD[0], ["good", "another", "good", "good"]], [GOOD[0]], [GOOD[0], GOOD[1], GOOD[2]]]  # other, fewer, more
+    # other, fewer, more
+    others = [
+        [GOOD[0], ["good", "another", "good", "good"]],
+        [GOOD[0]],
+        [GOOD[0], GOOD[1], GOOD[2]],
+    ]
     for found in train(*({0: GOOD[:2], 1: other} for other in others)):
         for ranks, window in zip(found, (2, 2, 3), strict=True):
             for rank in ranks:
-                assert rank["error"].startswith(f"RankError: rank 1 reads other data than rank 0 in window {window} ")
+                assert rank["error"].startswith(
+                    f"RankError: rank 1 reads other data than rank 0 in window {window} "
+                )
                 assert rank["status"] == 2
             assert_equal(ranks[0]["state"], ranks[1]["state"])
 
@@ -183,7 +246,11 @@ def test_a_step_that_one_rank_gets_wrong_is_taken_back_on_both(train: Loops) -> 
     for moment, weight, before in train(*runs, [GOOD[0]]):
         for ranks, said in ((moment, "is not finite"), (weight, "differs")):
             for rank in ranks:
-                assert f"every rank took step 2 alike, but what it left on rank 1 {said}" in rank["error"] and rank["status"] == 6
+                assert (
+                    f"every rank took step 2 alike, but what it left on rank 1 {said}"
+                    in rank["error"]
+                    and rank["status"] == 6
+                )
             assert_equal(ranks[0]["state"], before[0]["state"])
 
 
@@ -192,8 +259,12 @@ def test_a_rank_that_is_killed_is_named_at_once(base: str, tmp_path: Path, late:
     windows = [GOOD[0], ["good", "kill", "good", "good"]]
     left, killed = several(2, looped, base, str(tmp_path / "run"), windows, late)
     assert killed.status == -signal.SIGKILL
-    assert left.value["error"].startswith("RankError: rank 1 does not answer any more (") and left.value["status"] == 6
-    assert left.value["steps"] == (0 if late else 1) and left.seconds < 15  # far below the timeout of 20
+    assert (
+        left.value["error"].startswith("RankError: rank 1 does not answer any more (")
+        and left.value["status"] == 6
+    )
+    # far below the timeout of 20
+    assert left.value["steps"] == (0 if late else 1) and left.seconds < 15
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: Path) -> None:
@@ -203,39 +274,59 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: Pat
     assert "gone on to end without rank 1" in slept.value["error"]
 
 
-# --- whole runs ------------------------------------------------------------------------------------------------------
+# --- whole runs
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run(base: str, tmp_path: Path) -> Callable[..., list[Ended]]:
     """`run(name, size, **config)`: how the ranks of a whole run ended."""
-    return lambda name, size=2, **config: several(size, trained, base, str(tmp_path / name), **config)
+    return lambda name, size=2, **config: several(
+        size, trained, base, str(tmp_path / name), **config
+    )
 
 
-def test_accumulation_and_ranks_make_one_window_and_lose_or_repeat_no_sample(base: str, tmp_path: Path, run: Any) -> None:
-    alone = trained(Ranks(), base, str(tmp_path / "alone"), count=16, batch_size=1, gradient_accumulation_steps=8)
+def test_accumulation_and_ranks_make_one_window_and_lose_or_repeat_no_sample(
+    base: str, tmp_path: Path, run: Any
+) -> None:
+    alone = trained(
+        Ranks(),
+        base,
+        str(tmp_path / "alone"),
+        count=16,
+        batch_size=1,
+        gradient_accumulation_steps=8,
+    )
     ranks = values(run("ranks", count=16, batch_size=1, gradient_accumulation_steps=4))
-    assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == sorted(f"{r['id']}@0" for r in records(16))
+    assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == sorted(
+        f"{r['id']}@0" for r in records(16)
+    )
     assert ranks[0]["metrics"] == ranks[1]["metrics"] and ranks[1]["said"] == ""
     assert alone["tokens"] == ranks[0]["tokens"] and alone["steps"] == ranks[0]["steps"] == 2
     for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
         for key in ("loss", "loss_nmse", "grad_norm", "layers.1.nmse", "layers.3.nmse"):
-            assert line[key] == pytest.approx(expected[key], rel=1e-4), key  # fp32 sums in another order, then steps of Adam
+            # fp32 sums in another order, then steps of Adam
+            assert line[key] == pytest.approx(expected[key], rel=1e-4), key
     assert_equal(ranks[0]["weights"], ranks[1]["weights"])
     assert_close(alone["weights"], ranks[0]["weights"], steps=2)
     assert ranks[0]["fidelity"] == ranks[1]["fidelity"]
 
 
-def test_the_loss_on_the_logits_is_a_mean_over_what_all_ranks_predicted(base: str, tmp_path: Path, run: Any) -> None:
+def test_the_loss_on_the_logits_is_a_mean_over_what_all_ranks_predicted(
+    base: str, tmp_path: Path, run: Any
+) -> None:
     config = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "count": 8}
     alone = trained(Ranks(), base, str(tmp_path / "alone"), gradient_accumulation_steps=4, **config)
     ranks = values(run("ranks", gradient_accumulation_steps=2, **config))
     assert len(ranks[0]["metrics"]) == 1
     for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
-        assert line["loss_kl"] == pytest.approx(expected["loss_kl"], rel=1e-4)  # fp32 sums in another order, then steps of Adam
+        # fp32 sums in another order, then steps of Adam
+        assert line["loss_kl"] == pytest.approx(expected["loss_kl"], rel=1e-4)
 
 
-def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_rounding(base: str, tmp_path: Path, run: Any) -> None:
+def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_rounding(
+    base: str, tmp_path: Path, run: Any
+) -> None:
     config = {"gradient_accumulation_steps": 2, "save_steps": 1, "count": 16}
     whole = values(run("whole", **config))
     first = values(run("parts", plant="term", at=2, **config))  # inside the second window
@@ -243,10 +334,18 @@ def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_roundi
     checkpoint = tmp_path / "parts" / "checkpoints" / "step-00000001"
     saved = read_checkpoint(checkpoint)
     assert {name for name in saved.headers if name.startswith("rng.")} == {"rng.0.cpu", "rng.1.cpu"}
-    alone = trained(Ranks(), base, str(tmp_path / "alone"), resume=str(checkpoint), **{**config, "gradient_accumulation_steps": 4})
+    alone = trained(
+        Ranks(),
+        base,
+        str(tmp_path / "alone"),
+        resume=str(checkpoint),
+        **{**config, "gradient_accumulation_steps": 4},
+    )
     second = values(run("parts", resume=str(tmp_path / "parts"), **config))
     assert_equal(whole[0]["weights"], second[0]["weights"], second[1]["weights"])
-    assert [line["loss"] for line in whole[0]["metrics"]] == [line["loss"] for line in second[0]["metrics"]]
+    assert [line["loss"] for line in whole[0]["metrics"]] == [
+        line["loss"] for line in second[0]["metrics"]
+    ]
     for rank in (0, 1):
         assert first[rank]["seen"][:4] + second[rank]["seen"] == whole[rank]["seen"]
     assert alone["tokens"] == whole[0]["tokens"] and alone["steps"] == whole[0]["steps"]
@@ -256,7 +355,9 @@ def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_roundi
 
 
 @pytest.mark.parametrize("plant", ["raise", "kill"])
-def test_rank_0_saves_the_last_step_when_rank_1_is_lost(run: Any, tmp_path: Path, plant: str) -> None:
+def test_rank_0_saves_the_last_step_when_rank_1_is_lost(
+    run: Any, tmp_path: Path, plant: str
+) -> None:
     ended = run("run", plant=plant, at=3, gradient_accumulation_steps=1)
     assert ended[0].kind == "RankError" and ended[0].status == (1 if plant == "raise" else 6)
     assert "rank 1" in str(ended[0].error)
@@ -264,7 +365,9 @@ def test_rank_0_saves_the_last_step_when_rank_1_is_lost(run: Any, tmp_path: Path
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003").step == 3
 
 
-def test_ranks_with_other_settings_are_refused_by_name_before_anything_is_written(run: Any, tmp_path: Path) -> None:
+def test_ranks_with_other_settings_are_refused_by_name_before_anything_is_written(
+    run: Any, tmp_path: Path
+) -> None:
     ended = run("run", own={1: {"learning_rate": 1e-3}})
     for one in ended:
         assert one.kind == "ConfigError" and one.status == 2
@@ -273,7 +376,9 @@ def test_ranks_with_other_settings_are_refused_by_name_before_anything_is_writte
 
 
 def test_a_save_that_fails_on_rank_0_leaves_the_ranks_in_step(run: Any) -> None:
-    ranks = values(run("run", plant="second save", save_steps=1, gradient_accumulation_steps=2, count=24))
+    ranks = values(
+        run("run", plant="second save", save_steps=1, gradient_accumulation_steps=2, count=24)
+    )
     assert [e["step"] for e in ranks[0]["events"] if e["event"] == "save_failed"] == [2]
     assert [rank["steps"] for rank in ranks] == [3, 3]
     assert_equal(ranks[0]["weights"], ranks[1]["weights"])
@@ -281,11 +386,20 @@ def test_a_save_that_fails_on_rank_0_leaves_the_ranks_in_step(run: Any) -> None:
 
 def test_a_first_save_that_fails_ends_both(run: Any) -> None:
     ended = run("run", plant="first save", save_steps=2, gradient_accumulation_steps=2)
-    assert ended[0].kind == "CheckpointError" and ended[1].kind == "RankError" and ended[0].status == ended[1].status == 5
-    assert "rank 0 failed: no checkpoint could be written at step 2: [Errno 28] No space left" in str(ended[1].error)
+    assert (
+        ended[0].kind == "CheckpointError"
+        and ended[1].kind == "RankError"
+        and ended[0].status == ended[1].status == 5
+    )
+    assert (
+        "rank 0 failed: no checkpoint could be written at step 2: [Errno 28] No space left"
+        in str(ended[1].error)
+    )
 
 
-def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(run: Any, tmp_path: Path) -> None:
+def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(
+    run: Any, tmp_path: Path
+) -> None:
     ended = run("run", plant="weight", at=1, save_steps=2, gradient_accumulation_steps=1)
     for one in ended:
         assert one.kind == "RankError" and one.status == 6
@@ -293,7 +407,8 @@ def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(run: An
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
-# --- who they are ----------------------------------------------------------------------------------------------------
+# --- who they are
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_one_process_is_alone_whatever_else_is_set() -> None:
@@ -314,12 +429,18 @@ def test_one_process_is_alone_whatever_else_is_set() -> None:
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is not set"),
     ],
 )
-def test_variables_that_do_not_fit_together_are_named(environment: dict[str, str], said: str) -> None:
+def test_variables_that_do_not_fit_together_are_named(
+    environment: dict[str, str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         join_ranks(environment=environment)
 
 
 def test_a_launcher_that_started_one_of_several_is_warned_of() -> None:
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
     with pytest.warns(UserWarning, match="--multi_gpu"):
         assert join_ranks(environment=environment).size == 1

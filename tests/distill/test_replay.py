@@ -1,4 +1,6 @@
-"""A replay tells whether what stopped a run recurs, where it arises, and whether it is the data or the state."""
+"""A replay tells whether what stopped a run recurs, where it arises, and whether it is the data or
+the state.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,24 @@ def places(refusals: Any) -> list[tuple[str, int | None]]:
     return [(r.kind, r.micro_batch) for r in refusals]
 
 
-# --- what is found -----------------------------------------------------------------------------------------------------
+# --- what is found
+# -----------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_that_overflows_is_the_data_and_its_window_is_computed_in_the_state_that_the_run_had(trainer, poisoned_folder) -> None:
-    """In windows of two, so that the other micro-batch was stepped on, and read late the window behind it as well."""
-    found = replay(stop(trainer(poisoned_folder, [*good(9), BAD], gradient_accumulation_steps=2, learning_rate=0.1), late=True))
+def test_a_sample_that_overflows_is_the_data_and_its_window_is_computed_in_the_state_that_the_run_had(
+    trainer, poisoned_folder
+) -> None:
+    """In windows of two, so that the other micro-batch was stepped on, and read late the window
+    behind it as well.
+    """
+    found = replay(
+        stop(
+            trainer(
+                poisoned_folder, [*good(9), BAD], gradient_accumulation_steps=2, learning_rate=0.1
+            ),
+            late=True,
+        )
+    )
     assert found.classification == "data" and found.reproduced and found.same_fault
     ((kind, index),) = places(found.found)
     assert kind == "loss" and found.verdicts[0][0] == index
@@ -62,7 +76,9 @@ def test_a_sample_that_overflows_is_the_data_and_its_window_is_computed_in_the_s
     assert len({t.sample_ids for t in found.traces}) == 2
 
 
-def test_a_micro_batch_that_was_computed_in_parts_is_replayed_in_those_parts(trainer, poisoned_folder, monkeypatch) -> None:
+def test_a_micro_batch_that_was_computed_in_parts_is_replayed_in_those_parts(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
     """With more samples at once a replay could lack the very memory that the run had lacked."""
     run = trainer(poisoned_folder, [*good(7), BAD], batch_size=4)
     run.passes.samples = 2
@@ -90,12 +106,17 @@ def test_an_adapter_that_is_not_finite_is_the_state_and_is_named(trainer, tiny_f
 
     found = replay(stop(acting(trainer(tiny_folder, good(12)), poison)))
     assert found.classification == "state" and found.reproduced
-    assert found.findings["adapters"] is not None and f"{name}[2, 1] is nan" in found.findings["adapters"]
+    assert (
+        found.findings["adapters"] is not None
+        and f"{name}[2, 1] is nan" in found.findings["adapters"]
+    )
     assert found.count(fresh=True) == (FRESH, FRESH) and found.count(fresh=False) == (1, 1)
     assert name in str(found)
 
 
-def test_adapters_that_have_grown_too_large_are_the_state_though_every_number_is_finite(trainer, tiny_folder) -> None:
+def test_adapters_that_have_grown_too_large_are_the_state_though_every_number_is_finite(
+    trainer, tiny_folder
+) -> None:
     def grow(model: Any, number: int) -> None:
         if number == 4:
             model.get_parameter("model.layers.1.npt.B.down").data.fill_(1e25)
@@ -125,13 +146,19 @@ def test_a_fault_that_was_only_there_in_the_run_is_transient(trainer, tiny_folde
 def test_a_base_that_changed_in_the_runs_memory_is_said(trainer, tiny_folder) -> None:
     def flip(model: Any, number: int) -> None:
         if number == 4:
-            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.absmax.data.view(-1)[0] += 1
-            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.state2.absmax[0] = math.inf
+            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.absmax.data.view(
+                -1
+            )[0] += 1
+            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.state2.absmax[
+                0
+            ] = math.inf
 
     found = replay(stop(acting(trainer(tiny_folder, good(12)), flip)))
     assert found.classification == "transient" and found.base_changed
     assert "up_proj" in found.bundle.said["findings"]["base"]
-    assert "it had changed there" in str(found) and "base, when the run stopped: model.layers.1.mlp.up_proj" in str(found)
+    assert "it had changed there" in str(
+        found
+    ) and "base, when the run stopped: model.layers.1.mlp.up_proj" in str(found)
 
 
 def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None:
@@ -161,17 +188,25 @@ def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None
 
 
 def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder) -> None:
-    made = trainer(tiny_folder, good(60), skip_spikes=True, spike_sigmas=1.5, gradient_accumulation_steps=2)
+    made = trainer(
+        tiny_folder, good(60), skip_spikes=True, spike_sigmas=1.5, gradient_accumulation_steps=2
+    )
     found = replay(stop(made))
     assert places(found.bundle.refusals) == places(found.found) == [("spike", None)]
-    assert found.found[0].detail == found.bundle.refusals[0].detail  # value and limit, digit by digit
-    assert found.count(fresh=True) == (0, 0) and found.count(fresh=False)[1] == 1  # random tokens are no text to compare with
+    # value and limit, digit by digit
+    assert found.found[0].detail == found.bundle.refusals[0].detail
+    # random tokens are no text to compare with
+    assert found.count(fresh=True) == (0, 0) and found.count(fresh=False)[1] == 1
     read = read_bundle(found.bundle.folder)
     assert read.limits is not None and all(math.isfinite(limit) for limit in read.limits)
 
 
-def test_token_ids_outside_the_vocabulary_are_the_data_without_a_trace(trainer, tiny_folder) -> None:
-    found = replay(stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}])))
+def test_token_ids_outside_the_vocabulary_are_the_data_without_a_trace(
+    trainer, tiny_folder
+) -> None:
+    found = replay(
+        stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}]))
+    )
     assert found.classification == "data" and found.reproduced
     assert not found.verdicts and not found.trials
     assert "outside@0" in str(found) and "nothing was computed on it" in str(found)
@@ -179,13 +214,29 @@ def test_token_ids_outside_the_vocabulary_are_the_data_without_a_trace(trainer, 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_an_unquantised_base_is_loaded_as_it_was(trainer, tiny_folder, half) -> None:
-    found = replay(stop(trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], quantization=None, use_fp16=half)))
-    assert (found.bundle.base.quantization, found.bundle.base.dtype) == (None, "float16" if half else "float32")
+    found = replay(
+        stop(
+            trainer(
+                tiny_folder,
+                [{"id": "outside", "input_ids": [5, 999, 7]}],
+                quantization=None,
+                use_fp16=half,
+            )
+        )
+    )
+    assert (found.bundle.base.quantization, found.bundle.base.dtype) == (
+        None,
+        "float16" if half else "float32",
+    )
     assert found.classification == "data"
 
 
-def test_a_packed_base_is_loaded_with_products_in_the_dtype_that_it_had(trainer, tiny_folder) -> None:
-    folder = stop(trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], compute_dtype="bf16"))
+def test_a_packed_base_is_loaded_with_products_in_the_dtype_that_it_had(
+    trainer, tiny_folder
+) -> None:
+    folder = stop(
+        trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], compute_dtype="bf16")
+    )
     bundle = read_bundle(folder)
     assert (bundle.base.quantization, bundle.base.dtype) == ("nf4", "bfloat16")
     with rebuilt.rebuilt(bundle) as found:
@@ -198,13 +249,19 @@ def test_a_micro_batch_that_was_accepted_can_be_traced_too(bundle) -> None:
     found = replay(bundle, micro_batch=1 - refused)
     assert found.verdicts == ((1 - refused, None),)
     assert "no operation made a number that is not finite" in str(found)
-    with pytest.raises(ConfigError, match="--micro_batch is 2, the bundle has micro-batches 0 to 1"):
+    with pytest.raises(
+        ConfigError, match="--micro_batch is 2, the bundle has micro-batches 0 to 1"
+    ):
         replay(bundle, micro_batch=2)
 
 
 def test_json_holds_what_was_recorded_found_and_tried(bundle) -> None:
     said = json.loads(npt.files.to_json(replay(bundle).as_dict()))
-    assert said["classification"] == "data" and said["reproduced"] is True and said["same_fault"] is True
+    assert (
+        said["classification"] == "data"
+        and said["reproduced"] is True
+        and said["same_fault"] is True
+    )
     assert said["recorded"] == said["found"] and said["found"][0]["sample_ids"] == ["bad@0"]
     assert said["verdict"]["index"] == said["recorded_verdict"]["index"]
     assert (said["fresh_failed"], said["fresh_total"]) == (0, FRESH)
@@ -212,7 +269,8 @@ def test_json_holds_what_was_recorded_found_and_tried(bundle) -> None:
     assert said["versions"] == {} and said["device"] == said["recorded_device"] == "cpu"
 
 
-# --- what it leaves, and what it refuses -------------------------------------------------------------------------------
+# --- what it leaves, and what it refuses
+# -------------------------------------------------------------------------------
 
 
 def test_the_process_is_left_as_it_was(bundle) -> None:
@@ -234,11 +292,17 @@ def test_another_base_is_refused_and_both_hashes_are_named(bundle, tiny_folder) 
     other = npt.base_hash(npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0])
     with pytest.raises(BundleError) as caught:
         replay(bundle, model_name=str(tiny_folder))
-    assert recorded[:12] in str(caught.value) and other[:12] in str(caught.value) and "--model_name" in str(caught.value)
+    assert (
+        recorded[:12] in str(caught.value)
+        and other[:12] in str(caught.value)
+        and "--model_name" in str(caught.value)
+    )
     assert caught.value.exit_status == 5
 
 
-def test_a_base_whose_statistics_are_rounded_otherwise_is_not_replayed_on(bundle, monkeypatch) -> None:
+def test_a_base_whose_statistics_are_rounded_otherwise_is_not_replayed_on(
+    bundle, monkeypatch
+) -> None:
     load = rebuilt.load_base
 
     def load_rounded(*arguments: Any, **more: Any) -> Any:
@@ -254,7 +318,10 @@ def test_a_base_on_another_kind_of_device_is_refused_with_the_kind(bundle, tiny_
     said = json.loads((bundle / "postmortem.json").read_text())
     said["device"] = "cuda:0"
     (bundle / "postmortem.json").write_text(json.dumps(said))
-    with pytest.raises(BundleError, match=r"--model_name, on cuda \(statistics of 4-bit weights are rounded otherwise on cpu\)"):
+    with pytest.raises(
+        BundleError,
+        match=r"--model_name, on cuda \(statistics of 4-bit weights are rounded otherwise on cpu\)",
+    ):
         replay(bundle, model_name=str(tiny_folder), device="cpu")
 
 
@@ -270,12 +337,29 @@ def test_a_base_that_has_moved_is_found_by_its_new_name(bundle, poisoned_folder,
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda state: state.pop("adapter.model.layers.1.npt.A"), "lacks the tensor 'adapter.model.layers.1.npt.A'"),
+        (
+            lambda state: state.pop("adapter.model.layers.1.npt.A"),
+            "lacks the tensor 'adapter.model.layers.1.npt.A'",
+        ),
         (lambda state: state.pop("optimizer.model.layers.1.npt.A.exp_avg"), "lacks the tensor"),
-        (lambda state: state.update({"adapter.../../etc/passwd": torch.zeros(1)}), "extra tensor 'adapter.../../etc/passwd'"),
-        (lambda state: state.update({"adapter.model.layers.1.npt.A": torch.zeros(2, 2)}), "the model needs F32 [4, 64]"),
-        (lambda state: state.update({"adapter.model.layers.1.npt.A": torch.zeros(4, 64, dtype=torch.float64)}), "F64 [4, 64]"),
-        (lambda state: state.update({"optimizer.model.layers.1.npt.A.step": torch.zeros(1)}), "step is F32 [1]"),
+        (
+            lambda state: state.update({"adapter.../../etc/passwd": torch.zeros(1)}),
+            "extra tensor 'adapter.../../etc/passwd'",
+        ),
+        (
+            lambda state: state.update({"adapter.model.layers.1.npt.A": torch.zeros(2, 2)}),
+            "the model needs F32 [4, 64]",
+        ),
+        (
+            lambda state: state.update(
+                {"adapter.model.layers.1.npt.A": torch.zeros(4, 64, dtype=torch.float64)}
+            ),
+            "F64 [4, 64]",
+        ),
+        (
+            lambda state: state.update({"optimizer.model.layers.1.npt.A.step": torch.zeros(1)}),
+            "step is F32 [1]",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_the_base_are_refused_by_name(bundle, change, named) -> None:
@@ -287,7 +371,8 @@ def test_tensors_that_do_not_fit_the_base_are_refused_by_name(bundle, change, na
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
-# --- its parts ---------------------------------------------------------------------------------------------------------
+# --- its parts
+# ---------------------------------------------------------------------------------------------------------
 
 
 def refusal(kind: str) -> Refusal:
@@ -307,7 +392,9 @@ def refusal(kind: str) -> Refusal:
         (["update"], None, [True], "state"),
     ],
 )
-def test_the_classification_follows_from_what_recurs_what_is_broken_and_what_else_fails(found, finding, failing, expected) -> None:
+def test_the_classification_follows_from_what_recurs_what_is_broken_and_what_else_fails(
+    found, finding, failing, expected
+) -> None:
     trials = [Trial("", True, (refusal("loss"),) if failed else ()) for failed in failing]
     assert classify([refusal(kind) for kind in found], {"adapters": finding}, trials) == expected
 
@@ -318,7 +405,9 @@ def test_the_classification_follows_from_what_recurs_what_is_broken_and_what_els
     rows=st.lists(st.integers(0, 7), min_size=1, max_size=4),
     avoided=st.sets(st.integers(0, 299)),
 )
-def test_fresh_tokens_are_in_the_vocabulary_and_none_of_those_to_be_avoided(seed, vocab_size, rows, avoided) -> None:
+def test_fresh_tokens_are_in_the_vocabulary_and_none_of_those_to_be_avoided(
+    seed, vocab_size, rows, avoided
+) -> None:
     mask = torch.tensor([[1] * n + [0] * (7 - n) for n in rows])
     like = batch_from_tensors(torch.zeros(len(rows), 7, dtype=torch.int64), mask)
     made = fresh_batch(like, torch.tensor(sorted(avoided), dtype=torch.int64), vocab_size, seed)
@@ -339,7 +428,8 @@ def test_one_micro_batch_shows_its_loss_its_layers_and_its_gradients(bundle) -> 
     assert fine.loss == then["loss"] and fine.verdict is None
     assert fine.layer_nmse is not None and list(fine.layer_nmse) == [1, 3]
     assert fine.gradient_norms is not None and len(fine.gradient_norms) == 14
-    assert math.hypot(*fine.gradient_norms.values()) == pytest.approx(then["grad_norm"], rel=1e-6)  # fp32 sum there, fp64 here
+    # fp32 sum there, fp64 here
+    assert math.hypot(*fine.gradient_norms.values()) == pytest.approx(then["grad_norm"], rel=1e-6)
     broken = replay_batch(bundle, refused)
     assert broken.loss is not None and math.isnan(broken.loss) and broken.verdict is not None
     assert "gradient norm nan" in str(broken)
@@ -349,12 +439,15 @@ def test_one_micro_batch_shows_its_loss_its_layers_and_its_gradients(bundle) -> 
 def test_one_micro_batch_that_cannot_be_computed_is_said_to_be_so(trainer, tiny_folder) -> None:
     folder = stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}]))
     found = replay_batch(folder, 0)
-    assert found.loss is None and "token id 999" in str(found) and "nothing is computed" in str(found)
+    assert (
+        found.loss is None and "token id 999" in str(found) and "nothing is computed" in str(found)
+    )
     with pytest.raises(ConfigError, match="--micro_batch"):
         replay_batch(folder, -1)
 
 
-# --- as a user runs it -------------------------------------------------------------------------------------------------
+# --- as a user runs it
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys) -> None:
@@ -370,14 +463,19 @@ def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys
     assert "verdict: data" in capsys.readouterr().out
 
 
-def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_index(tmp_path, capfd) -> None:
-    """The embedded model with a finite 1e30 in the embedding of one token, and data in which one sample has it."""
+def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_index(
+    tmp_path, capfd
+) -> None:
+    """The embedded model with a finite 1e30 in the embedding of one token, and data in which one
+    sample has it.
+    """
     import shutil
 
     rare, base = 2000, tmp_path / "base"
     shutil.copytree(EMBEDDED_FOLDER, base)
     tensors = load_file(base / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied they would be poisoned together
+    # tied they would be poisoned together
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.embed_tokens.weight"][rare] = 1e30
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((base / "config.json").read_text())
@@ -387,11 +485,40 @@ def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_
     rows[12] = [0, 5, 6, rare, 7, 8]
     assert not Sample("", tuple(rows[12])).heldout
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"id": f"row-{i}", "input_ids": row}) + "\n" for i, row in enumerate(rows)))
+    data.write_text(
+        "".join(
+            json.dumps({"id": f"row-{i}", "input_ids": row}) + "\n" for i, row in enumerate(rows)
+        )
+    )
     run = tmp_path / "run"
-    settings = ["--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_consecutive_bad", "1", "--no_smoke_test"]
-    small = ["--max_length", "16", "--eval_samples", "1", "--use_quantization", "--init", "random", "--layers", "7"]
-    source_of_run = ["--model_name", str(base), "--dataset_name", str(data), "--output_dir", str(run)]
+    settings = [
+        "--batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+        "--max_consecutive_bad",
+        "1",
+        "--no_smoke_test",
+    ]
+    small = [
+        "--max_length",
+        "16",
+        "--eval_samples",
+        "1",
+        "--use_quantization",
+        "--init",
+        "random",
+        "--layers",
+        "7",
+    ]
+    source_of_run = [
+        "--model_name",
+        str(base),
+        "--dataset_name",
+        str(data),
+        "--output_dir",
+        str(run),
+    ]
     ended = Program(["pretrain", *source_of_run, *settings, *small], tmp_path / "errors")
     assert ended.wait() == 3, ended.errors.read_text()
     (folder,) = (run / "postmortem").iterdir()
@@ -410,7 +537,9 @@ def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_
 def test_the_debug_script_shows_one_micro_batch(bundle, monkeypatch, capsys) -> None:
     (refused,) = [r.micro_batch for r in read_bundle(bundle).refusals]
     for number, status in ((refused, 0), (9, 2)):
-        monkeypatch.setattr(sys, "argv", ["replay_batch.py", str(bundle), "--micro_batch", str(number)])
+        monkeypatch.setattr(
+            sys, "argv", ["replay_batch.py", str(bundle), "--micro_batch", str(number)]
+        )
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(ROOT / "debug" / "replay_batch.py"), run_name="__main__")
         said = capsys.readouterr()

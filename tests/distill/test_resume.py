@@ -1,4 +1,6 @@
-"""Resuming: a run that was interrupted anywhere and taken up again is the run that was not, and what cannot be taken up is refused."""
+"""Resuming: a run that was interrupted anywhere and taken up again is the run that was not, and
+what cannot be taken up is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import Outcome, Runs, Stream, at, checkpoint_names, events, lines, records, strict, with_faults
+from resumed_runs import (
+    Outcome,
+    Runs,
+    Stream,
+    at,
+    checkpoint_names,
+    events,
+    lines,
+    records,
+    strict,
+    with_faults,
+)
 from rounded import round_otherwise
 from safetensors.torch import load_file
 from torch import nn
@@ -37,16 +50,32 @@ from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
 KINDS: dict[str, dict[str, Any]] = {
     "a list, over epochs": {
         "data": lambda: records(7),
-        "settings": {"num_epochs": 2, "gradient_accumulation_steps": 2, "batch_size": 1, "save_steps": 2, "warmup_steps": 2},
+        "settings": {
+            "num_epochs": 2,
+            "gradient_accumulation_steps": 2,
+            "batch_size": 1,
+            "save_steps": 2,
+            "warmup_steps": 2,
+        },
     },
     "refusals of data and of NaN in windows of three": {
         "data": lambda: with_faults(records(17)),
-        "settings": {"gradient_accumulation_steps": 3, "batch_size": 1, "save_steps": 3, "eval_steps": 4, "weight_decay": 0.1},
+        "settings": {
+            "gradient_accumulation_steps": 3,
+            "batch_size": 1,
+            "save_steps": 3,
+            "eval_steps": 4,
+            "weight_decay": 0.1,
+        },
         "eval_data": records(3, seed=7),  # of one sample no figure has an error
     },
     "a stream, packed, over epochs": {
         "data": lambda: Stream(with_faults(records(10))),
-        "settings": {"num_epochs": 2, "gradient_accumulation_steps": 2, "regularization_lambda": 0.1},
+        "settings": {
+            "num_epochs": 2,
+            "gradient_accumulation_steps": 2,
+            "regularization_lambda": 0.1,
+        },
         "data_settings": {"streaming": True, "packing": True},
     },
     "stages, each with its own strategy": {
@@ -63,11 +92,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "replayed samples mixed in, spikes refused": {
         "data": lambda: records(14),
         "replay": lambda: with_faults(records(12, seed=3)),
-        "settings": {"num_epochs": 2, "batch_size": 2, "skip_spikes": True, "spike_sigmas": 1.5, "save_steps": 4},
+        "settings": {
+            "num_epochs": 2,
+            "batch_size": 2,
+            "skip_spikes": True,
+            "spike_sigmas": 1.5,
+            "save_steps": 4,
+        },
     },
     "a stream that is read once, end to end": {
         "data": lambda: (record for record in records(12)),
-        "settings": {"batch_size": 1, "max_steps": 7, "strategy": "end_to_end", "logit_kl_weight": 0.5, "scheduler_type": "linear"},
+        "settings": {
+            "batch_size": 1,
+            "max_steps": 7,
+            "strategy": "end_to_end",
+            "logit_kl_weight": 0.5,
+            "scheduler_type": "linear",
+        },
         "data_settings": {"streaming": True},
     },
 }
@@ -80,10 +121,15 @@ def base(poisoned_folder: Path) -> nn.Module:
 
 @pytest.fixture
 def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
-    """Runs of a kind, or of ten records in steps of two; the number of steps from which spikes are looked for is lowered."""
+    """Runs of a kind, or of ten records in steps of two; the number of steps from which spikes are
+    looked for is lowered.
+    """
 
     def make(kind: str | None = None, **more: Any) -> Runs:
-        plain: dict[str, Any] = {"data": lambda: records(10), "settings": {"batch_size": 2, "save_steps": 2}}
+        plain: dict[str, Any] = {
+            "data": lambda: records(10),
+            "settings": {"batch_size": 2, "save_steps": 2},
+        }
         return Runs(base, tmp_path, **(plain | more if kind is None else KINDS[kind]))
 
     return make
@@ -98,12 +144,15 @@ def _spikes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spikes, "MINIMUM", 4)
 
 
-# --- interrupted anywhere, taken up again ------------------------------------------------------------------------------
+# --- interrupted anywhere, taken up again
+# ------------------------------------------------------------------------------
 
 
 @dataclass
 class Whole:
-    """A run that was not interrupted: the rows of its micro-batches, what was refused, and what it came to."""
+    """A run that was not interrupted: the rows of its micro-batches, what was refused, and what it
+    came to.
+    """
 
     runs: Runs
     seen: list[tuple[str, ...]]
@@ -122,21 +171,29 @@ def wholes(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         batches: list[Batch] = []
         result = made.run("whole", lambda number, batch: batches.append(batch))
         packed = any(batch.documents is not None for batch in batches)
-        return Whole(made, [batch.sample_ids for batch in batches], packed, result, made.outcome("whole"))
+        return Whole(
+            made, [batch.sample_ids for batch in batches], packed, result, made.outcome("whole")
+        )
 
     return make
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_interrupted_again_and_again_is_the_run_that_was_not(runs, wholes, kind) -> None:
-    """Every process is stopped a few micro-batches on, in another place of a window each time, until one comes to the end."""
+def test_a_run_that_is_interrupted_again_and_again_is_the_run_that_was_not(
+    runs, wholes, kind
+) -> None:
+    """Every process is stopped a few micro-batches on, in another place of a window each time,
+    until one comes to the end.
+    """
     here, whole = runs(kind), wholes(kind)
     seen = whole.seen
     stops = (5, 4, 9, 8)  # odd and even, and every remainder of three
     for process in range(60):
         again: list[tuple[str, ...]] = []
 
-        def act(number: int, batch: Batch, stop: int = stops[process % 4], again: list[Any] = again) -> None:
+        def act(
+            number: int, batch: Batch, stop: int = stops[process % 4], again: list[Any] = again
+        ) -> None:
             again.append(batch.sample_ids)
             at(stop)(number, batch)
 
@@ -153,11 +210,17 @@ def test_a_run_that_is_interrupted_again_and_again_is_the_run_that_was_not(runs,
 
 
 def test_the_kinds_of_runs_have_in_them_what_they_are_for(wholes) -> None:
-    """Refusals of every sort, packed rows, replayed samples, evaluations: without them the sweep above would show little."""
+    """Refusals of every sort, packed rows, replayed samples, evaluations: without them the sweep
+    above would show little.
+    """
     found = {kind: wholes(kind) for kind in KINDS}
     assert any(whole.packed for whole in found.values())
-    assert any(name.startswith("3-") for whole in found.values() for names in whole.seen for name in names)
-    assert {"data", "loss"} <= set(found["refusals of data and of NaN in windows of three"].result.refused_by_kind)
+    assert any(
+        name.startswith("3-") for whole in found.values() for names in whole.seen for name in names
+    )
+    assert {"data", "loss"} <= set(
+        found["refusals of data and of NaN in windows of three"].result.refused_by_kind
+    )
     assert "spike" in found["replayed samples mixed in, spikes refused"].result.refused_by_kind
 
 
@@ -172,8 +235,12 @@ def test_killed_in_the_middle_of_a_window_it_goes_on_exactly(whole) -> None:
     whole.outcome("killed").assert_equal(whole.outcome("whole"))
 
 
-def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(runs, monkeypatch) -> None:
-    """SIGKILL in front of the n-th rename, sync or new folder of a process, then of the next, for more and more n."""
+def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(
+    runs, monkeypatch
+) -> None:
+    """SIGKILL in front of the n-th rename, sync or new folder of a process, then of the next, for
+    more and more n.
+    """
     settings = {"batch_size": 2, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1}
     here = runs(data=lambda: records(4), settings=settings)
     here.run("whole")
@@ -220,7 +287,13 @@ def test_a_run_that_had_ended_is_taken_up_without_another_step(runs) -> None:
         here.run(name, **changed)
         before = here.outcome(name)
         (here.place / name / "fidelity.json").unlink()
-        result = here.run(name, lambda number, batch: pytest.fail("a micro-batch was computed"), resume="auto", smoke_test=True, **changed)
+        result = here.run(
+            name,
+            lambda number, batch: pytest.fail("a micro-batch was computed"),
+            resume="auto",
+            smoke_test=True,
+            **changed,
+        )
         here.outcome(name).assert_equal(before)
         assert result.steps == len(before.metrics) and result.fidelity is not None
 
@@ -262,7 +335,9 @@ def test_an_evaluation_that_a_signal_ended_is_made_up_for(runs, monkeypatch) -> 
 
 
 def test_the_random_state_goes_on_where_it_was(runs) -> None:
-    """Nothing of the loop draws from it; what a strategy to come draws has to be the same all the same."""
+    """Nothing of the loop draws from it; what a strategy to come draws has to be the same all the
+    same.
+    """
     drawn: dict[str, list[float]] = {}
 
     def drawing(folder: str, stop: int | None = None) -> Callable[[int, Batch], None]:
@@ -282,7 +357,8 @@ def test_the_random_state_goes_on_where_it_was(runs) -> None:
     assert drawn["part"] == drawn["whole"] and drawn["part"][2] == abandoned
 
 
-# --- which checkpoint, and in which folder -----------------------------------------------------------------------------
+# --- which checkpoint, and in which folder
+# -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +392,11 @@ def test_a_broken_checkpoint_is_told_of_and_set_aside_and_the_one_before_is_used
     stopped.run("run", resume="auto")
     stopped.outcome("run").assert_equal(stopped.outcome("whole"))
     (warning,) = events(run, "warning")
-    for part in ("step-00000003/state.safetensors: sha256", "the manifest says", "set aside as step-00000003.broken"):
+    for part in (
+        "step-00000003/state.safetensors: sha256",
+        "the manifest says",
+        "set aside as step-00000003.broken",
+    ):
         assert part in warning["message"]
     assert warning["message"] in stopped.said.getvalue()
     assert events(run, "resume")[0]["step"] == 2
@@ -329,7 +409,10 @@ def test_where_all_are_broken_nothing_is_started_and_nothing_touched(stopped) ->
         damage(run / "checkpoints" / name)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for _ in range(2):  # the second time as well: it is not an empty folder by then
-        with pytest.raises(CheckpointError, match=r"no checkpoint below .* verifies: .*step-00000003/state.*step-00000001/state") as caught:
+        with pytest.raises(
+            CheckpointError,
+            match=r"no checkpoint below .* verifies: .*step-00000003/state.*step-00000001/state",
+        ) as caught:
             stopped.run("run", resume="auto")
         assert caught.value.exit_status == 5
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
@@ -352,11 +435,15 @@ def test_auto_without_a_run_starts_one(runs) -> None:
         }
 
 
-def test_auto_in_the_folder_of_a_run_that_died_before_its_first_checkpoint_starts_anew_in_it(runs) -> None:
+def test_auto_in_the_folder_of_a_run_that_died_before_its_first_checkpoint_starts_anew_in_it(
+    runs,
+) -> None:
     here = runs()
     here.run("whole")
     assert here.killed("run", at(1, signal.SIGKILL)) == -signal.SIGKILL
-    assert not (here.place / "run" / "checkpoints").exists() and lines(here.place / "run", "metrics")
+    assert not (here.place / "run" / "checkpoints").exists() and lines(
+        here.place / "run", "metrics"
+    )
     here.run("run", resume="auto")
     here.outcome("run").assert_equal(here.outcome("whole"))
 
@@ -375,7 +462,9 @@ def test_a_path_goes_on_in_its_run(stopped, resume, named, monkeypatch) -> None:
     monkeypatch.chdir(stopped.place)
     result = stopped.run("run" if named else None, resume=resume.replace("RUN", "run"))
     assert result.steps == 5 and result.folder.resolve() == run
-    assert events(run, "resume")[0]["step"] == 3 and [line["step"] for line in lines(run, "metrics")] == [1, 2, 3, 4, 5]
+    assert events(run, "resume")[0]["step"] == 3 and [
+        line["step"] for line in lines(run, "metrics")
+    ] == [1, 2, 3, 4, 5]
 
 
 def test_a_checkpoint_is_named_from_within_itself(stopped, monkeypatch) -> None:
@@ -386,10 +475,24 @@ def test_a_checkpoint_is_named_from_within_itself(stopped, monkeypatch) -> None:
 def test_an_older_checkpoint_sets_the_newer_ones_aside(stopped) -> None:
     """Otherwise the next `auto` would pick a run that was left, and rotation would count it."""
     run = stopped.place / "run"
-    stopped.run(None, at(0), resume=str(run / "checkpoints" / "step-00000001"), learning_rate=1e-3, save_total_limit=1)
-    assert checkpoint_names(run) == ["step-00000002", "step-00000002.superseded", "step-00000003.superseded"]
+    stopped.run(
+        None,
+        at(0),
+        resume=str(run / "checkpoints" / "step-00000001"),
+        learning_rate=1e-3,
+        save_total_limit=1,
+    )
+    assert checkpoint_names(run) == [
+        "step-00000002",
+        "step-00000002.superseded",
+        "step-00000003.superseded",
+    ]
     warnings = [e["message"] for e in events(run, "warning")]
-    assert warnings == [f"the run goes on from step 1; step-0000000{step} is set aside as step-0000000{step}.superseded" for step in (2, 3)]
+    assert warnings == [
+        f"the run goes on from step 1; step-0000000{step} is set aside as"
+        f" step-0000000{step}.superseded"
+        for step in (2, 3)
+    ]
     assert [line["step"] for line in lines(run, "metrics")] == [1, 2]
 
 
@@ -400,7 +503,10 @@ def test_a_new_folder_takes_what_comes_and_leaves_the_old_one_as_it_is(stopped) 
     stopped.run("new", resume=str(run))
     new = stopped.place / "new"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    assert [line["step"] for line in lines(new, "metrics")] == [4, 5] and checkpoint_names(new) == ["step-00000004", "step-00000005"]
+    assert [line["step"] for line in lines(new, "metrics")] == [4, 5] and checkpoint_names(new) == [
+        "step-00000004",
+        "step-00000005",
+    ]
     one, other = stopped.outcome("new"), stopped.outcome("whole")
     other.metrics = other.metrics[3:]
     one.assert_equal(other)
@@ -434,7 +540,9 @@ def test_best_is_what_evaluated_best_the_last_evaluation_included(runs) -> None:
     kls = {e["step"]: e["student"]["kl"] for e in events(result.folder, "evaluation")}
     kls[result.steps] = result.fidelity.student.kl
     best = strict(result.folder / "best" / "fidelity.json")
-    assert len(kls) == 3 and (best["step"], best["student"]["kl"]) == min(kls.items(), key=lambda item: item[1])
+    assert len(kls) == 3 and (best["step"], best["student"]["kl"]) == min(
+        kls.items(), key=lambda item: item[1]
+    )
     assert checkpoint_names(result.folder) == ["step-00000005"]
 
 
@@ -455,14 +563,39 @@ def test_what_is_no_checkpoint_is_refused_by_name(stopped, tmp_path) -> None:
     shutil.copytree(run / "checkpoints" / "step-00000003", tmp_path / "copied" / "checkpoint")
     damage(run / "checkpoints" / "step-00000003")
     cases: list[tuple[str, str | None, type[Exception], tuple[str, ...]]] = [
-        (str(tmp_path / "missing"), None, CheckpointError, ("there is no checkpoint or run folder", "missing")),
+        (
+            str(tmp_path / "missing"),
+            None,
+            CheckpointError,
+            ("there is no checkpoint or run folder", "missing"),
+        ),
         (str(tmp_path / "file"), None, CheckpointError, ("file",)),
         ("", None, CheckpointError, ("neither a checkpoint nor a run folder",)),
-        (str(tmp_path / "other"), None, CheckpointError, ("other", "neither a checkpoint nor a run folder")),
+        (
+            str(tmp_path / "other"),
+            None,
+            CheckpointError,
+            ("other", "neither a checkpoint nor a run folder"),
+        ),
         (str(tmp_path / "none"), None, CheckpointError, ("none", "there is none")),
-        (str(run / "checkpoints" / "step-00000002"), None, CheckpointError, ("step-00000002 holds no manifest.json",)),
-        (str(run / "checkpoints" / "step-00000003"), None, CheckpointError, ("state.safetensors: sha256",)),
-        (str(tmp_path / "copied" / "checkpoint"), None, ConfigError, ("lies in no run folder", "--output_dir")),
+        (
+            str(run / "checkpoints" / "step-00000002"),
+            None,
+            CheckpointError,
+            ("step-00000002 holds no manifest.json",),
+        ),
+        (
+            str(run / "checkpoints" / "step-00000003"),
+            None,
+            CheckpointError,
+            ("state.safetensors: sha256",),
+        ),
+        (
+            str(tmp_path / "copied" / "checkpoint"),
+            None,
+            ConfigError,
+            ("lies in no run folder", "--output_dir"),
+        ),
         ("auto", None, ConfigError, ("--output_dir",)),
         ("auto", str(tmp_path / "other"), ConfigError, ("other holds something other than a run",)),
         ("auto", str(tmp_path / "file"), ConfigError, ("file",)),
@@ -470,12 +603,19 @@ def test_what_is_no_checkpoint_is_refused_by_name(stopped, tmp_path) -> None:
     ]
     before = sorted(tmp_path.rglob("*"))
     for resume, output_dir, error, parts in cases:
-        refused(lambda resume=resume, output_dir=output_dir: find_resumed(resume, output_dir), error, *parts)  # type: ignore[misc]
+        refused(
+            lambda resume=resume, output_dir=output_dir: find_resumed(resume, output_dir),
+            error,
+            *parts,
+        )  # type: ignore[misc]
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_copy_of_a_checkpoint_goes_on_in_a_folder_of_its_own(stopped) -> None:
-    copied = shutil.copytree(stopped.place / "run" / "checkpoints" / "step-00000003", stopped.place / "copied" / "checkpoint")
+    copied = shutil.copytree(
+        stopped.place / "run" / "checkpoints" / "step-00000003",
+        stopped.place / "copied" / "checkpoint",
+    )
     assert stopped.run("new", resume=str(copied)).steps == 5
     assert not (stopped.place / "run.json").exists()
 
@@ -485,7 +625,9 @@ def test_a_run_that_is_being_written_is_not_resumed(stopped) -> None:
     try:
         for resume, folder in (("auto", "run"), (str(stopped.place / "run"), None)):
             refused(
-                lambda resume=resume, folder=folder: stopped.trainer(folder, resume=resume), ConfigError, "being written by another process"
+                lambda resume=resume, folder=folder: stopped.trainer(folder, resume=resume),
+                ConfigError,
+                "being written by another process",
             )  # type: ignore[misc]
     finally:
         held.close()
@@ -505,15 +647,25 @@ def test_a_tracker_that_cannot_start_costs_a_resumed_run_nothing(stopped, monkey
         raise RuntimeError("api_key not configured")
 
     monkeypatch.setattr(WandBTracker, "start", refuse)
-    refused(lambda: stopped.run("run", resume="auto", use_wandb=True), ConfigError, "wandb cannot be started")
-    assert checkpoint_names(stopped.place / "run") == ["step-00000001", "step-00000002", "step-00000003"]
+    refused(
+        lambda: stopped.run("run", resume="auto", use_wandb=True),
+        ConfigError,
+        "wandb cannot be started",
+    )
+    assert checkpoint_names(stopped.place / "run") == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
     monkeypatch.undo()
     assert stopped.run("run", resume="auto").steps == 5
 
 
 @pytest.fixture
 def told(monkeypatch) -> list[dict[str, Any]]:
-    """What trackers are told at their start. None is started, and W&B's id is the one it is given, else a new one."""
+    """What trackers are told at their start. None is started, and W&B's id is the one it is given,
+    else a new one.
+    """
     found: list[dict[str, Any]] = []
     original = Trackers.__init__
 
@@ -521,7 +673,9 @@ def told(monkeypatch) -> list[dict[str, Any]]:
         found.append(more)
         original(self, TrainConfig(), folder)
         name = more["run"] or f"{len(found):08d}"
-        self._trackers = {"wandb": SimpleNamespace(tracker=SimpleNamespace(id=name))} if config.use_wandb else {}
+        self._trackers = (
+            {"wandb": SimpleNamespace(tracker=SimpleNamespace(id=name))} if config.use_wandb else {}
+        )
         monkeypatch.setattr(self, "_each", lambda act: None)
 
     monkeypatch.setattr(Trackers, "__init__", note)
@@ -533,8 +687,15 @@ def test_trackers_are_told_which_run_they_go_on_with_and_from_where(runs, told) 
     here.run("run", at(2))
     here.run("run", at(0), resume="auto")
     here.run("new", resume=str(here.place / "run"))
-    assert told == [{"run": None, "resume_at": None}, {"run": "00000001", "resume_at": 3}, {"run": None, "resume_at": None}]
-    assert [strict(here.place / name / "run.json")["wandb_run"] for name in ("run", "new")] == ["00000001", "00000003"]
+    assert told == [
+        {"run": None, "resume_at": None},
+        {"run": "00000001", "resume_at": 3},
+        {"run": None, "resume_at": None},
+    ]
+    assert [strict(here.place / name / "run.json")["wandb_run"] for name in ("run", "new")] == [
+        "00000001",
+        "00000003",
+    ]
 
 
 def test_a_run_that_goes_on_without_wandb_in_between_keeps_its_id(runs, told) -> None:
@@ -556,48 +717,76 @@ def test_a_name_in_run_json_that_cannot_be_one_is_not_used(runs, told) -> None:
     assert len(told) == 5
 
 
-# --- what may change, and what may not ---------------------------------------------------------------------------------
+# --- what may change, and what may not
+# ---------------------------------------------------------------------------------
 
 MATTER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank": ({"adapter": {"rank": 4}}, ("--adapter_rank", "2", "4")),
     "layers": ({"adapter": {"layers": "3"}}, ("--layers", "1,3", "for 3")),
-    "targets": ({"adapter": {"targets": ("gate", "up")}}, ("--targets", "gate,up,down", "gate,up,")),
+    "targets": (
+        {"adapter": {"targets": ("gate", "up")}},
+        ("--targets", "gate,up,down", "gate,up,"),
+    ),
     "modulation": ({"adapter": {"modulation": "additive"}}, ("--modulation", "both", "additive")),
     "length": ({"data_settings": {"max_length": 8}}, ("--max_length", "12", "8")),
     "packing": ({"data_settings": {"packing": True}}, ("--packing", "False", "True")),
     "samples": ({"data_settings": {"num_samples": 4}}, ("--num_samples", "None", "4")),
     "seed": ({"seed": 1}, ("--seed", "0", "1")),
     "data": ({"data": lambda: records(11)}, ("data of 10 records", "11 records")),
-    "the data's content": ({"data": lambda: records(10, seed=1)}, ("data of 10 records (sha256 ", "this run has 10 records (sha256 ")),
+    "the data's content": (
+        {"data": lambda: records(10, seed=1)},
+        ("data of 10 records (sha256 ", "this run has 10 records (sha256 "),
+    ),
 }
 
 
-def test_a_setting_that_matters_is_refused_with_both_values_before_anything_is_written(stopped) -> None:
+def test_a_setting_that_matters_is_refused_with_both_values_before_anything_is_written(
+    stopped,
+) -> None:
     run = stopped.place / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for changed, parts in MATTER.values():
-        refused(lambda changed=changed: stopped.trainer("run", resume="auto", **dict(changed)), CheckpointError, *parts)  # type: ignore[misc]
-        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, parts
+        refused(
+            lambda changed=changed: stopped.trainer("run", resume="auto", **dict(changed)),
+            CheckpointError,
+            *parts,
+        )  # type: ignore[misc]
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, (
+            parts
+        )
 
 
-def test_another_base_is_refused_with_both_hashes_before_anything_is_written(stopped, load_model) -> None:
+def test_another_base_is_refused_with_both_hashes_before_anything_is_written(
+    stopped, load_model
+) -> None:
     run = stopped.place / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     own = npt.base_identity(stopped.model).codes
     stopped.model = load_model(quantization="fp4")
     other = npt.base_identity(stopped.model).codes
-    refused(lambda: stopped.run("run", resume="auto"), AdapterFileError, own[:12], other[:12], "4-bit codes", "--any_base")
+    refused(
+        lambda: stopped.run("run", resume="auto"),
+        AdapterFileError,
+        own[:12],
+        other[:12],
+        "4-bit codes",
+        "--any_base",
+    )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_run_goes_on_where_statistics_are_rounded_otherwise(stopped, poisoned_folder) -> None:
     run = stopped.place / "run"
     before = strict(run / "run.json")
-    stopped.model = round_otherwise(npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0])
+    stopped.model = round_otherwise(
+        npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
+    )
     assert stopped.run("run", resume="auto").steps == 5
     after = strict(run / "run.json")
     assert after["base_hash"] != before["base_hash"] and after["base_parts"] == before["base_parts"]
-    assert before["other_base"] is None and after["other_base"] is None and not events(run, "warning")
+    assert (
+        before["other_base"] is None and after["other_base"] is None and not events(run, "warning")
+    )
 
 
 def test_another_base_is_taken_on_demand_loudly_and_on_record(stopped, poisoned_folder) -> None:
@@ -616,15 +805,28 @@ def test_another_base_is_taken_on_demand_loudly_and_on_record(stopped, poisoned_
 
 def test_what_may_change_is_taken_and_logged(stopped) -> None:
     run = stopped.place / "run"
-    result = stopped.run("run", resume="auto", learning_rate=1e-3, max_steps=4, scheduler_type="constant", log_steps=1)
+    result = stopped.run(
+        "run",
+        resume="auto",
+        learning_rate=1e-3,
+        max_steps=4,
+        scheduler_type="constant",
+        log_steps=1,
+    )
     assert result.steps == 4
     changed = events(run, "resume")[0]["changed"]
-    assert changed == {"learning_rate": [1e-2, 1e-3], "max_steps": [None, 4], "scheduler_type": ["cosine", "constant"]}
-    assert [line["lr"] for line in lines(run, "metrics")][-1] == pytest.approx(1e-3)  # the table is fp32
+    assert changed == {
+        "learning_rate": [1e-2, 1e-3],
+        "max_steps": [None, 4],
+        "scheduler_type": ["cosine", "constant"],
+    }
+    # the table is fp32
+    assert [line["lr"] for line in lines(run, "metrics")][-1] == pytest.approx(1e-3)
     assert strict(run / "run.json")["settings"]["learning_rate"] == 1e-3
     assert "changed since: learning_rate was 0.01, is 0.001" in stopped.said.getvalue()
     stopped.run("run", resume="auto", learning_rate=1e-3, max_steps=4, scheduler_type="constant")
-    assert events(run, "resume")[-1]["changed"] == {}  # that of the checkpoint that the changed run made
+    # that of the checkpoint that the changed run made
+    assert events(run, "resume")[-1]["changed"] == {}
 
 
 @pytest.mark.parametrize(
@@ -636,17 +838,26 @@ def test_what_may_change_is_taken_and_logged(stopped) -> None:
         ({"batch_size": 1}, 7, [1] * 4),
     ],
 )
-def test_windows_of_another_size_take_what_is_left_and_the_schedule_ends_with_them(stopped, changed, steps, sizes) -> None:
+def test_windows_of_another_size_take_what_is_left_and_the_schedule_ends_with_them(
+    stopped, changed, steps, sizes
+) -> None:
     """Six of ten records are behind the checkpoint of step 3."""
     seen: list[int] = []
     trainer = stopped.trainer(
-        "run", lambda number, batch: seen.append(len(batch.sample_ids)), resume="auto", scheduler_type="linear", **changed
+        "run",
+        lambda number, batch: seen.append(len(batch.sample_ids)),
+        resume="auto",
+        scheduler_type="linear",
+        **changed,
     )
     assert trainer.total_steps == steps
     result = trainer.train()
     assert result.steps == steps and sum(seen) == (4 if "num_epochs" not in changed else 14)
     rates = [line["lr"] for line in lines(stopped.place / "run", "metrics")]
-    assert rates[3:] == pytest.approx([1e-2 * (1 - step / steps) for step in range(3, steps)], rel=1e-6)  # fp32
+    # fp32
+    assert rates[3:] == pytest.approx(
+        [1e-2 * (1 - step / steps) for step in range(3, steps)], rel=1e-6
+    )
 
 
 def test_after_a_change_of_windows_the_run_is_resumed_exactly_as_well(runs) -> None:
@@ -660,18 +871,32 @@ def test_after_a_change_of_windows_the_run_is_resumed_exactly_as_well(runs) -> N
 
 
 def test_fewer_steps_than_were_made_end_the_run_where_it_is(stopped) -> None:
-    result = stopped.run("run", lambda number, batch: pytest.fail("a micro-batch was computed"), resume="auto", max_steps=2)
+    result = stopped.run(
+        "run",
+        lambda number, batch: pytest.fail("a micro-batch was computed"),
+        resume="auto",
+        max_steps=2,
+    )
     assert result.steps == 3 and result.fidelity is not None
 
 
 def test_settings_that_only_one_of_two_versions_has_are_not_compared() -> None:
-    assert changed_settings({"rank": 4, "old": 1}, {"rank": 4, "new": 2, "targets": ("gate",)}) == {}
-    assert changed_settings({"targets": ["gate"], "resume": None, "output_dir": "a"}, {"targets": ("gate",), "resume": "auto"}) == {}
+    assert (
+        changed_settings({"rank": 4, "old": 1}, {"rank": 4, "new": 2, "targets": ("gate",)}) == {}
+    )
+    assert (
+        changed_settings(
+            {"targets": ["gate"], "resume": None, "output_dir": "a"},
+            {"targets": ("gate",), "resume": "auto"},
+        )
+        == {}
+    )
     with pytest.raises(CheckpointError, match=r"--quant_type nf4, this run asks for fp4"):
         changed_settings({"quant_type": "nf4"}, {"quant_type": "fp4"})
 
 
-# --- which data --------------------------------------------------------------------------------------------------------
+# --- which data
+# --------------------------------------------------------------------------------------------------------
 
 
 class Rows:
@@ -689,17 +914,33 @@ class Rows:
 
 def test_equal_data_have_one_identity_and_others_another() -> None:
     one = data_identity(records(50))
-    assert one == data_identity(Rows(records(50))) == data_identity(tuple(records(50))) and one["records"] == 50
-    others: list[Iterable[Any]] = [records(51), records(50, seed=1), records(50)[::-1], records(49), [{"text": "a"}] * 50]
+    assert (
+        one == data_identity(Rows(records(50))) == data_identity(tuple(records(50)))
+        and one["records"] == 50
+    )
+    others: list[Iterable[Any]] = [
+        records(51),
+        records(50, seed=1),
+        records(50)[::-1],
+        records(49),
+        [{"text": "a"}] * 50,
+    ]
     for other in others:
-        with pytest.raises(CheckpointError, match=r"the checkpoint was trained on data of 50 records \(sha256 \w{12}\), this run has "):
+        with pytest.raises(
+            CheckpointError,
+            match=(
+                r"the checkpoint was trained on data of 50 records \(sha256 \w{12}\), this run has "
+            ),
+        ):
             check_same_data({"data": one}, {"data": data_identity(other)})
     check_same_data({"data": one}, {"data": one})
 
 
 def test_of_a_stream_the_first_record_is_looked_at_and_of_a_generator_none() -> None:
     stream = data_identity(Stream(records(5)))
-    assert stream["records"] is None and stream == data_identity(Stream(records(9))) != data_identity(Stream(records(5, seed=1)))
+    assert stream["records"] is None and stream == data_identity(
+        Stream(records(9))
+    ) != data_identity(Stream(records(5, seed=1)))
     taken = (record for record in records(3))
     assert data_identity(taken) == {"records": None, "sha256": None} and len(list(taken)) == 3
     check_same_data({"data": stream}, {"data": data_identity(record for record in records(3))})
@@ -708,7 +949,10 @@ def test_of_a_stream_the_first_record_is_looked_at_and_of_a_generator_none() -> 
         check_same_data({"data": stream}, {"data": data_identity(Stream(records(5, seed=1)))})
 
 
-@pytest.mark.parametrize("data", [[], [{"text": "x", "more": b"bytes", "deep": {"a": torch.ones(2)}}], [3, None], Stream([])])
+@pytest.mark.parametrize(
+    "data",
+    [[], [{"text": "x", "more": b"bytes", "deep": {"a": torch.ones(2)}}], [3, None], Stream([])],
+)
 def test_whatever_the_records_are_their_identity_is_json(data) -> None:
     json.dumps(data_identity(data), allow_nan=False)
 
@@ -719,7 +963,8 @@ def test_data_that_went_missing_are_refused_as_data(runs) -> None:
     refused(lambda: here.run("run", resume="auto", data=list), DataError, "no sample")
 
 
-# --- a checkpoint from somebody else -----------------------------------------------------------------------------------
+# --- a checkpoint from somebody else
+# -----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_does_not_fit_ends_the_run_before_the_folder_is_touched(stopped) -> None:
@@ -733,6 +978,10 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_before_the_folder_is_touche
     save_file(tensors, checkpoint / "state.safetensors")
     write_manifest(checkpoint)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    refused(lambda: stopped.run("run", resume="auto"), CheckpointError, "npt.A.exp_avg holds a non-finite value")
+    refused(
+        lambda: stopped.run("run", resume="auto"),
+        CheckpointError,
+        "npt.A.exp_avg holds a non-finite value",
+    )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert (checkpoint / MANIFEST).is_file()

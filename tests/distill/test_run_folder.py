@@ -1,4 +1,6 @@
-"""The run folder: complete lines, no NaN, one writer, checkpoints that rotate only once the new one stands, and folders in use."""
+"""The run folder: complete lines, no NaN, one writer, checkpoints that rotate only once the new one
+stands, and folders in use.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ import npt
 from npt.config import NPTConfig
 from npt.distill import run_folder
 from npt.distill.checkpoint import write_manifest
-from npt.distill.run_folder import BROKEN, SUPERSEDED, RunFolder, check_free, default_folder, is_run, tidy, versions
+from npt.distill.run_folder import (
+    BROKEN,
+    SUPERSEDED,
+    RunFolder,
+    check_free,
+    default_folder,
+    is_run,
+    tidy,
+    versions,
+)
 from npt.errors import CheckpointError, ConfigError
 from npt.files import new_folder
 
@@ -50,7 +61,9 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
     folder.metrics({"step": 1, "loss": math.nan, "deep": {"list": [1.0, math.inf, -math.inf]}})
     folder.event("refusal", value=math.nan)
     folder.write("fidelity.json", {"student": {"kl": math.inf}})
-    assert lines(folder.path / "metrics.jsonl") == [{"step": 1, "loss": None, "deep": {"list": [1.0, None, None]}}]
+    assert lines(folder.path / "metrics.jsonl") == [
+        {"step": 1, "loss": None, "deep": {"list": [1.0, None, None]}}
+    ]
     assert lines(folder.path / "events.jsonl")[0]["value"] is None
     assert strict((folder.path / "fidelity.json").read_text()) == {"student": {"kl": None}}
 
@@ -59,7 +72,11 @@ def test_every_line_is_on_disk_before_the_folder_is_closed(folder) -> None:
     for step in range(3):
         folder.metrics({"step": step})
         folder.event("save", step=step)
-        assert len(lines(folder.path / "metrics.jsonl")) == len(lines(folder.path / "events.jsonl")) == step + 1
+        assert (
+            len(lines(folder.path / "metrics.jsonl"))
+            == len(lines(folder.path / "events.jsonl"))
+            == step + 1
+        )
 
 
 def test_an_event_says_what_and_when(folder) -> None:
@@ -69,7 +86,9 @@ def test_an_event_says_what_and_when(folder) -> None:
     assert event["time"] > 1.7e9  # seconds since 1970, not since the start of the process
 
 
-@pytest.mark.parametrize(("name", "what"), [("run.json", "another run"), ("notes.txt", "other files")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("run.json", "another run"), ("notes.txt", "other files")]
+)
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, name, what) -> None:
     (tmp_path / name).write_text("{}")
     for refuse in (check_free, RunFolder):
@@ -111,11 +130,20 @@ def names(folder: RunFolder) -> list[str]:
     return sorted(p.name for p in (folder.path / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("keep", "expected"), [(None, [1, 2, 3, 10]), (1, [10]), (2, [3, 10]), (9, [1, 2, 3, 10])])
+@pytest.mark.parametrize(
+    ("keep", "expected"), [(None, [1, 2, 3, 10]), (1, [10]), (2, [3, 10]), (9, [1, 2, 3, 10])]
+)
 def test_the_newest_checkpoints_are_kept(folder, keep, expected) -> None:
     for step in (1, 2, 3, 10):
-        assert folder.save_checkpoint(step, filled(), keep) == folder.path / "checkpoints" / f"step-{step:08d}"
-    assert [p.name for p in folder.checkpoints()] == names(folder) == [f"step-{step:08d}" for step in expected]
+        assert (
+            folder.save_checkpoint(step, filled(), keep)
+            == folder.path / "checkpoints" / f"step-{step:08d}"
+        )
+    assert (
+        [p.name for p in folder.checkpoints()]
+        == names(folder)
+        == [f"step-{step:08d}" for step in expected]
+    )
 
 
 def test_steps_of_more_than_eight_digits_are_in_their_order(folder) -> None:
@@ -144,7 +172,10 @@ def test_nothing_is_rotated_away_before_the_new_one_has_verified(folder, monkeyp
         filled()(path)
         (path / "weights").write_text("wEights")
 
-    with pytest.raises(CheckpointError, match=r"step-00000002/weights: sha256 \w{12} of 7 bytes, the manifest says \w{12} of 7"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000002/weights: sha256 \w{12} of 7 bytes, the manifest says \w{12} of 7",
+    ):
         folder.save_checkpoint(2, damaged, 1)
     assert [p.name for p in folder.checkpoints()] == ["step-00000001"]
     assert names(folder) == ["step-00000001", "step-00000002.broken"]
@@ -177,7 +208,13 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(folder, monkeypat
 def test_only_checkpoint_folders_count_as_checkpoints(folder, tmp_path) -> None:
     below = folder.path / "checkpoints"
     filled()(tmp_path / "elsewhere")
-    for name in ("step-mine", "step-0000001", "step-00000003.broken", ".step-00000004.abcdefgh.partial", "step-٠٠٠٠٠٠٠٥"):
+    for name in (
+        "step-mine",
+        "step-0000001",
+        "step-00000003.broken",
+        ".step-00000004.abcdefgh.partial",
+        "step-٠٠٠٠٠٠٠٥",
+    ):
         (below / name).mkdir(parents=True)
     (below / "step-00000006").touch()
     (below / "step-00000007").symlink_to(tmp_path / "elsewhere")
@@ -201,21 +238,30 @@ def test_what_cannot_be_renamed_stays_as_it_is(folder) -> None:
     assert folder.set_aside(gone, BROKEN) == gone
 
 
-def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_whole(folder, load_model) -> None:
+def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_whole(
+    folder, load_model
+) -> None:
     model = student(load_model)
     assert not folder.has_best
     for kl in (0.5, 0.25):
         with torch.no_grad():
             model.model.layers[3].npt.A.fill_(kl)
-        assert folder.save_best(model, npt.base_identity(model), {"step": 1, "kl": kl}) == folder.path / "best"
+        assert (
+            folder.save_best(model, npt.base_identity(model), {"step": 1, "kl": kl})
+            == folder.path / "best"
+        )
         folder.save_checkpoint(1, filled(), 1)
-    assert folder.has_best and strict((folder.path / "best" / "fidelity.json").read_text()) == {"step": 1, "kl": 0.25}
+    assert folder.has_best and strict((folder.path / "best" / "fidelity.json").read_text()) == {
+        "step": 1,
+        "kl": 0.25,
+    }
     other = load_model()
     npt.load_adapter(other, folder.path / "best" / "adapter")
     assert torch.equal(other.model.layers[3].npt.A, model.model.layers[3].npt.A)
 
 
-# --- going on in a folder ----------------------------------------------------------------------------------------------
+# --- going on in a folder
+# ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -238,12 +284,28 @@ def test_the_logs_are_cut_at_the_step_that_is_gone_on_from(folder) -> None:
     with gone_on(folder.path, 3) as again:
         again.metrics({"step": 4, "again": True})
         again.event("resume")
-    assert lines(folder.path / "metrics.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": True}]
+    assert lines(folder.path / "metrics.jsonl") == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3},
+        {"step": 4, "again": True},
+    ]
     assert [e["event"] for e in lines(folder.path / "events.jsonl")] == ["save"] * 5 + ["resume"]
 
 
 @pytest.mark.parametrize(
-    "line", [b"3", b"[1]", b'"step"', b'{"step": "x"}', b'{"step": null}', b"[" * 100_000, b"\xff\xfe{", b"\0" * 9], ids=range(8)
+    "line",
+    [
+        b"3",
+        b"[1]",
+        b'"step"',
+        b'{"step": "x"}',
+        b'{"step": null}',
+        b"[" * 100_000,
+        b"\xff\xfe{",
+        b"\0" * 9,
+    ],
+    ids=range(8),
 )
 def test_whatever_a_log_holds_it_is_cut_without_a_fault(folder, line) -> None:
     folder.metrics({"step": 1})
@@ -252,7 +314,9 @@ def test_whatever_a_log_holds_it_is_cut_without_a_fault(folder, line) -> None:
         stream.write(line + b"\n")
     with gone_on(folder.path, 1) as again:
         again.metrics({"step": 2})
-    assert {"step": 1} in (found := lines(folder.path / "metrics.jsonl")) and found[-1] == {"step": 2}
+    assert {"step": 1} in (found := lines(folder.path / "metrics.jsonl")) and found[-1] == {
+        "step": 2
+    }
 
 
 def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_model) -> None:
@@ -270,7 +334,13 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(folder, load_mo
     with gone_on(folder.path, 1) as again:
         assert again.has_best and [p.name for p in again.checkpoints()] == ["step-00000001"]
     assert names(folder) == ["step-00000001"]
-    assert {p.name for p in folder.path.iterdir()} == {"metrics.jsonl", "events.jsonl", "checkpoints", "best", ".mine"}
+    assert {p.name for p in folder.path.iterdir()} == {
+        "metrics.jsonl",
+        "events.jsonl",
+        "checkpoints",
+        "best",
+        ".mine",
+    }
 
 
 def test_a_folder_has_one_writer(folder) -> None:
@@ -301,7 +371,9 @@ def test_where_the_file_system_has_no_locks_a_run_does_without(tmp_path, monkeyp
     RunFolder(tmp_path / "run").close()
 
 
-def test_a_folder_that_was_made_for_nothing_is_removed_and_one_that_is_gone_on_in_is_not(folder) -> None:
+def test_a_folder_that_was_made_for_nothing_is_removed_and_one_that_is_gone_on_in_is_not(
+    folder,
+) -> None:
     folder.write("run.json", {})
     folder.save_checkpoint(1, filled(), None)
     folder.close()
@@ -332,12 +404,15 @@ def test_the_folder_of_a_run_is_told_from_others(tmp_path, content, expected) ->
     assert is_run(tmp_path) is expected
 
 
-# --- a disk that takes nothing more, a folder that goes away -----------------------------------------------------------
+# --- a disk that takes nothing more, a folder that goes away
+# -----------------------------------------------------------
 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing beyond this size fails, as on a full disk: with a short write first, then with an error."""
+    """Writing beyond this size fails, as on a full disk: with a short write first, then with an
+    error.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -346,7 +421,9 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_without_room_is_lost_as_a_whole_and_counted_and_the_next_ones_are_not(folder) -> None:
+def test_a_line_without_room_is_lost_as_a_whole_and_counted_and_the_next_ones_are_not(
+    folder,
+) -> None:
     folder.metrics({"step": 1})
     with files_of_at_most(30):  # room for half a line
         folder.metrics({"step": 2, "more": "x" * 50})
@@ -368,7 +445,9 @@ def test_a_folder_that_goes_away_is_made_anew_with_what_comes(folder, way) -> No
     folder.metrics({"step": 2})
     folder.save_checkpoint(2, filled(), None)
     assert lines(folder.path / "metrics.jsonl") == [{"step": 2}] and folder.lines_lost == 0
-    assert names(folder) == ["step-00000002"] and strict((folder.path / "run.json").read_text()) == {"seed": 3}
+    assert names(folder) == ["step-00000002"] and strict(
+        (folder.path / "run.json").read_text()
+    ) == {"seed": 3}
     (warning,) = lines(folder.path / "events.jsonl")
     assert "removed or renamed" in warning["message"]
     with pytest.raises(ConfigError, match="another process"):

@@ -23,7 +23,9 @@ from npt.fidelity.modulation import Modulation
 @pytest.fixture
 def here(load_model: Any, tmp_path: Path) -> Runs:
     """Runs of six records."""
-    return Runs(load_model(), tmp_path, lambda: records(6), eval_data=records(2, seed=7), report=True)
+    return Runs(
+        load_model(), tmp_path, lambda: records(6), eval_data=records(2, seed=7), report=True
+    )
 
 
 def text(folder: Path) -> str:
@@ -75,7 +77,9 @@ def test_a_run_that_ends_with_an_error_has_a_report_and_raises_it(here) -> None:
 
     with pytest.raises(ZeroDivisionError):
         here.run("run", broken)
-    assert "Ended with an error at step 2: ZeroDivisionError: by &lt;b&gt;design&lt;/b&gt;" in text(here.place / "run")
+    assert "Ended with an error at step 2: ZeroDivisionError: by &lt;b&gt;design&lt;/b&gt;" in text(
+        here.place / "run"
+    )
 
 
 def test_a_resumed_run_has_one_report_of_all_its_steps(here) -> None:
@@ -84,10 +88,16 @@ def test_a_resumed_run_has_one_report_of_all_its_steps(here) -> None:
     write_report(here.place / "run")
     assert "No end is on record" in text(here.place / "run")
     folder = here.run("run", resume="auto").folder
-    assert "Finished at step 6" in text(folder) and "6 logged steps" in text(folder) and "resumed" in text(folder)
+    assert (
+        "Finished at step 6" in text(folder)
+        and "6 logged steps" in text(folder)
+        and "resumed" in text(folder)
+    )
 
 
-def test_a_report_that_cannot_be_written_is_warned_of_and_changes_nothing(here, monkeypatch) -> None:
+def test_a_report_that_cannot_be_written_is_warned_of_and_changes_nothing(
+    here, monkeypatch
+) -> None:
     whole = here.run("whole", max_steps=3)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -98,8 +108,14 @@ def test_a_report_that_cannot_be_written_is_warned_of_and_changes_nothing(here, 
     result = here.run("run", max_steps=3)
     assert result.exit_status == 0 and result.fidelity == whole.fidelity
     said = warnings(result.folder)
-    assert [message.partition(" could")[0] for message in said] == ["modulation.json", "report.html"]
-    assert all("RuntimeError: no ink" in message for message in said) and said[0] in here.said.getvalue()
+    assert [message.partition(" could")[0] for message in said] == [
+        "modulation.json",
+        "report.html",
+    ]
+    assert (
+        all("RuntimeError: no ink" in message for message in said)
+        and said[0] in here.said.getvalue()
+    )
     assert not (result.folder / "report.html").exists()
 
 
@@ -128,10 +144,14 @@ def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatc
 
     monkeypatch.setattr(trainer_module, "measure_modulation", spy)
     one = here.run("one", max_steps=3).folder
-    monkeypatch.setattr(trainer_module, "MODULATION_SAMPLES", 0)  # none to look at: it fails, and is warned of
+    # none to look at: it fails, and is warned of
+    monkeypatch.setattr(trainer_module, "MODULATION_SAMPLES", 0)
     other = here.run("other", max_steps=3).folder
     assert untouched == [True] and "no token to look at" in warnings(other)[-1]
-    first, second = (load_file(folder / "checkpoints/step-00000003/adapter/adapter_model.safetensors") for folder in (one, other))
+    first, second = (
+        load_file(folder / "checkpoints/step-00000003/adapter/adapter_model.safetensors")
+        for folder in (one, other)
+    )
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
@@ -149,6 +169,10 @@ def test_a_second_signal_does_not_wait_for_a_report(here) -> None:
 def test_a_student_of_a_broken_base_has_a_report_all_the_same(poisoned_folder, tmp_path) -> None:
     model = npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
     held_out = [{"id": "rare", "input_ids": [5, RARE, 6, 7]}, *records(3, seed=4)]
-    folder = Runs(model, tmp_path, lambda: records(6), eval_data=held_out, report=True).run("run", max_steps=2).folder
+    folder = (
+        Runs(model, tmp_path, lambda: records(6), eval_data=held_out, report=True)
+        .run("run", max_steps=2)
+        .folder
+    )
     assert "Finished at step 2" in text(folder)
     assert (folder / "modulation.json").is_file()

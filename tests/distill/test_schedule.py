@@ -26,20 +26,30 @@ def test_the_step_after_warm_up_has_the_full_rate(kind, warmup) -> None:
 def test_cosine_and_linear_pass_the_middle_at_a_half_and_end_at_zero_behind_the_last_step() -> None:
     for kind in ("cosine", "linear"):
         assert learning_rate_scale(12, kind, 4, 20) == pytest.approx(0.5)
-        assert learning_rate_scale(20, kind, 4, 20) == pytest.approx(0.0, abs=1e-15)  # cos(pi) is rounded
+        # cos(pi) is rounded
+        assert learning_rate_scale(20, kind, 4, 20) == pytest.approx(0.0, abs=1e-15)
         assert learning_rate_scale(19, kind, 4, 20) > 0.0
     assert learning_rate_scale(8, "linear", 4, 20) == pytest.approx(0.75)
-    assert learning_rate_scale(8, "cosine", 4, 20) == pytest.approx((1 + 0.5**0.5) / 2)  # cos(pi / 4)
+    # cos(pi / 4)
+    assert learning_rate_scale(8, "cosine", 4, 20) == pytest.approx((1 + 0.5**0.5) / 2)
 
 
 def test_constant_stays_at_one_and_needs_no_length() -> None:
-    assert [learning_rate_scale(s, "constant", 2, None) for s in range(5)] == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert [learning_rate_scale(s, "constant", 2, None) for s in range(5)] == [
+        0.5,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 @kinds
 @given(warmup=st.integers(0, 30), total=st.integers(1, 60))
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_every_step_of_a_run_has_a_rate_in_zero_to_one_rising_then_falling(kind, warmup, total) -> None:
+def test_every_step_of_a_run_has_a_rate_in_zero_to_one_rising_then_falling(
+    kind, warmup, total
+) -> None:
     scales = [learning_rate_scale(s, kind, warmup, total) for s in range(total)]
     assert all(0.0 < s <= 1.0 for s in scales)
     peak = min(warmup, total)
@@ -53,4 +63,5 @@ def test_every_step_of_a_run_has_a_rate_in_zero_to_one_rising_then_falling(kind,
 def test_a_run_longer_than_planned_never_gets_a_negative_or_rising_rate(kind, step) -> None:
     assert 0.0 <= learning_rate_scale(step, kind, 5, 20) <= 1.0
     if step >= 20 and kind != "constant":
-        assert learning_rate_scale(step, kind, 5, 20) == pytest.approx(0.0, abs=1e-15)  # cos(pi) is rounded
+        # cos(pi) is rounded
+        assert learning_rate_scale(step, kind, 5, 20) == pytest.approx(0.0, abs=1e-15)

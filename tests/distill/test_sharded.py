@@ -1,4 +1,6 @@
-"""A base that is sharded over two processes computes what the whole one does, bit for bit, and hangs nowhere."""
+"""A base that is sharded over two processes computes what the whole one does, bit for bit, and
+hangs nowhere.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def base(llama_folder: Path, load_model: Any) -> str:
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
-def test_two_shares_of_a_base_compute_what_the_whole_computes(base: str, quantization: str | None) -> None:
+def test_two_shares_of_a_base_compute_what_the_whole_computes(
+    base: str, quantization: str | None
+) -> None:
     alone = computed(Ranks(), base, quantization)
     for rank, shared in enumerate(values(several(2, computed, base, quantization))):
         assert_equal(alone[f"rank {rank}"], shared[f"rank {rank}"])
@@ -36,9 +40,20 @@ def test_ranks_that_do_not_walk_in_step_hand_out_their_shares(base: str) -> None
 
 def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
     for errors in values(several(2, attempted, base)):
-        assert errors["shard"] == "the base is sharded already; load it again to shard it in another way"
-        assert errors["detach"] == "layer 1 has become an FSDPNPTLlamaDecoderLayer and cannot be given back; load the base again"
-        assert errors["end_to_end"] == "a sharded base has one whole layer at a time, which only --strategy local can do with; use it"
+        assert (
+            errors["shard"]
+            == "the base is sharded already; load it again to shard it in another way"
+        )
+        assert (
+            errors["detach"]
+            == "layer 1 has become an FSDPNPTLlamaDecoderLayer and cannot be given back; load the"
+            " base again"
+        )
+        assert (
+            errors["end_to_end"]
+            == "a sharded base has one whole layer at a time, which only --strategy local can do"
+            " with; use it"
+        )
 
 
 def test_one_process_has_nobody_to_share_with(load_model: Any) -> None:
@@ -46,7 +61,9 @@ def test_one_process_has_nobody_to_share_with(load_model: Any) -> None:
     with pytest.raises(ModelError, match="no NPT adapters"):
         npt.shard_base(model, Ranks())
     npt.attach(model)
-    with pytest.raises(ConfigError, match="there is one process, and nobody to share the base with"):
+    with pytest.raises(
+        ConfigError, match="there is one process, and nobody to share the base with"
+    ):
         npt.shard_base(model, Ranks())
 
 
@@ -58,7 +75,10 @@ def test_a_run_on_a_sharded_base_is_that_on_a_whole_one(base: str, tmp_path: Pat
         "eval_steps": 1,
         "count": 13,
     }  # the last window is uneven
-    whole, sharded = (values(several(2, run, base, str(tmp_path / name), name == "sharded", **settings)) for name in ("whole", "sharded"))
+    whole, sharded = (
+        values(several(2, run, base, str(tmp_path / name), name == "sharded", **settings))
+        for name in ("whole", "sharded")
+    )
     for one, other in zip(whole, sharded, strict=True):
         assert_equal(one["weights"], other["weights"])
         for key in ("steps", "tokens", "seen", "fidelity"):
@@ -71,20 +91,36 @@ def test_the_command_line_shards_a_base(tmp_path: Path) -> None:
     assert values(several(2, from_the_command_line, str(tmp_path / "run"))) == [0, 0]
     record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     assert (record["processes"], record["settings"]["shard_base"]) == (2, True)
-    assert (record["precision"]["quantization"], record["precision"]["compute_dtype"]) == ("nf4", {"float32": 58})
+    assert (record["precision"]["quantization"], record["precision"]["compute_dtype"]) == (
+        "nf4",
+        {"float32": 58},
+    )
 
 
-def test_what_is_refused_on_one_rank_leaves_the_ranks_in_step_and_no_trace(base: str, tmp_path: Path) -> None:
+def test_what_is_refused_on_one_rank_leaves_the_ranks_in_step_and_no_trace(
+    base: str, tmp_path: Path
+) -> None:
     good = ["good a", "good b", "good c", "good d"]
-    windows = [good, ["nan", "good e", "data", "masked"], ["data", "good f", "data", "nan"], good[:1]]
-    whole, sharded = (values(several(2, run, base, str(tmp_path / name), name == "sharded", windows)) for name in ("whole", "sharded"))
+    windows = [
+        good,
+        ["nan", "good e", "data", "masked"],
+        ["data", "good f", "data", "nan"],
+        good[:1],
+    ]
+    whole, sharded = (
+        values(several(2, run, base, str(tmp_path / name), name == "sharded", windows))
+        for name in ("whole", "sharded")
+    )
     for one, other in zip(whole, sharded, strict=True):
         assert_equal(one["state"], other["state"])
         for key in ("steps", "tokens", "refused", "error"):
             assert one[key] == other[key], key
         assert other["whole"] == []
     assert sharded[0]["refused"] == {"gradient": 2, "data": 4} and sharded[0]["error"] is None
-    found = [[e["message"] for e in ranks[0]["events"] if e["event"] == "diagnosis"] for ranks in (whole, sharded)]
+    found = [
+        [e["message"] for e in ranks[0]["events"] if e["event"] == "diagnosis"]
+        for ranks in (whole, sharded)
+    ]
     assert found[0] == found[1] and len(found[0]) == 2  # rank 0 looked into them alone
 
 
@@ -92,16 +128,44 @@ def test_a_post_mortem_of_a_sharded_base_is_that_of_a_whole_one(base: str, tmp_p
     windows = [["good a", "good b", "good c", "good d"], ["good e", "nan a", "nan b", "data"]]
     found = []
     for name in ("whole", "sharded"):
-        ended = values(several(2, run, base, str(tmp_path / name), name == "sharded", windows, max_consecutive_bad=3))
+        ended = values(
+            several(
+                2,
+                run,
+                base,
+                str(tmp_path / name),
+                name == "sharded",
+                windows,
+                max_consecutive_bad=3,
+            )
+        )
         assert all("3 refusals in a row" in one["error"] for one in ended)
         (path,) = (tmp_path / name).glob("postmortem/step-*/postmortem.json")
         found.append(json.loads(path.read_text(encoding="utf-8")))
-    for key in ("refusals", "history", "findings", "verdict", "failures", "precision", "base_hash_at_stop"):
+    for key in (
+        "refusals",
+        "history",
+        "findings",
+        "verdict",
+        "failures",
+        "precision",
+        "base_hash_at_stop",
+    ):
         assert found[0][key] == found[1][key], key
 
 
 @pytest.mark.parametrize("plant", ["raise", "kill"])
 def test_a_rank_that_ends_early_ends_the_other_too(base: str, tmp_path: Path, plant: str) -> None:
-    ended = several(2, run, base, str(tmp_path / "run"), True, plant=plant, at=1, gradient_accumulation_steps=2, count=13)
+    ended = several(
+        2,
+        run,
+        base,
+        str(tmp_path / "run"),
+        True,
+        plant=plant,
+        at=1,
+        gradient_accumulation_steps=2,
+        count=13,
+    )
     assert ended[0].kind == "RankError" and "rank 1" in str(ended[0].error), ended[0].trace
     assert ended[0].seconds < 15  # far below the timeout of 20

@@ -1,4 +1,6 @@
-"""Signals: in whatever phase one comes, the run ends with 128 + its number, in a state that it can be taken up from exactly."""
+"""Signals: in whatever phase one comes, the run ends with 128 + its number, in a state that it can
+be taken up from exactly.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def raised(number: int) -> None:
 
 
 def in_a_child(act: Callable[[], Any]) -> int:
-    """The exit status of a process that does it; negative for the signal that ended it, 70 for an exception."""
+    """The exit status of a process that does it; negative for the signal that ended it, 70 for an
+    exception.
+    """
     child = os.fork()
     if child == 0:
         status = 70
@@ -62,7 +66,8 @@ def in_a_child(act: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# --- the context -------------------------------------------------------------------------------------------------------
+# --- the context
+# -------------------------------------------------------------------------------------------------------
 
 
 @each_signal
@@ -137,7 +142,8 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
     assert found == [None]
 
 
-# --- every phase of a run ----------------------------------------------------------------------------------------------
+# --- every phase of a run
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +153,13 @@ def base(load_model: Any) -> nn.Module:
 
 def runs_in(place: Path, base: nn.Module) -> Runs:
     """Of four steps; two samples to evaluate on, one at a time."""
-    settings = {"gradient_accumulation_steps": 2, "warmup_steps": 2, "save_steps": 2, "eval_steps": 2, "smoke_test": True}
+    settings = {
+        "gradient_accumulation_steps": 2,
+        "warmup_steps": 2,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "smoke_test": True,
+    }
     return Runs(base, place, lambda: records(8), settings=settings, eval_data=records(2, seed=7))
 
 
@@ -163,7 +175,9 @@ def whole(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-def in_front_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, call: int = 0) -> None:
+def in_front_of(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, call: int = 0
+) -> None:
     """A signal in front of one call of a function."""
     original, calls = getattr(owner, name), iter(range(10**6))
 
@@ -188,7 +202,9 @@ BEFORE: dict[str, tuple[Any, str, int]] = {
 
 
 @with_signals("phase", BEFORE)
-def test_before_training_a_signal_ends_the_run_and_nothing_is_left(here, monkeypatch, phase, number) -> None:
+def test_before_training_a_signal_ends_the_run_and_nothing_is_left(
+    here, monkeypatch, phase, number
+) -> None:
     owner, name, call = BEFORE[phase]
     in_front_of(monkeypatch, owner, name, number, call)
     with pytest.raises(StoppedError) as caught:
@@ -197,7 +213,9 @@ def test_before_training_a_signal_ends_the_run_and_nothing_is_left(here, monkeyp
     assert list(here.place.iterdir()) == []
 
 
-def test_in_the_middle_of_the_smoke_test_a_signal_leaves_the_adapters_as_they_were(here, whole) -> None:
+def test_in_the_middle_of_the_smoke_test_a_signal_leaves_the_adapters_as_they_were(
+    here, whole
+) -> None:
     with pytest.raises(StoppedError):
         here.run("run", at(1))  # the first micro-batch after the smoke test's first
     assert list(here.place.iterdir()) == []
@@ -217,7 +235,9 @@ WITHIN: dict[str, tuple[Any, str, int, int]] = {
 
 
 @with_signals("phase", WITHIN)
-def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactly(here, whole, monkeypatch, phase, number) -> None:
+def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactly(
+    here, whole, monkeypatch, phase, number
+) -> None:
     owner, name, call, step = WITHIN[phase]
     with monkeypatch.context() as patched:
         in_front_of(patched, owner, name, number, call)
@@ -232,7 +252,8 @@ def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactl
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-@with_signals("call", (1, 4, 7))  # windows of two: either half of one, in warm-up, behind a save, the last
+# windows of two: either half of one, in warm-up, behind a save, the last
+@with_signals("call", (1, 4, 7))
 def test_in_front_of_every_micro_batch_of_warm_up_and_after_it(here, whole, number, call) -> None:
     result = here.run("run", at(call, number), smoke_test=False)
     assert (result.steps, result.exit_status) == ((call + 1) // 2, 128 + number)
@@ -270,21 +291,33 @@ def test_a_source_that_never_answers_does_not_hold_a_signal_up(base, tmp_path, m
             threading.Timer(0.4, raised, [signal.SIGTERM]).start()
             answered.wait()
 
-    here = Runs(base, tmp_path, Stalled, data_settings={"streaming": True}, settings={"batch_size": 20, "max_steps": 9})
+    here = Runs(
+        base,
+        tmp_path,
+        Stalled,
+        data_settings={"streaming": True},
+        settings={"batch_size": 20, "max_steps": 9},
+    )
     try:
         started = time.monotonic()
         result = here.run("run")
-        assert result.exit_status == 143 and time.monotonic() - started < 30  # half a second of it for the signal; the rest is spare
+        # half a second of it for the signal; the rest is spare
+        assert result.exit_status == 143 and time.monotonic() - started < 30
     finally:
         answered.set()
     assert events(tmp_path / "run", "save")
 
 
-# --- a second signal ---------------------------------------------------------------------------------------------------
+# --- a second signal
+# ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("where", "number"), [("write_manifest", signal.SIGUSR1), ("_sums", signal.SIGTERM)])
-def test_a_second_signal_in_the_middle_of_saving_ends_at_once_and_leaves_a_folder_in_order(here, whole, monkeypatch, where, number) -> None:
+@pytest.mark.parametrize(
+    ("where", "number"), [("write_manifest", signal.SIGUSR1), ("_sums", signal.SIGTERM)]
+)
+def test_a_second_signal_in_the_middle_of_saving_ends_at_once_and_leaves_a_folder_in_order(
+    here, whole, monkeypatch, where, number
+) -> None:
     def ended() -> None:
         in_front_of(monkeypatch, checkpoint_module, where, number, 15 if where == "_sums" else 1)
         here.run("run", at(5, number), smoke_test=False)
@@ -317,7 +350,8 @@ def test_a_second_interrupt_does_not_save_either(here, whole, monkeypatch) -> No
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-# --- in front of the trainer -------------------------------------------------------------------------------------------
+# --- in front of the trainer
+# -------------------------------------------------------------------------------------------
 
 
 @each_signal
@@ -334,7 +368,9 @@ def test_while_the_data_are_prepared(here, number) -> None:
 
 
 @each_signal
-def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(llama_folder, load_model, monkeypatch, number) -> None:
+def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(
+    llama_folder, load_model, monkeypatch, number
+) -> None:
     from npt.quant import load as loading
 
     class Interrupted:
@@ -349,18 +385,25 @@ def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(llama_folde
 
 
 @each_signal
-def test_the_program_ends_in_one_line_and_128_and_the_number(tmp_path, monkeypatch, capsys, number) -> None:
+def test_the_program_ends_in_one_line_and_128_and_the_number(
+    tmp_path, monkeypatch, capsys, number
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raised(number)
         raise AssertionError("went on loading")
 
     monkeypatch.setattr(npt, "load_base", interrupted)
-    assert main(["pretrain", "--use_quantization", "--output_dir", str(tmp_path / "run")]) == 128 + number
+    assert (
+        main(["pretrain", "--use_quantization", "--output_dir", str(tmp_path / "run")])
+        == 128 + number
+    )
     assert capsys.readouterr().err == f"npt: error: stopped by signal {int(number)}\n"
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_that_a_destructor_swallowed_ends_the_program_all_the_same(short_library, tmp_path, monkeypatch, capsys) -> None:
+def test_a_signal_that_a_destructor_swallowed_ends_the_program_all_the_same(
+    short_library, tmp_path, monkeypatch, capsys
+) -> None:
     class Swallowing:
         def __del__(self) -> None:
             raised(signal.SIGTERM)
@@ -373,15 +416,24 @@ def test_a_signal_that_a_destructor_swallowed_ends_the_program_all_the_same(shor
 
     monkeypatch.setattr(npt, "load_base", loading)
     monkeypatch.setattr("sys.unraisablehook", lambda *_: None)
-    arguments = ["--use_quantization", "--init", "random", "--max_length", "32", "--eval_samples", "1", "--num_samples", "4"]
+    arguments = [
+        "--use_quantization",
+        "--init",
+        "random",
+        "--max_length",
+        "32",
+        "--eval_samples",
+        "1",
+        "--num_samples",
+        "4",
+    ]
     assert main(["pretrain", *arguments, "--output_dir", str(tmp_path / "run")]) == 143
     assert not (tmp_path / "run").exists()
 
 
 def test_what_is_logged_of_a_signal_says_number_and_step(here) -> None:
     here.run("run", at(5), smoke_test=False)
-    assert [(e["event"], e.get("number"), e.get("step")) for e in lines(here.place / "run", "events")][-2:] == [
-        ("signal", 15, 3),
-        ("save", None, 3),
-    ]
+    assert [
+        (e["event"], e.get("number"), e.get("step")) for e in lines(here.place / "run", "events")
+    ][-2:] == [("signal", 15, 3), ("save", None, 3)]
     assert f"stopped by signal {int(signal.SIGTERM)} at step 3" in here.said.getvalue()

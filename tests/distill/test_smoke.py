@@ -27,7 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")
 strategies = pytest.mark.parametrize("name", ["local", "end_to_end"])
 
 
-def attached(load_model: Callable[..., nn.Module], quantization: str | None = "nf4", **form: object) -> nn.Module:
+def attached(
+    load_model: Callable[..., nn.Module], quantization: str | None = "nf4", **form: object
+) -> nn.Module:
     model = load_model(quantization)
     npt.attach(model, NPTConfig(rank=4, layers="1,3", **form))
     return model
@@ -44,10 +46,15 @@ def spoil_adapter(model: nn.Module, value: float) -> None:
 
 
 @strategies
-@pytest.mark.parametrize("form", [{}, {"modulation": "multiplicative"}, {"modulation": "additive", "targets": ("gate",)}])
+@pytest.mark.parametrize(
+    "form", [{}, {"modulation": "multiplicative"}, {"modulation": "additive", "targets": ("gate",)}]
+)
 @pytest.mark.parametrize("quantization", ["nf4", None])
-def test_a_clean_start_passes_and_says_so_in_one_line(load_model, batch, name, form, quantization) -> None:
-    # With modulation multiplicative M = 0 at the start, so A has no gradient yet and must not be blamed for it.
+def test_a_clean_start_passes_and_says_so_in_one_line(
+    load_model, batch, name, form, quantization
+) -> None:
+    # With modulation multiplicative M = 0 at the start, so A has no gradient yet and must not be
+    # blamed for it.
     verdict = run(attached(load_model, quantization, **form), batch, name)
     assert verdict.startswith("smoke test passed: loss ")
     assert "\n" not in verdict
@@ -65,12 +72,15 @@ def test_packed_rows_pass(load_model, name, side) -> None:
 def test_the_loss_it_reports_is_per_token(load_model, batch) -> None:
     model = attached(load_model)
     sums = STRATEGIES["local"](model, batch, TrainConfig())
-    assert f"loss {float(sums.loss) / 21:.4g} per token" in run(model, batch)  # 9 + 5 + 7 valid tokens
+    # 9 + 5 + 7 valid tokens
+    assert f"loss {float(sums.loss) / 21:.4g} per token" in run(model, batch)
 
 
 @strategies
 @pytest.mark.parametrize("spoilt", [None, float("nan")])
-def test_weights_gradients_random_and_anomaly_state_are_as_before(load_model, batch, name, spoilt) -> None:
+def test_weights_gradients_random_and_anomaly_state_are_as_before(
+    load_model, batch, name, spoilt
+) -> None:
     model = attached(load_model)
     if spoilt is not None:
         spoil_adapter(model, spoilt)
@@ -82,17 +92,22 @@ def test_weights_gradients_random_and_anomaly_state_are_as_before(load_model, ba
         with pytest.raises(SmokeTestError):
             run(model, batch, name)
     for key, value in model.state_dict().items():
-        assert torch.equal(value.view(torch.uint8), weights[key].view(torch.uint8)), key  # bytes: NaN does not equal itself
+        # bytes: NaN does not equal itself
+        assert torch.equal(value.view(torch.uint8), weights[key].view(torch.uint8)), key
     left = [key for key, p in model.named_parameters() if p.grad is not None]
     assert left == []
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not torch.is_anomaly_enabled()
-    assert {layer.npt.mode for layer in (model.model.layers[1], model.model.layers[3])} == {"student"}
+    assert {layer.npt.mode for layer in (model.model.layers[1], model.model.layers[3])} == {
+        "student"
+    }
 
 
 @strategies
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_of_an_adapter_that_is_not_finite_is_stopped(load_model, batch, name, value) -> None:
+def test_a_weight_of_an_adapter_that_is_not_finite_is_stopped(
+    load_model, batch, name, value
+) -> None:
     model = attached(load_model)
     spoil_adapter(model, value)
     with pytest.raises(SmokeTestError, match="smoke test"):
@@ -120,7 +135,12 @@ def test_a_base_that_computes_nan_is_stopped(load_model, batch, name) -> None:
 
 @strategies
 @pytest.mark.parametrize(
-    "frozen", ["model.layers.3.mlp.down_proj.weight", "model.layers.1.post_attention_layernorm.weight", "lm_head.weight"]
+    "frozen",
+    [
+        "model.layers.3.mlp.down_proj.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+        "lm_head.weight",
+    ],
 )
 def test_a_frozen_tensor_that_would_be_trained_is_named(load_model, batch, name, frozen) -> None:
     model = attached(load_model, None)
@@ -149,10 +169,14 @@ def test_an_adapter_tensor_that_is_frozen_is_named(load_model, batch) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 128, 10**9])
-def test_token_ids_outside_the_vocabulary_are_stopped_before_anything_runs(load_model, bad, monkeypatch) -> None:
+def test_token_ids_outside_the_vocabulary_are_stopped_before_anything_runs(
+    load_model, bad, monkeypatch
+) -> None:
     model = attached(load_model)
     ids = torch.tensor([[5, 6, bad, 8]])
-    monkeypatch.setattr(model.model.embed_tokens, "forward", lambda *_: pytest.fail("the model ran"))
+    monkeypatch.setattr(
+        model.model.embed_tokens, "forward", lambda *_: pytest.fail("the model ran")
+    )
     with pytest.raises(SmokeTestError, match=str(bad)):
         run(model, batch_from_tensors(ids, torch.ones_like(ids)))
 
@@ -177,4 +201,7 @@ def test_a_gradient_that_does_not_belong_to_the_loss_is_stopped(load_model, batc
     before = {key: p.detach().clone() for key, p in adapter_parameters(model).items()}
     with pytest.raises(SmokeTestError, match="does not point downhill"):
         smoke_test(model, batch, uphill, TrainConfig(strategy=name))
-    assert all(torch.equal(p, before[key]) and p.grad is None for key, p in adapter_parameters(model).items())
+    assert all(
+        torch.equal(p, before[key]) and p.grad is None
+        for key, p in adapter_parameters(model).items()
+    )

@@ -49,7 +49,8 @@ def test_k_is_in_robust_standard_deviations_of_the_logarithm() -> None:
 def test_a_heavy_upper_tail_is_no_spike() -> None:
     generator = torch.Generator().manual_seed(1)
     guard, alarms = SpikeGuard(10.0), 0
-    for norm in torch.randn(1000, generator=generator).exp().tolist():  # log-normal, over four orders of magnitude
+    # log-normal, over four orders of magnitude
+    for norm in torch.randn(1000, generator=generator).exp().tolist():
         alarms += exceeds(guard, 1.0, norm)
         guard.accept(1.0, norm)
     assert alarms == 0
@@ -82,4 +83,7 @@ def test_values_that_repeat_exactly_leave_room_for_rounding() -> None:
 
 def test_the_description_names_what_was_exceeded_with_both_values() -> None:
     text = SpikeGuard(10.0).describe(0.5, 99.0, (1.0, 12.5))
-    assert text == "gradient norm 99 is above 12.5 (median + 10 robust sigma of the accepted steps' logarithms)"
+    assert (
+        text == "gradient norm 99 is above 12.5 (median + 10 robust sigma of the accepted steps'"
+        " logarithms)"
+    )

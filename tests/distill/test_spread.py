@@ -1,4 +1,6 @@
-"""A base that is spread over several devices of one process computes, trains, saves and evaluates as on one."""
+"""A base that is spread over several devices of one process computes, trains, saves and evaluates
+as on one.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,29 @@ def filled(model: Any, batch: Batch, config: TrainConfig) -> dict[str, Tensor]:
     for parameter in parameters.values():
         parameter.grad = None
     sums = STRATEGIES[config.strategy](model, batch, config)
-    return {"loss": sums.loss, "layer_nmse": sums.layer_nmse, "logit": sums.logit, **{name: p.grad for name, p in parameters.items()}}
+    return {
+        "loss": sums.loss,
+        "layer_nmse": sums.layer_nmse,
+        "logit": sums.logit,
+        **{name: p.grad for name, p in parameters.items()},
+    }
 
 
 WAYS: list[dict[str, Any]] = [
     {},
     {"loss": "nmse_update", "token_weighting": "disagreement"},
-    {"strategy": "end_to_end", "loss": "nmse_update", "token_weighting": "disagreement", "logit_kl_weight": 0.5},
-    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "cross_entropy", "gradient_checkpointing": True},
+    {
+        "strategy": "end_to_end",
+        "loss": "nmse_update",
+        "token_weighting": "disagreement",
+        "logit_kl_weight": 0.5,
+    },
+    {
+        "strategy": "end_to_end",
+        "logit_kl_weight": 0.5,
+        "logit_loss": "cross_entropy",
+        "gradient_checkpointing": True,
+    },
 ]
 
 PLACED = list(zip(WAYS, ("0,1", "all", "1,2", "all"), strict=True))
@@ -78,7 +95,9 @@ def name_of(way: dict[str, Any]) -> str:
     return ",".join(map(str, way.values())) or "local"
 
 
-@pytest.mark.parametrize(("way", "layers"), PLACED, ids=lambda value: value if isinstance(value, str) else name_of(value))
+@pytest.mark.parametrize(
+    ("way", "layers"), PLACED, ids=lambda value: value if isinstance(value, str) else name_of(value)
+)
 def test_losses_and_gradients_are_those_of_one_device(models, batch, way, layers) -> None:
     for model in models[:2]:
         npt.attach(model, NPTConfig(rank=4, layers=layers, additive_scale=1.0))
@@ -94,7 +113,14 @@ def test_losses_and_gradients_are_those_of_one_device(models, batch, way, layers
 def trained(model: Any, out: Path, **config: Any) -> dict[str, Tensor]:
     """Weights behind a run of two steps, and its figures."""
     kept: dict[str, Tensor] = {}
-    settings = {"batch_size": 2, "learning_rate": 1e-2, "log_steps": 1, "eval_samples": 2, "max_steps": 2, "output_dir": str(out)}
+    settings = {
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+        "log_steps": 1,
+        "eval_samples": 2,
+        "max_steps": 2,
+        "output_dir": str(out),
+    }
     settings |= {"gradient_accumulation_steps": 2, **config}
     trainer = npt.Trainer(
         model,
@@ -108,14 +134,19 @@ def trained(model: Any, out: Path, **config: Any) -> dict[str, Tensor]:
     result = without_report(trainer).train()
     kept |= {name: held(p).clone() for name, p in adapter_parameters(model).items()}
     assert result.fidelity is not None
-    return kept | {"fidelity": torch.tensor([result.fidelity.student.kl, result.fidelity.student.perplexity])}
+    return kept | {
+        "fidelity": torch.tensor([result.fidelity.student.kl, result.fidelity.student.perplexity])
+    }
 
 
 ADAPTERS = NPTConfig(rank=4, layers="1-3", additive_scale=1.0)
 
 
-def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(models, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=True))  # as on a GPU
+def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(
+    models, tmp_path, monkeypatch
+) -> None:
+    # as on a GPU
+    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=True))
     for model in models:
         npt.attach(model, ADAPTERS)
     expected = trained(models[0], tmp_path / "one", smoke_test=False, gradient_accumulation_steps=1)
@@ -124,11 +155,19 @@ def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(mod
         # Adam divides by the size of gradients, and of the smallest rounding is a good part.
         assert_near(value, expected[name], name, 1e-2)
     checkpoint = str(tmp_path / "two" / "checkpoints" / "step-00000001")
-    resumed = trained(models[2], tmp_path / "again", smoke_test=False, gradient_accumulation_steps=1, resume=checkpoint)
+    resumed = trained(
+        models[2],
+        tmp_path / "again",
+        smoke_test=False,
+        gradient_accumulation_steps=1,
+        resume=checkpoint,
+    )
     assert all(torch.equal(value, found[name]) for name, value in resumed.items())
 
 
-def test_a_nan_on_the_second_device_is_refused_there_and_leaves_no_trace(models, tmp_path, monkeypatch) -> None:
+def test_a_nan_on_the_second_device_is_refused_there_and_leaves_no_trace(
+    models, tmp_path, monkeypatch
+) -> None:
     local, calls = STRATEGIES["local"], iter(range(1000))
 
     def poisoned(model: Any, batch: Batch, config: TrainConfig, teacher: Any = None) -> Any:
@@ -141,7 +180,9 @@ def test_a_nan_on_the_second_device_is_refused_there_and_leaves_no_trace(models,
     npt.attach(model, ADAPTERS)
     monkeypatch.setitem(STRATEGIES, "local", poisoned)
     found = trained(model, tmp_path / "run", smoke_test=False, max_steps=1)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     (refusal,) = (event for event in events if event["event"] == "refusal")
     assert refusal["kind"] == "gradient" and "model.layers.3.npt.A" in refusal["detail"]
     (diagnosis,) = (event for event in events if event["event"] == "diagnosis")
@@ -158,18 +199,32 @@ def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) ->
     prompts = [Sample("a", (3, 4, 5)), Sample("b", (9, 8, 7, 6))]
     alone, spread_out = (compare_prompts(model, prompts, 3, frozenset()) for model in (one, two))
     for expected, found in zip(alone, spread_out, strict=True):
-        assert (found.completion, found.position, found.student_token) == (expected.completion, expected.position, expected.student_token)
+        assert (found.completion, found.position, found.student_token) == (
+            expected.completion,
+            expected.position,
+            expected.student_token,
+        )
     batch = batch.to(torch.device("cuda"))
     assert diagnose(two, batch) is None
     held(two.get_parameter("model.layers.3.npt.A"))[1, 2] = float("inf")
     finding = diagnose(two, batch)
-    assert finding is not None and finding.name == "model.layers.3.npt.A" and finding.index == (1, 2)
+    assert (
+        finding is not None and finding.name == "model.layers.3.npt.A" and finding.index == (1, 2)
+    )
 
 
 @pytest.mark.parametrize(
-    "way", [{"token_weighting": "disagreement"}, {"strategy": "propagated"}, {"strategy": "end_to_end", "logit_kl_weight": 1.0}], ids=str
+    "way",
+    [
+        {"token_weighting": "disagreement"},
+        {"strategy": "propagated"},
+        {"strategy": "end_to_end", "logit_kl_weight": 1.0},
+    ],
+    ids=str,
 )
-def test_a_spread_student_learns_from_a_teacher_on_one_device(load_model, llama_folder, batch, way) -> None:
+def test_a_spread_student_learns_from_a_teacher_on_one_device(
+    load_model, llama_folder, batch, way
+) -> None:
     teacher = npt.load_teacher(str(llama_folder), "bf16", device="cpu")
     config = TrainConfig(**way)
     one, two = load_model(), load_model()
@@ -183,7 +238,9 @@ def test_a_spread_student_learns_from_a_teacher_on_one_device(load_model, llama_
         assert_near(found[1].loss, found[0].loss, "loss")
 
 
-def test_modulation_is_measured_on_every_device_and_calibration_refused(load_model, batch, tokenizer) -> None:
+def test_modulation_is_measured_on_every_device_and_calibration_refused(
+    load_model, batch, tokenizer
+) -> None:
     model = load_model()
     with simulated_cuda(devices=2):
         spread(model, 2)

@@ -1,4 +1,6 @@
-"""Stages: which strategy drives the student at which step, and that a run of several is the runs of each in turn."""
+"""Stages: which strategy drives the student at which step, and that a run of several is the runs of
+each in turn.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from npt.stored import read_json
 
 def staged(*shares: float, **more: Any) -> TrainConfig:
     names = [STRATEGIES[i % len(STRATEGIES)] for i in range(len(shares))]
-    return TrainConfig(stages=",".join(f"{name}:{share}" for name, share in zip(names, shares, strict=True)), **more)
+    return TrainConfig(
+        stages=",".join(f"{name}:{share}" for name, share in zip(names, shares, strict=True)),
+        **more,
+    )
 
 
 @given(parts=st.lists(st.integers(1, 50), min_size=2, max_size=6), total=st.integers(0, 5000))
@@ -42,15 +47,20 @@ def test_stages_share_out_every_step_in_their_order(parts, total) -> None:
         stages = stages_of(config, total)
     except ConfigError as error:
         assert f"none of {total} steps" in str(error)
-        assert any(round(share * total) <= 1 for share in shares)  # only a stage of about a step or less may lose it to rounding
+        # only a stage of about a step or less may lose it to rounding
+        assert any(round(share * total) <= 1 for share in shares)
         return
-    assert stages[0].start == 0 and [stage.config.strategy for stage in stages] == [name for name, _ in config.stage_shares]
+    assert stages[0].start == 0 and [stage.config.strategy for stage in stages] == [
+        name for name, _ in config.stage_shares
+    ]
     ends = [*(stage.start for stage in stages[1:]), total]
     for stage, end, share in zip(stages, ends, shares, strict=True):
         assert abs(end - stage.start - share * total) <= 1 + 1e-6  # both ends are rounded to a step
     for step in {0, total // 3, total // 2, max(0, total - 1)}:
         found = stages.index(stage_at(stages, step))
-        assert stages[found].start <= step and (found + 1 == len(stages) or step < stages[found + 1].start or total == 0)
+        assert stages[found].start <= step and (
+            found + 1 == len(stages) or step < stages[found + 1].start or total == 0
+        )
 
 
 def test_without_stages_there_is_one_of_the_settings_as_they_are() -> None:
@@ -60,25 +70,46 @@ def test_without_stages_there_is_one_of_the_settings_as_they_are() -> None:
 
 
 def test_a_loss_on_the_logits_is_of_the_stages_that_have_logits() -> None:
-    config = staged(0.5, 0.25, 0.25, logit_kl_weight=0.5, logit_loss="jsd", jsd_weight=0.3, logit_temperature=2.0)
-    weights = [(stage.config.strategy, stage.config.logit_kl_weight, stage.config.jsd_weight) for stage in stages_of(config, 8)]
+    config = staged(
+        0.5,
+        0.25,
+        0.25,
+        logit_kl_weight=0.5,
+        logit_loss="jsd",
+        jsd_weight=0.3,
+        logit_temperature=2.0,
+    )
+    weights = [
+        (stage.config.strategy, stage.config.logit_kl_weight, stage.config.jsd_weight)
+        for stage in stages_of(config, 8)
+    ]
     assert weights == [("local", 0.0, 0.5), ("propagated", 0.0, 0.5), ("end_to_end", 0.5, 0.3)]
 
 
 def test_shares_of_an_unknown_number_of_steps_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--stages .* length of the stream is unknown; give --max_steps"):
+    with pytest.raises(
+        ConfigError, match=r"--stages .* length of the stream is unknown; give --max_steps"
+    ):
         stages_of(staged(0.5, 0.5), None)
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def here(load_model: Any, tmp_path: Path) -> Runs:
-    return Runs(load_model("nf4"), tmp_path, data=lambda: records(16), settings={"batch_size": 2, "eval_samples": 2})
+    return Runs(
+        load_model("nf4"),
+        tmp_path,
+        data=lambda: records(16),
+        settings={"batch_size": 2, "eval_samples": 2},
+    )
 
 
-def test_each_step_is_driven_by_its_stage_and_the_run_says_when_the_next_begins(here, monkeypatch) -> None:
+def test_each_step_is_driven_by_its_stage_and_the_run_says_when_the_next_begins(
+    here, monkeypatch
+) -> None:
     driven: list[str] = []
     for name, strategy in list(strategies_module.STRATEGIES.items()):
 
@@ -87,9 +118,17 @@ def test_each_step_is_driven_by_its_stage_and_the_run_says_when_the_next_begins(
             return strategy(*arguments)
 
         monkeypatch.setitem(strategies_module.STRATEGIES, name, noted)
-    result = here.run("run", stages="local:0.5,propagated:0.25,end_to_end:0.25", max_steps=8, num_epochs=2, logit_kl_weight=1.0)
+    result = here.run(
+        "run",
+        stages="local:0.5,propagated:0.25,end_to_end:0.25",
+        max_steps=8,
+        num_epochs=2,
+        logit_kl_weight=1.0,
+    )
     assert driven == ["local"] * 4 + ["propagated"] * 2 + ["end_to_end"] * 2
-    told = [(e["step"], e["strategy"]) for e in lines(result.folder, "events") if e["event"] == "stage"]
+    told = [
+        (e["step"], e["strategy"]) for e in lines(result.folder, "events") if e["event"] == "stage"
+    ]
     assert told == [(4, "propagated"), (6, "end_to_end")]
     metrics = lines(result.folder, "metrics")
     assert [line["stage"] for line in metrics] == [0] * 4 + [1] * 2 + [2] * 2
@@ -99,9 +138,13 @@ def test_each_step_is_driven_by_its_stage_and_the_run_says_when_the_next_begins(
 def test_results_that_come_late_begin_a_stage_at_the_same_step(here, monkeypatch) -> None:
     outcomes = []
     for late in (False, True):
-        monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
+        monkeypatch.setattr(
+            "npt.distill.loop.Transaction", functools.partial(Transaction, late=late)
+        )
         here.run(f"run-{late}", stages="local:0.5,end_to_end:0.5", max_steps=6)
-        outcomes.append({name: p.detach().clone() for name, p in adapter_parameters(here.model).items()})
+        outcomes.append(
+            {name: p.detach().clone() for name, p in adapter_parameters(here.model).items()}
+        )
     for name, value in outcomes[0].items():
         assert torch.equal(value, outcomes[1][name]), name
 
@@ -111,17 +154,24 @@ def test_the_smoke_test_tries_every_strategy_once(here) -> None:
     assert here.said.getvalue().count("smoke test passed") == 2
 
 
-# --- a teacher of its own ----------------------------------------------------------------------------------------------
+# --- a teacher of its own
+# ----------------------------------------------------------------------------------------------
 
 
 def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any) -> Trainer:
-    return here.trainer(folder, teacher=load_teacher(str(source), precision, device="cpu"), **changed)
+    return here.trainer(
+        folder, teacher=load_teacher(str(source), precision, device="cpu"), **changed
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
-def test_a_kept_residual_learns_from_the_unquantised_base_what_quantisation_has_cost(here, llama_folder, precision) -> None:
+def test_a_kept_residual_learns_from_the_unquantised_base_what_quantisation_has_cost(
+    here, llama_folder, precision
+) -> None:
     adapter = {"rank": 8, "residual": "keep", "layers": "all"}
-    result = taught(here, "run", precision, llama_folder, adapter=adapter, max_steps=40, num_epochs=20).train()
+    result = taught(
+        here, "run", precision, llama_folder, adapter=adapter, max_steps=40, num_epochs=20
+    ).train()
     metrics = [line["loss_nmse"] for line in lines(result.folder, "metrics")]
     assert sum(metrics[-8:]) < 0.9 * sum(metrics[:8])  # means of an epoch each
     settings = read_json(result.folder / "run.json", ConfigError)["settings"]
@@ -131,21 +181,37 @@ def test_a_kept_residual_learns_from_the_unquantised_base_what_quantisation_has_
 def test_another_teacher_is_refused_on_resume_and_none_as_well(here, llama_folder) -> None:
     adapter = {"rank": 2, "residual": "keep", "layers": "all"}
     taught(here, "run", "fp32", llama_folder, adapter=adapter, max_steps=2).train()
-    with pytest.raises(CheckpointError, match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for [0-9a-f]{64}"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for [0-9a-f]{64}",
+    ):
         taught(here, "run", "bf16", llama_folder, adapter=adapter, max_steps=4, resume="auto")
     taught(here, "other", "fp32", llama_folder, max_steps=2).train()
-    with pytest.raises(CheckpointError, match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for None"):
+    with pytest.raises(
+        CheckpointError, match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for None"
+    ):
         here.trainer("other", max_steps=4, resume="auto")
 
 
 def test_a_teacher_of_other_shapes_is_refused_with_both_values(here) -> None:
-    with pytest.raises(ConfigError, match="the teacher has num_hidden_layers 8, the student's base 4"):
+    with pytest.raises(
+        ConfigError, match="the teacher has num_hidden_layers 8, the student's base 4"
+    ):
         taught(here, "run", "fp32", "tiny", max_steps=1)
 
 
-def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(here, llama_folder, monkeypatch) -> None:
+def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(
+    here, llama_folder, monkeypatch
+) -> None:
     trainer = taught(
-        here, "run", "fp32", llama_folder, stages="local:0.5,propagated:0.5", max_steps=4, max_consecutive_bad=1, adapter={"rank": 4}
+        here,
+        "run",
+        "fp32",
+        llama_folder,
+        stages="local:0.5,propagated:0.5",
+        max_steps=4,
+        max_consecutive_bad=1,
+        adapter={"rank": 4},
     )
     strategy, calls = trainer.strategy, iter(range(100))
 
@@ -168,31 +234,50 @@ def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(here, llama
 def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_folder, own) -> None:
     data = [*records(3), {"id": "outside", "input_ids": [5, 999, 7]}]
     teacher = load_teacher(str(llama_folder), "fp32", device="cpu", attn_implementation=own)
-    trainer = here.trainer("run", data=lambda: data, teacher=teacher, max_steps=4, max_consecutive_bad=1, batch_size=1)
+    trainer = here.trainer(
+        "run", data=lambda: data, teacher=teacher, max_steps=4, max_consecutive_bad=1, batch_size=1
+    )
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
-    assert read_json(bundle / "postmortem.json", ConfigError)["settings"]["teacher_attention"] == own
+    assert (
+        read_json(bundle / "postmortem.json", ConfigError)["settings"]["teacher_attention"] == own
+    )
     with rebuilt(read_bundle(bundle), model_name=str(llama_folder)) as found:
         assert attention_name(found.model) == "sdpa" and attention_name(found.teacher) == own
 
 
-# --- where the pieces meet -----------------------------------------------------------------------------------------------
+# --- where the pieces meet
+# -----------------------------------------------------------------------------------------------
 
 
-def test_a_boundary_that_moves_on_resume_begins_its_stage_with_fresh_limits(here, monkeypatch) -> None:
-    """Saved in `local`; with fewer steps in all the next one is `end_to_end`, whose loss the limits of `local` would refuse."""
+def test_a_boundary_that_moves_on_resume_begins_its_stage_with_fresh_limits(
+    here, monkeypatch
+) -> None:
+    """Saved in `local`; with fewer steps in all the next one is `end_to_end`, whose loss the limits
+    of `local` would refuse.
+    """
     monkeypatch.setattr("npt.distill.spikes.MINIMUM", 4)
-    settings = {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 20.0, "skip_spikes": True, "num_epochs": 20, "save_steps": 12}
+    settings = {
+        "stages": "local:0.5,end_to_end:0.5",
+        "logit_kl_weight": 20.0,
+        "skip_spikes": True,
+        "num_epochs": 20,
+        "save_steps": 12,
+    }
     here.run("run", at(13), max_steps=40, **settings)
     checkpoint = str(here.place / "run" / "checkpoints" / "step-00000012")
     result = here.run("new", max_steps=20, resume=checkpoint, **settings)
-    assert [(e["step"], e["strategy"]) for e in lines(result.folder, "events") if e["event"] == "stage"] == [(12, "end_to_end")]
+    assert [
+        (e["step"], e["strategy"]) for e in lines(result.folder, "events") if e["event"] == "stage"
+    ] == [(12, "end_to_end")]
     assert result.steps == 20 and result.refused == 0
 
 
 def test_a_post_mortem_at_a_boundary_is_of_the_stage_that_drove_its_window(here) -> None:
-    """The window behind step 1 is applied but for one bad micro-batch, which ends the run: `local` drove it, and the next stage is due."""
+    """The window behind step 1 is applied but for one bad micro-batch, which ends the run: `local`
+    drove it, and the next stage is due.
+    """
     data = records(16)
     data[3]["input_ids"][1] = 999
     trainer = here.trainer(
@@ -209,7 +294,11 @@ def test_a_post_mortem_at_a_boundary_is_of_the_stage_that_drove_its_window(here)
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
     said = read_json(bundle / "postmortem.json", ConfigError)
-    assert (said["step"], said["counters"]["steps"], said["settings"]["strategy"]) == (0, 1, "local")
+    assert (said["step"], said["counters"]["steps"], said["settings"]["strategy"]) == (
+        0,
+        1,
+        "local",
+    )
 
 
 def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_model) -> None:
@@ -229,7 +318,14 @@ def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
     consolidate(here.model, update)
     try:
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
-            Trainer(here.model, trainer.tokenizer, records(16), trainer.config, data_config=trainer.data_config, console=trainer.console)
+            Trainer(
+                here.model,
+                trainer.tokenizer,
+                records(16),
+                trainer.config,
+                data_config=trainer.data_config,
+                console=trainer.console,
+            )
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
             npt.calibrate(here.model, trainer.tokenizer, records(60), 400, max_length=12)
     finally:

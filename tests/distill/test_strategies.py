@@ -1,4 +1,6 @@
-"""The strategies against slow references built of plain transformers layers, and what must not change their results."""
+"""The strategies against slow references built of plain transformers layers, and what must not
+change their results.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors, collate
 from npt.data.samples import Sample
 from npt.distill.strategies import MicroBatch, drive
 
-# fp32 sums of a few hundred terms, in another order than the reference's: a few units of 2^-24 times their square root,
-# carried through four layers. Relative to the largest entry, because single entries may cancel.
+# fp32 sums of a few hundred terms, in another order than the reference's: a few units of 2^-24
+# times their square root, carried through four layers. Relative to the largest entry, because
+# single entries may cancel.
 ROUNDING = 2e-5
 
 NAMES = ("local", "propagated", "end_to_end")
@@ -60,10 +63,15 @@ LOGIT_LOSSES: dict[str, dict[str, Any]] = {
     "weighted kl": {"token_weighting": "disagreement"},
     "weighted cross_entropy": {"logit_loss": "cross_entropy", "token_weighting": "disagreement"},
 }
-# A layer's loss is one function for all strategies: `local` has every one, the others those that look at more than o and t.
+# A layer's loss is one function for all strategies: `local` has every one, the others those that
+# look at more than o and t.
 VARIANTS = [
     *(("local", own) for own in HIDDEN_LOSSES.values()),
-    *((name, HIDDEN_LOSSES[loss]) for name in ("propagated", "end_to_end") for loss in ("nmse_update", "listed", "disagreement direction")),
+    *(
+        (name, HIDDEN_LOSSES[loss])
+        for name in ("propagated", "end_to_end")
+        for loss in ("nmse_update", "listed", "disagreement direction")
+    ),
     *(("end_to_end", {"logit_kl_weight": 0.7, **own}) for own in LOGIT_LOSSES.values()),
 ]
 
@@ -73,7 +81,11 @@ def variant_id(value: Any) -> str:
 
 
 def config_for(name: str, kl: float = 0.0, **own: Any) -> TrainConfig:
-    return TrainConfig(strategy=name, regularization_lambda=0.3, **{"logit_kl_weight": kl if name == "end_to_end" else 0.0, **own})
+    return TrainConfig(
+        strategy=name,
+        regularization_lambda=0.3,
+        **{"logit_kl_weight": kl if name == "end_to_end" else 0.0, **own},
+    )
 
 
 def move_adapters(model: nn.Module) -> None:
@@ -84,7 +96,9 @@ def move_adapters(model: nn.Module) -> None:
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
-def run(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> tuple[MicroBatch, dict[str, Tensor]]:
+def run(
+    model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None
+) -> tuple[MicroBatch, dict[str, Tensor]]:
     """Sums and gradients of one micro-batch."""
     parameters = adapter_parameters(model)
     for parameter in parameters.values():
@@ -100,7 +114,9 @@ def assert_near(actual: Tensor, expected: Tensor, what: str, tolerance: float = 
 
 
 def assert_same_result(
-    one: tuple[MicroBatch, dict[str, Tensor]], other: tuple[MicroBatch, dict[str, Tensor]], tolerance: float = ROUNDING
+    one: tuple[MicroBatch, dict[str, Tensor]],
+    other: tuple[MicroBatch, dict[str, Tensor]],
+    tolerance: float = ROUNDING,
 ) -> None:
     assert (one[0].tokens, one[0].scored) == (other[0].tokens, other[0].scored)
     for name in ("loss", "nmse", "reg", "logit", "layer_nmse"):
@@ -109,7 +125,9 @@ def assert_same_result(
         assert_near(gradient, other[1][name], name, tolerance)
 
 
-def assert_identical(one: tuple[MicroBatch, dict[str, Tensor]], other: tuple[MicroBatch, dict[str, Tensor]]) -> None:
+def assert_identical(
+    one: tuple[MicroBatch, dict[str, Tensor]], other: tuple[MicroBatch, dict[str, Tensor]]
+) -> None:
     for name in ("loss", "nmse", "reg", "logit", "layer_nmse"):
         assert torch.equal(getattr(one[0], name), getattr(other[0], name)), name
     for name, gradient in one[1].items():
@@ -117,7 +135,8 @@ def assert_identical(one: tuple[MicroBatch, dict[str, Tensor]], other: tuple[Mic
         assert torch.equal(gradient, other[1][name]), name
 
 
-# --- the slow reference -----------------------------------------------------------------------------------------------
+# --- the slow reference
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -135,13 +154,20 @@ def watching(model: nn.Module) -> Iterator[Watched]:
     handles = []
     for index, layer in enumerate(model.model.layers):
 
-        def on_layer(_: nn.Module, args: tuple[Any, ...], output: Tensor, index: int = index) -> None:
+        def on_layer(
+            _: nn.Module, args: tuple[Any, ...], output: Tensor, index: int = index
+        ) -> None:
             seen.h[index], seen.out[index] = args[0], output
 
-        def on_attention(_: nn.Module, __: Any, output: tuple[Tensor, ...], index: int = index) -> None:
+        def on_attention(
+            _: nn.Module, __: Any, output: tuple[Tensor, ...], index: int = index
+        ) -> None:
             seen.a[index] = output[0]
 
-        handles += [layer.register_forward_hook(on_layer), layer.self_attn.register_forward_hook(on_attention)]
+        handles += [
+            layer.register_forward_hook(on_layer),
+            layer.self_attn.register_forward_hook(on_attention),
+        ]
     try:
         yield seen
     finally:
@@ -159,8 +185,12 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     )
 
 
-def modulation(layer: nn.Module, target: str, a: Tensor) -> tuple[Tensor | float, Tensor | float, Tensor]:
-    """m, s and their energy for one target, written as in the formula: m = 1 + beta * (2 sigmoid(M A a) - 1)."""
+def modulation(
+    layer: nn.Module, target: str, a: Tensor
+) -> tuple[Tensor | float, Tensor | float, Tensor]:
+    """m, s and their energy for one target, written as in the formula: m = 1 + beta * (2 sigmoid(M
+    A a) - 1).
+    """
     adapter, config = layer.npt, layer.npt.config
     m: Tensor | float = 1.0
     s: Tensor | float = 0.0
@@ -203,34 +233,52 @@ def token_loss(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
     return nmse
 
 
-def token_weights(config: TrainConfig, o: Tensor, t: Tensor, where: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
+def token_weights(
+    config: TrainConfig, o: Tensor, t: Tensor, where: list[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
     """Of the tokens at these places of [B, T, D] states."""
     if config.token_weighting == "none":
         return dict.fromkeys(where, 1.0)
-    off = {place: min(1.0, float((o[place] - t[place]).detach().pow(2).sum() / t[place].pow(2).sum())) for place in where}
+    off = {
+        place: min(1.0, float((o[place] - t[place]).detach().pow(2).sum() / t[place].pow(2).sum()))
+        for place in where
+    }
     rows = {row: [off[place] for place in where if place[0] == row] for row, _ in where}
-    return {(row, column): 0.5 + 0.5 * off[row, column] * len(rows[row]) / sum(rows[row]) for row, column in where}
+    return {
+        (row, column): 0.5 + 0.5 * off[row, column] * len(rows[row]) / sum(rows[row])
+        for row, column in where
+    }
 
 
 def hidden_sum(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor, batch: Batch) -> Tensor:
     """Token by token, over the valid ones."""
     where = [(row, column) for row, column in batch.attention_mask.nonzero().tolist()]
     weights = token_weights(config, o, t, where)
-    return torch.stack([weights[place] * token_loss(config, o[place], t[place], h[place]) for place in where]).sum()
+    return torch.stack(
+        [weights[place] * token_loss(config, o[place], t[place], h[place]) for place in where]
+    ).sum()
 
 
 def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tuple[Tensor, int]:
-    """Token by token, over the positions whose next token is valid, from probabilities in fp64; and their number."""
+    """Token by token, over the positions whose next token is valid, from probabilities in fp64; and
+    their number.
+    """
     where = [
-        (row, column) for row, column in batch.attention_mask.nonzero().tolist() if 1 in batch.attention_mask[row, column + 1 : column + 2]
+        (row, column)
+        for row, column in batch.attention_mask.nonzero().tolist()
+        if 1 in batch.attention_mask[row, column + 1 : column + 2]
     ]
     weights = token_weights(config, learnt.hidden_states[-1], taught.hidden_states[-1], where)
     temperature = config.logit_temperature
     parts = []
     for place in where:
-        q, p = (torch.softmax(out.logits[place].double() / temperature, -1) for out in (learnt, taught))
+        q, p = (
+            torch.softmax(out.logits[place].double() / temperature, -1) for out in (learnt, taught)
+        )
         m = config.jsd_weight * p + (1 - config.jsd_weight) * q
-        forward, backward, p_m, q_m = ((a * (a / b).log()).sum() for a, b in ((p, q), (q, p), (p, m), (q, m)))
+        forward, backward, p_m, q_m = (
+            (a * (a / b).log()).sum() for a, b in ((p, q), (q, p), (p, m), (q, m))
+        )
         value = {
             "kl": temperature**2 * forward,
             "reverse_kl": temperature**2 * backward,
@@ -246,13 +294,18 @@ def energy_sum(layer: nn.Module, a: Tensor, batch: Batch) -> Tensor:
     return (energy * batch.attention_mask).sum()
 
 
-def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConfig) -> tuple[MicroBatch, dict[str, Tensor]]:
-    """The same sums and gradients, with one autograd graph over everything and the untouched base as the teacher."""
+def reference(
+    base: nn.Module, model: nn.Module, batch: Batch, config: TrainConfig
+) -> tuple[MicroBatch, dict[str, Tensor]]:
+    """The same sums and gradients, with one autograd graph over everything and the untouched base
+    as the teacher.
+    """
     with torch.no_grad(), watching(base) as teacher:
         taught = forward(base, batch)
     with watching(model) as student:
         learnt = forward(model, batch)
-    # transformers' own collection of states, on both models: the last entry is behind the final norm.
+    # transformers' own collection of states, on both models: the last entry is behind the final
+    # norm.
     for index in range(len(base.model.layers) - 1):
         assert torch.equal(taught.hidden_states[index + 1], teacher.out[index])
         assert torch.equal(learnt.hidden_states[index + 1], student.out[index])
@@ -260,25 +313,42 @@ def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConf
     plain = TrainConfig()
     if config.strategy == "local":
         context = open_stream(model, batch).context
-        attention = {i: layer.self_attn(hidden_states=layer.input_layernorm(teacher.h[i]), **context)[0] for i, layer in layers.items()}
-        states = {i: (converted_output(layer, teacher.h[i], attention[i]), attention[i]) for i, layer in layers.items()}
+        attention = {
+            i: layer.self_attn(hidden_states=layer.input_layernorm(teacher.h[i]), **context)[0]
+            for i, layer in layers.items()
+        }
+        states = {
+            i: (converted_output(layer, teacher.h[i], attention[i]), attention[i])
+            for i, layer in layers.items()
+        }
     elif config.strategy == "propagated":
         inputs = {i: (student.h[i].detach(), student.a[i].detach()) for i in layers}
-        states = {i: (converted_output(layer, *inputs[i]), inputs[i][1]) for i, layer in layers.items()}
+        states = {
+            i: (converted_output(layer, *inputs[i]), inputs[i][1]) for i, layer in layers.items()
+        }
     else:
         states = {i: (student.out[i], student.a[i]) for i in layers}
-    # h is the teacher's input: what a layer does to it is the teacher's t - h, whatever the student's stream is.
+    # h is the teacher's input: what a layer does to it is the teacher's t - h, whatever the
+    # student's stream is.
     rows = [(o, teacher.out[i], teacher.h[i], batch) for i, (o, _) in states.items()]
-    losses, nmses = (torch.stack([hidden_sum(which, *row) for row in rows]) for which in (config, plain))
+    losses, nmses = (
+        torch.stack([hidden_sum(which, *row) for row in rows]) for which in (config, plain)
+    )
     regs = torch.stack([energy_sum(layers[i], a, batch) for i, (_, a) in states.items()])
-    weights = torch.tensor({"uniform": [1.0] * len(rows), "linear": [2 / 3, 4 / 3], "3,1": [1.5, 0.5]}[config.layer_weights])
+    weights = torch.tensor(
+        {"uniform": [1.0] * len(rows), "linear": [2 / 3, 4 / 3], "3,1": [1.5, 0.5]}[
+            config.layer_weights
+        ]
+    )
     loss = (weights * losses).mean() + config.regularization_lambda * regs.mean()
     logit, scored = torch.zeros(()), 0
     if config.logit_kl_weight:
         logit, scored = logit_sum(config, taught, learnt, batch)
         loss = loss + config.logit_kl_weight * logit
     parameters = adapter_parameters(model)
-    gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    gradients = dict(
+        zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
+    )
     figures = (part.detach() for part in (loss, nmses.mean(), regs.mean(), logit, nmses))
     sums = MicroBatch(*figures, batch.tokens, scored)
     return sums, gradients
@@ -290,7 +360,9 @@ def reference(base: nn.Module, model: nn.Module, batch: Batch, config: TrainConf
     ids=lambda v: v if v is None or isinstance(v, str) else form_id(v),
 )
 @pytest.mark.parametrize(("name", "kl"), [("local", 0.0), ("propagated", 0.0), ("end_to_end", 0.7)])
-def test_losses_and_gradients_equal_the_plain_reference(load_model, batch, quantization, form, name, kl) -> None:
+def test_losses_and_gradients_equal_the_plain_reference(
+    load_model, batch, quantization, form, name, kl
+) -> None:
     base, model = load_model(quantization), load_model(quantization)
     npt.attach(model, form)
     move_adapters(model)
@@ -307,16 +379,24 @@ def test_every_loss_and_weight_equals_the_plain_reference(load_model, batch, nam
     move_adapters(model)
     config = config_for(name, **own)
     result = run(model, batch, config)
-    assert float(result[0].loss) > 1e-3 and (float(result[0].logit) > 1e-3) == bool(config.logit_kl_weight)
+    assert float(result[0].loss) > 1e-3 and (float(result[0].logit) > 1e-3) == bool(
+        config.logit_kl_weight
+    )
     assert_same_result(result, reference(base, model, batch, config))
 
 
 @pytest.mark.parametrize(
     ("quantization", "residual"),
-    [("nf4", "keep"), (None, "modulate")],  # None: the student learns from another model that is unquantised as well
+    # None: the student learns from another model that is unquantised as well
+    [("nf4", "keep"), (None, "modulate")],
 )
-@pytest.mark.parametrize(("name", "own"), [*((name, {}) for name in NAMES), ("propagated", {"loss": "nmse_update"}), *VARIANTS[-2:]])
-def test_a_teacher_of_its_own_teaches_what_it_computes(load_model, batch, name, own, quantization, residual) -> None:
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [*((name, {}) for name in NAMES), ("propagated", {"loss": "nmse_update"}), *VARIANTS[-2:]],
+)
+def test_a_teacher_of_its_own_teaches_what_it_computes(
+    load_model, batch, name, own, quantization, residual
+) -> None:
     teacher, model = load_model(None), load_model(quantization)
     with torch.no_grad():
         for parameter in teacher.parameters():
@@ -329,12 +409,15 @@ def test_a_teacher_of_its_own_teaches_what_it_computes(load_model, batch, name, 
     assert_same_result(result, reference(teacher, model, batch, config))
 
 
-# --- one attached model for what follows -----------------------------------------------------------------------------
+# --- one attached model for what follows
+# -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def student(load_model) -> nn.Module:
-    """NF4, layers 1 and 3 converted (one frozen layer in front and one between), adapters away from the start."""
+    """NF4, layers 1 and 3 converted (one frozen layer in front and one between), adapters away from
+    the start.
+    """
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     move_adapters(model)
@@ -343,7 +426,10 @@ def student(load_model) -> nn.Module:
 
 def samples(seed: int, lengths: list[int]) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
-    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(lengths)]
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for i, n in enumerate(lengths)
+    ]
 
 
 @contextmanager
@@ -372,7 +458,9 @@ def test_garbage_in_the_embedding_of_padding_changes_no_bit(student, name, side)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_pad_id_changes_no_bit(student, name) -> None:
     config = config_for(name, 0.5)
-    results = [run(student, collate(samples(2, [9, 4, 6]), pad, length=10), config) for pad in (PAD, 0, 77)]
+    results = [
+        run(student, collate(samples(2, [9, 4, 6]), pad, length=10), config) for pad in (PAD, 0, 77)
+    ]
     assert_identical(results[1], results[0])
     assert_identical(results[2], results[0])
 
@@ -383,7 +471,10 @@ def test_the_amount_and_side_of_padding_change_nothing(student, name, side, leng
     # Not to the bit: attention sums over another number of keys, in another order.
     some = samples(2, [9, 4, 6])
     config = config_for(name, 0.5)
-    assert_same_result(run(student, collate(some, PAD, side=side, length=length), config), run(student, collate(some, PAD), config))
+    assert_same_result(
+        run(student, collate(some, PAD, side=side, length=length), config),
+        run(student, collate(some, PAD), config),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -407,7 +498,10 @@ def test_the_order_of_rows_changes_nothing(student, name, lengths, data) -> None
     order = data.draw(st.permutations(range(len(some))))
     config = config_for(name, 0.5)
     # A row keeps its padding and its kernel; only the order of the sums over tokens changes.
-    assert_same_result(run(student, collate([some[i] for i in order], PAD), config), run(student, collate(some, PAD), config))
+    assert_same_result(
+        run(student, collate([some[i] for i in order], PAD), config),
+        run(student, collate(some, PAD), config),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -418,21 +512,29 @@ def test_gradients_are_added_to_what_is_there(student, batch, name) -> None:
         parameter.grad = torch.ones_like(parameter)
     drive(student, batch, config)
     for key, parameter in adapter_parameters(student).items():
-        torch.testing.assert_close(parameter.grad, once[key] + 1)  # the fp32 defaults: the sum is rounded at 1
+        # the fp32 defaults: the sum is rounded at 1
+        torch.testing.assert_close(parameter.grad, once[key] + 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_carry_no_graph_and_the_same_batch_gives_the_same_bits(student, batch, name) -> None:
     first, second = (run(student, batch, config_for(name)) for _ in range(2))
-    assert all(not getattr(first[0], key).requires_grad for key in ("loss", "nmse", "reg", "logit", "layer_nmse"))
+    assert all(
+        not getattr(first[0], key).requires_grad
+        for key in ("loss", "nmse", "reg", "logit", "layer_nmse")
+    )
     assert_identical(second, first)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(student, batch, name) -> None:
+def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(
+    student, batch, name
+) -> None:
     config = config_for(name, 0.5)
     sums, _ = run(student, batch, config)
-    expected = sums.nmse + config.regularization_lambda * sums.reg + config.logit_kl_weight * sums.logit
+    expected = (
+        sums.nmse + config.regularization_lambda * sums.reg + config.logit_kl_weight * sums.logit
+    )
     torch.testing.assert_close(sums.loss, expected)
     torch.testing.assert_close(sums.nmse, sums.layer_nmse.mean())
     assert float(sums.reg) > 0
@@ -441,8 +543,14 @@ def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(student,
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("quantization", "form"), [("nf4", FORMS[0]), (None, FORMS[0]), ("nf4", FORMS[2])], ids=["nf4", "none", "some"])
-def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(load_model, batch, name, quantization, form) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "form"),
+    [("nf4", FORMS[0]), (None, FORMS[0]), ("nf4", FORMS[2])],
+    ids=["nf4", "none", "some"],
+)
+def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(
+    load_model, batch, name, quantization, form
+) -> None:
     before = load_model(quantization).state_dict()
     model = load_model(quantization)
     npt.attach(model, form)
@@ -456,7 +564,11 @@ def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(
     # state_dict holds the packed 4-bit bytes and their quantisation statistics as well.
     for key, value in before.items():
         assert after[key].dtype == value.dtype and torch.equal(after[key], value), key
-    assert all(p.grad is None and not p.requires_grad for key, p in model.named_parameters() if ".npt." not in key)
+    assert all(
+        p.grad is None and not p.requires_grad
+        for key, p in model.named_parameters()
+        if ".npt." not in key
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -506,7 +618,8 @@ def test_a_row_of_one_valid_token_is_enough(student) -> None:
         assert all(torch.isfinite(g).all() for g in gradients.values())
 
 
-# --- every loss and weight -------------------------------------------------------------------------------------------
+# --- every loss and weight
+# -------------------------------------------------------------------------------------------
 
 every = pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
 
@@ -514,7 +627,9 @@ every = pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
 @every
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), data=st.data())
 @settings(deadline=None, max_examples=2, derandomize=True)
-def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_does(student, name, own, lengths, data) -> None:
+def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_does(
+    student, name, own, lengths, data
+) -> None:
     some = samples(4, lengths)
     config = config_for(name, **own)
     expected = run(student, collate(some, PAD), config)
@@ -524,8 +639,13 @@ def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_d
     for part in (order[:at], order[at:]):
         if part:
             longest = max(lengths[i] for i in part)
-            side, width = data.draw(st.sampled_from(["left", "right"])), longest + data.draw(st.integers(0, 4))
-            results.append(run(student, collate([some[i] for i in part], PAD, side=side, length=width), config))
+            side, width = (
+                data.draw(st.sampled_from(["left", "right"])),
+                longest + data.draw(st.integers(0, 4)),
+            )
+            results.append(
+                run(student, collate([some[i] for i in part], PAD, side=side, length=width), config)
+            )
     assert sum(sums.tokens for sums, _ in results) == expected[0].tokens
     assert sum(sums.scored for sums, _ in results) == expected[0].scored
     for key in ("loss", "nmse", "reg", "layer_nmse"):
@@ -536,7 +656,9 @@ def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_d
     place = data.draw(st.integers(0, lengths[row] - 1))
     ids = list(some[row].input_ids)
     ids[place] = 3 + (ids[place] - 2) % 125
-    changed = [Sample("changed", tuple(ids)) if i == row else sample for i, sample in enumerate(some)]
+    changed = [
+        Sample("changed", tuple(ids)) if i == row else sample for i, sample in enumerate(some)
+    ]
     other = run(student, collate(changed, PAD), config)
     assert not torch.equal(other[0].loss, expected[0].loss)
     assert any(not torch.equal(gradient, expected[1][key]) for key, gradient in other[1].items())
@@ -551,7 +673,9 @@ def test_garbage_at_padding_changes_no_bit_of_any_loss(student, name, own) -> No
         assert_identical(run(student, batch, config), clean)
 
 
-def test_labels_that_do_not_count_leave_the_loss_on_the_logits_and_nothing_else(student, batch) -> None:
+def test_labels_that_do_not_count_leave_the_loss_on_the_logits_and_nothing_else(
+    student, batch
+) -> None:
     """A prompt: hidden states of all its tokens count, predictions of its tokens do not."""
     labels = batch.labels.clone()
     labels[:, :4] = IGNORE_INDEX
@@ -560,8 +684,12 @@ def test_labels_that_do_not_count_leave_the_loss_on_the_logits_and_nothing_else(
         config = config_for("end_to_end", 0.7, **own)
         whole, part = run(student, batch, config)[0], run(student, masked, config)[0]
         assert (part.tokens, part.scored) == (whole.tokens, whole.scored - 9)
-        assert torch.equal(part.layer_nmse, whole.layer_nmse) and 0 < float(part.logit) < float(whole.logit)
-    assert_identical(run(student, masked, config_for("local")), run(student, batch, config_for("local")))
+        assert torch.equal(part.layer_nmse, whole.layer_nmse) and 0 < float(part.logit) < float(
+            whole.logit
+        )
+    assert_identical(
+        run(student, masked, config_for("local")), run(student, batch, config_for("local"))
+    )
 
 
 def test_no_label_that_counts_means_no_loss_on_the_logits(student, batch) -> None:
@@ -596,14 +724,21 @@ def alone(**own: Any) -> TrainConfig:
     [*((own, False) for own in LOGIT_LOSSES.values()), (LOGIT_LOSSES["weighted kl"], True)],
     ids=[*LOGIT_LOSSES, "recomputed"],
 )
-def test_without_a_weight_on_hidden_states_the_loss_is_that_of_the_logits_bit_for_bit(student, batch, own, checkpointing) -> None:
+def test_without_a_weight_on_hidden_states_the_loss_is_that_of_the_logits_bit_for_bit(
+    student, batch, own, checkpointing
+) -> None:
     sums, gradients = run(student, batch, alone(gradient_checkpointing=checkpointing, **own))
     assert torch.equal(sums.loss, sums.logit) and float(sums.logit) > 0
     assert not sums.nmse and not sums.layer_nmse.any() and sums.layer_nmse.shape == (2,)
     beside = run(student, batch, TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, **own))[0]
     assert torch.equal(sums.logit, beside.logit)
-    # Both losses send their gradients through one sum, so the difference is right to rounding at the scale of the two.
-    hidden = run(student, batch, TrainConfig(strategy="end_to_end", token_weighting=own.get("token_weighting", "none")))[1]
+    # Both losses send their gradients through one sum, so the difference is right to rounding at
+    # the scale of the two.
+    hidden = run(
+        student,
+        batch,
+        TrainConfig(strategy="end_to_end", token_weighting=own.get("token_weighting", "none")),
+    )[1]
     both = run(student, batch, TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, **own))[1]
     for name, gradient in gradients.items():
         assert_near(gradient + hidden[name], both[name], name)
@@ -611,10 +746,16 @@ def test_without_a_weight_on_hidden_states_the_loss_is_that_of_the_logits_bit_fo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_and_its_gradient_are_linear_in_the_weight_of_hidden_states(student, batch, name) -> None:
+def test_the_loss_and_its_gradient_are_linear_in_the_weight_of_hidden_states(
+    student, batch, name
+) -> None:
     kl = 0.5 if name == "end_to_end" else 0.0
-    one, two, three = (run(student, batch, config_for(name, kl, hidden_weight=weight)) for weight in (1.0, 2.0, 3.0))
-    assert_identical(one, run(student, batch, config_for(name, kl)))  # 1 is what there was without the setting
+    one, two, three = (
+        run(student, batch, config_for(name, kl, hidden_weight=weight))
+        for weight in (1.0, 2.0, 3.0)
+    )
+    # 1 is what there was without the setting
+    assert_identical(one, run(student, batch, config_for(name, kl)))
     assert_near(three[0].loss, 2 * two[0].loss - one[0].loss, "loss")
     for tensor, gradient in three[1].items():
         assert_near(gradient, 2 * two[1][tensor] - one[1][tensor], tensor)
@@ -627,12 +768,20 @@ def test_the_loss_and_its_gradient_are_linear_in_the_weight_of_hidden_states(stu
         assert torch.equal(none[0].reg, one[0].reg)
 
 
-@pytest.mark.parametrize(("own", "rounds"), [({}, 2), ({"logit_loss": "cross_entropy"}, 1)], ids=["kl", "cross_entropy"])
-def test_without_a_weight_on_hidden_states_the_teacher_runs_for_the_logits_alone(student, batch, monkeypatch, own, rounds) -> None:
+@pytest.mark.parametrize(
+    ("own", "rounds"), [({}, 2), ({"logit_loss": "cross_entropy"}, 1)], ids=["kl", "cross_entropy"]
+)
+def test_without_a_weight_on_hidden_states_the_teacher_runs_for_the_logits_alone(
+    student, batch, monkeypatch, own, rounds
+) -> None:
     """A loss against the text needs no teacher at all; none compares hidden states."""
-    monkeypatch.setattr("npt.distill.strategies._layer_loss", lambda *_: pytest.fail("hidden states are compared"))
+    monkeypatch.setattr(
+        "npt.distill.strategies._layer_loss", lambda *_: pytest.fail("hidden states are compared")
+    )
     calls: list[int] = []
     for index in range(1, 4):
-        student.model.layers[index].self_attn.q_proj.register_forward_hook(lambda *_, index=index: calls.append(index))
+        student.model.layers[index].self_attn.q_proj.register_forward_hook(
+            lambda *_, index=index: calls.append(index)
+        )
     run(student, batch, alone(**own))
     assert calls == [1, 2, 3] * rounds

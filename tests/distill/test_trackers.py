@@ -1,4 +1,6 @@
-"""Trackers: which are opened and with what, what reaches them, and that nothing of theirs reaches the run."""
+"""Trackers: which are opened and with what, what reaches them, and that nothing of theirs reaches
+the run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from npt.fidelity.metrics import Figures
 from npt.fidelity.modulation import BINS, LayerModulation, Modulation, TargetModulation
 from npt.random_state import random_state
 
-RESOLVED = {"rank": 4, "targets": ("gate", "up"), "output_dir": None, "learning_rate": 1e-3, "versions": {"torch": "2"}}
+RESOLVED = {
+    "rank": 4,
+    "targets": ("gate", "up"),
+    "output_dir": None,
+    "learning_rate": 1e-3,
+    "versions": {"torch": "2"},
+}
 NOT_FINITE = {"value_nan": math.nan, "value_infinite": math.inf, "value_absent": None}
 VALUES = {"step": 3, "loss": 0.5, **NOT_FINITE, "layers.1.nmse": 0.25}
 FIGURES = Figures(100, 9.0, 0.1, 1.5, 0.01, 0.25, 0.01, 0.75, 0.01, 0.5, math.nan)
@@ -37,7 +45,9 @@ def look(counts: list[int] | None) -> TargetModulation:
     return TargetModulation(counts, saturated, saturated, saturated, saturated, 0.5, 1.0)
 
 
-LOOKED = Modulation(8, 0.5, 0.1, {3: LayerModulation(1.0, {"gate": look([1] * BINS), "up": look(None)})})
+LOOKED = Modulation(
+    8, 0.5, 0.1, {3: LayerModulation(1.0, {"gate": look([1] * BINS), "up": look(None)})}
+)
 ROWS = [("Once", " upon a | time", "\nthere was")]
 
 
@@ -98,14 +108,25 @@ def test_all_are_those_that_are_installed_and_none_is_none(monkeypatch) -> None:
     assert check_trackers(TrainConfig(report_to="all")) == ["tensorboard", "mlflow"]
     assert check_trackers(TrainConfig(report_to="none", use_wandb=True)) == []
     there.clear()
-    with pytest.raises(ConfigError, match=r"^--report_to is all, but none of wandb, .* is installed; pip install one, or drop it$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^--report_to is all, but none of wandb, .* is installed; pip install one, or drop it$"
+        ),
+    ):
         check_trackers(TrainConfig(report_to="all"))
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch) -> None:
+def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_installs_it(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(
-        ConfigError, match=r"^--report_to mlflow needs mlflow, which is not installed; pip install mlflow, or leave it out$"
+        ConfigError,
+        match=(
+            r"^--report_to mlflow needs mlflow, which is not installed; pip install mlflow, or"
+            r" leave it out$"
+        ),
     ):
         Trackers(TrainConfig(report_to="tensorboard,mlflow"), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
@@ -115,7 +136,13 @@ def test_a_tracker_that_an_old_accelerate_lacks_is_refused(seen, tmp_path, monke
     from accelerate import tracking
 
     monkeypatch.delitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio")
-    with pytest.raises(ConfigError, match=r"^--report_to trackio: accelerate [\d.]+ opens no such tracker; pip install -U accelerate$"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"^--report_to trackio: accelerate [\d.]+ opens no such tracker; pip install -U"
+            r" accelerate$"
+        ),
+    ):
         Trackers(TrainConfig(report_to="trackio"), tmp_path / "run")
 
 
@@ -132,15 +159,36 @@ def test_every_tracker_is_opened_described_told_and_ended(seen, tmp_path, monkey
         trackers.files(RESOLVED)
     opened = {event[1]: event[2:] for event in seen if event[0] == "opened"}
     assert list(opened) == names and opened["mlflow"] == (("npt",), {"run_name": "trial"})
-    assert opened["comet_ml"] == (("of-comet",), {}) and opened["aim"] == (("npt", str(tmp_path / "run")), {})
-    assert opened["dvclive"][1]["save_dvc_exp"] is False  # a commit of its own would be no observer's
-    flat = {"rank": 4, "targets": "('gate', 'up')", "output_dir": "None", "learning_rate": 1e-3, "versions.torch": "2"}
+    assert opened["comet_ml"] == (("of-comet",), {}) and opened["aim"] == (
+        ("npt", str(tmp_path / "run")),
+        {},
+    )
+    # a commit of its own would be no observer's
+    assert opened["dvclive"][1]["save_dvc_exp"] is False
+    flat = {
+        "rank": 4,
+        "targets": "('gate', 'up')",
+        "output_dir": "None",
+        "learning_rate": 1e-3,
+        "versions.torch": "2",
+    }
     for name in names:
         own = [event for event in seen if event[1] == name]
-        assert [event[0] for event in own] == ["opened", "started", "described", "logged", "logged", "logged", "finished"]
+        assert [event[0] for event in own] == [
+            "opened",
+            "started",
+            "described",
+            "logged",
+            "logged",
+            "logged",
+            "finished",
+        ]
         assert own[2][2] == flat
         assert own[3][2:] == ({"step": 3, "loss": 0.5, "layers.1.nmse": 0.25}, 3)
-        assert own[4][2]["summary/final/perplexity_ratio"] == 1.5 and own[4][2]["summary/best_step"] == 3
+        assert (
+            own[4][2]["summary/final/perplexity_ratio"] == 1.5
+            and own[4][2]["summary/best_step"] == 3
+        )
         assert own[5][2:] == (
             {f"modulation/layers.3.{key}": value for key, value in (
                 ("gate.saturated", 0.125), ("gate.add_rms", 0.5), ("gate.std", 0.125), ("up.add_rms", 0.5)
@@ -149,7 +197,9 @@ def test_every_tracker_is_opened_described_told_and_ended(seen, tmp_path, monkey
         )  # fmt: skip
 
 
-def test_one_that_cannot_start_is_one_line_and_the_others_are_ended_and_nothing_is_left(seen, tmp_path, monkeypatch) -> None:
+def test_one_that_cannot_start_is_one_line_and_the_others_are_ended_and_nothing_is_left(
+    seen, tmp_path, monkeypatch
+) -> None:
     from accelerate import tracking
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -168,18 +218,27 @@ def test_one_that_cannot_start_is_one_line_and_the_others_are_ended_and_nothing_
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ConfigError, match=r"^--output_dir .*file.* cannot be written: .*; choose another folder$"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^--output_dir .*file.* cannot be written: .*; choose another folder$",
+        ):
             Trackers(TrainConfig(use_tensorboard=True), folder).describe({})
 
 
 def test_a_run_that_fails_before_it_began_leaves_nothing_of_its_trackers(seen, tmp_path) -> None:
-    with pytest.raises(KeyError), Trackers(TrainConfig(report_to="aim,tensorboard"), tmp_path / "run"):
+    with (
+        pytest.raises(KeyError),
+        Trackers(TrainConfig(report_to="aim,tensorboard"), tmp_path / "run"),
+    ):
         (tmp_path / "run" / ".aim").mkdir()
         raise KeyError("the base")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
     for name in ("run", "mine"):
-        with pytest.raises(KeyError), Trackers(TrainConfig(report_to="aim"), tmp_path / name) as trackers:
+        with (
+            pytest.raises(KeyError),
+            Trackers(TrainConfig(report_to="aim"), tmp_path / name) as trackers,
+        ):
             (tmp_path / name / ".aim").mkdir()
             if name == "run":
                 trackers.describe({})
@@ -225,7 +284,9 @@ def test_one_that_fails_under_way_is_warned_of_once_and_counted(tmp_path) -> Non
     trackers, one, said = failing(tmp_path, {2, 3})
     for step in range(1, 6):
         trackers.log({"loss": 1.0}, step)
-    assert one.calls == 5 and said == ["mlflow failed: call 2; the run goes on, and it may lack some of it"]
+    assert one.calls == 5 and said == [
+        "mlflow failed: call 2; the run goes on, and it may lack some of it"
+    ]
     trackers.close()
     assert said[1:] == ["mlflow failed 3 times in all; what it was told then it has not"]
     trackers.close()
@@ -236,7 +297,10 @@ def test_one_that_fails_again_and_again_is_asked_no_more(tmp_path) -> None:
     trackers, one, said = failing(tmp_path, set(range(3, 1000)))
     for step in range(1, 100):
         trackers.log({"loss": 1.0}, step)
-    assert one.calls == 2 + LOST_AFTER and said[-1] == f"mlflow failed {LOST_AFTER} times in a row and is told no more"
+    assert (
+        one.calls == 2 + LOST_AFTER
+        and said[-1] == f"mlflow failed {LOST_AFTER} times in a row and is told no more"
+    )
     assert not trackers.active
 
 
@@ -312,7 +376,10 @@ class TestTensorBoard:
         events = self.events(tmp_path / "npt")
         (text,) = events.Tensors("samples/text_summary")
         (shown,) = text.tensor_proto.string_val
-        assert text.step == 4 and shown.decode().splitlines()[-1] == "| Once |  upon a \\| time | <br>there was |"
+        assert (
+            text.step == 4
+            and shown.decode().splitlines()[-1] == "| Once |  upon a \\| time | <br>there was |"
+        )
         (histogram,) = events.Histograms("modulation/layers.3.gate")
         value = histogram.histogram_value
         assert (value.min, value.max, value.num, len(value.bucket)) == (0.5, 1.5, BINS, BINS)
@@ -321,12 +388,18 @@ class TestTensorBoard:
 
     def test_it_shows_the_steps_that_are_made_again_once(self, tmp_path) -> None:
         for resume_at, given in ((None, {3: 0.5, 4: 0.25, 5: 0.125}), (3, {4: 0.75, 5: 0.0625})):
-            with Trackers(TrainConfig(use_tensorboard=True), tmp_path, resume_at=resume_at) as trackers:
+            with Trackers(
+                TrainConfig(use_tensorboard=True), tmp_path, resume_at=resume_at
+            ) as trackers:
                 trackers.describe({})
                 for step, value in given.items():
                     trackers.log({"loss": value}, step)
-            for path in [] if resume_at else list((tmp_path / "npt").glob("events.*")):  # files are read by their second, then by a counter
-                name, written, rest = path.name.split("tfevents")[0], *path.name.split("tfevents.")[1].split(".", 1)
+            # files are read by their second, then by a counter
+            for path in [] if resume_at else list((tmp_path / "npt").glob("events.*")):
+                name, written, rest = (
+                    path.name.split("tfevents")[0],
+                    *path.name.split("tfevents.")[1].split(".", 1),
+                )
                 path.rename(path.with_name(f"{name}tfevents.{int(written) - 60}.{rest}"))
         found = self.events(tmp_path / "npt").Scalars("loss")
         assert [(e.step, e.value) for e in found] == [(3, 0.5), (4, 0.75), (5, 0.0625)]
@@ -336,6 +409,9 @@ class TestTensorBoard:
             trackers.describe({})
             trackers.log({"loss": 0.5}, 5)
         before = sorted(path.name for path in (tmp_path / "npt").iterdir())
-        with pytest.raises(KeyError), Trackers(TrainConfig(use_tensorboard=True), tmp_path, resume_at=3):
+        with (
+            pytest.raises(KeyError),
+            Trackers(TrainConfig(use_tensorboard=True), tmp_path, resume_at=3),
+        ):
             raise KeyError("the base")
         assert sorted(path.name for path in (tmp_path / "npt").iterdir()) == before

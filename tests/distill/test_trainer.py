@@ -47,7 +47,10 @@ MAX_LENGTH = 12
 def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
     """Texts of 5 to 9 letters; with the start and end tokens 7 to 11 tokens, each one sample."""
     source = random.Random(seed)
-    return [{"text": "".join(source.choices("abcdefgh", k=source.randint(5, 9))), "id": f"text-{i}"} for i in range(count)]
+    return [
+        {"text": "".join(source.choices("abcdefgh", k=source.randint(5, 9))), "id": f"text-{i}"}
+        for i in range(count)
+    ]
 
 
 EVAL = texts(2, seed=9)
@@ -58,7 +61,9 @@ def record(name: str, ids: list[int]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
+def build(
+    load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path
+) -> Callable[..., Trainer]:
     """A trainer on a fresh student; what is not given is small, quiet and quick."""
 
     def make(
@@ -90,7 +95,12 @@ def build(load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path) 
             tokenizer,
             texts(12) if data is None else data,
             TrainConfig(**settings),
-            data_config=DataConfig(max_length=MAX_LENGTH, streaming=streaming, num_samples=num_samples, **(data_options or {})),
+            data_config=DataConfig(
+                max_length=MAX_LENGTH,
+                streaming=streaming,
+                num_samples=num_samples,
+                **(data_options or {}),
+            ),
             eval_data=eval_data,
             replay_data=replay_data,
             console=Console(file=io.StringIO(), width=200),
@@ -109,12 +119,16 @@ def strict(text: str) -> Any:
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [strict(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        strict(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def timeless(metrics: list[dict[str, Any]], *more: str) -> list[dict[str, Any]]:
     """Without what depends on the clock."""
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", *more)} for line in metrics]
+    return [
+        {k: v for k, v in line.items() if k not in ("tokens_per_second", *more)} for line in metrics
+    ]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -140,20 +154,30 @@ def replace_strategy(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Batch]
     original = STRATEGIES["local"]
     calls = iter(range(10**6))
 
-    def strategy(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> MicroBatch:
+    def strategy(
+        model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None
+    ) -> MicroBatch:
         act(next(calls), batch)
         return original(model, batch, config, teacher)
 
     monkeypatch.setitem(STRATEGIES, "local", strategy)
 
 
-# --- the run folder --------------------------------------------------------------------------------------------------
+# --- the run folder
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> None:
     kl = {"logit_kl_weight": 0.5} if strategy == "end_to_end" else {}
-    trainer = build(texts(6), strategy=strategy, save_steps=2, save_total_limit=2, regularization_lambda=0.1, **kl)
+    trainer = build(
+        texts(6),
+        strategy=strategy,
+        save_steps=2,
+        save_total_limit=2,
+        regularization_lambda=0.1,
+        **kl,
+    )
     result = trainer.train()
     folder = result.folder
     assert {p.name for p in folder.iterdir()} == {
@@ -168,24 +192,48 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
     }
     metrics = lines(folder, "metrics")
     assert [line["step"] for line in metrics] == [1, 2, 3]
-    promised = {"step", "loss", "loss_nmse", "loss_reg", "grad_norm", "lr", "tokens", "tokens_per_second", "refused_total"}
+    promised = {
+        "step",
+        "loss",
+        "loss_nmse",
+        "loss_reg",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "refused_total",
+    }
     for line in metrics:
         assert promised | {"layers.1.nmse", "layers.3.nmse"} <= line.keys()
         assert ("loss_kl" in line) == bool(kl)
-        assert line["loss_nmse"] == pytest.approx((line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5)  # fp32 sums
+        # fp32 sums
+        assert line["loss_nmse"] == pytest.approx(
+            (line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5
+        )
         if not kl:
-            assert line["loss"] == pytest.approx(line["loss_nmse"] + 0.1 * line["loss_reg"], rel=1e-5)  # fp32 sums
+            # fp32 sums
+            assert line["loss"] == pytest.approx(
+                line["loss_nmse"] + 0.1 * line["loss_reg"], rel=1e-5
+            )
         assert line["tokens_per_second"] > 0
     assert checkpoints(folder) == ["step-00000002", "step-00000003"]
     checkpoint = folder / "checkpoints" / "step-00000003"
-    assert {p.name for p in checkpoint.iterdir()} == {"adapter", "state.safetensors", "state.json", "manifest.json"}
+    assert {p.name for p in checkpoint.iterdir()} == {
+        "adapter",
+        "state.safetensors",
+        "state.json",
+        "manifest.json",
+    }
     assert {p.name for p in (checkpoint / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
         "README.md",
     }
     saved = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
-    assert_same_weights({key.removeprefix("base_model.model."): value for key, value in saved.items()}, weights(trainer))
+    assert_same_weights(
+        {key.removeprefix("base_model.model."): value for key, value in saved.items()},
+        weights(trainer),
+    )
     fidelity = strict((folder / "fidelity.json").read_text())
     assert fidelity.keys() >= {"teacher", "floor", "initial", "student", "layers"}
     for name in ("teacher", "floor", "initial", "student"):
@@ -193,7 +241,13 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
             assert {key, f"{key}_se"} <= fidelity[name].keys()
         assert fidelity[name]["tokens"] == fidelity["teacher"]["tokens"] > 0
     assert fidelity["layers"].keys() == {"1", "3"}
-    assert [e["event"] for e in lines(folder, "events")] == ["start", "save", "save", "data", "done"]
+    assert [e["event"] for e in lines(folder, "events")] == [
+        "start",
+        "save",
+        "save",
+        "data",
+        "done",
+    ]
     assert events(folder, "start")[0]["total_steps"] == 3
 
 
@@ -202,17 +256,31 @@ def test_run_json_holds_settings_versions_seed_hash_and_precision(build) -> None
     base_hash = npt.base_hash(trainer.model)
     run = strict((trainer.train().folder / "run.json").read_text())
     assert run["seed"] == 3 and run["base_hash"] == base_hash and run["heldout"] is True
-    assert run["settings"]["rank"] == 4 and run["settings"]["max_length"] == MAX_LENGTH and run["settings"]["learning_rate"] == 1e-2
+    assert (
+        run["settings"]["rank"] == 4
+        and run["settings"]["max_length"] == MAX_LENGTH
+        and run["settings"]["learning_rate"] == 1e-2
+    )
     assert run["precision"]["quantization"] == "nf4"
-    assert run["precision"]["compute_dtype"].keys() == run["precision"]["adapter_dtype"].keys() == {"float32"}
+    assert (
+        run["precision"]["compute_dtype"].keys()
+        == run["precision"]["adapter_dtype"].keys()
+        == {"float32"}
+    )
     assert run["layers"] == [1, 3]
     assert {"python", "torch", "bitsandbytes"} <= run["versions"].keys()
-    assert run["trainable_parameters"] == sum(p.numel() for p in adapter_parameters(trainer.model).values())
+    assert run["trainable_parameters"] == sum(
+        p.numel() for p in adapter_parameters(trainer.model).values()
+    )
 
 
 def test_what_is_logged_saved_and_evaluated_at_which_step(build) -> None:
-    """The first, every nth and the last step are logged; what is due at the last step is saved once and evaluated once."""
-    trainer = build(texts(7), batch_size=1, log_steps=3, save_steps=7, save_total_limit=1, eval_steps=3)
+    """The first, every nth and the last step are logged; what is due at the last step is saved once
+    and evaluated once.
+    """
+    trainer = build(
+        texts(7), batch_size=1, log_steps=3, save_steps=7, save_total_limit=1, eval_steps=3
+    )
     result = trainer.train()
     assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 3, 6, 7]
     assert [e["step"] for e in events(result.folder, "save")] == [7]
@@ -220,24 +288,34 @@ def test_what_is_logged_saved_and_evaluated_at_which_step(build) -> None:
     assert [e["step"] for e in found] == [3, 6]
     assert all(math.isfinite(e["student"]["kl"]) for e in found)
     assert said(trainer).count("held-out perplexity ratio") == 2
-    result = build(texts(4), batch_size=1, save_steps=2, save_total_limit=1, eval_steps=2, folder="two").train()
+    result = build(
+        texts(4), batch_size=1, save_steps=2, save_total_limit=1, eval_steps=2, folder="two"
+    ).train()
     assert [e["step"] for e in events(result.folder, "save")] == [2, 4]
     assert checkpoints(result.folder) == ["step-00000004"]
     assert [e["step"] for e in events(result.folder, "evaluation")] == [2]
 
 
-def test_the_result_says_what_the_run_came_to_and_data_that_lose_nothing_are_not_warned_of(build) -> None:
+def test_the_result_says_what_the_run_came_to_and_data_that_lose_nothing_are_not_warned_of(
+    build,
+) -> None:
     data = texts(6)
     trainer = build(data)
     before = weights(trainer)
     result = trainer.train()
     assert (result.steps, result.refused, result.signal, result.exit_status) == (3, 0, None, 0)
-    assert result.tokens == sum(len(r["text"]) + 2 for r in data)  # each text with its start and end token
+    # each text with its start and end token
+    assert result.tokens == sum(len(r["text"]) + 2 for r in data)
     assert result.tokens == lines(result.folder, "metrics")[-1]["tokens"]
     assert result.seconds > 0
-    assert result.fidelity.as_dict()["student"] == strict((result.folder / "fidelity.json").read_text())["student"]
+    assert (
+        result.fidelity.as_dict()["student"]
+        == strict((result.folder / "fidelity.json").read_text())["student"]
+    )
     assert str(result.folder) in said(trainer)
-    assert events(result.folder, "warning") == [] and events(result.folder, "data")[0]["skipped"] == {}
+    assert (
+        events(result.folder, "warning") == [] and events(result.folder, "data")[0]["skipped"] == {}
+    )
     for name, value in weights(trainer).items():
         assert not torch.equal(value, before[name]), name
     with pytest.raises(ConfigError, match="has trained already"):
@@ -249,7 +327,10 @@ def test_evaluation_before_and_after_are_of_the_model_before_and_after(build, to
     before = npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH)
     result = trainer.train()
     assert result.fidelity.initial == before.student
-    assert result.fidelity.student == npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH).student
+    assert (
+        result.fidelity.student
+        == npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH).student
+    )
     assert result.fidelity.layers[3]["nmse_initial"] == before.layers[3]["nmse_student"]
 
 
@@ -257,23 +338,29 @@ def test_watching_does_not_steer(build) -> None:
     plain = build(texts(6), folder="plain", smoke_test=True)
     watched = build(texts(6), folder="watched", eval_steps=1, save_steps=1, use_tensorboard=True)
     results = [trainer.train() for trainer in (plain, watched)]
-    assert timeless(lines(results[0].folder, "metrics")) == timeless(lines(results[1].folder, "metrics"))
+    assert timeless(lines(results[0].folder, "metrics")) == timeless(
+        lines(results[1].folder, "metrics")
+    )
     assert_same_weights(weights(plain), weights(watched))
     assert list(results[1].folder.rglob("events.out.tfevents.*"))
 
 
-# --- what it computes ------------------------------------------------------------------------------------------------
+# --- what it computes
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_training_lowers_the_loss_and_leaves_the_base_bit_equal(build, load_model, strategy) -> None:
+def test_training_lowers_the_loss_and_leaves_the_base_bit_equal(
+    build, load_model, strategy
+) -> None:
     trainer = build(texts(8), num_epochs=8, batch_size=4, strategy=strategy)
     result = trainer.train()
     loss = [line["loss"] for line in lines(result.folder, "metrics")]
     assert sum(loss[-2:]) < 0.9 * sum(loss[:2])
     assert result.fidelity.layers[3]["nmse_student"] < result.fidelity.layers[3]["nmse_initial"]
     state = trainer.model.state_dict()
-    for key, value in load_model().state_dict().items():  # packed bytes and quantisation statistics included
+    # packed bytes and quantisation statistics included
+    for key, value in load_model().state_dict().items():
         assert torch.equal(state[key], value), key
 
 
@@ -286,21 +373,27 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(build) -> Non
 
 def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
     data = texts(8)
-    shapes = [{"batch_size": 4}, {"batch_size": 2, "gradient_accumulation_steps": 2}, {"batch_size": 1, "gradient_accumulation_steps": 4}]
+    shapes = [
+        {"batch_size": 4},
+        {"batch_size": 2, "gradient_accumulation_steps": 2},
+        {"batch_size": 1, "gradient_accumulation_steps": 4},
+    ]
     trainers = [build(data, folder=f"run-{i}", **shape) for i, shape in enumerate(shapes)]
     runs = [lines(trainer.train().folder, "metrics") for trainer in trainers]
     for run in runs[1:]:
         assert [line["tokens"] for line in run] == [line["tokens"] for line in runs[0]]
         for line, expected in zip(run, runs[0], strict=True):
             for key in ("loss", "loss_nmse", "grad_norm", "layers.1.nmse", "layers.3.nmse"):
-                assert line[key] == pytest.approx(expected[key], rel=1e-4), key  # fp32 sums in another order, then one Adam step
+                # fp32 sums in another order, then one Adam step
+                assert line[key] == pytest.approx(expected[key], rel=1e-4), key
 
 
 def test_the_loss_of_the_first_step_is_the_strategys_sum_over_its_tokens(build) -> None:
     trainer = build(texts(2), regularization_lambda=0.2)
     sums = STRATEGIES["local"](trainer.model, trainer._first_batch(), trainer.config)
     (line,) = lines(trainer.train().folder, "metrics")
-    assert line["loss"] == pytest.approx(float(sums.loss) / sums.tokens, rel=1e-6)  # one fp32 division
+    # one fp32 division
+    assert line["loss"] == pytest.approx(float(sums.loss) / sums.tokens, rel=1e-6)
     assert line["tokens"] == sums.tokens
 
 
@@ -309,7 +402,10 @@ def test_the_loss_of_the_first_step_is_the_strategys_sum_over_its_tokens(build) 
     [
         {"loss": "nmse_update", "layer_weights": "linear"},
         {"loss": "smooth_l1", "token_weighting": "disagreement"},
-        *[{"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss} for loss in LOGIT_LOSSES],
+        *[
+            {"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
+            for loss in LOGIT_LOSSES
+        ],
     ],
     ids=lambda config: ",".join(map(str, config.values())),
 )
@@ -319,7 +415,10 @@ def test_every_kind_of_loss_trains_and_is_logged_beside_its_figures(build, confi
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     for line in metrics:
         # NMSE whatever the loss is.
-        assert line["loss_nmse"] == pytest.approx((line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5)  # fp32 sums
+        # fp32 sums
+        assert line["loss_nmse"] == pytest.approx(
+            (line["layers.1.nmse"] + line["layers.3.nmse"]) / 2, rel=1e-5
+        )
         logit = {key for key in line if key.startswith("loss_")} - {"loss_nmse", "loss_reg"}
         assert logit == ({f"loss_{config['logit_loss']}"} if "logit_loss" in config else set())
 
@@ -330,7 +429,9 @@ def test_the_loss_on_the_logits_is_logged_as_a_mean_per_predicted_token(build) -
     shapes = [{"batch_size": 4}, {"batch_size": 1, "gradient_accumulation_steps": 4}]
     found = []
     for i, shape in enumerate(shapes):
-        trainer = build(data, folder=f"run-{i}", strategy="end_to_end", logit_kl_weight=0.5, **shape)
+        trainer = build(
+            data, folder=f"run-{i}", strategy="end_to_end", logit_kl_weight=0.5, **shape
+        )
         (line,) = lines(trainer.train().folder, "metrics")
         predicted = line["tokens"] - len(data)
         expected = line["loss_nmse"] + 0.5 * line["loss_kl"] * predicted / line["tokens"]
@@ -338,14 +439,19 @@ def test_the_loss_on_the_logits_is_logged_as_a_mean_per_predicted_token(build) -
         found.append(line)
     for line in found[1:]:
         for key in ("loss", "loss_kl", "grad_norm"):
-            assert line[key] == pytest.approx(found[0][key], rel=1e-4), key  # fp32 sums in another order
+            # fp32 sums in another order
+            assert line[key] == pytest.approx(found[0][key], rel=1e-4), key
 
 
 def test_a_window_that_predicts_nothing_has_no_mean_of_it(build, monkeypatch) -> None:
     original = STRATEGIES["end_to_end"]
 
-    def unlabelled(model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None) -> MicroBatch:
-        return original(model, replace(batch, labels=torch.full_like(batch.labels, -100)), config, teacher)
+    def unlabelled(
+        model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None
+    ) -> MicroBatch:
+        return original(
+            model, replace(batch, labels=torch.full_like(batch.labels, -100)), config, teacher
+        )
 
     monkeypatch.setitem(STRATEGIES, "end_to_end", unlabelled)
     result = build(texts(2), strategy="end_to_end", logit_kl_weight=0.5).train()
@@ -354,18 +460,23 @@ def test_a_window_that_predicts_nothing_has_no_mean_of_it(build, monkeypatch) ->
 
 
 def test_weights_for_other_layers_are_refused_before_anything_is_done(build) -> None:
-    with pytest.raises(ConfigError, match=r"--layer_weights has 3 weights .* 2 layers are converted"):
+    with pytest.raises(
+        ConfigError, match=r"--layer_weights has 3 weights .* 2 layers are converted"
+    ):
         build(layer_weights="1,2,3")
 
 
 def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> None:
-    result = build(texts(10), batch_size=1, warmup_steps=2, scheduler_type="linear", learning_rate=1e-3).train()
+    result = build(
+        texts(10), batch_size=1, warmup_steps=2, scheduler_type="linear", learning_rate=1e-3
+    ).train()
     rates = [line["lr"] for line in lines(result.folder, "metrics")]
     expected = [0.5, 1.0, 1.0, *(1 - i / 8 for i in range(1, 8))]
     assert rates == pytest.approx([1e-3 * scale for scale in expected])
 
 
-# --- how long it runs ------------------------------------------------------------------------------------------------
+# --- how long it runs
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -373,12 +484,15 @@ def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> No
     [
         ({"batch_size": 1, "gradient_accumulation_steps": 4}, 3, [4, 4, 2]),
         ({"batch_size": 4, "gradient_accumulation_steps": 2}, 2, [2, 1]),
-        ({"batch_size": 4, "gradient_accumulation_steps": 2, "num_epochs": 2}, 3, [2, 2, 2]),  # on into the next epoch
+        # on into the next epoch
+        ({"batch_size": 4, "gradient_accumulation_steps": 2, "num_epochs": 2}, 3, [2, 2, 2]),
         ({"batch_size": 5, "max_steps": 30}, 2, [1, 1]),
         ({"batch_size": 5, "max_steps": 3, "num_epochs": 9}, 3, [1] * 3),
     ],
 )
-def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(build, monkeypatch, config, steps, windows) -> None:
+def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(
+    build, monkeypatch, config, steps, windows
+) -> None:
     trainer = build(texts(10), **config)
     assert trainer.total_steps == steps
     seen: list[int] = []
@@ -397,20 +511,32 @@ def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(bui
 
 def test_epochs_see_the_same_samples_in_another_order(build) -> None:
     trainer = build(num_epochs=2)
-    ids = [name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids]
+    ids = [
+        name
+        for window in trainer._windows()
+        for batch in window.batches
+        for name in batch.sample_ids
+    ]
     assert sorted(ids[:12]) == sorted(ids[12:]) == sorted(f"text-{i}@0" for i in range(12))
     assert ids[:12] != ids[12:]
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals
+# --------------------------------------------------------------------------------------------------------
 
 
-def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with_the_sample(build) -> None:
+def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with_the_sample(
+    build,
+) -> None:
     data = [*texts(5), record("broken", [5, 999, 7])]
     trainer = build(data, batch_size=1)
     result = trainer.train()
     (refusal,) = events(result.folder, "refusal")
-    assert refusal["kind"] == "data" and refusal["sample_ids"] == ["broken@0"] and "999" in refusal["detail"]
+    assert (
+        refusal["kind"] == "data"
+        and refusal["sample_ids"] == ["broken@0"]
+        and "999" in refusal["detail"]
+    )
     assert refusal["micro_batch"] == 0 and refusal["rank"] == 0
     assert (result.steps, result.refused, result.exit_status) == (5, 1, 0)
     assert lines(result.folder, "metrics")[-1]["refused_total"] == 1
@@ -419,12 +545,23 @@ def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with
 
 
 def windows_of(seed: int, bad: str | None) -> list[Window]:
-    """Four windows of two to three micro-batches; `bad` joins the second and third, and makes a window of its own."""
+    """Four windows of two to three micro-batches; `bad` joins the second and third, and makes a
+    window of its own.
+    """
     source = random.Random(seed)
-    broken = [] if bad is None else [collate([Sample("broken", (5, 999, 4) if bad == "ids" else (3, 7, 3))], 2)]
+    broken = (
+        []
+        if bad is None
+        else [collate([Sample("broken", (5, 999, 4) if bad == "ids" else (3, 7, 3))], 2)]
+    )
 
     def batch() -> Batch:
-        rows = [Sample(str(source.random()), tuple(source.choices(range(4, 128), k=source.randint(2, 8)))) for _ in range(2)]
+        rows = [
+            Sample(
+                str(source.random()), tuple(source.choices(range(4, 128), k=source.randint(2, 8)))
+            )
+            for _ in range(2)
+        ]
         return collate(rows, 2)
 
     made = [[batch(), batch()] for _ in range(4)]
@@ -435,11 +572,21 @@ def windows_of(seed: int, bad: str | None) -> list[Window]:
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 @pytest.mark.parametrize("bad", ["ids", "nan"])
-def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, monkeypatch, strategy, bad) -> None:
+def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(
+    build, monkeypatch, strategy, bad
+) -> None:
     random_states, trainers, results = [], [], []
     for present in (True, False):
-        monkeypatch.setattr(Trainer, "_windows", lambda self, present=present: (w for w in windows_of(4, bad if present else None)))
-        trainer = build(folder=f"run-{present}", strategy=strategy, eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])])
+        monkeypatch.setattr(
+            Trainer,
+            "_windows",
+            lambda self, present=present: (w for w in windows_of(4, bad if present else None)),
+        )
+        trainer = build(
+            folder=f"run-{present}",
+            strategy=strategy,
+            eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])],
+        )
         if bad == "nan":  # a base that breaks behind the check of it
             monkeypatch.setattr(trainer_module, "base_fault", lambda model: None)
             trainer.model.model.embed_tokens.weight.data[3] = math.nan
@@ -449,7 +596,10 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(build, 
         random_states.append(torch.get_rng_state())
     assert [result.refused for result in results] == [3, 0]
     assert results[0].steps == results[1].steps == 4 and results[0].tokens == results[1].tokens
-    metrics = [timeless(lines(result.folder, "metrics"), "refused_total", "refused.data", "refused.loss") for result in results]
+    metrics = [
+        timeless(lines(result.folder, "metrics"), "refused_total", "refused.data", "refused.loss")
+        for result in results
+    ]
     assert metrics[0] == metrics[1]  # learning rates among them
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))
     assert torch.equal(*random_states)
@@ -471,7 +621,11 @@ def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> No
     bundle = folder / stopped["postmortem"]
     assert bundle == folder / "postmortem" / "step-00000000"
     assert str(bundle) in str(caught.value)
-    assert {p.name for p in bundle.iterdir()} == {"state.safetensors", "window.safetensors", "postmortem.json"}
+    assert {p.name for p in bundle.iterdir()} == {
+        "state.safetensors",
+        "window.safetensors",
+        "postmortem.json",
+    }
     assert strict((bundle / "postmortem.json").read_text())["refusals"][0]["kind"] == "data"
     assert_same_weights(weights(trainer), before)
     assert not (folder / "fidelity.json").exists()
@@ -485,13 +639,20 @@ def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> No
         ([[1, 0], [0], [0], [1]], True),
         ([[1, 0], [0, 0, 0]], True),
         ([[1, 0, 0, 0]], True),
-        ([[0], [1, 0, 0], [0, 1]], True),  # the row reaches over a window's start and ends inside it
+        # the row reaches over a window's start and ends inside it
+        ([[0], [1, 0, 0], [0, 1]], True),
     ],
 )
-def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(build, monkeypatch, windows, stops) -> None:
+def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
+    build, monkeypatch, windows, stops
+) -> None:
     """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows begin."""
     rows = {1: Sample("good", (5, 6, 7)), 0: Sample("broken", (5, 999))}
-    monkeypatch.setattr(Trainer, "_windows", lambda self: (Window(0, [collate([rows[i]], 2) for i in window]) for window in windows))
+    monkeypatch.setattr(
+        Trainer,
+        "_windows",
+        lambda self: (Window(0, [collate([rows[i]], 2) for i in window]) for window in windows),
+    )
     trainer = build(max_consecutive_bad=3)
     if stops:
         with pytest.raises(TooManyRefusalsError, match="refusals in a row"):
@@ -518,10 +679,13 @@ def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monk
     assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 2]
     assert events(result.folder, "refusal")[0]["kind"] == "update"
     rates = [line["lr"] for line in lines(result.folder, "metrics")]
-    assert rates == pytest.approx([1e-2, 1e-2 * 0.75])  # cosine: 0.5 * (1 + cos(pi / 3)), the step after one applied of three
+    # cosine: 0.5 * (1 + cos(pi / 3)), the step after one applied of three
+    assert rates == pytest.approx([1e-2, 1e-2 * 0.75])
 
 
-def test_the_same_failure_before_the_first_step_is_found_by_the_smoke_test_and_nothing_is_written(build) -> None:
+def test_the_same_failure_before_the_first_step_is_found_by_the_smoke_test_and_nothing_is_written(
+    build,
+) -> None:
     trainer = build([record("broken", [5, 999, 7])], smoke_test=True)
     with pytest.raises(SmokeTestError) as caught:
         trainer.train()
@@ -529,7 +693,8 @@ def test_the_same_failure_before_the_first_step_is_found_by_the_smoke_test_and_n
     assert not trainer.folder_path.exists()
 
 
-# --- settings and data that are refused, and data that is unusual -----------------------------------------------------
+# --- settings and data that are refused, and data that is unusual
+# -----------------------------------------------------
 
 
 def unreadable() -> Iterator[Any]:
@@ -570,7 +735,10 @@ def test_data_without_a_sample_is_refused(build, data) -> None:
 
 
 def test_a_generator_trains_like_its_list(build) -> None:
-    trainers = [build(data, folder=f"run-{i}", num_epochs=2) for i, data in enumerate((texts(4), (r for r in texts(4))))]
+    trainers = [
+        build(data, folder=f"run-{i}", num_epochs=2)
+        for i, data in enumerate((texts(4), (r for r in texts(4))))
+    ]
     results = [trainer.train() for trainer in trainers]
     assert results[0].tokens == results[1].tokens
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))
@@ -581,7 +749,8 @@ def test_a_streamed_generator_loses_no_record(build, smoke_test) -> None:
     data = texts(50)
     trainer = build((r for r in data), streaming=True, smoke_test=smoke_test, batch_size=16)
     result = trainer.train()
-    assert result.tokens == sum(len(r["text"]) + 2 for r in data)  # each text with its start and end token
+    # each text with its start and end token
+    assert result.tokens == sum(len(r["text"]) + 2 for r in data)
 
 
 def test_a_streamed_generator_without_evaluation_data_is_refused(build) -> None:
@@ -604,17 +773,23 @@ def test_a_stream_of_unknown_length_gets_a_constant_rate_and_says_so(build) -> N
     assert trainer.total_steps is None
     result = trainer.train()
     assert result.steps == 4
-    assert [line["lr"] for line in lines(result.folder, "metrics")] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+    assert [line["lr"] for line in lines(result.folder, "metrics")] == pytest.approx(
+        [5e-4, 1e-3, 1e-3, 1e-3]
+    )
     (warning,) = events(result.folder, "warning")
     assert "constant" in warning["message"]
     assert "warning: " in said(trainer)
 
 
 def test_a_stream_with_max_steps_has_a_length(build) -> None:
-    trainer = build(Stream(20), streaming=True, max_steps=3, scheduler_type="linear", learning_rate=1e-3)
+    trainer = build(
+        Stream(20), streaming=True, max_steps=3, scheduler_type="linear", learning_rate=1e-3
+    )
     result = trainer.train()
     assert result.steps == trainer.total_steps == 3
-    assert [line["lr"] for line in lines(result.folder, "metrics")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    assert [line["lr"] for line in lines(result.folder, "metrics")] == pytest.approx(
+        [1e-3, 2e-3 / 3, 1e-3 / 3]
+    )
     assert events(result.folder, "warning") == []
 
 
@@ -622,7 +797,12 @@ def test_a_list_and_a_stream_of_it_hold_out_the_same_samples_and_never_train_on_
     for data, streaming in ((texts(80), False), (Stream(80), True)):
         trainer = build(data, streaming=streaming, eval_data=None, folder=f"run-{streaming}")
         held_out = {sample.id for sample in trainer.eval_samples}
-        trained = {name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids}
+        trained = {
+            name
+            for window in trainer._windows()
+            for batch in window.batches
+            for name in batch.sample_ids
+        }
         assert trainer.heldout and held_out
         assert not held_out & trained
         assert held_out | trained == {f"text-{i}@0" for i in range(80)}
@@ -644,13 +824,18 @@ def test_num_samples_bounds_an_epoch(build) -> None:
     assert build(Stream(12), streaming=True, num_samples=5).train().steps == 3
 
 
-# --- what the data are made into -------------------------------------------------------------------------------------
+# --- what the data are made into
+# -------------------------------------------------------------------------------------
 
 
 def prompts(count: int) -> list[dict[str, str]]:
     """Every third one has no answer, every fourth a prompt that is too long."""
     return [
-        {"id": f"q{i}", "prompt": "abc" * (1 + 4 * (i % 4 == 3)), "completion": "" if i % 3 == 2 else f"answer {i}"[:4]}
+        {
+            "id": f"q{i}",
+            "prompt": "abc" * (1 + 4 * (i % 4 == 3)),
+            "completion": "" if i % 3 == 2 else f"answer {i}"[:4],
+        }
         for i in range(count)
     ]
 
@@ -659,56 +844,108 @@ def test_what_became_of_the_records_is_recorded_and_what_was_lost_is_said(build)
     trainer = build(prompts(12))
     result = trainer.train()
     (event,) = events(result.folder, "data")
-    assert (event["source"], event["records"], event["samples"], event["tokens"]) == ("data", 12, 8, result.tokens)
-    assert event["skipped"] == {"empty completion": 4} and event["cut_prompts"] == 2 and event["cut_completions"] == 0
+    assert (event["source"], event["records"], event["samples"], event["tokens"]) == (
+        "data",
+        12,
+        8,
+        result.tokens,
+    )
+    assert (
+        event["skipped"] == {"empty completion": 4}
+        and event["cut_prompts"] == 2
+        and event["cut_completions"] == 0
+    )
     line = "data: of 12 records read, 2 prompts cut to --max_length, 4 skipped (empty completion)"
-    assert line in events(result.folder, "warning")[-1]["message"] and f"warning: {line}" in said(trainer)
+    assert line in events(result.folder, "warning")[-1]["message"] and f"warning: {line}" in said(
+        trainer
+    )
 
 
 def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build) -> None:
     for smoke_test in (True, False):
-        trainer = build((r for r in [{"prompt": "a", "completion": ""}] * 3), streaming=True, smoke_test=smoke_test, folder=f"{smoke_test}")
-        with pytest.raises(DataError, match=r"no sample to train on came of 3 records \(3 skipped \(empty completion\)\)"):
+        trainer = build(
+            (r for r in [{"prompt": "a", "completion": ""}] * 3),
+            streaming=True,
+            smoke_test=smoke_test,
+            folder=f"{smoke_test}",
+        )
+        with pytest.raises(
+            DataError,
+            match=r"no sample to train on came of 3 records \(3 skipped \(empty completion\)\)",
+        ):
             trainer.train()
 
 
-def test_a_run_on_the_logits_alone_reports_no_hidden_states_and_its_page_does_without(build) -> None:
-    trainer = build(strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2, smoke_test=True)
+def test_a_run_on_the_logits_alone_reports_no_hidden_states_and_its_page_does_without(
+    build,
+) -> None:
+    trainer = build(
+        strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2, smoke_test=True
+    )
     result = trainer.train()
     assert "smoke test passed" in said(trainer) and result.steps == 2
     for line in lines(result.folder, "metrics"):
         assert "loss_nmse" not in line and not any(key.endswith(".nmse") for key in line)
         assert 0 < line["loss"] < line["loss_kl"]  # per valid token, and per predicted one
-    assert "metrics.jsonl</code> has no NMSE by layer" in (result.folder / "report.html").read_text(encoding="utf-8")
+    assert "metrics.jsonl</code> has no NMSE by layer" in (result.folder / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
     results = {}
     for packing in (False, True):
         options = {"packing": packing, "padding_side": "left"}
-        trainer = build(texts(24), folder=f"run-{packing}", data_options=options, batch_size=4, smoke_test=packing)
-        trainer.samples._config = replace(trainer.samples._config, max_length=40)  # rows for several texts; evaluation stays as it is
+        trainer = build(
+            texts(24),
+            folder=f"run-{packing}",
+            data_options=options,
+            batch_size=4,
+            smoke_test=packing,
+        )
+        # rows for several texts; evaluation stays as it is
+        trainer.samples._config = replace(trainer.samples._config, max_length=40)
         trainer.total_steps = trainer._total_steps()
         results[packing] = trainer.train()
         assert ("smoke test passed" in said(trainer)) == packing
         assert results[packing].steps == trainer.total_steps
     assert results[True].tokens == results[False].tokens
     assert results[True].steps < results[False].steps
-    loss = {packing: lines(result.folder, "metrics")[-1]["loss"] for packing, result in results.items()}
+    loss = {
+        packing: lines(result.folder, "metrics")[-1]["loss"] for packing, result in results.items()
+    }
     assert all(map(math.isfinite, loss.values()))
 
 
 def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> None:
     questions = [{"q": f"abc{i}", "a": f"x{i}"} for i in range(60)]
     options = {"prompt_column": "q", "completion_column": "a", "replay_ratio": 0.5}
-    trainer = build(questions, replay_data=(r for r in texts(9)), data_options=options, eval_data=questions[:5], batch_size=4)
-    names = [name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids]
+    trainer = build(
+        questions,
+        replay_data=(r for r in texts(9)),
+        data_options=options,
+        eval_data=questions[:5],
+        batch_size=4,
+    )
+    names = [
+        name
+        for window in trainer._windows()
+        for batch in window.batches
+        for name in batch.sample_ids
+    ]
     replayed = sum(name.startswith("text-") for name in names)
     assert replayed > 9  # round and round
     assert abs(replayed / len(names) - 0.5) < 4 * math.sqrt(0.25 / len(names))
     assert len(names) - replayed == 60
 
-    trainer = build(questions, replay_data=texts(9), data_options=options, eval_data=questions[:2], batch_size=16, folder="again")
+    trainer = build(
+        questions,
+        replay_data=texts(9),
+        data_options=options,
+        eval_data=questions[:2],
+        batch_size=16,
+        folder="again",
+    )
     result = trainer.train()
     data, replay = events(result.folder, "data")
     assert (data["source"], replay["source"]) == ("data", "replay data")
@@ -718,7 +955,12 @@ def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> Non
 
 def test_a_fifth_is_replayed_unless_told(build) -> None:
     trainer = build(texts(400), replay_data=texts(9), batch_size=8)
-    names = [name for window in trainer._windows() for batch in window.batches for name in batch.sample_ids]
+    names = [
+        name
+        for window in trainer._windows()
+        for batch in window.batches
+        for name in batch.sample_ids
+    ]
     share = 1 - 400 / len(names)
     assert abs(share - 0.2) < 4 * math.sqrt(0.2 * 0.8 / len(names))
 
@@ -741,7 +983,8 @@ def test_a_windows_position_finds_the_batches_behind_it(build) -> None:
     assert behind == [batch.sample_ids for window in windows[3:] for batch in window.batches]
 
 
-# --- the thread that prepares them -----------------------------------------------------------------------------------
+# --- the thread that prepares them
+# -----------------------------------------------------------------------------------
 
 
 def workers() -> list[str]:
@@ -800,15 +1043,16 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
     if error is None:
         trainer.train()
     else:
-        with pytest.raises(error) as kept:  # the traceback keeps the run's frames alive: what is not closed stays open
+        # the traceback keeps the run's frames alive: what is not closed stays open
+        with pytest.raises(error) as kept:
             trainer.train()
         assert kept.value is not None
     assert workers() == []
 
 
 def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokenizer) -> None:
-    """Each waits for the other, and no clock is asked: the second block's tokenising begins when training has begun, and training
-    goes on when that is done."""
+    """Each waits for the other, and no clock is asked: the second block's tokenising begins when
+    training has begun, and training goes on when that is done."""
     monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)
     training, tokenised = threading.Event(), threading.Event()
     original = type(tokenizer).__call__
@@ -833,7 +1077,8 @@ def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokeniz
     assert first.tokens > 0 and tokenised.is_set()
 
 
-# --- signals ---------------------------------------------------------------------------------------------------------
+# --- signals
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -847,12 +1092,24 @@ def test_a_signal_ends_the_run_after_saving(build, monkeypatch, number, status) 
     replace_strategy(monkeypatch, act)
     trainer = build(texts(16), gradient_accumulation_steps=2)
     result = trainer.train()
-    assert (result.steps, result.signal, result.exit_status, result.fidelity) == (2, number, status, None)
+    assert (result.steps, result.signal, result.exit_status, result.fidelity) == (
+        2,
+        number,
+        status,
+        None,
+    )
     assert checkpoints(result.folder) == ["step-00000002"]
-    assert events(result.folder, "signal") == [{**events(result.folder, "signal")[0], "number": number, "step": 2}]
+    assert events(result.folder, "signal") == [
+        {**events(result.folder, "signal")[0], "number": number, "step": 2}
+    ]
     assert f"signal {int(number)}" in said(trainer)
-    saved = load_file(result.folder / "checkpoints" / "step-00000002" / "adapter" / "adapter_model.safetensors")
-    assert_same_weights({key.removeprefix("base_model.model."): value for key, value in saved.items()}, weights(trainer))
+    saved = load_file(
+        result.folder / "checkpoints" / "step-00000002" / "adapter" / "adapter_model.safetensors"
+    )
+    assert_same_weights(
+        {key.removeprefix("base_model.model."): value for key, value in saved.items()},
+        weights(trainer),
+    )
     assert {n: signal.getsignal(n) for n in handlers} == handlers
 
 
@@ -860,14 +1117,18 @@ def test_a_run_stopped_by_a_signal_equals_the_run_that_ended_there(build, monkey
     """The micro-batch that it came in front of is finished, and so is a window of one."""
     ended = build(texts(16), folder="ended", scheduler_type="constant", max_steps=3)
     ended.train()
-    replace_strategy(monkeypatch, lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) if call == 2 else None)
+    replace_strategy(
+        monkeypatch, lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) if call == 2 else None
+    )
     stopped = build(texts(16), folder="stopped", scheduler_type="constant", max_steps=8)
     stopped.train()
     assert_same_weights(weights(stopped), weights(ended))
 
 
 def test_several_epochs_of_a_stream_that_can_be_read_once_are_refused(build) -> None:
-    with pytest.raises(ConfigError, match="--num_epochs is 2, but a streamed generator can be read once only"):
+    with pytest.raises(
+        ConfigError, match="--num_epochs is 2, but a streamed generator can be read once only"
+    ):
         build((record for record in texts(6)), streaming=True, num_epochs=2)
 
 
@@ -878,26 +1139,43 @@ def test_a_mapping_of_splits_is_not_data(build) -> None:
 
 def test_a_warm_up_that_outlasts_the_run_is_warned_of(build) -> None:
     result = build(texts(6), warmup_steps=50).train()
-    assert "--warmup_steps is 50, but the run has 3 steps" in events(result.folder, "warning")[0]["message"]
+    assert (
+        "--warmup_steps is 50, but the run has 3 steps"
+        in events(result.folder, "warning")[0]["message"]
+    )
 
 
 def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
-    """Flags read one window late, as on a GPU: same weights, metrics, checkpoints and order of events."""
+    """Flags read one window late, as on a GPU: same weights, metrics, checkpoints and order of
+    events.
+    """
     results, trainers = [], []
     for late in (False, True):
-        monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
+        monkeypatch.setattr(
+            "npt.distill.loop.Transaction", functools.partial(Transaction, late=late)
+        )
         broken = record("broken", [5, 999, 7])
         data = [*texts(3), broken, *texts(2)]
-        trainer = build(data, folder=f"run-{late}", batch_size=1, save_steps=3, eval_steps=4, num_epochs=2)
+        trainer = build(
+            data, folder=f"run-{late}", batch_size=1, save_steps=3, eval_steps=4, num_epochs=2
+        )
         results.append(trainer.train())
         trainers.append(trainer)
     assert_same_weights(weights(trainers[0]), weights(trainers[1]))
-    assert timeless(lines(results[0].folder, "metrics")) == timeless(lines(results[1].folder, "metrics"))
-    kinds = [[(e["event"], e.get("step")) for e in lines(r.folder, "events") if e["event"] != "refusal"] for r in results]
+    assert timeless(lines(results[0].folder, "metrics")) == timeless(
+        lines(results[1].folder, "metrics")
+    )
+    kinds = [
+        [(e["event"], e.get("step")) for e in lines(r.folder, "events") if e["event"] != "refusal"]
+        for r in results
+    ]
     assert kinds[0] == kinds[1]
     assert [r.refused for r in results] == [2, 2]
     for step in ("step-00000003", "step-00000006"):
-        files = [r.folder / "checkpoints" / step / "adapter" / "adapter_model.safetensors" for r in results]
+        files = [
+            r.folder / "checkpoints" / step / "adapter" / "adapter_model.safetensors"
+            for r in results
+        ]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -908,14 +1186,23 @@ def test_a_number_that_is_not_finite_is_named_before_anything_is_written(build, 
         trainer.model.model.layers[2].mlp.up_proj.weight.quant_state.state2.absmax[0] = math.inf
     else:
         trainer.model.model.layers[3].npt.A.data[0, 1] = math.nan
-    with pytest.raises(NumericalError, match=r"layers\.2\.mlp\.up_proj" if where == "base" else r"layers\.3\.npt\.A\[0, 1\] is nan"):
+    with pytest.raises(
+        NumericalError,
+        match=(
+            r"layers\.2\.mlp\.up_proj" if where == "base" else r"layers\.3\.npt\.A\[0, 1\] is nan"
+        ),
+    ):
         trainer.train()
     assert not trainer.folder_path.exists()
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(build, monkeypatch, late) -> None:
-    """Four good windows, then an error: what is saved are the weights of step 4, however late its result is known."""
+def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(
+    build, monkeypatch, late
+) -> None:
+    """Four good windows, then an error: what is saved are the weights of step 4, however late its
+    result is known.
+    """
     monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
     rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
 
@@ -928,26 +1215,51 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(build, 
     with pytest.raises(DataError, match="line 5 is broken"):
         trainer.train()
     assert events(trainer.folder_path, "save")[-1]["step"] == 4
-    saved = load_file(trainer.folder_path / "checkpoints" / "step-00000004" / "adapter" / "adapter_model.safetensors")
-    assert_same_weights({name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}, weights(trainer))
+    saved = load_file(
+        trainer.folder_path
+        / "checkpoints"
+        / "step-00000004"
+        / "adapter"
+        / "adapter_model.safetensors"
+    )
+    assert_same_weights(
+        {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()},
+        weights(trainer),
+    )
 
 
-@pytest.mark.parametrize("options", [{"smoke_test": False, "weight_decay": 0.1}, {"smoke_test": True}, {"init": "resumed"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"smoke_test": False, "weight_decay": 0.1}, {"smoke_test": True}, {"init": "resumed"}],
+    ids=str,
+)
 @pytest.mark.parametrize("late", [False, True], ids=["before the Trainer", "before it trains"])
-def test_a_frozen_adapter_is_refused_and_not_moved(build, load_model, tmp_path, options, late) -> None:
-    """An optimizer moves what it is given by weight decay alone, and a resumed run puts back what the checkpoint has."""
+def test_a_frozen_adapter_is_refused_and_not_moved(
+    build, load_model, tmp_path, options, late
+) -> None:
+    """An optimizer moves what it is given by weight decay alone, and a resumed run puts back what
+    the checkpoint has.
+    """
     if "init" in options:
         options = {"resume": str(build(max_steps=1, save_steps=1).train().folder), "max_steps": 2}
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    before = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
+    before = {
+        name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()
+    }
     frozen = model.model.layers[3].npt.B["up"]
     frozen.requires_grad_(late)
-    with pytest.raises(ConfigError, match=r"model\.layers\.3\.npt\.B\.up is frozen .*1 of 14.*requires_grad_\(True\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.layers\.3\.npt\.B\.up is frozen .*1 of 14.*requires_grad_\(True\)",
+    ):
         trainer = build(model=model, folder="refused", **options)
         frozen.requires_grad_(False)
         trainer.train()
-    assert all(torch.equal(parameter, before[name]) for name, parameter in adapter_parameters(model).items())
+    assert all(
+        torch.equal(parameter, before[name])
+        for name, parameter in adapter_parameters(model).items()
+    )
     assert not (tmp_path / "refused").exists()
 
 
@@ -958,5 +1270,8 @@ def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build, load
             model = load_model()
             npt.attach(model, NPTConfig(rank=4, layers="1,3"))
             folder = build(model=model, max_steps=2, folder=off.__name__).train().folder
-        losses = [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (expected, folder / "metrics.jsonl")]
+        losses = [
+            [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+            for path in (expected, folder / "metrics.jsonl")
+        ]
         assert losses[0] == losses[1]

@@ -1,4 +1,6 @@
-"""The transaction: what is refused leaves no trace, bit for bit, and what is not is averaged, clipped and applied."""
+"""The transaction: what is refused leaves no trace, bit for bit, and what is not is averaged,
+clipped and applied.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,28 @@ class Sums:
 
 
 class World:
-    """Four small tensors, their optimizer and a transaction over them; micro-batches are made from integers."""
+    """Four small tensors, their optimizer and a transaction over them; micro-batches are made from
+    integers.
+    """
 
     late = False
 
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None, max_grad_norm: float = MAX_NORM):
+    def __init__(
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        max_grad_norm: float = MAX_NORM,
+    ):
         generator = torch.Generator().manual_seed(0)
-        self.parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        self.parameters = {
+            name: nn.Parameter(torch.randn(shape, generator=generator))
+            for name, shape in SHAPES.items()
+        }
         make = optimizer or (lambda p: torch.optim.AdamW(p, lr=1.0, weight_decay=0.01, fused=True))
         self.optimizer = make(list(self.parameters.values()))
         late = self.late and optimizer is None  # other optimizers do not obey `found_inf`
-        self.transaction: Transaction[Sums] = Transaction(self.parameters, self.optimizer, max_grad_norm, [LEARNING_RATE], late=late)
+        self.transaction: Transaction[Sums] = Transaction(
+            self.parameters, self.optimizer, max_grad_norm, [LEARNING_RATE], late=late
+        )
 
     def good(self, seed: int, tokens: int = 7, size: float = 1.0) -> None:
         """A clean micro-batch: loss and gradients are functions of `seed`."""
@@ -98,9 +111,13 @@ class World:
 
 
 def pytest_generate_tests(metafunc):
-    """Every test of this small world holds for flags that are read at once and for flags that are read one window late."""
+    """Every test of this small world holds for flags that are read at once and for flags that are
+    read one window late.
+    """
     if "load_model" not in metafunc.fixturenames:
-        metafunc.parametrize("_reading", [False, True], ids=["at once", "late"], indirect=True, scope="module")
+        metafunc.parametrize(
+            "_reading", [False, True], ids=["at once", "late"], indirect=True, scope="module"
+        )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,17 +132,31 @@ def clean_gradients(seed: int, size: float) -> dict[str, Tensor]:
     return {name: size * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-BAD = ("data", "nan loss", "inf loss", "nan loss and gradients", "inf gradient", "nan gradient", "overflowing norm")
+BAD = (
+    "data",
+    "nan loss",
+    "inf loss",
+    "nan loss and gradients",
+    "inf gradient",
+    "nan gradient",
+    "overflowing norm",
+)
 KIND_OF = {"data": "data", "nan loss": "loss", "inf loss": "loss", "nan loss and gradients": "loss"}
 
 
-def state(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights, moments and step counts as bytes, so that equality means every bit: NaN equals itself, 0 is not -0."""
+def state(
+    parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Weights, moments and step counts as bytes, so that equality means every bit: NaN equals
+    itself, 0 is not -0.
+    """
     tensors = {name: p.detach() for name, p in parameters.items()}
     for name, p in parameters.items():
         for key, value in optimizer.state.get(p, {}).items():
             tensors[f"{name}/{key}"] = torch.as_tensor(value)
-    return {name: t.contiguous().reshape(-1).view(torch.uint8).clone() for name, t in tensors.items()}
+    return {
+        name: t.contiguous().reshape(-1).view(torch.uint8).clone() for name, t in tensors.items()
+    }
 
 
 def state_of(world: World) -> dict[str, Tensor]:
@@ -145,13 +176,16 @@ def warmed_up(windows: int, **arguments: Any) -> World:
     return world
 
 
-# --- the counterfactual ----------------------------------------------------------------------------------------------
+# --- the counterfactual
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_window_with_a_bad_micro_batch_equals_the_window_that_never_saw_it(kind, position, steps_before) -> None:
+def test_a_window_with_a_bad_micro_batch_equals_the_window_that_never_saw_it(
+    kind, position, steps_before
+) -> None:
     world, twin = warmed_up(steps_before), warmed_up(steps_before)
     for index in range(3):
         if index == position:
@@ -170,7 +204,13 @@ def test_a_window_with_a_bad_micro_batch_equals_the_window_that_never_saw_it(kin
     assert_equal_bits(state_of(world), state_of(twin))
 
 
-@given(windows=st.lists(st.lists(st.sampled_from((None, None, *BAD)), min_size=1, max_size=5), min_size=1, max_size=4))
+@given(
+    windows=st.lists(
+        st.lists(st.sampled_from((None, None, *BAD)), min_size=1, max_size=5),
+        min_size=1,
+        max_size=4,
+    )
+)
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_any_subset_of_bad_micro_batches_leaves_no_trace(windows) -> None:
     world, twin = World(), World()
@@ -184,19 +224,29 @@ def test_any_subset_of_bad_micro_batches_leaves_no_trace(windows) -> None:
         result, expected = world.commit(), twin.commit()
         assert result.applied == expected.applied == (None in window)
         assert result.tokens == expected.tokens
-        assert [r.micro_batch for r in result.refusals] == [i for i, kind in enumerate(window) if kind is not None]
+        assert [r.micro_batch for r in result.refusals] == [
+            i for i, kind in enumerate(window) if kind is not None
+        ]
         assert_equal_bits(state_of(world), state_of(twin))
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-@pytest.mark.parametrize("kinds", [("data",), ("nan loss",), ("inf gradient", "nan gradient"), ("overflowing norm", "data")])
+@pytest.mark.parametrize(
+    "kinds",
+    [("data",), ("nan loss",), ("inf gradient", "nan gradient"), ("overflowing norm", "data")],
+)
 def test_without_a_survivor_nothing_changes(kinds, steps_before) -> None:
     world = warmed_up(steps_before)
     before = state_of(world)
     for kind in kinds:
         world.bad(kind)
     result = world.commit()
-    assert (result.applied, result.tokens, result.grad_norm, result.survivors) == (False, 0, None, [])
+    assert (result.applied, result.tokens, result.grad_norm, result.survivors) == (
+        False,
+        0,
+        None,
+        [],
+    )
     assert len(result.refusals) == len(kinds)
     assert_equal_bits(state_of(world), before)
 
@@ -221,12 +271,18 @@ def test_refused_windows_leave_later_ones_as_they_would_have_been() -> None:
     assert_equal_bits(state_of(world), state_of(twin))
 
 
-# --- the step as a whole ---------------------------------------------------------------------------------------------
+# --- the step as a whole
+# ---------------------------------------------------------------------------------------------
 
 
 def overflow_only_together(world: World) -> None:
-    """A micro-batch of four gradients of norm 1.5e19: each is finite in fp32, the square root of their squares' sum is not."""
-    gradients = {name: torch.full(shape, 1.5e19 / math.sqrt(math.prod(shape))) for name, shape in SHAPES.items()}
+    """A micro-batch of four gradients of norm 1.5e19: each is finite in fp32, the square root of
+    their squares' sum is not.
+    """
+    gradients = {
+        name: torch.full(shape, 1.5e19 / math.sqrt(math.prod(shape)))
+        for name, shape in SHAPES.items()
+    }
     world._run(gradients, torch.tensor(1.0), 1, "large")
 
 
@@ -257,7 +313,9 @@ def test_an_overflow_that_no_tensor_shows_alone_costs_only_its_own_micro_batch()
 
 
 class Sabotaged(torch.optim.AdamW):
-    """AdamW that writes `value` behind its step, once armed: into the weight, a moment or the step count of one tensor."""
+    """AdamW that writes `value` behind its step, once armed: into the weight, a moment or the step
+    count of one tensor.
+    """
 
     where: str | None = None
     value = math.nan
@@ -274,8 +332,13 @@ class Sabotaged(torch.optim.AdamW):
 @pytest.mark.parametrize("where", ["weight", "exp_avg", "exp_avg_sq", "step"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_turns_non_finite_is_taken_back_to_the_bit(where, value, steps_before, fused) -> None:
-    world, twin = (warmed_up(steps_before, optimizer=lambda p: Sabotaged(p, lr=1.0, fused=fused)) for _ in range(2))
+def test_a_step_that_turns_non_finite_is_taken_back_to_the_bit(
+    where, value, steps_before, fused
+) -> None:
+    world, twin = (
+        warmed_up(steps_before, optimizer=lambda p: Sabotaged(p, lr=1.0, fused=fused))
+        for _ in range(2)
+    )
     before = state_of(world)
     world.optimizer.where, world.optimizer.value = where, value
     result = world.clean_window(8)
@@ -313,14 +376,17 @@ def test_a_moment_that_was_poisoned_before_stops_every_step_and_stays_as_it_was(
         assert_equal_bits(state_of(world), before)
 
 
-# --- the arithmetic of a clean step ----------------------------------------------------------------------------------
+# --- the arithmetic of a clean step
+# ----------------------------------------------------------------------------------
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def moved(world: World, act: Callable[[], WindowResult[Sums]]) -> tuple[dict[str, Tensor], WindowResult[Sums]]:
+def moved(
+    world: World, act: Callable[[], WindowResult[Sums]]
+) -> tuple[dict[str, Tensor], WindowResult[Sums]]:
     """The gradient that a step of SGD at rate 1 took."""
     before = {name: p.detach().clone() for name, p in world.parameters.items()}
     result = act()
@@ -347,24 +413,31 @@ def test_the_summed_gradient_is_divided_once_by_the_surviving_tokens() -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e6, 1e15])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.01])
-def test_a_large_gradient_is_clipped_to_the_norm_and_keeps_its_direction(size, max_grad_norm) -> None:
+def test_a_large_gradient_is_clipped_to_the_norm_and_keeps_its_direction(
+    size, max_grad_norm
+) -> None:
     world = World(sgd, max_grad_norm)
     world.good(1, tokens=1, size=size)
     gradients, result = moved(world, lambda: world.commit(1.0))
     full = clean_gradients(1, size)
     assert result.applied
-    assert result.grad_norm == pytest.approx(norm_of(full), rel=1e-5)  # fp32; reported as it was before clipping
-    # The steps taken are differences of weights of size 1: 34 entries known to 2^-24, which is 3e-5 of the smaller norm.
+    # fp32; reported as it was before clipping
+    assert result.grad_norm == pytest.approx(norm_of(full), rel=1e-5)
+    # The steps taken are differences of weights of size 1: 34 entries known to 2^-24, which is 3e-5
+    # of the smaller norm.
     assert norm_of(gradients) == pytest.approx(max_grad_norm, rel=1e-4)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, full[name] * (max_grad_norm / norm_of(full)), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            gradient, full[name] * (max_grad_norm / norm_of(full)), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_a_small_gradient_is_not_scaled_up() -> None:
     world = World(sgd, max_grad_norm=1e9)
     world.good(1, tokens=1, size=0.01)
     gradients, result = moved(world, lambda: world.commit(1.0))
-    assert norm_of(gradients) == pytest.approx(norm_of(clean_gradients(1, 0.01)), rel=1e-4)  # differences of weights of size 1
+    # differences of weights of size 1
+    assert norm_of(gradients) == pytest.approx(norm_of(clean_gradients(1, 0.01)), rel=1e-4)
     assert result.grad_norm == pytest.approx(norm_of(clean_gradients(1, 0.01)), rel=1e-5)
 
 
@@ -375,7 +448,8 @@ def test_the_learning_rate_of_commit_is_used() -> None:
         world.good(1, tokens=1)
         steps.append(moved(world, lambda world=world, rate=rate: world.commit(rate))[0])
     for name, step in steps[0].items():
-        torch.testing.assert_close(2 * step, steps[1][name], rtol=1e-5, atol=1e-6)  # differences of weights of size 1
+        # differences of weights of size 1
+        torch.testing.assert_close(2 * step, steps[1][name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +477,8 @@ def test_any_optimizer_keeps_the_counterfactual(optimizer) -> None:
     assert_equal_bits(state_of(world), state_of(twin))
 
 
-# --- what is reported, and what is left alone ------------------------------------------------------------------------
+# --- what is reported, and what is left alone
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -422,7 +497,9 @@ def test_a_refusal_says_what_and_where(kind) -> None:
         assert ("nan" if "nan" in kind else "inf") in refusal.detail
 
 
-def test_refusals_come_in_the_order_of_their_micro_batches_and_counting_starts_anew_in_each_window() -> None:
+def test_refusals_come_in_the_order_of_their_micro_batches_and_counting_starts_anew_in_each_window() -> (
+    None
+):
     world = World()
     for _ in range(2):
         world.bad("nan loss")
@@ -431,7 +508,12 @@ def test_refusals_come_in_the_order_of_their_micro_batches_and_counting_starts_a
         world.bad("inf gradient")
         world.bad("data")
         result = world.commit()
-        assert [(r.micro_batch, r.kind) for r in result.refusals] == [(0, "loss"), (1, "data"), (3, "gradient"), (4, "data")]
+        assert [(r.micro_batch, r.kind) for r in result.refusals] == [
+            (0, "loss"),
+            (1, "data"),
+            (3, "gradient"),
+            (4, "data"),
+        ]
 
 
 def test_the_random_state_is_untouched() -> None:
@@ -454,8 +536,13 @@ def test_no_gradient_is_left_behind() -> None:
 
 
 def test_tensors_of_two_dtypes_make_one_step() -> None:
-    parameters = {"single": nn.Parameter(torch.ones(3)), "double": nn.Parameter(torch.ones(2, dtype=torch.float64))}
-    transaction: Transaction[Sums] = Transaction(parameters, torch.optim.SGD(parameters.values(), lr=1.0), 1e9, [1.0])
+    parameters = {
+        "single": nn.Parameter(torch.ones(3)),
+        "double": nn.Parameter(torch.ones(2, dtype=torch.float64)),
+    }
+    transaction: Transaction[Sums] = Transaction(
+        parameters, torch.optim.SGD(parameters.values(), lr=1.0), 1e9, [1.0]
+    )
 
     def fill() -> Sums:
         for parameter in parameters.values():
@@ -468,7 +555,8 @@ def test_tensors_of_two_dtypes_make_one_step() -> None:
     assert all(torch.equal(p.detach(), torch.full_like(p, 0.5)) for p in parameters.values())
 
 
-# --- with the real strategies ----------------------------------------------------------------------------------------
+# --- with the real strategies
+# ----------------------------------------------------------------------------------------
 
 
 def student(load_model: Callable[..., nn.Module]) -> nn.Module:
@@ -484,18 +572,26 @@ def student(load_model: Callable[..., nn.Module]) -> nn.Module:
 def eight_samples(equal: bool) -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
     lengths = [6] * 8 if equal else [9, 2, 5, 7, 1, 8, 3, 6]
-    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(lengths)]
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for i, n in enumerate(lengths)
+    ]
 
 
 def one_step(
-    model: nn.Module, config: TrainConfig, groups: Sequence[Sequence[Sample]], optimizer: Callable[..., torch.optim.Optimizer]
+    model: nn.Module,
+    config: TrainConfig,
+    groups: Sequence[Sequence[Sample]],
+    optimizer: Callable[..., torch.optim.Optimizer],
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer, WindowResult[Any]]:
     parameters = adapter_parameters(model)
     optimizer_made = optimizer(parameters.values())
     transaction: Transaction[Any] = Transaction(parameters, optimizer_made, 0.5, [1.0])
     for group in groups:
         batch = collate(group, 2)
-        transaction.micro_batch(lambda batch=batch: STRATEGIES[config.strategy](model, batch, config), batch.sample_ids)
+        transaction.micro_batch(
+            lambda batch=batch: STRATEGIES[config.strategy](model, batch, config), batch.sample_ids
+        )
     return parameters, optimizer_made, transaction.commit()[0]
 
 
@@ -508,38 +604,63 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"loss": "cosine", "layer_weights": "3,1"},
     {"strategy": "end_to_end"},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5, "token_weighting": "disagreement"},
-    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "reverse_kl", "logit_temperature": 0.5},
-    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "jsd", "logit_temperature": 2.0},
+    {
+        "strategy": "end_to_end",
+        "logit_kl_weight": 0.5,
+        "logit_loss": "reverse_kl",
+        "logit_temperature": 0.5,
+    },
+    {
+        "strategy": "end_to_end",
+        "logit_kl_weight": 0.5,
+        "logit_loss": "jsd",
+        "logit_temperature": 2.0,
+    },
     {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "cross_entropy"},
 )
 
 
 @pytest.mark.parametrize(
     ("settings", "equal"),
-    [(LOSSES[0], True), *((settings, False) for settings in LOSSES)],  # rows of one length are the easy case
-    ids=lambda s: ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else f"equal {s}",
+    # rows of one length are the easy case
+    [(LOSSES[0], True), *((settings, False) for settings in LOSSES)],
+    ids=lambda s: (
+        ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else f"equal {s}"
+    ),
 )
-def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_loss(load_model, settings, equal) -> None:
+def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_loss(
+    load_model, settings, equal
+) -> None:
     some = eight_samples(equal)
     config = TrainConfig(regularization_lambda=0.1, **settings)
-    start = {name: p.detach().clone() for name, p in adapter_parameters(student(load_model)).items()}
+    start = {
+        name: p.detach().clone() for name, p in adapter_parameters(student(load_model)).items()
+    }
     steps, results = [], []
     for rows in (8, 4, 1):
         groups = [some[i : i + rows] for i in range(0, 8, rows)]
-        parameters, _, result = one_step(student(load_model), config, groups, lambda p: torch.optim.SGD(p, lr=1.0))
+        parameters, _, result = one_step(
+            student(load_model), config, groups, lambda p: torch.optim.SGD(p, lr=1.0)
+        )
         assert result.applied and result.micro_batches == 8 // rows
         steps.append({key: start[key] - p.detach() for key, p in parameters.items()})
         results.append(result)
     for result, step in zip(results[1:], steps[1:], strict=True):
         assert result.tokens == results[0].tokens == sum(len(s.input_ids) for s in some)
-        assert sum(sums.scored for sums in result.survivors) == sum(sums.scored for sums in results[0].survivors)
+        assert sum(sums.scored for sums in result.survivors) == sum(
+            sums.scored for sums in results[0].survivors
+        )
         # The same fp32 sums in another order.
         assert result.loss == pytest.approx(results[0].loss, rel=1e-5)
         assert result.grad_norm == pytest.approx(results[0].grad_norm, rel=1e-5)
         for key, expected in steps[0].items():
             assert expected.any(), key
-            # The same, and the steps are differences of weights of size 0.1, known to 2^-24 of that.
-            assert float((expected - step[key]).abs().max()) <= 1e-5 * float(expected.abs().max()) + 1e-7, key
+            # The same, and the steps are differences of weights of size 0.1, known to 2^-24 of
+            # that.
+            assert (
+                float((expected - step[key]).abs().max())
+                <= 1e-5 * float(expected.abs().max()) + 1e-7
+            ), key
 
 
 @pytest.mark.parametrize(
@@ -547,7 +668,9 @@ def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_
     [(LOSSES[0], math.nan), (LOSSES[2], math.inf), (LOSSES[6], -math.inf), (LOSSES[7], math.nan)],
     ids=lambda s: ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else str(s),
 )
-def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(load_model, settings, poison) -> None:
+def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(
+    load_model, settings, poison
+) -> None:
     """Token weights are made of their own documents, so they remember nothing of it either."""
     config = TrainConfig(**settings)
     clean = [s for s in eight_samples(equal=False) if 3 not in s.input_ids]
@@ -556,8 +679,12 @@ def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(load_model, sett
     for groups in ([clean[:2], [broken], clean[2:]], [clean[:2], clean[2:]]):
         model = student(load_model)
         model.model.embed_tokens.weight.data[3] = poison
-        parameters, optimizer, result = one_step(model, config, groups, lambda p: torch.optim.AdamW(p, lr=1.0, fused=True))
+        parameters, optimizer, result = one_step(
+            model, config, groups, lambda p: torch.optim.AdamW(p, lr=1.0, fused=True)
+        )
         assert result.applied
-        assert [r.sample_ids for r in result.refusals] == ([("broken",)] if len(groups) == 3 else [])
+        assert [r.sample_ids for r in result.refusals] == (
+            [("broken",)] if len(groups) == 3 else []
+        )
         states.append(state(parameters, optimizer))
     assert_equal_bits(*states)

@@ -23,7 +23,10 @@ LENGTHS = (11, 5, 4, 9)
 
 def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
-    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(LENGTHS)]
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for i, n in enumerate(LENGTHS)
+    ]
 
 
 def rows(form: str) -> Batch:
@@ -55,7 +58,13 @@ def mask_waits(model: Any) -> bool:
         hidden = torch.zeros(2, 5, model.config.hidden_size, device="cuda")
         try:
             with no_waits():
-                create_causal_mask(config=model.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=None)
+                create_causal_mask(
+                    config=model.config,
+                    inputs_embeds=hidden,
+                    attention_mask=None,
+                    past_key_values=None,
+                    position_ids=None,
+                )
         except HostWaitError:
             return True
     return False
@@ -66,19 +75,31 @@ STRATEGIES = ("local", "propagated", "end_to_end")
 
 @pytest.mark.parametrize(
     ("attention", "strategy", "form"),
-    [*(("sdpa", strategy, form) for strategy in STRATEGIES for form in FORMS), *(("eager", "end_to_end", form) for form in FORMS)],
+    [
+        *(("sdpa", strategy, form) for strategy in STRATEGIES for form in FORMS),
+        *(("eager", "end_to_end", form) for form in FORMS),
+    ],
 )
 def test_no_strategy_waits(load_model, attention, strategy, form) -> None:
     model = load_model(attn_implementation=attention)
     if attention == "eager" and mask_waits(model):
-        pytest.skip(f"NOT TESTED: the eager mask of transformers {transformers.__version__} itself waits for the device")
+        pytest.skip(
+            f"NOT TESTED: the eager mask of transformers {transformers.__version__} itself waits"
+            " for the device"
+        )
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
     step_without_waiting(model, form, strategy=strategy, regularization_lambda=0.1)
 
 
 @pytest.mark.parametrize(
     ("loss", "weighting"),
-    [*((loss, "disagreement") for loss in ("nmse_update", "direction", "mse", "smooth_l1", "cosine")), ("nmse_update", "none")],
+    [
+        *(
+            (loss, "disagreement")
+            for loss in ("nmse_update", "direction", "mse", "smooth_l1", "cosine")
+        ),
+        ("nmse_update", "none"),
+    ],
 )
 def test_no_hidden_loss_waits(load_model, loss, weighting) -> None:
     model = load_model(None)
@@ -87,19 +108,34 @@ def test_no_hidden_loss_waits(load_model, loss, weighting) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "weighting"), [*((loss, "disagreement") for loss in ("kl", "reverse_kl", "jsd", "cross_entropy")), ("kl", "none")]
+    ("loss", "weighting"),
+    [
+        *((loss, "disagreement") for loss in ("kl", "reverse_kl", "jsd", "cross_entropy")),
+        ("kl", "none"),
+    ],
 )
 def test_no_loss_on_the_logits_waits(load_model, loss, weighting) -> None:
     model = load_model(None)
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
-    step_without_waiting(model, "left", strategy="end_to_end", logit_kl_weight=0.5, logit_loss=loss, token_weighting=weighting)
+    step_without_waiting(
+        model,
+        "left",
+        strategy="end_to_end",
+        logit_kl_weight=0.5,
+        logit_loss=loss,
+        token_weighting=weighting,
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "form"),
     [
         *(("smollm3, window", form) for form in ("full", "right", "left", "packed, padded")),
-        *((family, form) for family in ("mistral, window", "qwen3, window") for form in ("full", "packed, padded")),
+        *(
+            (family, form)
+            for family in ("mistral, window", "qwen3, window")
+            for form in ("full", "packed, padded")
+        ),
     ],
 )
 def test_no_window_waits(family, form, tmp_path) -> None:

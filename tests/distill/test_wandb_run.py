@@ -1,4 +1,6 @@
-"""Weights & Biases: what a run there is opened with, and through the library itself, offline, what it is told."""
+"""Weights & Biases: what a run there is opened with, and through the library itself, offline, what
+it is told.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,14 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WANDB = TrainConfig(use_wandb=True)
-NAMED = TrainConfig(report_to="wandb", run_name="trial", project="mine", wandb_entity="team", wandb_group="one", wandb_tags="a,b")
+NAMED = TrainConfig(
+    report_to="wandb",
+    run_name="trial",
+    project="mine",
+    wandb_entity="team",
+    wandb_group="one",
+    wandb_tags="a,b",
+)
 
 
 def opened(config: TrainConfig, run: str | None = "a1b2c3d4") -> tuple[str | None, dict[str, Any]]:
@@ -45,33 +54,50 @@ def opened(config: TrainConfig, run: str | None = "a1b2c3d4") -> tuple[str | Non
 
 
 def test_a_run_has_a_name_an_id_and_a_place_of_its_own() -> None:
-    assert opened(WANDB) == ("npt", {"dir": "runs/first", "name": "first", "resume": "allow", "id": "a1b2c3d4"})
+    assert opened(WANDB) == (
+        "npt",
+        {"dir": "runs/first", "name": "first", "resume": "allow", "id": "a1b2c3d4"},
+    )
     names = [opened(WANDB, None)[1]["id"] for _ in range(2)]
     assert names[0] != names[1] and len(names[0]) == 8
 
 
 def test_flags_come_before_the_environment_and_that_before_our_own_choices(monkeypatch) -> None:
-    said = {"dir": "runs/first", "name": "trial", "group": "one", "tags": ["a", "b"], "entity": "team", "resume": "allow"}
+    said = {
+        "dir": "runs/first",
+        "name": "trial",
+        "group": "one",
+        "tags": ["a", "b"],
+        "entity": "team",
+        "resume": "allow",
+    }
     assert opened(NAMED) == ("mine", {**said, "id": "a1b2c3d4"})
     for name in ("PROJECT", "ENTITY", "NAME", "RUN_ID", "RUN_GROUP", "TAGS", "RESUME"):
         monkeypatch.setenv(f"WANDB_{name}", "from-the-environment")
     assert opened(WANDB) == (None, {"dir": "runs/first"})  # the library reads it
     project, options = opened(NAMED)
-    assert project == "mine" and options == {name: said[name] for name in ("dir", "name", "group", "tags", "entity")}
+    assert project == "mine" and options == {
+        name: said[name] for name in ("dir", "name", "group", "tags", "entity")
+    }
 
 
 def test_in_an_agents_run_project_entity_and_id_are_the_agents(monkeypatch) -> None:
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
     monkeypatch.setenv("WANDB_RUN_ID", "of-the-agent")
     assert opened(WANDB) == (None, {"dir": "runs/first"})
-    assert opened(NAMED) == (None, {"dir": "runs/first", "name": "trial", "group": "one", "tags": ["a", "b"]})
+    assert opened(NAMED) == (
+        None,
+        {"dir": "runs/first", "name": "trial", "group": "one", "tags": ["a", "b"]},
+    )
 
 
 class Config(dict):
     """A config that notes what is written over."""
 
     def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
-        assert allow_val_change and not (self.keys() & values.keys() and "WANDB_SWEEP_ID" in os.environ)
+        assert allow_val_change and not (
+            self.keys() & values.keys() and "WANDB_SWEEP_ID" in os.environ
+        )
         super().update(values)
 
 
@@ -99,7 +125,10 @@ def test_what_a_sweep_has_chosen_is_not_written_over(monkeypatch) -> None:
 def test_the_last_adapter_is_the_best_one_where_no_other_is(tmp_path, best, last, expected) -> None:
     if best is not None:
         (tmp_path / "best" / "adapter").mkdir(parents=True)
-        write_json(tmp_path / "best" / "fidelity.json", {"step": best, "student": {"kl": best}, "layers": {}})
+        write_json(
+            tmp_path / "best" / "fidelity.json",
+            {"step": best, "student": {"kl": best}, "layers": {}},
+        )
     if last is not None:
         (tmp_path / "adapter").mkdir()
         write_json(tmp_path / "fidelity.json", {"student": {"kl": last}})
@@ -108,7 +137,10 @@ def test_the_last_adapter_is_the_best_one_where_no_other_is(tmp_path, best, last
     assert wandb_run.best_of(tmp_path) is None  # figures of no shape that was ever written
 
 
-@pytest.mark.parametrize(("known", "found"), [("a1b2c3d4", True), ("my-run_2", True), ("a b", False), ("../x", False), (7, False)])
+@pytest.mark.parametrize(
+    ("known", "found"),
+    [("a1b2c3d4", True), ("my-run_2", True), ("a b", False), ("../x", False), (7, False)],
+)
 def test_an_id_is_read_from_run_json_if_it_can_be_one(tmp_path, known, found) -> None:
     assert wandb_run.known_run(tmp_path) is None
     write_json(tmp_path / "run.json", {"wandb_run": known})
@@ -126,9 +158,25 @@ def trained(load_model: Any, tokenizer: Any) -> Callable[..., tuple[Trainer, Any
     def train(folder: Path, data: Any = TEXTS, **settings: Any) -> tuple[Trainer, Any]:
         model = load_model("nf4")
         npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-        config = TrainConfig(**{"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2, "output_dir": str(folder), **settings})
+        config = TrainConfig(
+            **{
+                "batch_size": 2,
+                "log_steps": 1,
+                "learning_rate": 1e-2,
+                "output_dir": str(folder),
+                **settings,
+            }
+        )
         console, data_config = Console(file=io.StringIO(), width=300), DataConfig(max_length=12)
-        trainer = Trainer(model, tokenizer, data, config, data_config=data_config, eval_data=TEXTS[:6], console=console)
+        trainer = Trainer(
+            model,
+            tokenizer,
+            data,
+            config,
+            data_config=data_config,
+            eval_data=TEXTS[:6],
+            console=console,
+        )
         return trainer, trainer.train()
 
     return train
@@ -163,7 +211,9 @@ class Drawing:
         return act
 
 
-def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(trained, tmp_path, monkeypatch) -> None:
+def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
+    trained, tmp_path, monkeypatch
+) -> None:
     """With texts and histograms every other step."""
     monkeypatch.setattr("npt.distill.looks.NEW_TOKENS", 3)
     monkeypatch.setattr("npt.distill.looks.PROMPTS", 1)
@@ -173,23 +223,46 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(trained, tmp_path
     plain, _ = trained(tmp_path / "plain", smoke_test=False)
     one, other = (adapter_parameters(trainer.model) for trainer in (watched, plain))
     assert all(torch.equal(one[name], other[name]) for name in other)
-    assert tracker.asked["add_text"] == 3 and tracker.asked["add_histogram_raw"] == 3 * 2 * 3  # steps, layers, targets
+    # steps, layers, targets
+    assert tracker.asked["add_text"] == 3 and tracker.asked["add_histogram_raw"] == 3 * 2 * 3
     said = watched.console.file.getvalue()
     assert "no texts" not in said and "failed" not in said
 
 
-def test_wandb_is_told_everything_of_a_run_and_of_the_one_that_goes_on_with_it(trained, tmp_path, offline, monkeypatch) -> None:
+def test_wandb_is_told_everything_of_a_run_and_of_the_one_that_goes_on_with_it(
+    trained, tmp_path, offline, monkeypatch
+) -> None:
     monkeypatch.setattr("npt.distill.looks.NEW_TOKENS", 3)
     folder = tmp_path / "run"
-    asked = {"report_to": "wandb,tensorboard", "wandb_tags": "a,b", "wandb_group": "study", "sample_steps": 2, "eval_steps": 2}
+    asked = {
+        "report_to": "wandb,tensorboard",
+        "wandb_tags": "a,b",
+        "wandb_group": "study",
+        "sample_steps": 2,
+        "eval_steps": 2,
+    }
     _, result = trained(folder, **asked, trace_steps="2")
     found = told(folder)
-    assert (found.run.project, found.run.display_name, found.run.run_group, list(found.run.tags)) == ("npt", "run", "study", ["a", "b"])
+    assert (
+        found.run.project,
+        found.run.display_name,
+        found.run.run_group,
+        list(found.run.tags),
+    ) == ("npt", "run", "study", ["a", "b"])
     assert found.run.run_id == json.loads((folder / "run.json").read_text())["wandb_run"]
     config, base = found.config, json.loads((folder / "run.json").read_text())["base_hash"]
-    assert config["learning_rate"] == 1e-2 and config["targets"] == ["gate", "up", "down"] and config["base_hash"] == base
-    assert config["base_loading"]["quantization"] == "nf4" and config["base_loading"]["double_quant"] is True
-    assert {"npt", "torch", "transformers", "bitsandbytes", "accelerate"} <= config["versions"].keys()
+    assert (
+        config["learning_rate"] == 1e-2
+        and config["targets"] == ["gate", "up", "down"]
+        and config["base_hash"] == base
+    )
+    assert (
+        config["base_loading"]["quantization"] == "nf4"
+        and config["base_loading"]["double_quant"] is True
+    )
+    assert {"npt", "torch", "transformers", "bitsandbytes", "accelerate"} <= config[
+        "versions"
+    ].keys()
     fidelity = result.fidelity
     for name, figures in (
         ("floor", fidelity.floor),
@@ -202,20 +275,31 @@ def test_wandb_is_told_everything_of_a_run_and_of_the_one_that_goes_on_with_it(t
     assert {"best/kl", "best_step"} <= found.summary.keys()
     by_step = {line["_step"]: line for line in found.history}
     assert by_step[1]["loss"] > 0 and by_step[2]["eval/kl"] > 0 and "eval/kl" not in by_step[1]
-    assert sum(by_step[2]["modulation/layers.3.gate/values"]) > 0 and by_step[2]["modulation/layers.3.gate.saturated"] == 0
-    assert len(by_step[2]["modulation/layers.3.gate/bins"]) == 1 + len(by_step[2]["modulation/layers.3.gate/values"])
-    (table, *_) = sorted((folder / "wandb").rglob("samples*.table.json"))
+    assert (
+        sum(by_step[2]["modulation/layers.3.gate/values"]) > 0
+        and by_step[2]["modulation/layers.3.gate.saturated"] == 0
+    )
+    assert len(by_step[2]["modulation/layers.3.gate/bins"]) == 1 + len(
+        by_step[2]["modulation/layers.3.gate/values"]
+    )
+    table, *_ = sorted((folder / "wandb").rglob("samples*.table.json"))
     shown = json.loads(table.read_text())
     assert (
         shown["columns"] == ["step", "prompt", "student", "teacher"]
         and len(shown["data"]) == 4
         and all(all(row[1:]) for row in shown["data"])
     )
-    kinds = {name.split("-")[1]: (kind, files) for (name, kind, _, _), files in zip(found.artifacts, found.files, strict=True)}
+    kinds = {
+        name.split("-")[1]: (kind, files)
+        for (name, kind, _, _), files in zip(found.artifacts, found.files, strict=True)
+    }
     assert kinds["report"] == ("report", ["health.html", "health.png", "report.html"])
     adapters = [one for one in found.artifacts if one[1] == "model"]
     assert {alias for one in adapters for alias in one[2]} == {"latest", "best", "last"}
-    assert adapters[-1][3]["settings"]["rank"] == 4 and adapters[-1][3]["fidelity"]["student"]["kl"] == fidelity.student.kl
+    assert (
+        adapters[-1][3]["settings"]["rank"] == 4
+        and adapters[-1][3]["fidelity"]["student"]["kl"] == fidelity.student.kl
+    )
     assert found.exit == 0 and not found.alerts
 
     again = tmp_path / "first"
@@ -228,22 +312,56 @@ def test_wandb_is_alerted_when_a_run_gives_up(trained, tmp_path, offline) -> Non
     broken = [{"id": f"bad-{i}", "input_ids": [3, 999]} for i in range(8)]
     data = [{"id": "good", "input_ids": [3, 4, 5]}, *broken]
     with pytest.raises(TooManyRefusalsError):
-        trained(tmp_path / "run", data, use_wandb=True, max_consecutive_bad=2, batch_size=1, smoke_test=False)
+        trained(
+            tmp_path / "run",
+            data,
+            use_wandb=True,
+            max_consecutive_bad=2,
+            batch_size=1,
+            smoke_test=False,
+        )
     found = told(tmp_path / "run")
     ((title, text),) = found.alerts
-    assert title == "npt gave up: TooManyRefusalsError" and "2 refusals in a row" in text and "npt replay" in text
+    assert (
+        title == "npt gave up: TooManyRefusalsError"
+        and "2 refusals in a row" in text
+        and "npt replay" in text
+    )
     assert found.exit == 3 and [one[1] for one in found.artifacts] == ["report"]
 
 
 def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path, monkeypatch) -> None:
-    """In a process of its own, as an agent starts one: the sweep's parameters are flags and a file, its run is in the environment."""
-    (tmp_path / "sweep.yaml").write_text("wandb_version: 1\nlearning_rate: {desc: null, value: 0.25}\n")
-    (tmp_path / "own.txt").write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60)), encoding="utf-8")
-    agents = {"SWEEP_ID": "s1", "RUN_ID": "of-agent", "PROJECT": "theirs", "SWEEP_PARAM_PATH": str(tmp_path / "sweep.yaml")}
+    """In a process of its own, as an agent starts one: the sweep's parameters are flags and a file,
+    its run is in the environment.
+    """
+    (tmp_path / "sweep.yaml").write_text(
+        "wandb_version: 1\nlearning_rate: {desc: null, value: 0.25}\n"
+    )
+    (tmp_path / "own.txt").write_text(
+        "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60)),
+        encoding="utf-8",
+    )
+    agents = {
+        "SWEEP_ID": "s1",
+        "RUN_ID": "of-agent",
+        "PROJECT": "theirs",
+        "SWEEP_PARAM_PATH": str(tmp_path / "sweep.yaml"),
+    }
     for name, value in {**agents, "MODE": "offline"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    flags = ["--learning_rate=0.25", "--use_wandb=True", "--project=mine", f"--output_dir={tmp_path / 'run'}"]
-    small = [f"--dataset_name={tmp_path / 'own.txt'}", "--no_smoke_test", "--init=random", "--layers=7", "--adapter_rank=2"]
+    flags = [
+        "--learning_rate=0.25",
+        "--use_wandb=True",
+        "--project=mine",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
+    small = [
+        f"--dataset_name={tmp_path / 'own.txt'}",
+        "--no_smoke_test",
+        "--init=random",
+        "--layers=7",
+        "--adapter_rank=2",
+    ]
     small += ["--max_length=32", "--max_steps=1", "--batch_size=2", "--eval_samples=2"]
     program = Program(["pretrain", *small, *flags], tmp_path / "errors")
     assert program.wait() == 0, program.errors.read_text()
@@ -255,16 +373,23 @@ def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path, monkeyp
     assert json.loads((tmp_path / "run" / "run.json").read_text())["wandb_run"] == "of-agent"
 
 
-def test_wandb_that_is_not_logged_in_is_one_line_before_the_base_is_loaded(tmp_path, monkeypatch) -> None:
+def test_wandb_that_is_not_logged_in_is_one_line_before_the_base_is_loaded(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: pytest.fail("the base was loaded"))
-    program = Program(["pretrain", "--report_to", "wandb", "--output_dir", str(tmp_path / "run")], tmp_path / "errors")
+    program = Program(
+        ["pretrain", "--report_to", "wandb", "--output_dir", str(tmp_path / "run")],
+        tmp_path / "errors",
+    )
     status, said = program.wait(), program.errors.read_text()
     assert status == 2 and not (tmp_path / "run").exists(), said
     (line,) = [line for line in said.splitlines() if "error" in line]
     assert line.startswith("npt: error: wandb cannot be started: ") and "API key" in line
-    assert line.endswith("log in first (wandb login), set WANDB_MODE=offline, or leave it out (--report_to none)")
+    assert line.endswith(
+        "log in first (wandb login), set WANDB_MODE=offline, or leave it out (--report_to none)"
+    )
 
 
 def test_only_wandb_is_asked_for_alerts_and_files(tmp_path) -> None:

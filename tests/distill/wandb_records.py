@@ -1,4 +1,6 @@
-"""What Weights & Biases has written of an offline run, as its own messages: what `wandb sync` would upload."""
+"""What Weights & Biases has written of an offline run, as its own messages: what `wandb sync` would
+upload.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _BLOCK, _HEADER, _FILE_HEADER = 32768, struct.Struct("<IHB"), 7
 
 @dataclass
 class Told:
-    """history: a dict for each logged step. artifacts: (name, type, aliases, metadata). exit: the run's exit code."""
+    """history: a dict for each logged step. artifacts: (name, type, aliases, metadata). exit: the
+    run's exit code.
+    """
 
     run: Any = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -27,7 +31,9 @@ class Told:
 
 
 def records(path: Path) -> list[Any]:
-    """The messages of a `.wandb` file: a log of blocks, in which a message may be cut into several pieces (LevelDB's format)."""
+    """The messages of a `.wandb` file: a log of blocks, in which a message may be cut into several
+    pieces (LevelDB's format).
+    """
     from wandb.proto import wandb_internal_pb2
 
     content, place, parts, found = path.read_bytes(), _FILE_HEADER, b"", []
@@ -49,7 +55,9 @@ def records(path: Path) -> list[Any]:
 
 
 def told(run_folder: Path) -> Told:
-    """What the one run below a folder was told, once it has ended; another process writes it, in its own time."""
+    """What the one run below a folder was told, once it has ended; another process writes it, in
+    its own time.
+    """
     until = time.monotonic() + 30
     while True:
         (path,) = (run_folder / "wandb").glob("offline-run-*/*.wandb")
@@ -65,16 +73,31 @@ def _read(path: Path) -> Told:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             found.run = record.run
-            found.config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            found.config |= {
+                item.key: json.loads(item.value_json) for item in record.run.config.update
+            }
         elif kind == "config":
-            found.config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.config.update}
+            found.config |= {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.config.update
+            }
         elif kind == "history":
-            found.history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+            found.history.append(
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+            )
         elif kind == "summary":
-            found.summary |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.summary.update}
+            found.summary |= {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.summary.update
+            }
         elif kind == "artifact":
             one = record.artifact
-            found.artifacts.append((one.name, one.type, list(one.aliases), json.loads(one.metadata or "{}")))
+            found.artifacts.append(
+                (one.name, one.type, list(one.aliases), json.loads(one.metadata or "{}"))
+            )
             found.files.append(sorted(entry.path for entry in one.manifest.contents))
         elif kind == "alert":
             found.alerts.append((record.alert.title, record.alert.text))

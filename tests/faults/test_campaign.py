@@ -1,4 +1,6 @@
-"""The fault campaign: every case passes, and a transaction that leaves traces, misses a fault or cries wolf does not."""
+"""The fault campaign: every case passes, and a transaction that leaves traces, misses a fault or
+cries wolf does not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from npt.distill import loop, spikes, strategies
 from npt.distill.transaction import Transaction
 from npt.faults import bench, campaign, cases, loops, runs, sight
 from npt.faults.bench import SMALL, clean_run, difference, run
-from npt.faults.campaign import clean_steps, comparison, find, judged, print_comparison, print_scorecard, summary
+from npt.faults.campaign import (
+    clean_steps,
+    comparison,
+    find,
+    judged,
+    print_comparison,
+    print_scorecard,
+    summary,
+)
 from npt.faults.cases import all_cases
 from npt.generation import greedy
 from npt.quant import linear
@@ -31,7 +41,9 @@ SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def four_layers():
-    """The bench's model without its last two layers, behind every place in which a case plants something, and shorter rows in long runs."""
+    """The bench's model without its last two layers, behind every place in which a case plants
+    something, and shorter rows in long runs.
+    """
     model = copy.deepcopy(bench.embedded())
     model.config.num_hidden_layers = 4
     model.model.layers = model.model.layers[:4]
@@ -56,34 +68,68 @@ def at_once(id: str):
     return replace(case(id), modes=(False,))
 
 
-# Each case in one of its reading modes, in turns: every pattern and every kind of refusal comes in both, and that a clean run is the
-# same one in both has a test of its own. debug/inject_fault.py judges every case in both.
-# Left out is what another case has too, with more around it: draw-two, -every, -all, -interrupted, -update, -spike and -loss plant the
-# same under a base that draws, gradient-nan is judged where plain loops are, and foreign-hook-nan refuses as foreign-lora-nan does.
+# Each case in one of its reading modes, in turns: every pattern and every kind of refusal comes in
+# both, and that a clean run is the same one in both has a test of its own. debug/inject_fault.py
+# judges every case in both. Left out is what another case has too, with more around it: draw-two,
+# -every, -all, -interrupted, -update, -spike and -loss plant the same under a base that draws,
+# gradient-nan is judged where plain loops are, and foreign-hook-nan refuses as foreign-lora-nan
+# does.
 COVERED = {
-    *("gradient-nan", "gradient-two", "gradient-every", "gradient-all", "gradient-interrupted", "draw-gradient"),
-    *("gradient-minus-inf", "gradient-huge", "spike-gradient", "optimizer-first", "optimizer-write-weight", "loss-labels-mean"),
+    *(
+        "gradient-nan",
+        "gradient-two",
+        "gradient-every",
+        "gradient-all",
+        "gradient-interrupted",
+        "draw-gradient",
+    ),
+    *(
+        "gradient-minus-inf",
+        "gradient-huge",
+        "spike-gradient",
+        "optimizer-first",
+        "optimizer-write-weight",
+        "loss-labels-mean",
+    ),
     "foreign-lora-nan",
 }
-TURNS = [(case, case.modes[number % len(case.modes)]) for number, case in enumerate(c for c in CASES if c.id not in COVERED)]
+TURNS = [
+    (case, case.modes[number % len(case.modes)])
+    for number, case in enumerate(c for c in CASES if c.id not in COVERED)
+]
 
 
-@pytest.mark.parametrize(("chosen", "late"), TURNS, ids=lambda v: v.id if isinstance(v, campaign.Case) else "late" if v else "at-once")
+@pytest.mark.parametrize(
+    ("chosen", "late"),
+    TURNS,
+    ids=lambda v: v.id if isinstance(v, campaign.Case) else "late" if v else "at-once",
+)
 def test_the_case_passes(chosen, late, monkeypatch) -> None:
-    if chosen.id == "run-after-nan":  # statistics of fewer windows, and as many fewer of them behind the fault
+    # statistics of fewer windows, and as many fewer of them behind the fault
+    if chosen.id == "run-after-nan":
         monkeypatch.setattr(spikes, "HISTORY", 40)
-        monkeypatch.setattr(cases, "replace", lambda of, **changes: replace(of, **{**changes, "windows": 42}))
+        monkeypatch.setattr(
+            cases, "replace", lambda of, **changes: replace(of, **{**changes, "windows": 42})
+        )
     verdict = judged(replace(chosen, modes=(late,))).verdict
-    assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (True, True, 0, "")
+    assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (
+        True,
+        True,
+        0,
+        "",
+    )
 
 
 def test_clean_steps_raise_no_alarm() -> None:
-    """More of them, than the statistics of spikes hold, are in the case run-after-nan, read at once."""
+    """More of them, than the statistics of spikes hold, are in the case run-after-nan, read at
+    once.
+    """
     verdict = judged(replace(clean_steps(40), modes=(True,))).verdict
     assert verdict.passed and verdict.false_alarms == 0
 
 
-# --- the campaign finds what is wrong --------------------------------------------------------------------------------
+# --- the campaign finds what is wrong
+# --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -134,7 +180,8 @@ def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_tw
 
     monkeypatch.setattr(loop, "find_fault", nervous)
     verdict = judged(case("data-label")).verdict
-    assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)  # one in each reading mode
+    # one in each reading mode
+    assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)
 
 
 def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -> None:
@@ -152,7 +199,8 @@ def test_a_case_that_raises_has_failed_and_says_what() -> None:
     assert not line.verdict.passed and "RuntimeError: boom" in line.verdict.detail
 
 
-# --- the cases of what is seen find the earlier mistakes ---------------------------------------------------------------
+# --- the cases of what is seen find the earlier mistakes
+# ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("id", ["foreign-lora", "foreign-hook", "foreign-hook-whole"])
@@ -161,7 +209,9 @@ def test_parts_of_others_that_training_leaves_out_are_harm(monkeypatch, id) -> N
         monkeypatch.setattr(module, "may_change", lambda module: False)
     monkeypatch.setattr(trained, "is_plain_linear", lambda module: True)
     monkeypatch.setattr(
-        trained, "product_weight", lambda module, dtype: linear.product_weight(getattr(module, "base_layer", module), dtype)
+        trained,
+        "product_weight",
+        lambda module, dtype: linear.product_weight(getattr(module, "base_layer", module), dtype),
     )
     monkeypatch.setattr(trained, "effective_dtype", lambda module: "float32")
     verdict = judged(at_once(id)).verdict
@@ -198,7 +248,9 @@ def test_padding_that_takes_part_of_a_window_is_harm(monkeypatch) -> None:
 
     def closed(ids, mask):
         """Its mask is left out, so that padding is attended to and takes a window's columns."""
-        return replace(honest(ids, torch.ones_like(mask)), position_ids=honest(ids, mask).position_ids)
+        return replace(
+            honest(ids, torch.ones_like(mask)), position_ids=honest(ids, mask).position_ids
+        )
 
     monkeypatch.setattr(greedy, "batch_from_tensors", closed)
     verdict = judged(at_once("sight-window")).verdict
@@ -211,17 +263,22 @@ def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:
     assert not verdict.passed and "'the:' and 'answer' became 'the: answer'" in verdict.detail
 
 
-# --- the counterfactual is worth something ---------------------------------------------------------------------------
+# --- the counterfactual is worth something
+# ---------------------------------------------------------------------------
 
 
 def test_the_run_without_a_micro_batch_is_another_run() -> None:
     assert clean_run(SMALL).difference(clean_run(SMALL, frozenset({(1, 1)}))) is not None
-    assert len(set(clean_run(SMALL).rates)) == SMALL.windows  # a schedule that moved by one step would be seen
+    # a schedule that moved by one step would be seen
+    assert len(set(clean_run(SMALL).rates)) == SMALL.windows
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_both_reading_modes_are_the_same_run(late) -> None:
-    assert not clean_run(SMALL).refusals and run(replace(SMALL, late=late))[1].difference(clean_run(SMALL)) is None
+    assert (
+        not clean_run(SMALL).refusals
+        and run(replace(SMALL, late=late))[1].difference(clean_run(SMALL)) is None
+    )
 
 
 def test_the_shared_base_is_never_changed() -> None:
@@ -231,7 +288,8 @@ def test_the_shared_base_is_never_changed() -> None:
     assert npt.base_hash(bench.embedded()) == before
 
 
-# --- the plain loops -------------------------------------------------------------------------------------------------
+# --- the plain loops
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", loops.LOOPS)
@@ -243,15 +301,21 @@ def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> No
     start = bench.Student(setting).parameters
     for key, parameter in student.parameters.items():
         assert not torch.equal(parameter, start[key])
-        # Another order of summation in fp32; Adam's first step is 0.01 times nearly a sign, so errors of gradients that are
-        # nearly 0 are magnified, up to the step itself where the sign is rounding.
+        # Another order of summation in fp32; Adam's first step is 0.01 times nearly a sign, so
+        # errors of gradients that are nearly 0 are magnified, up to the step itself where the sign
+        # is rounding.
         close = (parameter - ours.parameters[key]).abs() <= 1e-5
         assert close.float().mean() > 0.999, key
 
 
 def test_plain_loops_become_what_is_known_of_them() -> None:
     (row,) = comparison([at_once("gradient-nan")])
-    assert [row[k] for k in ("ours", *loops.LOOPS)] == ["survives", "poisoned", "poisoned", "poisoned, aborts"]
+    assert [row[k] for k in ("ours", *loops.LOOPS)] == [
+        "survives",
+        "poisoned",
+        "poisoned",
+        "poisoned, aborts",
+    ]
     became = loops.compare(case("loss-labels-mean"))
     assert [became[k] for k in loops.LOOPS] == ["trained on it", "stepped on zeros", "aborts"]
 
@@ -261,13 +325,18 @@ def test_a_plain_loop_equals_itself() -> None:
     assert difference(one, other) is None
 
 
-# --- what is printed -------------------------------------------------------------------------------------------------
+# --- what is printed
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_figures_have_their_keys_and_add_up() -> None:
     lines = [
         judged(at_once("data-label")),
-        judged(campaign.Case("bad", "[x]", "-", lambda late: campaign.Verdict("harmed", False, False, 3))),
+        judged(
+            campaign.Case(
+                "bad", "[x]", "-", lambda late: campaign.Verdict("harmed", False, False, 3)
+            )
+        ),
     ]
     figures = summary(lines)
     assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 2, 6)
@@ -281,7 +350,10 @@ def test_the_comparison_is_printed_with_its_legend() -> None:
     out = io.StringIO()
     row = {"id": "a", "name": "a fault", "ours": "survives", "clip only": "poisoned"}
     print_comparison(Console(file=out, width=120, markup=False), [row])
-    assert "a fault" in out.getvalue() and "poisoned: a weight or a moment is not finite" in out.getvalue()
+    assert (
+        "a fault" in out.getvalue()
+        and "poisoned: a weight or a moment is not finite" in out.getvalue()
+    )
 
 
 def script(monkeypatch, *arguments: str) -> int:

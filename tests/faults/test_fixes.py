@@ -1,4 +1,6 @@
-"""The checks pass on a sound package, and each of the earlier mistakes, made again, fails exactly the checks that are about it."""
+"""The checks pass on a sound package, and each of the earlier mistakes, made again, fails exactly
+the checks that are about it.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +46,33 @@ def base(load_model) -> Base:
     return base_of(load_model)
 
 
-def failing(base: Base, checks: Sequence[Callable[[Base], Check]] = CHECKS) -> tuple[set[str], dict[str, str]]:
+def failing(
+    base: Base, checks: Sequence[Callable[[Base], Check]] = CHECKS
+) -> tuple[set[str], dict[str, str]]:
     """Names of the failing checks' functions, and what each check says."""
     found = dict(zip((c.__name__ for c in checks), verify(base, checks), strict=True))
-    return {name for name, c in found.items() if not c.passed}, {name: c.detail for name, c in found.items()}
+    return {name for name, c in found.items() if not c.passed}, {
+        name: c.detail for name, c in found.items()
+    }
 
 
-# --- a sound package -------------------------------------------------------------------------------------------------
+# --- a sound package
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("quantization", "adapter_config", "config"),
     [
-        ("nf4", NPTConfig(rank=64, layers="1,3", mult_bound=0.999), TrainConfig(strategy="end_to_end", logit_kl_weight=1.0)),
+        (
+            "nf4",
+            NPTConfig(rank=64, layers="1,3", mult_bound=0.999),
+            TrainConfig(strategy="end_to_end", logit_kl_weight=1.0),
+        ),
         (
             "fp4",
-            NPTConfig(rank=1, layers="0", targets=("gate",), modulation="additive", additive_scale=7.0),
+            NPTConfig(
+                rank=1, layers="0", targets=("gate",), modulation="additive", additive_scale=7.0
+            ),
             # What checks have no use for does not disturb them.
             TrainConfig(
                 regularization_lambda=1.0,
@@ -72,10 +85,18 @@ def failing(base: Base, checks: Sequence[Callable[[Base], Check]] = CHECKS) -> t
                 skip_spikes=True,
             ),
         ),
-        (None, NPTConfig(rank=4, layers="2", modulation="multiplicative", init_std_a=1.0, init_std_b=0.0), TrainConfig(max_grad_norm=1e3)),
+        (
+            None,
+            NPTConfig(
+                rank=4, layers="2", modulation="multiplicative", init_std_a=1.0, init_std_b=0.0
+            ),
+            TrainConfig(max_grad_norm=1e3),
+        ),
     ],
 )
-def test_every_check_passes_whatever_the_settings(load_model, quantization, adapter_config, config) -> None:
+def test_every_check_passes_whatever_the_settings(
+    load_model, quantization, adapter_config, config
+) -> None:
     bad, said = failing(Base(load_model(quantization), adapter_config, config))
     assert bad == set(), {name: said[name] for name in bad}
 
@@ -91,14 +112,17 @@ def test_what_is_looked_at_is_left_as_it_was(load_model) -> None:
     torch.manual_seed(7)
     state = torch.get_rng_state()
     verify(Base(model, NPTConfig(rank=4, layers="1"), TrainConfig()))
-    assert npt.base_hash(model) == before and [module.training for module in model.modules()] == modes
+    assert (
+        npt.base_hash(model) == before and [module.training for module in model.modules()] == modes
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert not is_attached(model)
     assert not torch.is_anomaly_enabled()
     assert all(p.grad is None for p in model.parameters())
 
 
-# --- the earlier mistakes, made again --------------------------------------------------------------------------------
+# --- the earlier mistakes, made again
+# --------------------------------------------------------------------------------
 
 Sabotage = Callable[[pytest.MonkeyPatch, Base], Any]
 
@@ -132,7 +156,11 @@ def started_m(made: NPTAdapter) -> None:
 
 def unscaled(patch: pytest.MonkeyPatch, base: Base) -> None:
     honest = modulation.modulate
-    patch.setattr(adapter, "modulate", lambda y, z, mult, add, bound, scale, form: honest(y, z, mult, add, bound, 1.0, form))
+    patch.setattr(
+        adapter,
+        "modulate",
+        lambda y, z, mult, add, bound, scale, form: honest(y, z, mult, add, bound, 1.0, form),
+    )
 
 
 def nmse(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Sabotage:
@@ -266,16 +294,22 @@ def replaced(where: Any, name: str, value: Any) -> Sabotage:
 
 
 def gated(gate: Callable[..., None], trusting: bool) -> Sabotage:
-    """Micro-batches added to the window by `gate(window, scratch, flag)`; `trusting` takes every flag for good."""
+    """Micro-batches added to the window by `gate(window, scratch, flag)`; `trusting` takes every
+    flag for good.
+    """
 
     def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
-        def micro_batch(self: Any, fill: Callable[[], Any], sample_ids: tuple[str, ...] = (), offset: int = 0) -> None:
+        def micro_batch(
+            self: Any, fill: Callable[[], Any], sample_ids: tuple[str, ...] = (), offset: int = 0
+        ) -> None:
             for flat in self._scratch:
                 flat.zero_()
             self._point_gradients_at(self._scratch_views)
             sums = fill()
             norms = _norms(self._scratch_views)
-            flag = torch.isfinite(sums.loss) & torch.isfinite(torch.linalg.vector_norm(norms)) | torch.tensor(trusting)
+            flag = torch.isfinite(sums.loss) & torch.isfinite(
+                torch.linalg.vector_norm(norms)
+            ) | torch.tensor(trusting)
             for window, scratch in zip(self._window, self._scratch, strict=True):
                 gate(window, scratch, flag)
             self._ran.append(_MicroBatch(sums, flag, norms, self._index, sample_ids))
@@ -331,7 +365,10 @@ def nudge(model: Any) -> None:
 MISTAKES: dict[str, tuple[Sabotage, set[str]]] = {
     "1 + tanh": (multiplier(lambda u: 1 + torch.tanh(u)), {"bounded"}),
     "half a sigmoid": (multiplier(lambda u: 0.5 * torch.sigmoid(u) + 0.5), {"neutral"}),
-    "a multiplier that is not finite": (multiplier(lambda u: 1.0 + 0.5 * (u / (1.0 + u.abs()))), {"bounded"}),
+    "a multiplier that is not finite": (
+        multiplier(lambda u: 1.0 + 0.5 * (u / (1.0 + u.abs()))),
+        {"bounded"},
+    ),
     "a larger start": (after_init(larger_a), {"start"}),
     "a start off 0": (after_init(started_m), {"neutral", "start"}),
     "no alpha": (unscaled, {"scaled_additive"}),
@@ -352,21 +389,45 @@ MISTAKES: dict[str, tuple[Sabotage, set[str]]] = {
     "padding that leaks": (leaking, {"padding_unseen", "padding_uncounted", "logged"}),
     "padding that counts": (counting_padding, {"padding_uncounted", "logged", "smoke_tested"}),
     "a logged sum": (logged_loss(lambda result: len(result.survivors)), {"logged"}),
-    "an average over what was refused": (logged_loss(lambda r: len(r.survivors) / r.micro_batches), {"averaged", "empty_refused"}),
-    "empty rows let through": (replaced(loop, "find_fault", lambda batch, vocabulary: None), {"empty_refused"}),
+    "an average over what was refused": (
+        logged_loss(lambda r: len(r.survivors) / r.micro_batches),
+        {"averaged", "empty_refused"},
+    ),
+    "empty rows let through": (
+        replaced(loop, "find_fault", lambda batch, vocabulary: None),
+        {"empty_refused"},
+    ),
     "gating by multiplication": (gated(by_multiplication, trusting=False), {"refused"}),
-    "no gating": (gated(lambda window, scratch, flag: window.add_(scratch), trusting=True), {"refused", "averaged"}),
+    "no gating": (
+        gated(lambda window, scratch, flag: window.add_(scratch), trusting=True),
+        {"refused", "averaged"},
+    ),
     "a safe mode that multiplies": (replaced(NPTConfig, "multiplicative", True), {"safe_mode"}),
     "a gradient that points uphill": (uphill, {"safe_mode", "smoke_tested"}),
     "blind to logits": (replaced(check_training, "logits_fault", lambda logits: None), {"watched"}),
-    "blind to ids": (replaced(check_training, "find_fault", lambda batch, vocabulary: None), {"watched"}),
-    "blind to targets": (replaced(check_training, "target_fault", lambda targets, vocabulary: None), {"watched"}),
-    "blind to adapters": (replaced(check_training, "tensor_fault", lambda named: None), {"watched"}),
+    "blind to ids": (
+        replaced(check_training, "find_fault", lambda batch, vocabulary: None),
+        {"watched"},
+    ),
+    "blind to targets": (
+        replaced(check_training, "target_fault", lambda targets, vocabulary: None),
+        {"watched"},
+    ),
+    "blind to adapters": (
+        replaced(check_training, "tensor_fault", lambda named: None),
+        {"watched"},
+    ),
     "blind to the base": (replaced(check_training, "base_fault", lambda model: None), {"watched"}),
-    "an alarm at nothing": (replaced(check_training, "find_fault", lambda batch, vocabulary: "a feeling"), {"watched"}),
+    "an alarm at nothing": (
+        replaced(check_training, "find_fault", lambda batch, vocabulary: "a feeling"),
+        {"watched"},
+    ),
     "a smoke test that passes all": (lenient(), {"smoke_tested"}),
     "a smoke test that leaves a trace": (honest_but(nudge), {"smoke_tested"}),
-    "anomaly mode left on": (honest_but(lambda model: torch.autograd.set_detect_anomaly(True)), {"smoke_tested"}),
+    "anomaly mode left on": (
+        honest_but(lambda model: torch.autograd.set_detect_anomaly(True)),
+        {"smoke_tested"},
+    ),
 }
 
 
@@ -377,14 +438,18 @@ def anomaly_off():
 
 
 def in_turns(mistake: str) -> list[Callable[[Base], Check]]:
-    """The checks that are about a mistake, and a sixth of the others: each of them meets a sixth of the mistakes that it has to pass."""
+    """The checks that are about a mistake, and a sixth of the others: each of them meets a sixth of
+    the mistakes that it has to pass.
+    """
     turn, about = list(MISTAKES).index(mistake) % 6, MISTAKES[mistake][1]
     return [c for number, c in enumerate(CHECKS) if c.__name__ in about or number % 6 == turn]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_fails_the_checks_that_are_about_it_and_no_other(monkeypatch, load_model, anomaly_off, mistake) -> None:
+def test_a_mistake_fails_the_checks_that_are_about_it_and_no_other(
+    monkeypatch, load_model, anomaly_off, mistake
+) -> None:
     sabotage, expected = MISTAKES[mistake]
     base = base_of(load_model, "nf4" if "in_fp32" in expected else None)
     sabotage(monkeypatch, base)
@@ -413,14 +478,38 @@ def test_a_valid_token_without_a_key_is_found(monkeypatch, base) -> None:
 @pytest.mark.parametrize(
     ("mistake", "chosen", "figure"),
     [
-        ("1 + tanh", check_maths.bounded, "m in [0, 2] for codes from -1e38 to 1e38; beta 0.5 allows [0.5, 1.5]"),
+        (
+            "1 + tanh",
+            check_maths.bounded,
+            "m in [0, 2] for codes from -1e38 to 1e38; beta 0.5 allows [0.5, 1.5]",
+        ),
         ("half a sigmoid", check_maths.neutral, "the first of them 0.75"),
-        ("a layer in fp16 that the audit misses", check_maths.in_fp32, "model.layers.2.mlp.up_proj gives torch.float32 with"),
-        ("a layer in bf16 that the audit misses", check_maths.in_fp32, "which fp32 would be within 1e-05 of"),
-        ("an NMSE without a floor", check_maths.normalised, "the NMSE is nan for a teacher's state of size 0"),
+        (
+            "a layer in fp16 that the audit misses",
+            check_maths.in_fp32,
+            "model.layers.2.mlp.up_proj gives torch.float32 with",
+        ),
+        (
+            "a layer in bf16 that the audit misses",
+            check_maths.in_fp32,
+            "which fp32 would be within 1e-05 of",
+        ),
+        (
+            "an NMSE without a floor",
+            check_maths.normalised,
+            "the NMSE is nan for a teacher's state of size 0",
+        ),
         ("a second copy", check_maths.shared, "32,768 bytes beside the base"),
-        ("a mask that forgets padding", check_training.keyed, "padded on the left, valid tokens may attend to padding"),
-        ("gating by multiplication", check_training.refused, "loss: refused [(1, 'loss', 0), (1, 'norm', None)] instead of"),
+        (
+            "a mask that forgets padding",
+            check_training.keyed,
+            "padded on the left, valid tokens may attend to padding",
+        ),
+        (
+            "gating by multiplication",
+            check_training.refused,
+            "loss: refused [(1, 'loss', 0), (1, 'norm', None)] instead of",
+        ),
     ],
 )
 def test_the_figures_say_what_is_wrong(monkeypatch, load_model, mistake, chosen, figure) -> None:
@@ -430,7 +519,8 @@ def test_the_figures_say_what_is_wrong(monkeypatch, load_model, mistake, chosen,
     assert not found.passed and figure in found.detail, found.detail
 
 
-# --- what cannot be looked at ----------------------------------------------------------------------------------------
+# --- what cannot be looked at
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_check_that_raises_has_failed_and_says_what(base) -> None:
@@ -439,19 +529,37 @@ def test_a_check_that_raises_has_failed_and_says_what(base) -> None:
         bench.Run(bench.Setting(vocabulary=128), base)
         raise RuntimeError("boom\nand more")
 
-    assert verify(base, [raising]) == [Check("x", "y", False, "cannot be checked: RuntimeError: boom")]
+    assert verify(base, [raising]) == [
+        Check("x", "y", False, "cannot be checked: RuntimeError: boom")
+    ]
     assert not is_attached(base.model)
 
 
 def test_a_mask_without_rows_cannot_be_checked_and_counts_as_failed(monkeypatch, base) -> None:
     masked(lambda mask, valid: valid)(monkeypatch, base)
     (found,) = verify(base, [check_training.keyed])
-    assert not found.passed and found.detail == "cannot be checked: the attention mask has shape [4, 20], no row of keys for each query"
+    assert (
+        not found.passed
+        and found.detail
+        == "cannot be checked: the attention mask has shape [4, 20], no row of keys for each query"
+    )
 
 
 def test_adapters_that_cannot_learn_are_not_waved_through(load_model) -> None:
-    dead = Base(load_model("nf4"), NPTConfig(rank=4, layers="1", init_std_a=0.0, init_std_b=0.0), TrainConfig())
-    bad, said = failing(dead, [check_maths.neutral, check_maths.clipped, check_training.safe_mode, check_training.smoke_tested])
+    dead = Base(
+        load_model("nf4"),
+        NPTConfig(rank=4, layers="1", init_std_a=0.0, init_std_b=0.0),
+        TrainConfig(),
+    )
+    bad, said = failing(
+        dead,
+        [
+            check_maths.neutral,
+            check_maths.clipped,
+            check_training.safe_mode,
+            check_training.smoke_tested,
+        ],
+    )
     assert bad == {"clipped", "safe_mode", "smoke_tested"}
     assert said["clipped"] == "cannot be checked: the first gradient is 0"
 
@@ -460,8 +568,16 @@ def test_adapters_that_cannot_learn_are_not_waved_through(load_model) -> None:
     ("arguments", "error", "message"),
     [
         ((BaseConfig(), NPTConfig(residual="keep"), TrainConfig()), ConfigError, "--residual keep"),
-        ((BaseConfig(), NPTConfig(rank=1000), TrainConfig()), ConfigError, "--adapter_rank is 1000"),
-        ((BaseConfig(model_name="/no/such/folder"), NPTConfig(), TrainConfig()), ModelError, "there is no model folder"),
+        (
+            (BaseConfig(), NPTConfig(rank=1000), TrainConfig()),
+            ConfigError,
+            "--adapter_rank is 1000",
+        ),
+        (
+            (BaseConfig(model_name="/no/such/folder"), NPTConfig(), TrainConfig()),
+            ModelError,
+            "there is no model folder",
+        ),
     ],
 )
 def test_what_could_not_be_trained_is_refused(arguments, error, message) -> None:
@@ -469,7 +585,8 @@ def test_what_could_not_be_trained_is_refused(arguments, error, message) -> None
         open_base(*arguments)
 
 
-# --- what a user sees ------------------------------------------------------------------------------------------------
+# --- what a user sees
+# ------------------------------------------------------------------------------------------------
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -486,18 +603,31 @@ def small(load_model, llama_folder) -> tuple[str, ...]:
     return ("--model_name", str(llama_folder), "--adapter_rank", "4", "--layers", "1")
 
 
-def test_the_script_prints_every_check_and_ends_with_0_when_the_embedded_model_passed_all(monkeypatch, capsys) -> None:
+def test_the_script_prints_every_check_and_ends_with_0_when_the_embedded_model_passed_all(
+    monkeypatch, capsys
+) -> None:
     assert script(monkeypatch, "--adapter_rank", "4", "--layers", "1", "--json") == 0
     read = json.loads(capsys.readouterr().out)
-    assert read["passed"] == read["total"] == len(CHECKS) == len(read["checks"]) == len({c["name"] for c in read["checks"]})
-    assert all(set(c) == {"name", "earlier", "passed", "detail"} and all(c.values()) for c in read["checks"])
+    assert (
+        read["passed"]
+        == read["total"]
+        == len(CHECKS)
+        == len(read["checks"])
+        == len({c["name"] for c in read["checks"]})
+    )
+    assert all(
+        set(c) == {"name", "earlier", "passed", "detail"} and all(c.values())
+        for c in read["checks"]
+    )
 
 
 def test_the_script_ends_with_1_and_says_what_failed(monkeypatch, capsys, small) -> None:
     assert script(monkeypatch, *small, "--no_use_quantization", "--use_fp16") == 1
     text = capsys.readouterr().out
     assert "\nfailed: everything computes in fp32. Earlier: activations beyond 65504" in text
-    assert "unquantised on cpu; layers 1, rank 4" in text and text.endswith(f"passed {len(CHECKS) - 1} of {len(CHECKS)}\n")
+    assert "unquantised on cpu; layers 1, rank 4" in text and text.endswith(
+        f"passed {len(CHECKS) - 1} of {len(CHECKS)}\n"
+    )
 
 
 def test_bad_input_to_the_script_is_one_line(monkeypatch, capsys, small) -> None:
@@ -506,12 +636,16 @@ def test_bad_input_to_the_script_is_one_line(monkeypatch, capsys, small) -> None
     assert script(monkeypatch, *small, "--mult_bound", "1.5") == 2
     assert "--mult_bound is 1.5" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
-        script(monkeypatch, "--output_dir", "x")  # a setting that no check uses is refused, not ignored
+        # a setting that no check uses is refused, not ignored
+        script(monkeypatch, "--output_dir", "x")
     assert stop.value.code == 2
 
 
 def test_the_table_holds_every_check_in_a_hundred_columns() -> None:
-    checks = [Check("a name", "what was", True, "figures " * 30), Check("another", "what was", False, "x" * 300)]
+    checks = [
+        Check("a name", "what was", True, "figures " * 30),
+        Check("another", "what was", False, "x" * 300),
+    ]
     out = io.StringIO()
     print_checks(Console(file=out, width=100), checks, "title")
     lines = out.getvalue().splitlines()

@@ -1,4 +1,6 @@
-"""The demonstration: every planted fault is found exactly, the clean model gives no alarm, and a wrong verdict does not pass."""
+"""The demonstration: every planted fault is found exactly, the clean model gives no alarm, and a
+wrong verdict does not pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from rich.console import Console
 
 import npt
 from npt.faults import traced
-from npt.faults.traced import Case, Line, Truth, all_cases, false_alarms, find_fault, print_lines, summary
+from npt.faults.traced import (
+    Case,
+    Line,
+    Truth,
+    all_cases,
+    false_alarms,
+    find_fault,
+    print_lines,
+    summary,
+)
 from npt.health.causes import CAUSES
 from npt.health.verdict import Verdict
 
@@ -33,7 +44,8 @@ def shared_student():
     return functools.cache(traced.Student)
 
 
-# A bad element of a plain weight, and what only one pass shows, are planted in models of every kind by the tracer's own tests.
+# A bad element of a plain weight, and what only one pass shows, are planted in models of every kind
+# by the tracer's own tests.
 COVERED = {"norm-weight", "embedding-row", "head-weight", "transient"}
 
 
@@ -46,7 +58,8 @@ def test_the_planted_fault_is_found_exactly(planted, shared_student, monkeypatch
     assert line.found == str(line.truth)
     assert line.verdict is not None and line.verdict.cause == line.truth.cause
     assert line.passed
-    # What a reader goes by, beside the place: a sentence, a remedy that fits, and a text that is whole.
+    # What a reader goes by, beside the place: a sentence, a remedy that fits, and a text that is
+    # whole.
     assert line.verdict.remedy == CAUSES[line.truth.cause]
     assert line.verdict.explanation in str(line.verdict)
     json.dumps(line.verdict.as_dict(), allow_nan=False)
@@ -59,10 +72,20 @@ def test_the_clean_model_gives_no_alarm(shared_student, monkeypatch) -> None:
 
 def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
     assert len(CASES) >= 20 and len({c.id for c in CASES}) == len(CASES)
-    assert {c.group for c in CASES} >= {"forward", "backward", "weight", "absmax", "cast", "mask", "division", "data"}
+    assert {c.group for c in CASES} >= {
+        "forward",
+        "backward",
+        "weight",
+        "absmax",
+        "cast",
+        "mask",
+        "division",
+        "data",
+    }
 
 
-# --- a verdict that is wrong anywhere does not pass -------------------------------------------------------------------
+# --- a verdict that is wrong anywhere does not pass
+# -------------------------------------------------------------------
 
 TRUTH = Truth("forward", 5, "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
 RIGHT = Verdict(
@@ -127,11 +150,16 @@ def test_nothing_found_and_a_tracer_that_breaks_do_not_pass(monkeypatch) -> None
     assert not line.passed and line.found == line.error == "RuntimeError: no idea"
 
 
-def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(shared_student, monkeypatch) -> None:
+def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(
+    shared_student, monkeypatch
+) -> None:
     monkeypatch.setattr(traced, "Student", shared_student)
     verdict = find_fault(case("forward-log")).verdict
     monkeypatch.setattr(traced, "trace", lambda *_, **__: verdict)
-    assert [find_fault(case(id)).passed for id in ("forward-log", "forward-sqrt", "slope-sqrt", "token-id")] == [True, False, False, False]
+    assert [
+        find_fault(case(id)).passed
+        for id in ("forward-log", "forward-sqrt", "slope-sqrt", "token-id")
+    ] == [True, False, False, False]
     assert false_alarms() > 0
 
 
@@ -142,10 +170,16 @@ def test_a_plant_is_what_makes_the_fault() -> None:
         assert line.verdict is None and not line.passed
 
 
-# --- the script -------------------------------------------------------------------------------------------------------
+# --- the script
+# -------------------------------------------------------------------------------------------------------
 
 
-def script(monkeypatch: pytest.MonkeyPatch, *arguments: str, cases: tuple[str, ...] | None = None, alarms: int | None = None) -> int:
+def script(
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+    cases: tuple[str, ...] | None = None,
+    alarms: int | None = None,
+) -> int:
     spec = importlib.util.spec_from_file_location("debug_nan", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -159,7 +193,9 @@ def script(monkeypatch: pytest.MonkeyPatch, *arguments: str, cases: tuple[str, .
 
 
 def test_the_demonstration_as_json_has_its_form(monkeypatch, capsys) -> None:
-    assert script(monkeypatch, "--demo", "--json", cases=("forward-log", "adapter-nan"), alarms=0) == 0
+    assert (
+        script(monkeypatch, "--demo", "--json", cases=("forward-log", "adapter-nan"), alarms=0) == 0
+    )
     figures = json.loads(capsys.readouterr().out)
     assert set(figures) == {"cases", "passed", "total", "false_alarms"}
     assert (figures["passed"], figures["total"], figures["false_alarms"]) == (2, 2, 0)
@@ -198,7 +234,9 @@ def test_the_table_shows_planted_against_found() -> None:
     assert summary([*lines, missed], 0)["passed"] == 1
 
 
-@pytest.mark.parametrize("arguments", [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",)])
+@pytest.mark.parametrize(
+    "arguments", [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",)]
+)
 def test_wrong_arguments_are_one_line_and_status_2(monkeypatch, capsys, arguments) -> None:
     with pytest.raises(SystemExit) as ended:
         script(monkeypatch, *arguments)
@@ -209,4 +247,8 @@ def test_wrong_arguments_are_one_line_and_status_2(monkeypatch, capsys, argument
 
 def test_without_demo_the_script_is_short_for_npt_trace(monkeypatch, capsys) -> None:
     assert script(monkeypatch, "--max_length", "16", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"fault": None, "batches": 1, "traced": "the model's own pass"}
+    assert json.loads(capsys.readouterr().out) == {
+        "fault": None,
+        "batches": 1,
+        "traced": "the model's own pass",
+    }

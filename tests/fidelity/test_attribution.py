@@ -1,4 +1,6 @@
-"""Unquantised to 4-bit to NPT: the same figures whether the unquantised base is at hand or only what it left behind."""
+"""Unquantised to 4-bit to NPT: the same figures whether the unquantised base is at hand or only
+what it left behind.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from npt.fidelity.evaluate import evaluate
 
 def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
-    some = [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate((9, 4, 12, 7, 2))]
+    some = [
+        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for i, n in enumerate((9, 4, 12, 7, 2))
+    ]
     # One with a prompt, and one in which nothing is predicted.
     return [*some, Sample("p", (5, 6, 7, 8), (-100, -100, 7, 8)), Sample("n", (5, 6), (-100, -100))]
 
@@ -63,33 +68,52 @@ def test_the_three_comparisons_by_hand(student, base, tokenizer) -> None:
     assert found.keys() == sums.keys()
     for name, total in sums.items():
         assert found[name].tokens == tokens
-        assert found[name].kl == pytest.approx(total / tokens, rel=1e-4)  # fp32 logits of padded rows against fp64
+        # fp32 logits of padded rows against fp64
+        assert found[name].kl == pytest.approx(total / tokens, rel=1e-4)
         assert found[name].kl > 1e-3  # the comparison is of something
 
 
 def test_perplexity_ratios_multiply(student, base, tokenizer) -> None:
     found = evaluate(student, tokenizer, samples(), unquantized=base).attribution
     product = found["unquantized_to_4bit"].perplexity_ratio * found["4bit_to_npt"].perplexity_ratio
-    assert found["unquantized_to_npt"].perplexity_ratio == pytest.approx(product, rel=1e-9)  # fp64 sums of the same numbers
+    # fp64 sums of the same numbers
+    assert found["unquantized_to_npt"].perplexity_ratio == pytest.approx(product, rel=1e-9)
 
 
-def test_the_other_figures_do_not_change_and_the_middle_one_is_the_students(student, base, tokenizer) -> None:
-    with_it, without = evaluate(student, tokenizer, samples(), unquantized=base), evaluate(student, tokenizer, samples())
+def test_the_other_figures_do_not_change_and_the_middle_one_is_the_students(
+    student, base, tokenizer
+) -> None:
+    with_it, without = (
+        evaluate(student, tokenizer, samples(), unquantized=base),
+        evaluate(student, tokenizer, samples()),
+    )
     assert with_it.attribution["4bit_to_npt"] == with_it.student == without.student
-    assert (with_it.teacher, with_it.floor, with_it.layers) == (without.teacher, without.floor, without.layers)
+    assert (with_it.teacher, with_it.floor, with_it.layers) == (
+        without.teacher,
+        without.floor,
+        without.layers,
+    )
     assert not without.attribution
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_a_reference_of_which_the_model_is_gone_gives_the_same(student, load_model, base, tokenizer, batch_size) -> None:
+def test_a_reference_of_which_the_model_is_gone_gives_the_same(
+    student, load_model, base, tokenizer, batch_size
+) -> None:
     alone = load_model(None)
     reference = refer(alone, samples(), batch_size=3, pad_id=2)
     del alone
-    found = evaluate(student, tokenizer, samples(), unquantized=reference, batch_size=batch_size).attribution
+    found = evaluate(
+        student, tokenizer, samples(), unquantized=reference, batch_size=batch_size
+    ).attribution
     beside = evaluate(student, tokenizer, samples(), unquantized=base, batch_size=3).attribution
     for name, figures in beside.items():
-        assert found[name].as_dict() == pytest.approx(figures.as_dict(), rel=1e-4)  # rows are padded to other lengths
-    assert reference.state_bytes == sum(len(s.input_ids) - 1 for s in samples()[:5]) * 64 * 4 + 2 * 64 * 4
+        # rows are padded to other lengths
+        assert found[name].as_dict() == pytest.approx(figures.as_dict(), rel=1e-4)
+    assert (
+        reference.state_bytes
+        == sum(len(s.input_ids) - 1 for s in samples()[:5]) * 64 * 4 + 2 * 64 * 4
+    )
     assert reference.head_bytes == 128 * 64 * 4
 
 
@@ -108,7 +132,8 @@ def test_the_base_is_left_as_it_was(student, load_model, tokenizer) -> None:
     assert base.training and base.model.layers[1].npt.mode == "student"
     assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
     npt.detach(base)
-    assert evaluate(student, tokenizer, samples(), unquantized=base).attribution == with_adapters  # its teacher is what counts
+    # its teacher is what counts
+    assert evaluate(student, tokenizer, samples(), unquantized=base).attribution == with_adapters
 
 
 def test_a_reference_of_other_samples_is_refused(student, base, tokenizer) -> None:
@@ -119,10 +144,14 @@ def test_a_reference_of_other_samples_is_refused(student, base, tokenizer) -> No
         refer(base, [Sample("there", (5, 999))])
 
 
-def test_an_unquantised_base_that_says_nan_is_reported_as_nan(student, load_model, tokenizer) -> None:
+def test_an_unquantised_base_that_says_nan_is_reported_as_nan(
+    student, load_model, tokenizer
+) -> None:
     base = load_model(None)
     with torch.no_grad():
         base.model.norm.weight[0] = math.nan
     found = evaluate(student, tokenizer, samples(), unquantized=base)
-    assert math.isnan(found.attribution["unquantized_to_npt"].kl) and math.isnan(found.attribution["unquantized_to_4bit"].top1)
+    assert math.isnan(found.attribution["unquantized_to_npt"].kl) and math.isnan(
+        found.attribution["unquantized_to_4bit"].top1
+    )
     assert found.attribution["4bit_to_npt"] == found.student and math.isfinite(found.student.kl)

@@ -20,7 +20,9 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 
 def nmse_reference(o: Tensor, t: Tensor) -> Tensor:
-    return torch.stack([((a - b) ** 2).sum() / (b**2).sum() for a, b in zip(o.double(), t.double(), strict=True)])
+    return torch.stack(
+        [((a - b) ** 2).sum() / (b**2).sum() for a, b in zip(o.double(), t.double(), strict=True)]
+    )
 
 
 def kl_reference(student: Tensor, teacher: Tensor) -> Tensor:
@@ -56,7 +58,8 @@ def test_values_equal_fp64(name, scale) -> None:
     student, teacher = normal(N, width, scale=scale), normal(N, width, seed=1, scale=scale)
     value = function(student, teacher)
     assert value.shape == (N,) and value.dtype == torch.float32
-    # A KL is what two logarithms of size 1 leave over, so it is known to some 2^-24, hence the absolute part.
+    # A KL is what two logarithms of size 1 leave over, so it is known to some 2^-24, hence the
+    # absolute part.
     torch.testing.assert_close(value, reference(student, teacher).float(), rtol=1e-5, atol=1e-6)
 
 
@@ -71,8 +74,11 @@ def test_gradients_equal_finite_differences(name) -> None:
             moved = torch.zeros(N, width, dtype=torch.float64)
             moved[row, column] = step
             base = student.detach().double()
-            slope = (reference(base + moved, teacher) - reference(base - moved, teacher)).sum() / (2 * step)
-            assert float(gradient[row, column]) == pytest.approx(float(slope), rel=1e-4, abs=1e-6)  # the fp32 gradient's rounding
+            slope = (reference(base + moved, teacher) - reference(base - moved, teacher)).sum() / (
+                2 * step
+            )
+            # the fp32 gradient's rounding
+            assert float(gradient[row, column]) == pytest.approx(float(slope), rel=1e-4, abs=1e-6)
 
 
 @every
@@ -97,10 +103,14 @@ def test_fp64_stays_fp64(name) -> None:
 def test_sixteen_bit_input_is_computed_in_fp32(name, dtype) -> None:
     function, reference, width = CASES[name]
     # Squares of 300 overflow fp16, so a computation in the input's dtype would show.
-    student, teacher = normal(N, width, scale=300.0).to(dtype), normal(N, width, seed=1, scale=300.0).to(dtype)
+    student, teacher = (
+        normal(N, width, scale=300.0).to(dtype),
+        normal(N, width, seed=1, scale=300.0).to(dtype),
+    )
     value = function(student, teacher)
     assert value.dtype == torch.float32
-    torch.testing.assert_close(value, reference(student, teacher).float(), rtol=1e-5, atol=1e-4)  # logits of 1e3 in fp32
+    # logits of 1e3 in fp32
+    torch.testing.assert_close(value, reference(student, teacher).float(), rtol=1e-5, atol=1e-4)
 
 
 @every
@@ -108,8 +118,12 @@ def test_sixteen_bit_input_is_computed_in_fp32(name, dtype) -> None:
 @settings(deadline=None, max_examples=40, derandomize=True)
 def test_never_negative_and_zero_for_equality(name, seed, scale) -> None:
     function, _, width = CASES[name]
-    student, teacher = normal(N, width, seed=seed, scale=scale), normal(N, width, seed=seed + 1, scale=scale)
-    assert (function(student, teacher) >= -1e-6).all()  # a KL near 0 is rounded at 2^-24, to either side
+    student, teacher = (
+        normal(N, width, seed=seed, scale=scale),
+        normal(N, width, seed=seed + 1, scale=scale),
+    )
+    # a KL near 0 is rounded at 2^-24, to either side
+    assert (function(student, teacher) >= -1e-6).all()
     assert torch.equal(function(teacher.clone(), teacher), torch.zeros(N))
 
 
@@ -125,7 +139,10 @@ def test_nmse_does_not_depend_on_the_scale_of_the_states(seed, power) -> None:
 @settings(deadline=None, max_examples=40, derandomize=True)
 def test_kl_does_not_depend_on_a_shift_of_the_logits(seed, shift) -> None:
     q, p = normal(N, V, seed=seed), normal(N, V, seed=seed + 1)
-    torch.testing.assert_close(kl_per_token(q + shift, p - shift), kl_per_token(q, p), rtol=1e-4, atol=1e-4)  # logits of 50 in fp32
+    # logits of 50 in fp32
+    torch.testing.assert_close(
+        kl_per_token(q + shift, p - shift), kl_per_token(q, p), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_nmse_is_one_for_a_student_that_says_nothing_and_tokens_do_not_mix() -> None:
@@ -142,10 +159,13 @@ def test_nmse_of_a_teacher_of_all_zeros_is_finite() -> None:
 
 
 def test_a_teacher_whose_square_overflows_is_never_reported_as_agreement() -> None:
-    """States of 1e19 are finite, the sum of their squares is not: a student 1% off must not come out as perfect."""
+    """States of 1e19 are finite, the sum of their squares is not: a student 1% off must not come
+    out as perfect.
+    """
     t = torch.full((1, D), 1e19)
     value = float(nmse_per_token(1.01 * t, t))
-    assert value != value or value == pytest.approx(1e-4, rel=1e-2)  # NaN, so that the micro-batch is refused, or the truth
+    # NaN, so that the micro-batch is refused, or the truth
+    assert value != value or value == pytest.approx(1e-4, rel=1e-2)
 
 
 def test_kl_of_certain_and_opposite_distributions_is_finite() -> None:

@@ -31,7 +31,10 @@ LENGTHS = (9, 4, 12, 7, 2)
 
 def samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
-    return [Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for i, n in enumerate(lengths)]
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for i, n in enumerate(lengths)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,9 @@ def student(load_model: Callable[..., nn.Module]) -> nn.Module:
 def assert_same(one: Fidelity, other: Fidelity, rel: float) -> None:
     for name in ("teacher", "floor", "student"):
         # abs: the teacher's KL is 0.
-        assert asdict(getattr(one, name)) == pytest.approx(asdict(getattr(other, name)), rel=rel, abs=1e-6, nan_ok=True), name
+        assert asdict(getattr(one, name)) == pytest.approx(
+            asdict(getattr(other, name)), rel=rel, abs=1e-6, nan_ok=True
+        ), name
     assert one.layers.keys() == other.layers.keys()
     for index, values in one.layers.items():
         assert values == pytest.approx(other.layers[index], rel=rel, nan_ok=True)
@@ -68,23 +73,37 @@ def states_of(base: nn.Module, sample: Sample) -> dict[tuple[int, str], Tensor]:
     handles = []
     for i in (1, 3):
         layer = base.model.layers[i]
-        handles.append(layer.register_forward_hook(lambda _, args, out, i=i: seen.update({(i, "h"): args[0][0], (i, "t"): out[0]})))
-        handles.append(layer.self_attn.register_forward_hook(lambda _, __, out, i=i: seen.update({(i, "a"): out[0][0]})))
+        handles.append(
+            layer.register_forward_hook(
+                lambda _, args, out, i=i: seen.update({(i, "h"): args[0][0], (i, "t"): out[0]})
+            )
+        )
+        handles.append(
+            layer.self_attn.register_forward_hook(
+                lambda _, __, out, i=i: seen.update({(i, "a"): out[0][0]})
+            )
+        )
     logits_of(base, sample)
     for handle in handles:
         handle.remove()
     return seen
 
 
-# --- what the figures are --------------------------------------------------------------------------------------------
+# --- what the figures are
+# --------------------------------------------------------------------------------------------
 
 
-def test_the_figures_are_those_of_the_plain_model_one_sample_at_a_time(student, load_model, tokenizer) -> None:
+def test_the_figures_are_those_of_the_plain_model_one_sample_at_a_time(
+    student, load_model, tokenizer
+) -> None:
     base = load_model()
     nll = kl = excess = top1 = acceptance = 0.0
     tokens = 0
     for sample in samples():
-        log_p, log_q = logits_of(base, sample).log_softmax(-1)[:-1], logits_of(student, sample).log_softmax(-1)[:-1]
+        log_p, log_q = (
+            logits_of(base, sample).log_softmax(-1)[:-1],
+            logits_of(student, sample).log_softmax(-1)[:-1],
+        )
         for t, target in enumerate(sample.input_ids[1:]):
             nll -= float(log_q[t, target])
             excess += float(log_p[t, target] - log_q[t, target])
@@ -94,9 +113,21 @@ def test_the_figures_are_those_of_the_plain_model_one_sample_at_a_time(student, 
             tokens += 1
     found = evaluate(student, tokenizer, samples()).student
     assert found.tokens == tokens == sum(LENGTHS) - len(LENGTHS)
-    expected = (math.exp(nll / tokens), math.exp(excess / tokens), kl / tokens, top1 / tokens, acceptance / tokens)
+    expected = (
+        math.exp(nll / tokens),
+        math.exp(excess / tokens),
+        kl / tokens,
+        top1 / tokens,
+        acceptance / tokens,
+    )
     # fp32 logits of size 10 from padded rows, against fp64 softmax of unpadded ones.
-    assert (found.perplexity, found.perplexity_ratio, found.kl, found.top1, found.acceptance) == pytest.approx(expected, rel=1e-4)
+    assert (
+        found.perplexity,
+        found.perplexity_ratio,
+        found.kl,
+        found.top1,
+        found.acceptance,
+    ) == pytest.approx(expected, rel=1e-4)
     assert found.kl > 0.01  # the comparison is of something
 
 
@@ -112,14 +143,19 @@ def test_a_student_whose_adapters_do_nothing_is_the_floor(load_model, tokenizer)
     npt.attach(model, NPTConfig(rank=4, layers="1,3", init_std_b=0.0))
     found = evaluate(model, tokenizer, samples())
     assert found.student == found.floor != found.teacher
-    assert all(values["nmse_student"] == values["nmse_floor"] > 0 for values in found.layers.values())
+    assert all(
+        values["nmse_student"] == values["nmse_floor"] > 0 for values in found.layers.values()
+    )
 
 
-def test_a_student_that_keeps_the_attention_residual_starts_as_its_teacher(load_model, tokenizer) -> None:
+def test_a_student_that_keeps_the_attention_residual_starts_as_its_teacher(
+    load_model, tokenizer
+) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="all", residual="keep"))
     found = evaluate(model, tokenizer, samples())
-    assert found.student.kl == pytest.approx(0.0, abs=1e-9)  # the same products in the same order, scaled by exactly 1
+    # the same products in the same order, scaled by exactly 1
+    assert found.student.kl == pytest.approx(0.0, abs=1e-9)
     assert found.student.top1 == 1.0
     assert all(values["nmse_student"] < 1e-12 for values in found.layers.values())
 
@@ -141,14 +177,19 @@ def test_the_layers_nmse_is_that_of_the_teachers_own_states(student, load_model,
                 z = a @ adapter.A.T
                 m = {k: 1 + 0.5 * (2 * torch.sigmoid(z @ M.T) - 1) for k, M in adapter.M.items()}
                 s = {k: 0.1 * z @ B.T for k, B in adapter.B.items()}
-                product = nn.functional.silu(m["gate"] * gate + s["gate"]) * (m["up"] * up + s["up"])
+                product = nn.functional.silu(m["gate"] * gate + s["gate"]) * (
+                    m["up"] * up + s["up"]
+                )
                 output = h + m["down"] * layer.mlp.down_proj(product) + s["down"]
             for kind, o in (("floor", floor), ("student", output)):
-                sums[i, kind] += float(((o - t).double().pow(2).sum(-1) / t.double().pow(2).sum(-1)).sum())
+                sums[i, kind] += float(
+                    ((o - t).double().pow(2).sum(-1) / t.double().pow(2).sum(-1)).sum()
+                )
     layers = evaluate(student, tokenizer, samples()).layers
     assert layers.keys() == {1, 3}
     for (i, kind), total in sums.items():
-        assert layers[i][f"nmse_{kind}"] == pytest.approx(total / tokens, rel=1e-5)  # fp32 against fp64 sums
+        # fp32 against fp64 sums
+        assert layers[i][f"nmse_{kind}"] == pytest.approx(total / tokens, rel=1e-5)
 
 
 def test_the_errors_of_layers_are_taken_over_samples(student, tokenizer) -> None:
@@ -159,20 +200,35 @@ def test_the_errors_of_layers_are_taken_over_samples(student, tokenizer) -> None
     for index in (1, 2, 3):
         values = (found.layers | found.unconverted_layers)[index]
         for key in [name for name in values if not name.endswith("_se")]:
-            means = torch.tensor([(one.layers | one.unconverted_layers)[index][key] for one in alone], dtype=torch.float64)
+            means = torch.tensor(
+                [(one.layers | one.unconverted_layers)[index][key] for one in alone],
+                dtype=torch.float64,
+            )
             mean, error = mean_and_error(means * counts, counts)
-            assert (values[key], values[f"{key}_se"]) == pytest.approx((mean, error), rel=1e-4), (index, key)  # fp32, other padding
+            # fp32, other padding
+            assert (values[key], values[f"{key}_se"]) == pytest.approx((mean, error), rel=1e-4), (
+                index,
+                key,
+            )
 
 
-def test_the_free_running_error_is_that_of_the_models_own_stream(student, load_model, tokenizer) -> None:
+def test_the_free_running_error_is_that_of_the_models_own_stream(
+    student, load_model, tokenizer
+) -> None:
     base = load_model()
     sums = {(i, mode): 0.0 for i in (1, 2, 3) for mode in ("floor", "student")}
     for sample in samples():
         streams = {}
-        for name, model, mode in (("teacher", base, None), ("floor", student, "floor"), ("student", student, "student")):
+        for name, model, mode in (
+            ("teacher", base, None),
+            ("floor", student, "floor"),
+            ("student", student, "student"),
+        ):
             seen: dict[int, Tensor] = {}
             handles = [
-                model.model.layers[i].register_forward_hook(lambda _, __, out, i=i, seen=seen: seen.update({i: out[0].double()}))
+                model.model.layers[i].register_forward_hook(
+                    lambda _, __, out, i=i, seen=seen: seen.update({i: out[0].double()})
+                )
                 for i in (1, 2, 3)
             ]
             with adapter_mode(model, mode) if mode else nullcontext():
@@ -187,18 +243,22 @@ def test_the_free_running_error_is_that_of_the_models_own_stream(student, load_m
     assert found.layers.keys() == {1, 3} and found.unconverted_layers.keys() == {2}
     for (i, mode), total in sums.items():
         values = (found.layers | found.unconverted_layers)[i]
-        assert values[f"free_running_{mode}"] == pytest.approx(total / sum(LENGTHS), rel=1e-4)  # fp32, in padded rows, against fp64 sums
+        # fp32, in padded rows, against fp64 sums
+        assert values[f"free_running_{mode}"] == pytest.approx(total / sum(LENGTHS), rel=1e-4)
 
 
 def test_the_first_converted_layer_is_fed_the_same_either_way(student, tokenizer) -> None:
     first = evaluate(student, tokenizer, samples()).layers[1]
     for mode in ("floor", "student"):
-        # The layer computes from gathered rows in the one case and from padded ones in the other: sums in another order.
+        # The layer computes from gathered rows in the one case and from padded ones in the other:
+        # sums in another order.
         assert first[f"free_running_{mode}"] == pytest.approx(first[f"nmse_{mode}"], rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_broken_student_is_reported_as_broken_and_nobody_else(load_model, tokenizer, value) -> None:
+def test_a_broken_student_is_reported_as_broken_and_nobody_else(
+    load_model, tokenizer, value
+) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     before = evaluate(model, tokenizer, samples())
@@ -206,9 +266,14 @@ def test_a_broken_student_is_reported_as_broken_and_nobody_else(load_model, toke
         model.model.layers[1].npt.A[0, 0] = value
     found = evaluate(model, tokenizer, samples())
     assert (found.teacher, found.floor) == (before.teacher, before.floor)
-    assert all(math.isnan(figure) for key, figure in found.student.as_dict().items() if key != "tokens")
-    assert math.isnan(found.layers[1]["nmse_student"]) and math.isnan(found.layers[3]["free_running_student"])
-    assert found.layers[3]["nmse_student"] == before.layers[3]["nmse_student"]  # fed the teacher's states, it is whole
+    assert all(
+        math.isnan(figure) for key, figure in found.student.as_dict().items() if key != "tokens"
+    )
+    assert math.isnan(found.layers[1]["nmse_student"]) and math.isnan(
+        found.layers[3]["free_running_student"]
+    )
+    # fed the teacher's states, it is whole
+    assert found.layers[3]["nmse_student"] == before.layers[3]["nmse_student"]
     assert found.layers[1]["nmse_floor"] == before.layers[1]["nmse_floor"]
     with pytest.raises(NumericalError, match="not finite"):
         evaluate(model, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4)
@@ -234,13 +299,18 @@ def test_a_batch_takes_three_passes_of_the_model_and_three_of_its_head(student, 
     assert passes == {"embedding": 3 * 2, "head": 3 * 2}  # of two batches
 
 
-# --- what must not matter --------------------------------------------------------------------------------------------
+# --- what must not matter
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
 def test_the_batch_size_does_not_change_the_figures(student, tokenizer, batch_size) -> None:
     # Not to the bit: rows are padded to other lengths, and attention then sums in another order.
-    assert_same(evaluate(student, tokenizer, samples(), batch_size=batch_size), evaluate(student, tokenizer, samples()), rel=1e-5)
+    assert_same(
+        evaluate(student, tokenizer, samples(), batch_size=batch_size),
+        evaluate(student, tokenizer, samples()),
+        rel=1e-5,
+    )
 
 
 def test_the_pad_id_changes_no_bit(student, tokenizer) -> None:
@@ -249,7 +319,9 @@ def test_the_pad_id_changes_no_bit(student, tokenizer) -> None:
     assert evaluate(student, tokenizer, samples()) == before
 
 
-def test_garbage_in_the_embedding_of_padding_does_not_reach_the_figures(load_model, tokenizer) -> None:
+def test_garbage_in_the_embedding_of_padding_does_not_reach_the_figures(
+    load_model, tokenizer
+) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     before = evaluate(model, tokenizer, samples())
@@ -258,14 +330,26 @@ def test_garbage_in_the_embedding_of_padding_does_not_reach_the_figures(load_mod
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_side_and_amount_of_padding_do_not_change_the_figures(student, tokenizer, side, monkeypatch) -> None:
+def test_the_side_and_amount_of_padding_do_not_change_the_figures(
+    student, tokenizer, side, monkeypatch
+) -> None:
     before = evaluate(student, tokenizer, samples())
-    monkeypatch.setattr(evaluate_module, "batches", lambda some, size, pad: iter([collate(list(some), pad, side=side, length=20)]))
-    assert_same(evaluate(student, tokenizer, samples()), before, rel=1e-5)  # attention sums in another order
+    monkeypatch.setattr(
+        evaluate_module,
+        "batches",
+        lambda some, size, pad: iter([collate(list(some), pad, side=side, length=20)]),
+    )
+    # attention sums in another order
+    assert_same(evaluate(student, tokenizer, samples()), before, rel=1e-5)
 
 
 def test_the_order_of_samples_does_not_change_the_figures(student, tokenizer) -> None:
-    assert_same(evaluate(student, tokenizer, samples()[::-1]), evaluate(student, tokenizer, samples()), rel=1e-5)  # fp32, other batches
+    # fp32, other batches
+    assert_same(
+        evaluate(student, tokenizer, samples()[::-1]),
+        evaluate(student, tokenizer, samples()),
+        rel=1e-5,
+    )
 
 
 def test_records_and_the_samples_cut_from_them_give_the_same(student, tokenizer) -> None:
@@ -290,18 +374,32 @@ def test_max_samples_bounds_what_is_read(student, tokenizer, limit) -> None:
     assert math.isnan(found.student.kl_se) == (limit == 1)
 
 
-# --- prompts and packed rows -----------------------------------------------------------------------------------------
+# --- prompts and packed rows
+# -----------------------------------------------------------------------------------------
 
-PROMPTS = [{"prompt": "abcd", "completion": "xyz"}, {"prompt": "ab", "completion": "hijklm"}, {"prompt": "", "completion": "w"}]
+PROMPTS = [
+    {"prompt": "abcd", "completion": "xyz"},
+    {"prompt": "ab", "completion": "hijklm"},
+    {"prompt": "", "completion": "w"},
+]
 
 
-def test_of_prompts_and_completions_only_the_completions_are_scored(student, load_model, tokenizer) -> None:
+def test_of_prompts_and_completions_only_the_completions_are_scored(
+    student, load_model, tokenizer
+) -> None:
     base = load_model()
     nll = kl = 0.0
     tokens = 0
     for r in PROMPTS:
         prompt = tokenizer(r["prompt"])["input_ids"]
-        whole = Sample("", (*prompt, *tokenizer(r["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id))
+        whole = Sample(
+            "",
+            (
+                *prompt,
+                *tokenizer(r["completion"], add_special_tokens=False)["input_ids"],
+                tokenizer.eos_token_id,
+            ),
+        )
         log_p, log_q = (logits_of(model, whole).log_softmax(-1) for model in (base, student))
         for t in range(len(prompt), len(whole.input_ids)):
             nll -= float(log_q[t - 1, whole.input_ids[t]])
@@ -309,32 +407,64 @@ def test_of_prompts_and_completions_only_the_completions_are_scored(student, loa
             tokens += 1
     found = evaluate(student, tokenizer, PROMPTS).student
     assert found.tokens == tokens == 4 + 7 + 2  # with the end token each
-    assert (found.perplexity, found.kl) == pytest.approx((math.exp(nll / tokens), kl / tokens), rel=1e-4)  # fp32 against fp64
+    # fp32 against fp64
+    assert (found.perplexity, found.kl) == pytest.approx(
+        (math.exp(nll / tokens), kl / tokens), rel=1e-4
+    )
 
 
 def test_the_columns_of_prompts_may_be_named(student, tokenizer) -> None:
     renamed = [{"q": r["prompt"], "a": r["completion"], "text": "other"} for r in PROMPTS]
-    assert evaluate(student, tokenizer, renamed, prompt_column="q", completion_column="a") == evaluate(student, tokenizer, PROMPTS)
+    assert evaluate(
+        student, tokenizer, renamed, prompt_column="q", completion_column="a"
+    ) == evaluate(student, tokenizer, PROMPTS)
 
 
 def test_the_layers_see_prompts_as_well(student, tokenizer) -> None:
-    """Their NMSE is over all tokens, as in training: a prompt's state is what its completion attends to."""
-    text = [Sample("", (*tokenizer("abcd")["input_ids"], *tokenizer("xyz", add_special_tokens=False)["input_ids"], 1))]
-    assert evaluate(student, tokenizer, PROMPTS[:1]).layers == evaluate(student, tokenizer, text).layers
+    """Their NMSE is over all tokens, as in training: a prompt's state is what its completion
+    attends to.
+    """
+    text = [
+        Sample(
+            "",
+            (
+                *tokenizer("abcd")["input_ids"],
+                *tokenizer("xyz", add_special_tokens=False)["input_ids"],
+                1,
+            ),
+        )
+    ]
+    assert (
+        evaluate(student, tokenizer, PROMPTS[:1]).layers
+        == evaluate(student, tokenizer, text).layers
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_packed_rows_give_the_figures_of_their_documents(student, tokenizer, side, monkeypatch) -> None:
+def test_packed_rows_give_the_figures_of_their_documents(
+    student, tokenizer, side, monkeypatch
+) -> None:
     rows = pack(samples(), 16)
     assert len(rows) < len(samples())
-    monkeypatch.setattr(evaluate_module, "batches", lambda some, size, pad: iter([collate(list(some), pad, side=side)]))
+    monkeypatch.setattr(
+        evaluate_module,
+        "batches",
+        lambda some, size, pad: iter([collate(list(some), pad, side=side)]),
+    )
     together, alone = evaluate(student, tokenizer, rows), evaluate(student, tokenizer, samples())
     for name in ("teacher", "floor", "student"):
         figures = [asdict(getattr(found, name)) for found in (together, alone)]
-        means = [{key: value for key, value in f.items() if not key.endswith("_se")} for f in figures]  # errors are over rows
-        assert means[0] == pytest.approx(means[1], rel=1e-5, abs=1e-6), name  # attention sums in another order
+        # errors are over rows
+        means = [
+            {key: value for key, value in f.items() if not key.endswith("_se")} for f in figures
+        ]
+        # attention sums in another order
+        assert means[0] == pytest.approx(means[1], rel=1e-5, abs=1e-6), name
     for index, values in together.layers.items():
-        means = [{key: value for key, value in layer.items() if not key.endswith("_se")} for layer in (values, alone.layers[index])]
+        means = [
+            {key: value for key, value in layer.items() if not key.endswith("_se")}
+            for layer in (values, alone.layers[index])
+        ]
         assert means[0] == pytest.approx(means[1], rel=1e-5)
 
 
@@ -343,7 +473,8 @@ def test_samples_without_a_token_to_predict_are_refused(student, tokenizer) -> N
         evaluate(student, tokenizer, [Sample("a", (5, 6), (-100, -100)), Sample("b", (5,))])
 
 
-# --- the model stays as it was ---------------------------------------------------------------------------------------
+# --- the model stays as it was
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -362,7 +493,9 @@ def test_modes_flags_weights_and_random_state_stay(student, tokenizer, training)
         student.model.layers[3].npt.mode = "student"
     assert all(torch.equal(value, before[key]) for key, value in student.state_dict().items())
     assert all(p.grad is None for p in student.parameters())
-    assert [name for name, p in student.named_parameters() if p.requires_grad] == list(adapter_parameters(student))
+    assert [name for name, p in student.named_parameters() if p.requires_grad] == list(
+        adapter_parameters(student)
+    )
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
@@ -379,7 +512,8 @@ def test_modes_and_flags_come_back_after_a_failure(student, tokenizer, monkeypat
         student.eval()
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [[], iter([]), [{"text": ""}], [{"input_ids": [5]}]])
@@ -398,14 +532,17 @@ def test_a_model_without_adapters_is_refused(load_model, tokenizer) -> None:
         evaluate(load_model(), tokenizer, samples())
 
 
-# --- the record ------------------------------------------------------------------------------------------------------
+# --- the record
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_after_puts_the_first_student_beside_the_last() -> None:
     def some(kl: float) -> Figures:
         return Figures(9, *(kl,) * 14)
 
-    initial = Fidelity(some(0), some(3), some(2), None, {1: {"nmse_floor": 0.5, "nmse_student": 0.4}})
+    initial = Fidelity(
+        some(0), some(3), some(2), None, {1: {"nmse_floor": 0.5, "nmse_student": 0.4}}
+    )
     final = Fidelity(some(0), some(3), some(1), None, {1: {"nmse_floor": 0.5, "nmse_student": 0.1}})
     both = final.after(initial)
     assert both.initial is initial.student and both.student is final.student
@@ -414,30 +551,59 @@ def test_after_puts_the_first_student_beside_the_last() -> None:
 
 
 def test_the_record_has_the_promised_keys_and_is_json(student, tokenizer) -> None:
-    found: dict[str, Any] = json.loads(json.dumps(evaluate(student, tokenizer, samples()).as_dict(), allow_nan=False))
-    assert found.keys() == {"teacher", "floor", "student", "layers", "unconverted_layers", "layer_tokens"}
+    found: dict[str, Any] = json.loads(
+        json.dumps(evaluate(student, tokenizer, samples()).as_dict(), allow_nan=False)
+    )
+    assert found.keys() == {
+        "teacher",
+        "floor",
+        "student",
+        "layers",
+        "unconverted_layers",
+        "layer_tokens",
+    }
     assert found["layers"].keys() == {"1", "3"} and found["unconverted_layers"].keys() == {"2"}
     names = ("perplexity", "perplexity_ratio", "kl", "reverse_kl", "top1", "top5", "acceptance")
-    assert found["student"].keys() == {"tokens", *(f"{key}{tail}" for key in names for tail in ("", "_se"))}
+    assert found["student"].keys() == {
+        "tokens",
+        *(f"{key}{tail}" for key in names for tail in ("", "_se")),
+    }
     of_layer = ("nmse_floor", "nmse_student", "free_running_floor", "free_running_student")
-    assert found["layers"]["1"].keys() == {f"{key}{tail}" for key in of_layer for tail in ("", "_se")}
+    assert found["layers"]["1"].keys() == {
+        f"{key}{tail}" for key in of_layer for tail in ("", "_se")
+    }
     assert found["layer_tokens"] == sum(LENGTHS)
 
 
 def test_the_record_reads_back_through_json(student, tokenizer) -> None:
-    found = evaluate(student, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4).after(evaluate(student, tokenizer, samples()))
+    found = evaluate(student, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4).after(
+        evaluate(student, tokenizer, samples())
+    )
     assert Fidelity.from_dict(json.loads(to_json(found.as_dict()))) == found
     assert found.initial is not None and found.divergence is not None
 
 
 def test_a_record_of_an_earlier_version_reads_with_nan_for_what_it_lacks() -> None:
     old = {"tokens": 9} | {
-        f"{key}{tail}": 0.5 for key in ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance") for tail in ("", "_se")
+        f"{key}{tail}": 0.5
+        for key in ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
+        for tail in ("", "_se")
     }
     record = dict.fromkeys(("teacher", "floor", "initial", "student"), old)
-    read = Fidelity.from_dict({**record, "layers": {"3": {"nmse_floor": 0.5, "nmse_student": None}}, "heldout": True})
-    assert read.student.kl == 0.5 and math.isnan(read.student.reverse_kl) and math.isnan(read.student.top5)
+    read = Fidelity.from_dict(
+        {**record, "layers": {"3": {"nmse_floor": 0.5, "nmse_student": None}}, "heldout": True}
+    )
+    assert (
+        read.student.kl == 0.5
+        and math.isnan(read.student.reverse_kl)
+        and math.isnan(read.student.top5)
+    )
     assert read.layers[3]["nmse_floor"] == 0.5 and math.isnan(read.layers[3]["nmse_student"])
-    assert (read.divergence, read.attribution, read.unconverted_layers, read.layer_tokens) == (None, {}, {}, None)
+    assert (read.divergence, read.attribution, read.unconverted_layers, read.layer_tokens) == (
+        None,
+        {},
+        {},
+        None,
+    )
     again = read.after(read)  # a run that is resumed from a checkpoint of that version
     assert again.layers[3].keys() == {"nmse_floor", "nmse_student", "nmse_initial"}

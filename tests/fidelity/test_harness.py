@@ -1,7 +1,7 @@
 """lm-evaluation-harness on a task of one's own: its scores are those of the models' own logits.
 
-What needs the extra `eval` is left out, and reported as left out, where it is not installed. NPT_EXTRAS=eval says that it is to be
-there: then its absence is a failure.
+What needs the extra `eval` is left out, and reported as left out, where it is not installed.
+NPT_EXTRAS=eval says that it is to be there: then its absence is a failure.
 """
 
 from __future__ import annotations
@@ -28,28 +28,49 @@ QUESTIONS = [
     {"question": "for i in range(", "good": "10):", "bad": "}]"},
     {"question": "class Stack:\n    def __init__(self", "good": "):", "bad": "%%"},
     {"question": "if __name__ ==", "good": " '__main__'", "bad": " the"},
-    {"question": "    def push(self, item):\n        self.", "good": "items.append(item)", "bad": "the"},
+    {
+        "question": "    def push(self, item):\n        self.",
+        "good": "items.append(item)",
+        "bad": "the",
+    },
 ]
 
 
 @pytest.fixture
 def the_harness(monkeypatch) -> None:
-    """It is there, and takes no stock of the machine, for which it starts a dozen programs with every call."""
-    pytest.importorskip("lm_eval", reason="NOT TESTED: lm-evaluation-harness needs the extra `eval` (pip install -e '.[eval]')")
+    """It is there, and takes no stock of the machine, for which it starts a dozen programs with
+    every call.
+    """
+    pytest.importorskip(
+        "lm_eval",
+        reason=(
+            "NOT TESTED: lm-evaluation-harness needs the extra `eval` (pip install -e '.[eval]')"
+        ),
+    )
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _results: None)
 
 
 def write_tasks(folder: Path) -> Path:
     data = folder / "questions.jsonl"
-    data.write_text("".join(json.dumps({**row, "text": row["question"] + row["good"]}) + "\n" for row in QUESTIONS), encoding="utf-8")
-    source = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\n  cache_dir: {folder / 'cache'}\ntest_split: test\n"
+    data.write_text(
+        "".join(
+            json.dumps({**row, "text": row["question"] + row["good"]}) + "\n" for row in QUESTIONS
+        ),
+        encoding="utf-8",
+    )
+    source = (
+        f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\n  cache_dir:"
+        f" {folder / 'cache'}\ntest_split: test\n"
+    )
     choice = (
-        'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{[good, bad]}}"\ndoc_to_target: 0\n'
-        'target_delimiter: ""\nmetric_list:\n  - {metric: acc, aggregation: mean, higher_is_better: true}\n'
+        'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{[good,'
+        ' bad]}}"\ndoc_to_target: 0\ntarget_delimiter: ""\nmetric_list:\n  - {metric: acc,'
+        " aggregation: mean, higher_is_better: true}\n"
     )
     rolling = (
-        'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list:\n'
-        "  - {metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}\n"
+        'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target:'
+        ' "{{text}}"\nmetric_list:\n  - {metric: byte_perplexity, aggregation: weighted_perplexity,'
+        " higher_is_better: false}\n"
     )
     tasks = folder / "tasks"
     tasks.mkdir()
@@ -79,7 +100,9 @@ def log_probability(model, ids: list[int], first: int) -> float:
 @pytest.mark.usefixtures("the_harness")
 def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> None:
     model, tokenizer = student
-    found = lm_eval(model, tokenizer, ["own_choice", "own_text"], tasks_path=write_tasks(tmp_path), batch_size=2)
+    found = lm_eval(
+        model, tokenizer, ["own_choice", "own_text"], tasks_path=write_tasks(tmp_path), batch_size=2
+    )
     assert list(found) == ["teacher", "floor", "student"]
     perplexities = set()
     for mode, scores in found.items():
@@ -87,19 +110,28 @@ def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> Non
         right, nats, size = 0, 0.0, 0
         for row in QUESTIONS:
             question = tokenizer(row["question"])["input_ids"]
-            # The harness's rule where a token reaches across the seam: the question's own tokens, and what the whole has behind as many.
-            answers = [question + tokenizer(row["question"] + row[kind])["input_ids"][len(question) :] for kind in ("good", "bad")]
+            # The harness's rule where a token reaches across the seam: the question's own tokens,
+            # and what the whole has behind as many.
+            answers = [
+                question + tokenizer(row["question"] + row[kind])["input_ids"][len(question) :]
+                for kind in ("good", "bad")
+            ]
             good, bad = (log_probability(view, ids, len(question)) for ids in answers)
             right += good > bad
             text = row["question"] + row["good"]
-            # The harness puts a start token in front of a text to have its first token predicted, the tokenizer's own start token too.
-            nats -= log_probability(view, [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]], 1)
+            # The harness puts a start token in front of a text to have its first token predicted,
+            # the tokenizer's own start token too.
+            nats -= log_probability(
+                view, [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]], 1
+            )
             size += len(text.encode())
         assert scores["own_choice"]["acc"] == pytest.approx(right / len(QUESTIONS))
         assert scores["own_choice"]["acc_se"] > 0 or right in (0, len(QUESTIONS))
         assert scores["own_choice"]["samples"] == len(QUESTIONS)
         # The harness rounds nothing but works in fp32 on padded rows.
-        assert scores["own_text"]["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-3)
+        assert scores["own_text"]["byte_perplexity"] == pytest.approx(
+            math.exp(nats / size), rel=1e-3
+        )
         assert math.isnan(scores["own_text"]["byte_perplexity_se"])
         perplexities.add(round(scores["own_text"]["byte_perplexity"], 3))
     assert len(perplexities) == 3  # three models, not one
@@ -112,7 +144,14 @@ def test_the_model_is_left_as_it_was(student, tmp_path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
     try:
-        found = lm_eval(model, tokenizer, ["own_choice"], tasks_path=write_tasks(tmp_path), modes=["student"], limit=2)
+        found = lm_eval(
+            model,
+            tokenizer,
+            ["own_choice"],
+            tasks_path=write_tasks(tmp_path),
+            modes=["student"],
+            limit=2,
+        )
         assert {module.training for module in model.modules()} == {True}
     finally:
         model.eval()
@@ -137,17 +176,34 @@ def test_the_verb_prints_the_scores(student, short_library, tmp_path, capsys, mo
     model, tokenizer = student
     tasks = write_tasks(tmp_path)
     npt.save_adapter(model, tmp_path / "adapter")
-    arguments = ["evaluate", "--adapter", str(tmp_path / "adapter"), "--use_quantization", "--max_length", "32", "--eval_samples", "2"]
+    arguments = [
+        "evaluate",
+        "--adapter",
+        str(tmp_path / "adapter"),
+        "--use_quantization",
+        "--max_length",
+        "32",
+        "--eval_samples",
+        "2",
+    ]
     some = ["--lm_eval_tasks_path", str(tasks), "--lm_eval_limit", "2"]
     assert main([*arguments, "--lm_eval", "own_choice", *some, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["lm_eval"]
     expected = lm_eval(model, tokenizer, ["own_choice"], tasks_path=tasks, limit=2)
-    assert {mode: scores["own_choice"] for mode, scores in found.items()} == {m: s["own_choice"] for m, s in expected.items()}
+    assert {mode: scores["own_choice"] for mode, scores in found.items()} == {
+        m: s["own_choice"] for m, s in expected.items()
+    }
     asked: list[list[str]] = []
-    monkeypatch.setattr(harness, "lm_eval", lambda model, tokenizer, names, **_: asked.append(names) or expected)
+    monkeypatch.setattr(
+        harness, "lm_eval", lambda model, tokenizer, names, **_: asked.append(names) or expected
+    )
     assert main([*arguments, "--lm_eval", "own_choice,own_text", *some]) == 0
     out = capsys.readouterr().out
-    assert "lm-evaluation-harness" in out and "own_choice" in out and asked == [["own_choice", "own_text"]]
+    assert (
+        "lm-evaluation-harness" in out
+        and "own_choice" in out
+        and asked == [["own_choice", "own_text"]]
+    )
 
 
 def test_without_the_package_the_extra_is_named(student, tmp_path, monkeypatch) -> None:

@@ -1,4 +1,6 @@
-"""What is measured of the modulation, against the terms that the layers themselves give, and that the model is left as it was."""
+"""What is measured of the modulation, against the terms that the layers themselves give, and that
+the model is left as it was.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def shown(model: nn.Module, batch: Batch) -> dict[int, dict[str, Tensor]]:
     valid = batch.attention_mask.bool()
 
     def look(index: int) -> Callable[[dict[str, Any]], None]:
-        return lambda found: stages.setdefault(index, {}).update({k: v[valid] for k, v in found.items() if v is not None})
+        return lambda found: stages.setdefault(index, {}).update(
+            {k: v[valid] for k, v in found.items() if v is not None}
+        )
 
     for index, layer in npt_layers(model):
         layer.npt.observer = look(index)
@@ -57,19 +61,27 @@ def test_the_figures_are_those_of_the_terms_in_the_models_own_forward(load_model
     for index, layer in found.layers.items():
         of = stages[index]
         # rel: two ways through the same 4-bit products, in fp32 with other groupings.
-        assert layer.stream_rms == pytest.approx(float(of["stream"].double().square().mean().sqrt()), rel=1e-4)
+        assert layer.stream_rms == pytest.approx(
+            float(of["stream"].double().square().mean().sqrt()), rel=1e-4
+        )
         assert list(layer.targets) == ["gate", "up", "down"]
         for name, target in layer.targets.items():
             m, s = of[f"m_{name}"].double(), of[f"s_{name}"].double()
             product = of["mlp" if name == "down" else name].double()
-            assert target.counts is not None and sum(target.counts) == m.numel() and len(target.counts) == BINS
+            assert (
+                target.counts is not None
+                and sum(target.counts) == m.numel()
+                and len(target.counts) == BINS
+            )
             wanted = torch.histc(m, BINS, 0.5, 1.5)
             # A multiplier on an edge may fall on either side of it: a few of 21 x 128.
             assert float((torch.tensor(target.counts) - wanted).abs().sum()) <= 8
             assert target.mean == pytest.approx(float(m.mean()), rel=1e-4)
             assert target.std == pytest.approx(float(m.std(correction=0)), rel=1e-3)
             assert target.add_rms == pytest.approx(float(s.square().mean().sqrt()), rel=1e-3)
-            assert target.product_rms == pytest.approx(float((product - s).square().mean().sqrt()), rel=1e-3)
+            assert target.product_rms == pytest.approx(
+                float((product - s).square().mean().sqrt()), rel=1e-3
+            )
 
 
 def test_batches_add_up_whatever_their_padding(load_model, batch) -> None:
@@ -83,21 +95,33 @@ def test_batches_add_up_whatever_their_padding(load_model, batch) -> None:
     for index, layer in one.layers.items():
         for name, target in layer.targets.items():
             other = several.layers[index].targets[name]
-            assert target.add_rms == pytest.approx(other.add_rms, rel=1e-3)  # rows alone take other kernels
+            # rows alone take other kernels
+            assert target.add_rms == pytest.approx(other.add_rms, rel=1e-3)
             assert sum(abs(a - b) for a, b in zip(target.counts, other.counts, strict=True)) <= 16
 
 
-def test_multipliers_at_their_bounds_are_counted_as_saturated_and_in_the_outermost_bins(load_model, batch) -> None:
+def test_multipliers_at_their_bounds_are_counted_as_saturated_and_in_the_outermost_bins(
+    load_model, batch
+) -> None:
     found = measure_modulation(make(load_model, scale=30.0), [batch])
     for layer in found.layers.values():
         for target in layer.targets.values():
             assert target.saturated > 0.5
-            assert target.counts[0] + target.counts[-1] >= target.saturated * sum(target.counts) * 0.999
+            assert (
+                target.counts[0] + target.counts[-1]
+                >= target.saturated * sum(target.counts) * 0.999
+            )
     assert SATURATED == 0.99
 
 
 @pytest.mark.parametrize(
-    ("form", "least", "most"), [("half_sigmoid", 0.5, 1.0), ("one_plus_tanh", 0.5, 1.0), ("unbounded", 0.0, 0.0), ("sigmoid", 0.5, 1.0)]
+    ("form", "least", "most"),
+    [
+        ("half_sigmoid", 0.5, 1.0),
+        ("one_plus_tanh", 0.5, 1.0),
+        ("unbounded", 0.0, 0.0),
+        ("sigmoid", 0.5, 1.0),
+    ],
 )
 @pytest.mark.parametrize("size", [0.0, 30.0])
 def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, least, most, size) -> None:
@@ -118,14 +142,21 @@ def test_fresh_adapters_do_not_move_their_multipliers(load_model, batch) -> None
 
 
 @pytest.mark.parametrize(
-    ("modulation", "targets"), [("additive", ("gate",)), ("multiplicative", ("up", "down")), ("additive", ("gate", "up", "down"))]
+    ("modulation", "targets"),
+    [
+        ("additive", ("gate",)),
+        ("multiplicative", ("up", "down")),
+        ("additive", ("gate", "up", "down")),
+    ],
 )
 def test_what_the_form_does_not_have_is_none(load_model, batch, modulation, targets) -> None:
     found = measure_modulation(make(load_model, modulation=modulation, targets=targets), [batch])
     for layer in found.layers.values():
         assert tuple(layer.targets) == targets
         for target in layer.targets.values():
-            assert (target.counts is None) == (target.saturated is None) == (modulation == "additive")
+            assert (
+                (target.counts is None) == (target.saturated is None) == (modulation == "additive")
+            )
             assert (target.add_rms is None) == (modulation == "multiplicative")
             assert target.product_rms > 0
 
@@ -134,7 +165,10 @@ def test_numbers_that_are_not_finite_are_counted_and_end_nothing(load_model, bat
     model = make(load_model)
     with torch.no_grad():
         model.get_parameter("model.layers.3.npt.M.gate")[5] = math.nan
-    before, hurt = measure_modulation(model, [batch]).layers[1], measure_modulation(model, [batch]).layers[3]
+    before, hurt = (
+        measure_modulation(model, [batch]).layers[1],
+        measure_modulation(model, [batch]).layers[3],
+    )
     assert before.targets["gate"].bad == 0.0
     assert hurt.targets["gate"].bad == pytest.approx(1 / 128)  # one channel of F
     assert sum(hurt.targets["gate"].counts) == 21 * 127
@@ -149,11 +183,19 @@ def test_the_model_is_left_as_it_was(load_model, batch) -> None:
     for _, layer in npt_layers(model):
         layer.npt.observer = observer
         layer.npt.mode = "floor"
-    before, state = {k: v.clone() for k, v in adapter_parameters(model).items()}, torch.get_rng_state()
+    before, state = (
+        {k: v.clone() for k, v in adapter_parameters(model).items()},
+        torch.get_rng_state(),
+    )
     measure_modulation(model, [batch])
-    assert all(layer.npt.observer is observer and layer.npt.mode == "floor" for _, layer in npt_layers(model))
+    assert all(
+        layer.npt.observer is observer and layer.npt.mode == "floor"
+        for _, layer in npt_layers(model)
+    )
     assert all(module.training for module in model.modules())
-    assert all(torch.equal(value, before[name]) for name, value in adapter_parameters(model).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in adapter_parameters(model).items()
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -171,7 +213,9 @@ def test_the_model_is_left_as_it_was_when_the_measurement_is_cut_short(load_mode
 
 
 def test_a_dict_of_it_is_json_with_layers_by_their_index(load_model, batch) -> None:
-    values = json.loads(json.dumps(measure_modulation(make(load_model), [batch]).as_dict(), allow_nan=False))
+    values = json.loads(
+        json.dumps(measure_modulation(make(load_model), [batch]).as_dict(), allow_nan=False)
+    )
     assert list(values["layers"]) == ["1", "3"]
     assert len(values["layers"]["1"]["targets"]["gate"]["counts"]) == BINS
 

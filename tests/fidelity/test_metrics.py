@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from npt.fidelity import metrics
-from npt.fidelity.metrics import COLUMNS, Figures, compare_pairs, compare_tokens, figures, mean_and_error, per_sample_sums
+from npt.fidelity.metrics import (
+    COLUMNS,
+    Figures,
+    compare_pairs,
+    compare_tokens,
+    figures,
+    mean_and_error,
+    per_sample_sums,
+)
 
 D, V, N = 6, 13, 9
 
@@ -56,7 +64,8 @@ def test_each_token_is_compared_as_its_definition_says(head, monkeypatch, chunk)
             "tokens": 1.0,
         }
         for name, value in expected.items():
-            assert float(column(table, name)[i]) == pytest.approx(value, rel=1e-5, abs=1e-6), name  # fp32 against fp64
+            # fp32 against fp64
+            assert float(column(table, name)[i]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize("apart", [0.0, 1e-7, 1e-3])
@@ -66,11 +75,14 @@ def test_no_acceptance_is_above_one_whatever_a_large_vocabulary_adds_up_to(apart
     teacher = 3.0 * torch.randn(40, 20_000, generator=generator)
     student = teacher + apart * torch.randn(40, 20_000, generator=generator)
     head, targets = nn.Identity(), torch.zeros(40, dtype=torch.int64)
-    found = compare_pairs({"s": student, "t": teacher}, {"s": head, "t": head}, targets, 20_000, [("s", "t")])["s", "t"]
+    found = compare_pairs(
+        {"s": student, "t": teacher}, {"s": head, "t": head}, targets, 20_000, [("s", "t")]
+    )["s", "t"]
     acceptance = column(found, "acceptance")
     assert float(acceptance.max()) <= 1.0 and (apart > 0 or bool((acceptance == 1.0).all()))
     exact = torch.minimum(teacher.double().softmax(-1), student.double().softmax(-1)).sum(dim=-1)
-    assert_close(acceptance.double(), exact, rtol=0.0, atol=2e-6)  # each probability is rounded, and so is their sum
+    # each probability is rounded, and so is their sum
+    assert_close(acceptance.double(), exact, rtol=0.0, atol=2e-6)
     mean, error = mean_and_error(acceptance.double(), torch.ones(40, dtype=torch.float64))
     assert mean <= 1.0 and (apart > 0 or error == 0.0)
 
@@ -86,20 +98,38 @@ def test_a_teacher_with_a_head_of_its_own_predicts_with_it(head) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4 * V, 1 << 26])
-def test_many_pairs_are_what_each_is_alone_and_every_model_goes_through_its_head_once(head, monkeypatch, chunk) -> None:
+def test_many_pairs_are_what_each_is_alone_and_every_model_goes_through_its_head_once(
+    head, monkeypatch, chunk
+) -> None:
     monkeypatch.setattr(metrics, "LOGIT_CHUNK", chunk)
     student, teacher, targets = inputs()
     own = nn.Linear(D, V, bias=False).requires_grad_(False)
     rows: dict[str, int] = {"one": 0, "own": 0}
     for name, module in (("one", head), ("own", own)):
-        module.register_forward_hook(lambda _module, given, _output, name=name: rows.update({name: rows[name] + len(given[0])}))
+        module.register_forward_hook(
+            lambda _module, given, _output, name=name: rows.update(
+                {name: rows[name] + len(given[0])}
+            )
+        )
     hidden = {"student": student, "teacher": teacher, "base": student + teacher}
     heads = {"student": head, "teacher": head, "base": own}
-    pairs = [("teacher", "teacher"), ("student", "teacher"), ("student", "base"), ("teacher", "base")]
+    pairs = [
+        ("teacher", "teacher"),
+        ("student", "teacher"),
+        ("student", "base"),
+        ("teacher", "base"),
+    ]
     together = compare_pairs(hidden, heads, targets, V, pairs)
     assert rows == {"one": 2 * N, "own": N}
     for model, reference in pairs:
-        alone = compare_tokens(hidden[model], hidden[reference], targets, heads[model], V, teacher_head=heads[reference])
+        alone = compare_tokens(
+            hidden[model],
+            hidden[reference],
+            targets,
+            heads[model],
+            V,
+            teacher_head=heads[reference],
+        )
         assert torch.equal(together[model, reference], alone)
 
 
@@ -125,7 +155,8 @@ def test_each_divergence_bounds_the_acceptance_and_top5_contains_top1(seed) -> N
     generator = torch.Generator().manual_seed(seed)
     student, teacher = (2 * torch.randn(N, V, generator=generator) for _ in range(2))
     table = compare_tokens(student, teacher, torch.zeros(N, dtype=torch.int64), nn.Identity(), V)
-    # 1 - acceptance is the total variation, which Pinsker's inequality bounds by either divergence; 1e-6 for fp32 sums of V terms.
+    # 1 - acceptance is the total variation, which Pinsker's inequality bounds by either divergence;
+    # 1e-6 for fp32 sums of V terms.
     for name in ("kl", "reverse_kl"):
         assert (1 - column(table, "acceptance") <= (column(table, name) / 2).sqrt() + 1e-6).all()
     assert (column(table, "top1") <= column(table, "top5")).all()
@@ -133,17 +164,32 @@ def test_each_divergence_bounds_the_acceptance_and_top5_contains_top1(seed) -> N
 
 def test_exchanging_the_models_exchanges_the_divergences(head) -> None:
     student, teacher, targets = inputs()
-    one, other = compare_tokens(student, teacher, targets, head, V), compare_tokens(teacher, student, targets, head, V)
-    for first, second in (("kl", "reverse_kl"), ("reverse_kl", "kl"), ("nll", "teacher_nll"), ("acceptance", "acceptance")):
+    one, other = (
+        compare_tokens(student, teacher, targets, head, V),
+        compare_tokens(teacher, student, targets, head, V),
+    )
+    for first, second in (
+        ("kl", "reverse_kl"),
+        ("reverse_kl", "kl"),
+        ("nll", "teacher_nll"),
+        ("acceptance", "acceptance"),
+    ):
         assert torch.equal(column(one, first), column(other, second)), first
 
 
 def test_figures_of_a_file_without_the_newer_ones_are_nan() -> None:
     full = figures(TABLE)
-    old = {key: value for key, value in full.as_dict().items() if not key.startswith(("reverse_kl", "top5"))}
+    old = {
+        key: value
+        for key, value in full.as_dict().items()
+        if not key.startswith(("reverse_kl", "top5"))
+    }
     read = Figures.from_dict({**old, "kl_se": None})
     assert (read.kl, read.tokens, read.acceptance) == (full.kl, full.tokens, full.acceptance)
-    assert all(math.isnan(value) for value in (read.kl_se, read.reverse_kl, read.reverse_kl_se, read.top5, read.top5_se))
+    assert all(
+        math.isnan(value)
+        for value in (read.kl_se, read.reverse_kl, read.reverse_kl_se, read.top5, read.top5_se)
+    )
     assert Figures.from_dict(full.as_dict()) == full
     for broken in ({"kl": 0.5}, {**full.as_dict(), "unknown": 1.0}):
         with pytest.raises(TypeError):
@@ -154,7 +200,8 @@ def test_tokens_are_summed_by_the_sample_they_belong_to(head) -> None:
     table = compare_tokens(*inputs(), head, V)
     rows = torch.tensor([0, 0, 2, 2, 2, 3, 3, 3, 3])
     sums = per_sample_sums(table, rows, 5)
-    assert sums.dtype == torch.float64 and column(sums, "tokens").tolist() == [2.0, 3.0, 4.0]  # samples 1 and 4 have none
+    # samples 1 and 4 have none
+    assert sums.dtype == torch.float64 and column(sums, "tokens").tolist() == [2.0, 3.0, 4.0]
     torch.testing.assert_close(sums[1], table[2:5].double().sum(dim=0))
 
 
@@ -172,12 +219,18 @@ def test_a_model_against_itself_agrees_to_the_bit(head) -> None:
     assert torch.equal(column(table, "nll"), column(table, "teacher_nll"))
     assert torch.equal(column(table, "kl"), torch.zeros(N))
     assert torch.equal(column(table, "reverse_kl"), torch.zeros(N))
-    assert torch.equal(column(table, "top1"), torch.ones(N)) and torch.equal(column(table, "top5"), torch.ones(N))
-    torch.testing.assert_close(column(table, "acceptance"), torch.ones(N))  # a sum of V probabilities
+    assert torch.equal(column(table, "top1"), torch.ones(N)) and torch.equal(
+        column(table, "top5"), torch.ones(N)
+    )
+    # a sum of V probabilities
+    torch.testing.assert_close(column(table, "acceptance"), torch.ones(N))
 
 
 def test_the_error_of_a_ratio_by_hand() -> None:
-    sums, counts = torch.tensor([2.0, 6.0, 1.0], dtype=torch.float64), torch.tensor([2.0, 4.0, 4.0], dtype=torch.float64)
+    sums, counts = (
+        torch.tensor([2.0, 6.0, 1.0], dtype=torch.float64),
+        torch.tensor([2.0, 4.0, 4.0], dtype=torch.float64),
+    )
     mean, error = mean_and_error(sums, counts)
     assert mean == pytest.approx(0.9)
     residuals = [2.0 - 1.8, 6.0 - 3.6, 1.0 - 3.6]
@@ -194,12 +247,14 @@ def test_with_samples_of_one_length_the_error_is_the_textbook_one() -> None:
 def test_the_error_agrees_with_a_bootstrap_over_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(5, 50, (200,), generator=generator).double()
-    level = torch.randn(200, generator=generator, dtype=torch.float64)  # shared by a sample's tokens, as in real text
+    # shared by a sample's tokens, as in real text
+    level = torch.randn(200, generator=generator, dtype=torch.float64)
     sums = counts * (2.0 + level)
     draws = torch.randint(0, 200, (4000, 200), generator=generator)
     means = sums[draws].sum(dim=1) / counts[draws].sum(dim=1)
     _, error = mean_and_error(sums, counts)
-    # 4000 draws know their spread to 1/sqrt(8000) = 1%, and the linearised formula differs by a few more at 200 samples.
+    # 4000 draws know their spread to 1/sqrt(8000) = 1%, and the linearised formula differs by a few
+    # more at 200 samples.
     assert error == pytest.approx(float(means.std()), rel=0.06)
 
 
@@ -215,12 +270,15 @@ def test_the_error_scales_with_the_quantity_and_ignores_a_constant(pairs, factor
     mean, error = mean_and_error(sums, counts)
     moved_mean, moved_error = mean_and_error(factor * sums + shift * counts, counts)
     assert moved_mean == pytest.approx(factor * mean + shift, rel=1e-9, abs=1e-9)  # fp64
-    assert moved_error == pytest.approx(factor * error, rel=1e-6, abs=1e-9)  # fp64, the residuals may cancel
+    # fp64, the residuals may cancel
+    assert moved_error == pytest.approx(factor * error, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("sums", [[3.0], [0.0]])
 def test_one_sample_has_no_error(sums) -> None:
-    mean, error = mean_and_error(torch.tensor(sums, dtype=torch.float64), torch.tensor([4.0], dtype=torch.float64))
+    mean, error = mean_and_error(
+        torch.tensor(sums, dtype=torch.float64), torch.tensor([4.0], dtype=torch.float64)
+    )
     assert mean == sums[0] / 4 and math.isnan(error)
 
 
@@ -245,7 +303,9 @@ def test_figures_are_means_per_token_and_exponentials_of_them() -> None:
     assert f.tokens == 9
     assert f.perplexity == pytest.approx(math.exp(23 / 9))
     assert f.perplexity_ratio == pytest.approx(math.exp(2 / 9))
-    assert (f.kl, f.reverse_kl, f.top1, f.top5, f.acceptance) == pytest.approx((1.0 / 9, 0.9 / 9, 6.0 / 9, 8.0 / 9, 7.5 / 9))
+    assert (f.kl, f.reverse_kl, f.top1, f.top5, f.acceptance) == pytest.approx(
+        (1.0 / 9, 0.9 / 9, 6.0 / 9, 8.0 / 9, 7.5 / 9)
+    )
 
 
 def test_errors_of_figures_are_paired_and_linearised() -> None:
@@ -253,7 +313,9 @@ def test_errors_of_figures_are_paired_and_linearised() -> None:
     counts = TABLE[:, -1]
     assert f.kl_se == mean_and_error(TABLE[:, COLUMNS.index("kl")], counts)[1]
     assert f.perplexity_se == pytest.approx(f.perplexity * mean_and_error(TABLE[:, 1], counts)[1])
-    assert f.perplexity_ratio_se == pytest.approx(f.perplexity_ratio * mean_and_error(TABLE[:, 1] - TABLE[:, 0], counts)[1])
+    assert f.perplexity_ratio_se == pytest.approx(
+        f.perplexity_ratio * mean_and_error(TABLE[:, 1] - TABLE[:, 0], counts)[1]
+    )
     assert f.perplexity_ratio_se < f.perplexity_se  # what both models find hard cancels in the pair
 
 
@@ -273,4 +335,12 @@ def test_every_figure_but_the_count_has_its_error() -> None:
     names = set(figures(TABLE).as_dict()) - {"tokens"}
     values = {n for n in names if not n.endswith("_se")}
     assert names == values | {f"{n}_se" for n in values}
-    assert {"perplexity", "perplexity_ratio", "kl", "reverse_kl", "top1", "top5", "acceptance"} <= values
+    assert {
+        "perplexity",
+        "perplexity_ratio",
+        "kl",
+        "reverse_kl",
+        "top1",
+        "top5",
+        "acceptance",
+    } <= values

@@ -1,4 +1,6 @@
-"""Where two greedy texts part: against two texts decoded apart, and what is said of those that do not part."""
+"""Where two greedy texts part: against two texts decoded apart, and what is said of those that do
+not part.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from npt.config import NPTConfig
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.fidelity.metrics import COLUMNS
-from npt.fidelity.partings import PROMPT_TOKENS, Comparison, Divergence, divergence, measure_divergence, parting_prompts
+from npt.fidelity.partings import (
+    PROMPT_TOKENS,
+    Comparison,
+    Divergence,
+    divergence,
+    measure_divergence,
+    parting_prompts,
+)
 from npt.generation.greedy import continue_greedily
 
 NONE = frozenset[int]()
@@ -24,7 +33,8 @@ NONE = frozenset[int]()
 @pytest.fixture(scope="module")
 def student(load_model):
     model = load_model()
-    npt.attach(model, NPTConfig(rank=4, layers="1,3", residual="keep"))  # near enough to its teacher to agree for some tokens
+    # near enough to its teacher to agree for some tokens
+    npt.attach(model, NPTConfig(rank=4, layers="1,3", residual="keep"))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
@@ -34,14 +44,24 @@ def student(load_model):
 
 def prompts(count: int = 12) -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
-    return [Sample(str(i), tuple(torch.randint(3, 128, (2 + i % 5,), generator=generator).tolist())) for i in range(count)]
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (2 + i % 5,), generator=generator).tolist()))
+        for i in range(count)
+    ]
 
 
 def compared(position: int | None, length: int) -> Comparison:
-    return Comparison(Sample("p", (3,)), (5,) * length, torch.zeros(length, len(COLUMNS)), position, None if position is None else 7)
+    return Comparison(
+        Sample("p", (3,)),
+        (5,) * length,
+        torch.zeros(length, len(COLUMNS)),
+        position,
+        None if position is None else 7,
+    )
 
 
-# --- where they part -------------------------------------------------------------------------------------------------
+# --- where they part
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ends", [frozenset({9, 30, 77})])
@@ -51,14 +71,21 @@ def test_the_position_is_that_at_which_two_texts_decoded_apart_part(student, end
     texts = {}
     for mode in ("teacher", "student"):
         with adapter_mode(student, mode):
-            texts[mode] = [continue_greedily(student, [p.input_ids], [limit], ends, [p.id])[0] for p in some]
+            texts[mode] = [
+                continue_greedily(student, [p.input_ids], [limit], ends, [p.id])[0] for p in some
+            ]
     expected = []
     for teacher, own in zip(texts["teacher"], texts["student"], strict=True):
-        expected.append(next((i for i, (a, b) in enumerate(zip(teacher, own, strict=False)) if a != b), None))
+        expected.append(
+            next((i for i, (a, b) in enumerate(zip(teacher, own, strict=False)) if a != b), None)
+        )
         assert expected[-1] is not None or teacher == own
     found = measure_divergence(student, some, ends, max_new_tokens=limit, batch_size=5)
     assert found.parted == sum(position is not None for position in expected)
-    agreed = [len(text) if position is None else position for text, position in zip(texts["teacher"], expected, strict=True)]
+    agreed = [
+        len(text) if position is None else position
+        for text, position in zip(texts["teacher"], expected, strict=True)
+    ]
     assert found.agreed == pytest.approx(sum(agreed) / len(agreed))
     assert found.tokens == sum(map(len, texts["teacher"]))
     assert 0 < found.parted < len(some) and len(set(agreed)) > 3  # the comparison is of something
@@ -80,7 +107,9 @@ def test_the_batch_size_does_not_change_where_they_part(student) -> None:
 
 def test_what_is_no_token_or_not_finite_is_refused_and_named(student, load_model) -> None:
     with pytest.raises(DataError, match=r"999.*there"):
-        measure_divergence(student, [Sample("there", (5, 999))], NONE, max_new_tokens=4, batch_size=1)
+        measure_divergence(
+            student, [Sample("there", (5, 999))], NONE, max_new_tokens=4, batch_size=1
+        )
     broken = load_model()
     npt.attach(broken, NPTConfig(rank=4, layers="1"))
     with torch.no_grad():
@@ -89,13 +118,31 @@ def test_what_is_no_token_or_not_finite_is_refused_and_named(student, load_model
         measure_divergence(broken, prompts(2), NONE, max_new_tokens=4, batch_size=2)
 
 
-# --- what is made of it ----------------------------------------------------------------------------------------------
+# --- what is made of it
+# ----------------------------------------------------------------------------------------------
 
 
 def test_figures_by_hand() -> None:
-    # Parted behind 2, 0 and 4 tokens; two still the same at the limit of 6; one that ended after 3 tokens, the same throughout.
-    found = divergence([compared(2, 6), compared(0, 6), compared(4, 6), compared(None, 6), compared(None, 6), compared(None, 3)], 6)
-    assert (found.prompts, found.parted, found.censored, found.ended, found.tokens) == (6, 3, 2, 1, 33)
+    # Parted behind 2, 0 and 4 tokens; two still the same at the limit of 6; one that ended after 3
+    # tokens, the same throughout.
+    found = divergence(
+        [
+            compared(2, 6),
+            compared(0, 6),
+            compared(4, 6),
+            compared(None, 6),
+            compared(None, 6),
+            compared(None, 3),
+        ],
+        6,
+    )
+    assert (found.prompts, found.parted, found.censored, found.ended, found.tokens) == (
+        6,
+        3,
+        2,
+        1,
+        33,
+    )
     assert found.agreed == pytest.approx((2 + 0 + 4 + 6 + 6 + 3) / 6)
     # At 0: 6 at risk, survival 5/6. At 2: 5, 4/6. At 4: the one that ended is gone, 3 at risk, 4/9.
     assert found.median == 4.0
@@ -110,7 +157,10 @@ def test_with_one_prompt_there_is_no_error() -> None:
 
 def test_figures_read_back() -> None:
     found = divergence([compared(None, 6), compared(1, 6)], 6)
-    values = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.as_dict().items()}
+    values = {
+        key: None if isinstance(value, float) and math.isnan(value) else value
+        for key, value in found.as_dict().items()
+    }
     assert Divergence.from_dict(values) == found
 
 
@@ -118,7 +168,13 @@ def test_figures_read_back() -> None:
 @settings(deadline=None, max_examples=80, derandomize=True)
 def test_the_parts_make_up_the_whole_and_bounds_hold(outcomes) -> None:
     limit = 8
-    found = divergence([compared(n, limit) if parts and n < limit else compared(None, max(n, 1)) for n, parts in outcomes], limit)
+    found = divergence(
+        [
+            compared(n, limit) if parts and n < limit else compared(None, max(n, 1))
+            for n, parts in outcomes
+        ],
+        limit,
+    )
     assert found.parted + found.censored + found.ended == found.prompts == len(outcomes)
     assert 0 <= found.agreed <= limit and 0 <= found.rate <= 1
     assert math.isnan(found.median) or 0 <= found.median < limit
@@ -129,16 +185,20 @@ def test_the_parts_make_up_the_whole_and_bounds_hold(outcomes) -> None:
 @given(rate=st.sampled_from([0.02, 0.1, 0.4]), seed=st.integers(0, 100))
 @settings(deadline=None, max_examples=20, derandomize=True)
 def test_the_rate_is_found_whatever_the_limit_cuts_off(rate, seed) -> None:
-    """Texts that part at a constant rate, and a limit below what most of them live: the estimate is not drawn towards the limit."""
+    """Texts that part at a constant rate, and a limit below what most of them live: the estimate is
+    not drawn towards the limit.
+    """
     limit, count = 10, 4000
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(count, generator=generator, dtype=torch.float64)
     first = (uniform.log() / math.log1p(-rate)).floor().to(torch.int64).tolist()
     found = divergence([compared(n if n < limit else None, limit) for n in first], limit)
-    assert abs(found.rate - rate) < 4.5 * found.rate_se  # of 20 draws none beyond 4.5 standard errors
+    # of 20 draws none beyond 4.5 standard errors
+    assert abs(found.rate - rate) < 4.5 * found.rate_se
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- prompts
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_prompts_are_what_stands_in_front_of_a_completion_or_the_beginning_of_a_text() -> None:
@@ -165,7 +225,8 @@ def test_prompts_are_what_stands_in_front_of_a_completion_or_the_beginning_of_a_
 
 def test_a_prompt_that_would_not_fit_loses_its_front() -> None:
     ids = tuple(range(10, 60))
-    assert parting_prompts([Sample("a", ids)], 1, 10, 16)[0].input_ids == ids[19:25]  # the end of its first half
+    # the end of its first half
+    assert parting_prompts([Sample("a", ids)], 1, 10, 16)[0].input_ids == ids[19:25]
     for limit in (0, 16, 17):
         with pytest.raises(ConfigError, match=f"max_new_tokens is {limit}"):
             parting_prompts([Sample("a", ids)], 1, limit, 16)

@@ -7,14 +7,26 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
-from npt.fidelity.retention import STREAMS, Before, Choice, encode_fact, largest_alpha, log_probability, made, search
+from npt.fidelity.retention import (
+    STREAMS,
+    Before,
+    Choice,
+    encode_fact,
+    largest_alpha,
+    log_probability,
+    made,
+    search,
+)
 
 TEXT = "a fact"
 
 
 def samples(count: int, seed: int) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
-    return [Sample(str(i), tuple(torch.randint(3, 128, (8 + i % 5,), generator=generator).tolist())) for i in range(count)]
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (8 + i % 5,), generator=generator).tolist()))
+        for i in range(count)
+    ]
 
 
 @pytest.fixture
@@ -35,7 +47,11 @@ def fact(tokenizer):
 
 def test_a_fact_has_the_same_tokens_alone_and_in_context(tokenizer):
     alone = encode_fact(tokenizer, TEXT)
-    assert alone.alone[0] == 0 and alone.scored == len(TEXT) and alone.in_context == (*alone.alone, *alone.alone[1:])
+    assert (
+        alone.alone[0] == 0
+        and alone.scored == len(TEXT)
+        and alone.in_context == (*alone.alone, *alone.alone[1:])
+    )
     told = encode_fact(tokenizer, TEXT, "said before: ")
     assert told.alone == alone.alone and told.in_context[-told.scored :] == alone.alone[1:]
     assert len(told.in_context) == 1 + len("said before: ") + len(TEXT)
@@ -64,8 +80,14 @@ def test_an_empty_fact_is_refused(tokenizer):
 def test_the_log_probability_is_the_sum_over_the_scored_tokens(model, fact, stream):
     with npt.adapter_mode(model, stream):
         log_p = torch.log_softmax(model(torch.tensor([fact.in_context])).logits[0].double(), -1)
-    expected = sum(float(log_p[-fact.scored - 1 + i, token]) for i, token in enumerate(fact.in_context[-fact.scored :]))
-    assert log_probability(model, fact.in_context, fact.scored, stream) == pytest.approx(expected, rel=1e-5)  # fp32 against fp64
+    expected = sum(
+        float(log_p[-fact.scored - 1 + i, token])
+        for i, token in enumerate(fact.in_context[-fact.scored :])
+    )
+    # fp32 against fp64
+    assert log_probability(model, fact.in_context, fact.scored, stream) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_nothing_changed_is_nothing_recalled_and_nothing_forgotten(model, tokenizer, fact):
@@ -81,20 +103,32 @@ def test_nothing_changed_is_nothing_recalled_and_nothing_forgotten(model, tokeni
 def test_the_figures_are_those_of_the_two_models_themselves(model, tokenizer, fact):
     text = samples(6, 1)
     before = Before(model, tokenizer, fact, text, batch_size=3)
-    old = [torch.log_softmax(model(torch.tensor([s.input_ids])).logits[0, :-1].double(), -1) for s in text]
+    old = [
+        torch.log_softmax(model(torch.tensor([s.input_ids])).logits[0, :-1].double(), -1)
+        for s in text
+    ]
     update = npt.update_from(npt.modulation_of(model, fact.alone), 0.5)
     with made(model, update):
         found = before.against(model)
-        new = [torch.log_softmax(model(torch.tensor([s.input_ids])).logits[0, :-1].double(), -1) for s in text]
+        new = [
+            torch.log_softmax(model(torch.tensor([s.input_ids])).logits[0, :-1].double(), -1)
+            for s in text
+        ]
     p, q = torch.cat(old), torch.cat(new)
     targets = torch.tensor([token for s in text for token in s.input_ids[1:]]).unsqueeze(-1)
     kl = (p.exp() * (p - q)).sum(-1).mean()
-    assert found.forgetting["student"].kl == pytest.approx(float(kl), rel=1e-3)  # fp32, padded batches against single rows
-    assert found.forgetting["student"].perplexity_ratio == pytest.approx(float((p - q).gather(-1, targets).mean().exp()), rel=1e-4)
+    # fp32, padded batches against single rows
+    assert found.forgetting["student"].kl == pytest.approx(float(kl), rel=1e-3)
+    assert found.forgetting["student"].perplexity_ratio == pytest.approx(
+        float((p - q).gather(-1, targets).mean().exp()), rel=1e-4
+    )
     assert npt.consolidated(model) == ()
     record = found.as_dict()
     assert record["recall"]["student"]["gain"] == found.recall["student"].gain != 0
-    ratio = record["forgetting"]["teacher"]["perplexity_after"] / record["forgetting"]["teacher"]["perplexity_before"]
+    ratio = (
+        record["forgetting"]["teacher"]["perplexity_after"]
+        / record["forgetting"]["teacher"]["perplexity_before"]
+    )
     assert ratio == pytest.approx(found.forgetting["teacher"].perplexity_ratio)
 
 
@@ -105,7 +139,9 @@ def test_alpha_is_the_largest_that_keeps_the_bound(model, tokenizer, fact, max_k
 
     def reached(alpha: float) -> float:
         with made(model, npt.update_from(modulation, alpha)):
-            return max(f.kl + 2 * f.kl_se for f in (before.forgetting(model, stream) for stream in STREAMS))
+            return max(
+                f.kl + 2 * f.kl_se for f in (before.forgetting(model, stream) for stream in STREAMS)
+            )
 
     alpha = largest_alpha(model, before, lambda a: npt.update_from(modulation, a), 1.0, max_kl)
     assert 0 < alpha < 1 and reached(alpha) <= max_kl < reached(1.5 * alpha)
@@ -116,7 +152,10 @@ def test_without_a_bound_or_far_below_it_alpha_is_the_one_asked_for(model, token
     before = Before(model, tokenizer, fact, samples(4, 2))
     modulation = npt.modulation_of(model, fact.alone)
     for max_kl in (math.inf, 1e3):
-        assert largest_alpha(model, before, lambda a: npt.update_from(modulation, a), 0.7, max_kl) == 0.7
+        assert (
+            largest_alpha(model, before, lambda a: npt.update_from(modulation, a), 0.7, max_kl)
+            == 0.7
+        )
     for max_kl in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="--max_kl is"):
             largest_alpha(model, before, lambda a: npt.update_from(modulation, a), 0.7, max_kl)
@@ -129,10 +168,16 @@ def test_a_search_never_ends_below_its_start_and_says_what_it_tried(model, token
     tried = search(model, before, start, 1e-3, fact.alone, said.append)
     assert len(tried) == len(said) == len({(c.token, c.targets, c.layers) for c in tried})
     assert {c.targets for c in tried} >= {("gate",), ("up",), ("down",), start.targets}
-    assert {c.token for c in tried} == set(range(len(fact.alone))) and {c.layers for c in tried} >= {(1,), (2,), (1, 2)}
+    assert {c.token for c in tried} == set(range(len(fact.alone))) and {
+        c.layers for c in tried
+    } >= {(1,), (2,), (1, 2)}
     gains = [c.gain for c in tried]
     assert gains == sorted(gains, reverse=True)
-    (own,) = [c for c in tried if (c.token, c.targets, c.layers) == (start.token, start.targets, start.layers)]
+    (own,) = [
+        c
+        for c in tried
+        if (c.token, c.targets, c.layers) == (start.token, start.targets, start.layers)
+    ]
     assert tried[0].gain >= own.gain and npt.consolidated(model) == ()
     with pytest.raises(ConfigError, match="needs a finite bound"):
         search(model, before, start, math.inf, fact.alone)
@@ -145,5 +190,7 @@ def test_what_cannot_be_measured_is_refused(load_model, model, tokenizer, fact):
         Before(load_model(), tokenizer, fact, samples(2, 0))
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
-    with pytest.raises(NumericalError, match="student's log-probability of the fact is not a number"):
+    with pytest.raises(
+        NumericalError, match="student's log-probability of the fact is not a number"
+    ):
         Before(model, tokenizer, fact, samples(2, 0))

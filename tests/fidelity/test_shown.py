@@ -37,7 +37,10 @@ def test_a_figure_is_written_with_its_unit_and_error(key, value, error, written)
     assert FIGURES[key].write(value, error) == written
 
 
-@given(st.sampled_from([key for key, figure in FIGURES.items() if figure.ideal is not None]), st.floats(0, 1))
+@given(
+    st.sampled_from([key for key, figure in FIGURES.items() if figure.ideal is not None]),
+    st.floats(0, 1),
+)
 def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
     figure = FIGURES[key]
     value = figure.ideal + (-away if figure.percent else away)

@@ -16,14 +16,39 @@ from npt.fidelity.table import divergence_line, print_fidelity
 
 
 def some(seed: int, se: float = 0.0625) -> Figures:
-    """perplexity seed + 2.5, ratio seed + 1.5, KLs seed / 8 and seed / 16, shares seed / 10 and two more."""
+    """perplexity seed + 2.5, ratio seed + 1.5, KLs seed / 8 and seed / 16, shares seed / 10 and two
+    more.
+    """
     shares = (seed / 10, se, seed / 10 + 0.05, se)
-    return Figures(12345, seed + 2.5, se, seed + 1.5, se, seed / 8, se, *shares, seed / 16, se, seed / 10 + 0.1, se)
+    return Figures(
+        12345,
+        seed + 2.5,
+        se,
+        seed + 1.5,
+        se,
+        seed / 8,
+        se,
+        *shares,
+        seed / 16,
+        se,
+        seed / 10 + 0.1,
+        se,
+    )
 
 
 LAYERS = {
-    1: {"nmse_floor": 0.5, "nmse_student": 0.125, "free_running_floor": 0.625, "free_running_student": 0.1875},
-    12: {"nmse_floor": 0.25, "nmse_student": 0.0625, "free_running_floor": 0.75, "free_running_student": 0.3125},
+    1: {
+        "nmse_floor": 0.5,
+        "nmse_student": 0.125,
+        "free_running_floor": 0.625,
+        "free_running_student": 0.1875,
+    },
+    12: {
+        "nmse_floor": 0.25,
+        "nmse_student": 0.0625,
+        "free_running_floor": 0.75,
+        "free_running_student": 0.3125,
+    },
 }
 DIVERGENCE = Divergence(20, 64, 12, 7, 1, 1200, 31.25, 2.5, 27.0, 0.0185, 0.004)
 
@@ -62,12 +87,23 @@ def test_every_model_has_its_column_with_figures_and_errors() -> None:
 
 
 def test_a_trained_student_is_shown_before_and_after() -> None:
-    layers = {i: {**values, "nmse_initial": 0.375, "free_running_initial": 0.4375} for i, values in LAYERS.items()}
+    layers = {
+        i: {**values, "nmse_initial": 0.375, "free_running_initial": 0.4375}
+        for i, values in LAYERS.items()
+    }
     lines = shown(Fidelity(some(0), some(3), some(1), some(2), layers))
     (headings,) = [cells(line) for line in lines if "teacher (the base)" in line]
     assert headings[1:3] == ["student before training", "student after training"]
     assert row(lines, "ratio")[2:4] == ["3.5000 ± 0.0625", "2.5000 ± 0.0625"]
-    assert row(lines, "12") == ["12", "0.25000", "0.37500", "0.06250", "0.75000", "0.43750", "0.31250"]
+    assert row(lines, "12") == [
+        "12",
+        "0.25000",
+        "0.37500",
+        "0.06250",
+        "0.75000",
+        "0.43750",
+        "0.31250",
+    ]
 
 
 def test_every_layer_has_its_row_and_one_left_as_it_is_runs_freely_only() -> None:
@@ -75,15 +111,30 @@ def test_every_layer_has_its_row_and_one_left_as_it_is_runs_freely_only() -> Non
     lines = shown(Fidelity(some(0), some(3), some(2), None, LAYERS, between))
     assert row(lines, "1") == ["1", "0.50000", "0.12500", "0.62500", "0.18750"]
     assert row(lines, "5") == ["5", "", "", "0.68750", "0.21875"]
-    assert [cells(line)[0] for line in lines if cells(line)[0] in ("1", "5", "12")] == ["1", "5", "12"]
+    assert [cells(line)[0] for line in lines if cells(line)[0] in ("1", "5", "12")] == [
+        "1",
+        "5",
+        "12",
+    ]
 
 
 def test_attribution_has_its_columns() -> None:
     names = ("unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt")
-    lines = shown(Fidelity(some(0), some(3), some(2), attribution={name: some(i) for i, name in enumerate(names, 4)}))
+    lines = shown(
+        Fidelity(
+            some(0),
+            some(3),
+            some(2),
+            attribution={name: some(i) for i, name in enumerate(names, 4)},
+        )
+    )
     start = next(i for i, line in enumerate(lines) if "What quantisation costs" in line)
     assert cells(lines[start + 2]) == ["unquantised to 4-bit", "4-bit to NPT", "unquantised to NPT"]
-    assert row(lines[start:], "KL, nats")[1:] == ["0.5000 ± 0.0625", "0.6250 ± 0.0625", "0.7500 ± 0.0625"]
+    assert row(lines[start:], "KL, nats")[1:] == [
+        "0.5000 ± 0.0625",
+        "0.6250 ± 0.0625",
+        "0.7500 ± 0.0625",
+    ]
 
 
 def test_an_error_that_is_unknown_or_none_is_left_out() -> None:
@@ -94,29 +145,68 @@ def test_an_error_that_is_unknown_or_none_is_left_out() -> None:
 
 
 def test_figures_that_an_earlier_version_did_not_take_have_no_row() -> None:
-    old = [replace(some(i), reverse_kl=math.nan, reverse_kl_se=math.nan, top5=math.nan, top5_se=math.nan) for i in (0, 3, 2)]
+    old = [
+        replace(
+            some(i), reverse_kl=math.nan, reverse_kl_se=math.nan, top5=math.nan, top5_se=math.nan
+        )
+        for i in (0, 3, 2)
+    ]
     lines = shown(Fidelity(old[0], old[1], old[2], None, LAYERS))
     labels = [cells(line)[0] for line in lines]
     assert "reverse KL" not in labels and "top-5" not in labels and "top-1" in labels
-    lines = shown(Fidelity(some(0), some(3), old[2], None, LAYERS))  # a student from an old file beside a new floor
+    # a student from an old file beside a new floor
+    lines = shown(Fidelity(some(0), some(3), old[2], None, LAYERS))
     assert row(lines, "top-5")[2] == "–"
 
 
 def test_partings_are_said_with_what_the_limit_hides() -> None:
     line = divergence_line(DIVERGENCE)
-    for part in ("20 prompts", "up to 64 tokens", "12 part", "7 are the same at the limit", "1 ended the same", "31.2 ± 2.5 tokens"):
+    for part in (
+        "20 prompts",
+        "up to 64 tokens",
+        "12 part",
+        "7 are the same at the limit",
+        "1 ended the same",
+        "31.2 ± 2.5 tokens",
+    ):
         assert part in line, part
-    assert "at least" in line and "half have parted behind 27 tokens" in line and "0.0185 ± 0.0040 partings per token" in line
+    assert (
+        "at least" in line
+        and "half have parted behind 27 tokens" in line
+        and "0.0185 ± 0.0040 partings per token" in line
+    )
     line = divergence_line(replace(DIVERGENCE, censored=0, ended=0, median=math.nan))
     assert "at least" not in line and "ended" not in line and "fewer than half part" in line
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_shows_every_figure_whole_and_on_one_line(width) -> None:
-    layers = {i: {**values, "nmse_initial": 0.375, "free_running_initial": 0.4375} for i, values in LAYERS.items()}
+    layers = {
+        i: {**values, "nmse_initial": 0.375, "free_running_initial": 0.4375}
+        for i, values in LAYERS.items()
+    }
     names = ("unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt")
-    whole = Fidelity(some(0), some(3), some(1), some(2), layers, {}, 9, DIVERGENCE, {name: some(1) for name in names})
+    whole = Fidelity(
+        some(0),
+        some(3),
+        some(1),
+        some(2),
+        layers,
+        {},
+        9,
+        DIVERGENCE,
+        {name: some(1) for name in names},
+    )
     lines = shown(whole, width)
     assert "…" not in "".join(lines) and max(map(len, lines)) <= width
     assert not [line for line in lines if line.rstrip("│ ").endswith("±")]
-    assert len([line for line in lines if "±" in line and line.strip("│ ").startswith(("ratio", "KL", "top", "reverse"))]) == 10
+    assert (
+        len(
+            [
+                line
+                for line in lines
+                if "±" in line and line.strip("│ ").startswith(("ratio", "KL", "top", "reverse"))
+            ]
+        )
+        == 10
+    )

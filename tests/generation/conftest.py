@@ -1,4 +1,6 @@
-"""Students that are near their teacher without being it, on the random Llama and on the embedded model."""
+"""Students that are near their teacher without being it, on the random Llama and on the embedded
+model.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def student(load_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[LlamaForCausalLM, object]:
-    """The embedded model in 4 bit with a student near its teacher, and its tokenizer. Tests leave it as it is."""
+    """The embedded model in 4 bit with a student near its teacher, and its tokenizer. Tests leave
+    it as it is.
+    """
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.attach(model, npt.NPTConfig(rank=8, residual="keep"))
     return moved(model, 0.05), tokenizer

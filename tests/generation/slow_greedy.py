@@ -13,5 +13,7 @@ def alone(model: Any, prompt: Sequence[int], limit: int, ends: Sequence[int] = (
     ids = list(prompt)
     with torch.no_grad():
         while len(ids) < len(prompt) + limit and not (len(ids) > len(prompt) and ids[-1] in ends):
-            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            ids.append(
+                int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            )
     return ids[len(prompt) :]

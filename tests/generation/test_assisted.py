@@ -1,4 +1,6 @@
-"""The student as draft model: the teacher's text to the token, and a count of drafts that a slow look confirms."""
+"""The student as draft model: the teacher's text to the token, and a count of drafts that a slow
+look confirms.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,18 @@ def endless(student):
 def test_the_text_is_the_teachers_own_and_the_drafts_are_counted(endless, draft_tokens) -> None:
     teacher, student = npt.teacher_view(endless), npt.student_view(endless)
     text = alone(teacher, PROMPT, LIMIT)
-    written, drafts = write_assisted(endless, Names(), PROMPT, Decoding(LIMIT), draft_tokens=draft_tokens)
+    written, drafts = write_assisted(
+        endless, Names(), PROMPT, Decoding(LIMIT), draft_tokens=draft_tokens
+    )
     assert list(written.ids) == text
     # The slow look: what the student would draft behind each pass, without any cache.
     passes, done = [], 0
     while done < LIMIT:
         drafted = alone(student, [*PROMPT, *text[:done]], min(draft_tokens, LIMIT - done - 1))
-        kept = next((i for i, (a, b) in enumerate(zip(drafted, text[done:], strict=False)) if a != b), len(drafted))
+        kept = next(
+            (i for i, (a, b) in enumerate(zip(drafted, text[done:], strict=False)) if a != b),
+            len(drafted),
+        )
         passes.append((len(drafted), kept))
         done += kept + 1
     assert drafts.passes == tuple(passes)
@@ -56,7 +63,9 @@ def test_a_student_that_is_its_teacher_is_always_accepted(load_model) -> None:
     model.generation_config.eos_token_id = None
     _, drafts = write_assisted(model, Names(), PROMPT, Decoding(LIMIT), draft_tokens=4)
     assert drafts.acceptance == 1.0 and drafts.drafted == drafts.judged == drafts.accepted
-    drawn, drafts = write_assisted(model, Names(), PROMPT, Decoding(LIMIT, temperature=1.0), draft_tokens=4)
+    drawn, drafts = write_assisted(
+        model, Names(), PROMPT, Decoding(LIMIT, temperature=1.0), draft_tokens=4
+    )
     assert drafts.acceptance == 1.0
     assert expected_acceptance(model, PROMPT, drawn.ids, Decoding(LIMIT, temperature=1.0)) == 1.0
 
@@ -69,7 +78,9 @@ def test_a_draft_that_ends_the_text_is_accepted(load_model) -> None:
     end = next(i for i, token in enumerate(text) if token not in text[:i] and i > 3)
     model.generation_config.eos_token_id = text[end]
     for draft_tokens in (1, 3, 4, 5, LIMIT):
-        written, drafts = write_assisted(model, Names(), PROMPT, Decoding(LIMIT), draft_tokens=draft_tokens)
+        written, drafts = write_assisted(
+            model, Names(), PROMPT, Decoding(LIMIT), draft_tokens=draft_tokens
+        )
         assert list(written.ids) == text[: end + 1] and written.ended
         assert drafts.acceptance == 1.0, draft_tokens
 
@@ -78,31 +89,42 @@ def test_the_greedy_expectation_is_the_agreement_on_the_teachers_text(endless) -
     text = alone(npt.teacher_view(endless), PROMPT, LIMIT)
     student = npt.student_view(endless)
     agree = [alone(student, [*PROMPT, *text[:i]], 1)[0] == text[i] for i in range(LIMIT)]
-    assert expected_acceptance(endless, PROMPT, text, Decoding(LIMIT)) == pytest.approx(sum(agree) / LIMIT)
+    assert expected_acceptance(endless, PROMPT, text, Decoding(LIMIT)) == pytest.approx(
+        sum(agree) / LIMIT
+    )
     assert math.isnan(expected_acceptance(endless, PROMPT, [], Decoding(LIMIT)))
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.3, 0.6)])
-def test_the_drawn_expectation_is_the_overlap_of_what_is_drawn_from(endless, temperature, top_p) -> None:
+def test_the_drawn_expectation_is_the_overlap_of_what_is_drawn_from(
+    endless, temperature, top_p
+) -> None:
     text = alone(npt.teacher_view(endless), PROMPT, 5)
     overlaps = []
     for i in range(5):
         probabilities = []
         for view in (npt.teacher_view(endless), npt.student_view(endless)):
             with torch.no_grad():
-                logits = view(input_ids=torch.tensor([[*PROMPT, *text[:i]]])).logits[0, -1].double() / temperature
+                logits = (
+                    view(input_ids=torch.tensor([[*PROMPT, *text[:i]]])).logits[0, -1].double()
+                    / temperature
+                )
             p, order = logits.softmax(-1).sort(descending=True)
             kept = p.cumsum(-1) - p < top_p  # the fewest tokens that reach top_p
             p = torch.where(kept, p, 0.0)
             probabilities.append(torch.zeros_like(p).scatter(0, order, p / p.sum()))
         overlaps.append(float(torch.minimum(*probabilities).sum()))
-    found = expected_acceptance(endless, PROMPT, text, Decoding(5, temperature=temperature, top_p=top_p))
+    found = expected_acceptance(
+        endless, PROMPT, text, Decoding(5, temperature=temperature, top_p=top_p)
+    )
     assert found == pytest.approx(sum(overlaps) / 5, rel=1e-4)  # fp32 against fp64
     assert found < 0.99
 
 
 def test_drawn_drafts_are_accepted_as_often_as_expected(endless) -> None:
-    """Speculative sampling accepts a draft with probability sum(min(p, q)): over some eighty drafts, within four standard errors."""
+    """Speculative sampling accepts a draft with probability sum(min(p, q)): over some eighty
+    drafts, within four standard errors.
+    """
     accepted = judged = weighted = 0.0
     for seed in range(3):
         decoding = Decoding(48, temperature=0.6, top_p=0.9, seed=seed)
@@ -126,7 +148,11 @@ def test_transformers_own_settings_give_the_teachers_text_as_well(endless) -> No
     teacher, student = npt.teacher_view(endless), npt.student_view(endless)
     ids = torch.tensor([PROMPT])
     found = teacher.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False, assistant_model=student
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=LIMIT,
+        do_sample=False,
+        assistant_model=student,
     )
     assert found[0, len(PROMPT) :].tolist() == alone(teacher, PROMPT, LIMIT)
 

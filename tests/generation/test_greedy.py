@@ -30,9 +30,15 @@ def test_transformers_own_greedy_generation_gives_the_same(student) -> None:
     with npt.adapters_disabled(student):
         ids = torch.tensor([PROMPTS[1]])
         generated = student.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=-1
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=-1,
         )
-        assert continue_greedily(student, [PROMPTS[1]], [12], (), ["b"]) == [generated[0, 7:].tolist()]
+        assert continue_greedily(student, [PROMPTS[1]], [12], (), ["b"]) == [
+            generated[0, 7:].tolist()
+        ]
 
 
 def test_rows_end_at_their_own_end_or_limit(student) -> None:
@@ -40,7 +46,9 @@ def test_rows_end_at_their_own_end_or_limit(student) -> None:
     ends = {free[1][4], free[2][0]}
     limits = [0, 12, 12, 3]
     found = continue_greedily(student, PROMPTS, limits, ends, NAMES)
-    assert found == [alone(student, prompt, limit, ends) for prompt, limit in zip(PROMPTS, limits, strict=True)]
+    assert found == [
+        alone(student, prompt, limit, ends) for prompt, limit in zip(PROMPTS, limits, strict=True)
+    ]
     assert found[0] == [] and found[2] == free[2][:1]
 
 
@@ -83,4 +91,7 @@ def test_logits_that_are_not_finite_name_their_prompt(load_model) -> None:
 def test_the_ends_are_the_tokenizers_and_the_models(tokenizer, settings, expected) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=settings))
     assert end_ids(model, tokenizer) == expected
-    assert end_ids(SimpleNamespace(generation_config=None), SimpleNamespace(eos_token_id=None)) == frozenset()
+    assert (
+        end_ids(SimpleNamespace(generation_config=None), SimpleNamespace(eos_token_id=None))
+        == frozenset()
+    )

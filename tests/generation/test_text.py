@@ -1,4 +1,6 @@
-"""Text behind a prompt: what streams is what comes out, and drawing follows its settings and its seed alone."""
+"""Text behind a prompt: what streams is what comes out, and drawing follows its settings and its
+seed alone.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,29 @@ def test_greedy_text_is_that_of_recomputation_and_streams_whole(tiny) -> None:
     parts: list[str] = []
     found = write(model, tokenizer, ids, Decoding(LIMIT), show=parts.append)
     assert list(found.ids) == alone(model, ids, LIMIT, [tokenizer.eos_token_id])
-    assert "".join(parts) == found.text == tokenizer.decode(list(found.ids), skip_special_tokens=True)
+    assert (
+        "".join(parts) == found.text == tokenizer.decode(list(found.ids), skip_special_tokens=True)
+    )
     assert len(parts) > 2 and not found.ended
-    assert found.as_dict().keys() == {"text", "tokens", "ids", "finish", "seconds", "tokens_per_second"}
+    assert found.as_dict().keys() == {
+        "text",
+        "tokens",
+        "ids",
+        "finish",
+        "seconds",
+        "tokens_per_second",
+    }
 
 
 @pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
-def test_text_behind_a_prompt_keeps_the_space_that_it_begins_with_and_every_line_its_indentation(kind) -> None:
+def test_text_behind_a_prompt_keeps_the_space_that_it_begins_with_and_every_line_its_indentation(
+    kind,
+) -> None:
     tokenizer = tokenizer_of(kind)
     prompt, text = "The question", " answer:\n    return os.path\n\n  and (4) is two,\n   spaces\n"
-    before, ids = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text))
+    before, ids = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text)
+    )
     assert ids[: len(before)] == before
     new = ids[len(before) :]
     assert text_behind(tokenizer, before, new) == text
@@ -58,12 +73,26 @@ def streamed(tokenizer, before, new) -> list[str]:
 @pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
 @pytest.mark.parametrize(
     ("prompt", "text"),
-    [("the " + 9 * "日", "日日 the\n日日 is"), ("the", " 日\n日日 is"), ("the", " is\n<|user|> the"), ("the", " is\n</s>\n  the")],
-    ids=["a prompt that ends in bytes", "bytes on either side of a line's end", "a special token that begins a line", "one between two"],
+    [
+        ("the " + 9 * "日", "日日 the\n日日 is"),
+        ("the", " 日\n日日 is"),
+        ("the", " is\n<|user|> the"),
+        ("the", " is\n</s>\n  the"),
+    ],
+    ids=[
+        "a prompt that ends in bytes",
+        "bytes on either side of a line's end",
+        "a special token that begins a line",
+        "one between two",
+    ],
 )
-def test_streamed_text_is_that_behind_the_prompt_where_tokens_are_bytes_or_special(kind, prompt, text) -> None:
+def test_streamed_text_is_that_behind_the_prompt_where_tokens_are_bytes_or_special(
+    kind, prompt, text
+) -> None:
     tokenizer = tokenizer_of(kind)
-    before, whole = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text))
+    before, whole = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text)
+    )
     new = whole[len(before) :]
     assert "".join(streamed(tokenizer, before, new)) == text_behind(tokenizer, before, new)
 
@@ -85,7 +114,9 @@ def test_drawing_is_transformers_own_under_the_same_seed(tiny, temperature, top_
     ids = torch.tensor([prompt_ids(tokenizer, PROMPT)])
     torch.manual_seed(3)
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    expected = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, **drawn)
+    expected = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, **drawn
+    )
     found = write(model, tokenizer, ids[0].tolist(), Decoding(LIMIT, temperature, top_p, 3))
     assert list(found.ids) == expected[0, ids.shape[1] :].tolist()
 
@@ -94,7 +125,10 @@ def test_the_seed_decides_and_the_random_state_outside_stays(tiny) -> None:
     model, tokenizer = tiny
     ids = prompt_ids(tokenizer, PROMPT)
     before = torch.get_rng_state()
-    one, again, other = (write(model, tokenizer, ids, Decoding(LIMIT, temperature=1.0, seed=seed)).ids for seed in (1, 1, 2))
+    one, again, other = (
+        write(model, tokenizer, ids, Decoding(LIMIT, temperature=1.0, seed=seed)).ids
+        for seed in (1, 1, 2)
+    )
     assert one == again != other
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -113,7 +147,11 @@ def test_settings_that_come_with_the_model_do_not_decide(load_model, tokenizer) 
     tokenizer.decode = lambda ids, skip_special_tokens: ""
     before = write(model, tokenizer, [5, 6, 7], Decoding(LIMIT)).ids
     model.generation_config.do_sample = True
-    model.generation_config.temperature, model.generation_config.top_k, model.generation_config.num_beams = 5.0, 3, 4
+    (
+        model.generation_config.temperature,
+        model.generation_config.top_k,
+        model.generation_config.num_beams,
+    ) = (5.0, 3, 4)
     assert write(model, tokenizer, [5, 6, 7], Decoding(LIMIT)).ids == before
 
 
@@ -158,7 +196,9 @@ def test_settings_that_cannot_be_are_refused(given, named) -> None:
 
 def test_a_prompt_that_does_not_fit_is_refused(load_model, tokenizer) -> None:
     model = load_model()
-    with pytest.raises(ConfigError, match=r"100 tokens and --max_new_tokens 29 exceed the model's 128 positions"):
+    with pytest.raises(
+        ConfigError, match=r"100 tokens and --max_new_tokens 29 exceed the model's 128 positions"
+    ):
         write(model, tokenizer, [5] * 100, Decoding(29))
     with pytest.raises(DataError, match=r"token id 128.*\[0, 128\)"):
         write(model, tokenizer, [5, 128], Decoding(2))
@@ -169,7 +209,9 @@ def test_prompts_are_tokenised_as_texts_or_by_the_chat_template() -> None:
     plain = tokenizer("hello")["input_ids"]
     assert prompt_ids(tokenizer, "hello") == plain and plain[0] == tokenizer.bos_token_id
     assert prompt_ids(tokenizer, "") == [tokenizer.bos_token_id]
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+    )
     chat = prompt_ids(tokenizer, "hello")
     assert tokenizer.decode(chat) == "<s>[user]hello>" and chat.count(tokenizer.bos_token_id) == 1
     assert prompt_ids(tokenizer, "hello", chat=False) == plain
@@ -188,7 +230,14 @@ def test_a_prompt_of_no_token_or_of_half_a_character_is_refused(tokenizer) -> No
 
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
-    [([], [], None), ([1], [1], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [1], 0), ([2, 1], [1, 1], 0)],
+    [
+        ([], [], None),
+        ([1], [1], None),
+        ([1, 2], [1, 3], 1),
+        ([1], [1, 2], 1),
+        ([], [1], 0),
+        ([2, 1], [1, 1], 0),
+    ],
 )
 def test_where_two_texts_differ_first(one, other, expected) -> None:
     assert first_difference(one, other) == first_difference(other, one) == expected

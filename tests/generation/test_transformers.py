@@ -1,4 +1,6 @@
-"""Transformers' own ways to generate, on a model with adapters: each against the whole row computed anew for every token."""
+"""Transformers' own ways to generate, on a model with adapters: each against the whole row computed
+anew for every token.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ PROMPTS = [[5], [9, 17, 40, 3, 77, 21, 8], [60, 61, 62]]
 LIMIT = 8
 MODES = ("student", "teacher", "floor")
 
-# A cache holds the keys and values of earlier steps, computed in rows of other widths: fp32 sums in another order, on logits of size 10.
+# A cache holds the keys and values of earlier steps, computed in rows of other widths: fp32 sums in
+# another order, on logits of size 10.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
 def endless(load_model):
-    """Without end tokens, and a student that is far from its teacher, so that a mode gone wrong shows. Tests leave it as it is."""
+    """Without end tokens, and a student that is far from its teacher, so that a mode gone wrong
+    shows. Tests leave it as it is.
+    """
     model = load_model()
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", init_std_b=2.0))
     model.generation_config.eos_token_id = None
@@ -32,9 +37,12 @@ def batch(prompts=PROMPTS, side: str = "left") -> dict[str, torch.Tensor]:
     """Padded with an id that is a word elsewhere, so that only the mask tells padding."""
     width = max(map(len, prompts))
     pads = [[9] * (width - len(p)) for p in prompts]
-    rows = [[*pad, *p] if side == "left" else [*p, *pad] for p, pad in zip(prompts, pads, strict=True)]
+    rows = [
+        [*pad, *p] if side == "left" else [*p, *pad] for p, pad in zip(prompts, pads, strict=True)
+    ]
     mask = [
-        [0] * len(pad) + [1] * len(p) if side == "left" else [1] * len(p) + [0] * len(pad) for p, pad in zip(prompts, pads, strict=True)
+        [0] * len(pad) + [1] * len(p) if side == "left" else [1] * len(p) + [0] * len(pad)
+        for p, pad in zip(prompts, pads, strict=True)
     ]
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
 
@@ -42,9 +50,17 @@ def batch(prompts=PROMPTS, side: str = "left") -> dict[str, torch.Tensor]:
 def generate(model, prompts=PROMPTS, **settings):
     given = batch(prompts)
     found = model.generate(
-        **given, max_new_tokens=LIMIT, do_sample=False, pad_token_id=9, return_dict_in_generate=True, output_logits=True, **settings
+        **given,
+        max_new_tokens=LIMIT,
+        do_sample=False,
+        pad_token_id=9,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **settings,
     )
-    return found.sequences[:, given["input_ids"].shape[1] :].tolist(), torch.stack(found.logits, dim=1)
+    return found.sequences[:, given["input_ids"].shape[1] :].tolist(), torch.stack(
+        found.logits, dim=1
+    )
 
 
 def logits_alone(model, prompt: list[int], new: list[int]) -> torch.Tensor:
@@ -54,10 +70,17 @@ def logits_alone(model, prompt: list[int], new: list[int]) -> torch.Tensor:
         return torch.stack([model(input_ids=row, use_cache=False).logits[0, -1] for row in rows])
 
 
-@pytest.mark.parametrize(("cache", "mode"), [(None, "student"), ("dynamic", "teacher"), ("static", "floor"), ("static", "student")])
-def test_a_batch_padded_on_the_left_gives_what_each_prompt_gives_alone(endless, cache, mode) -> None:
+@pytest.mark.parametrize(
+    ("cache", "mode"),
+    [(None, "student"), ("dynamic", "teacher"), ("static", "floor"), ("static", "student")],
+)
+def test_a_batch_padded_on_the_left_gives_what_each_prompt_gives_alone(
+    endless, cache, mode
+) -> None:
     with adapter_mode(endless, mode):
-        tokens, logits = generate(endless, **({} if cache is None else {"cache_implementation": cache}))
+        tokens, logits = generate(
+            endless, **({} if cache is None else {"cache_implementation": cache})
+        )
         assert tokens == [alone(endless, prompt, LIMIT) for prompt in PROMPTS]
         for row, prompt, new in zip(logits, PROMPTS, tokens, strict=True):
             torch.testing.assert_close(row, logits_alone(endless, prompt, new), **CLOSE)
@@ -77,7 +100,9 @@ def test_a_static_cache_of_ones_own_takes_one_text_after_another(endless, mode) 
     with adapter_mode(endless, mode):
         for prompt in PROMPTS[1:3]:
             cache.reset()
-            assert generate(endless, [prompt], past_key_values=cache)[0] == [alone(endless, prompt, LIMIT)]
+            assert generate(endless, [prompt], past_key_values=cache)[0] == [
+                alone(endless, prompt, LIMIT)
+            ]
 
 
 @pytest.mark.parametrize(("mode", "prompts"), [("student", PROMPTS), ("teacher", PROMPTS[1:2])])
@@ -88,7 +113,10 @@ def test_beam_search_with_a_cache_finds_what_it_finds_without(endless, mode, pro
         assert tokens == generate(endless, prompts, use_cache=False, **settings)[0]
         greedy = generate(endless, prompts)[0]
         for i, prompt in enumerate(prompts):
-            first, second, one = (log_probability(endless, prompt, new) for new in (*tokens[2 * i : 2 * i + 2], greedy[i]))
+            first, second, one = (
+                log_probability(endless, prompt, new)
+                for new in (*tokens[2 * i : 2 * i + 2], greedy[i])
+            )
             assert first >= second - 1e-4  # fp32 sums of eight logarithms
             assert tokens[2 * i] != tokens[2 * i + 1] and (first >= one - 1e-4 or len(prompts) > 1)
 
@@ -110,17 +138,40 @@ def test_the_score_of_a_beam_is_the_log_probability_of_its_tokens(endless) -> No
         output_scores=True,
     )
     expected = log_probability(endless, PROMPTS[1], found.sequences[0, len(PROMPTS[1]) :].tolist())
-    assert float(found.sequences_scores[0]) == pytest.approx(expected, rel=1e-4)  # fp32 against fp64
+    # fp32 against fp64
+    assert float(found.sequences_scores[0]) == pytest.approx(expected, rel=1e-4)
 
 
-# --- quantised caches ------------------------------------------------------------------------------------------------
+# --- quantised caches
+# ------------------------------------------------------------------------------------------------
 
-# Backend, settings, and a bound on the logits' error in units of their spread. fp8 (e4m3) has 3 bits of mantissa, an error of 1/16 of a
-# value at worst; 8 bits divide a group's range by 255, 4 bits by 15. This random model makes some ten times that of it on the way.
+# Backend, settings, and a bound on the logits' error in units of their spread. fp8 (e4m3) has 3
+# bits of mantissa, an error of 1/16 of a value at worst; 8 bits divide a group's range by 255, 4
+# bits by 15. This random model makes some ten times that of it on the way.
 BACKENDS = {
     "fp8": ({"backend": "fp8"}, 0.6),
-    "hqq, 8 bits": ({"backend": "hqq", "nbits": 8, "q_group_size": 16, "residual_length": 4, "axis_key": 1, "axis_value": 1}, 0.05),
-    "hqq, 4 bits": ({"backend": "hqq", "nbits": 4, "q_group_size": 16, "residual_length": 4, "axis_key": 1, "axis_value": 1}, 0.6),
+    "hqq, 8 bits": (
+        {
+            "backend": "hqq",
+            "nbits": 8,
+            "q_group_size": 16,
+            "residual_length": 4,
+            "axis_key": 1,
+            "axis_value": 1,
+        },
+        0.05,
+    ),
+    "hqq, 4 bits": (
+        {
+            "backend": "hqq",
+            "nbits": 4,
+            "q_group_size": 16,
+            "residual_length": 4,
+            "axis_key": 1,
+            "axis_value": 1,
+        },
+        0.6,
+    ),
 }
 each_backend = pytest.mark.parametrize("name", BACKENDS)
 
@@ -128,14 +179,23 @@ each_backend = pytest.mark.parametrize("name", BACKENDS)
 def settings_of(name: str) -> dict:
     settings, _ = BACKENDS[name]
     if settings["backend"] == "hqq":
-        pytest.importorskip("hqq", reason="NOT TESTED: quantised caches of 4 and 8 bits need hqq, which the extra `test` brings")
+        pytest.importorskip(
+            "hqq",
+            reason=(
+                "NOT TESTED: quantised caches of 4 and 8 bits need hqq, which the extra `test`"
+                " brings"
+            ),
+        )
     else:
         try:
             QuantizedCache(config=transformers.LlamaConfig(), **settings)
         except ValueError as error:
             if "Unknown quantization backend" not in str(error):
                 raise
-            pytest.skip(f"NOT TESTED: transformers {transformers.__version__} has no {settings['backend']} cache")
+            pytest.skip(
+                f"NOT TESTED: transformers {transformers.__version__} has no {settings['backend']}"
+                " cache"
+            )
     return dict(settings)  # some versions of transformers add to what they are given
 
 
@@ -145,8 +205,11 @@ def test_a_quantised_cache_costs_what_its_digits_cost(endless, name) -> None:
     for prompt in PROMPTS[1:2]:
         new = alone(endless, prompt, LIMIT)
         exact = logits_alone(endless, prompt, new)
-        found = logits_forced(endless, prompt, new, QuantizedCache(config=endless.config, **settings))
-        torch.testing.assert_close(found[0], exact[0], **CLOSE)  # of the prompt itself nothing is read back
+        found = logits_forced(
+            endless, prompt, new, QuantizedCache(config=endless.config, **settings)
+        )
+        # of the prompt itself nothing is read back
+        torch.testing.assert_close(found[0], exact[0], **CLOSE)
         error = (found - exact).square().mean().sqrt() / exact.std()
         assert 0 < float(error) < bound
 
@@ -162,14 +225,20 @@ def logits_forced(model, prompt: list[int], new: list[int], cache) -> torch.Tens
 
 
 @each_backend
-def test_an_adapter_that_does_nothing_changes_no_bit_under_a_quantised_cache(load_model, name) -> None:
+def test_an_adapter_that_does_nothing_changes_no_bit_under_a_quantised_cache(
+    load_model, name
+) -> None:
     settings = settings_of(name)
     model = load_model()
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
     found = []
     for mode in ("student", "teacher"):
         with adapter_mode(model, mode):
-            found.append(logits_forced(model, PROMPTS[1], PROMPTS[1], QuantizedCache(config=model.config, **settings)))
+            found.append(
+                logits_forced(
+                    model, PROMPTS[1], PROMPTS[1], QuantizedCache(config=model.config, **settings)
+                )
+            )
     assert torch.equal(*found)
 
 
@@ -177,24 +246,36 @@ def test_an_adapter_that_does_nothing_changes_no_bit_under_a_quantised_cache(loa
 def test_generate_uses_the_quantised_cache_that_is_asked_for(endless, name) -> None:
     settings = settings_of(name)
     for prompt in PROMPTS[:2]:
-        tokens, logits = generate(endless, [prompt], cache_implementation="quantized", cache_config=dict(settings))
-        # Fed the tokens that came out, the same cache gives the same logits; a cache of another kind does not.
-        forced = logits_forced(endless, prompt, tokens[0], QuantizedCache(config=endless.config, **settings))
+        tokens, logits = generate(
+            endless, [prompt], cache_implementation="quantized", cache_config=dict(settings)
+        )
+        # Fed the tokens that came out, the same cache gives the same logits; a cache of another
+        # kind does not.
+        forced = logits_forced(
+            endless, prompt, tokens[0], QuantizedCache(config=endless.config, **settings)
+        )
         torch.testing.assert_close(logits[0], forced, **CLOSE)
         assert tokens[0] == forced.argmax(dim=-1).tolist()
 
 
-# --- pipeline --------------------------------------------------------------------------------------------------------
+# --- pipeline
+# --------------------------------------------------------------------------------------------------------
 
 TEXTS = ["class Stack:\n    def __init__(self", "import os", "def read(path):\n"]
 
 
-@pytest.mark.parametrize(("batch_size", "view"), [(1, npt.student_view), (3, npt.teacher_view)], ids=["student", "teacher"])
+@pytest.mark.parametrize(
+    ("batch_size", "view"),
+    [(1, npt.student_view), (3, npt.teacher_view)],
+    ids=["student", "teacher"],
+)
 def test_the_pipeline_writes_the_models_own_text(tiny, batch_size, view) -> None:
     model, tokenizer = tiny
     model = view(model)
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    found = pipe(TEXTS, batch_size=batch_size, max_new_tokens=LIMIT, do_sample=False, return_full_text=False)
+    found = pipe(
+        TEXTS, batch_size=batch_size, max_new_tokens=LIMIT, do_sample=False, return_full_text=False
+    )
     for text, (answer,) in zip(TEXTS, found, strict=True):
         expected = alone(model, tokenizer(text)["input_ids"], LIMIT, [tokenizer.eos_token_id])
         assert answer["generated_text"] == tokenizer.decode(expected, skip_special_tokens=True)

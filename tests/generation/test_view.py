@@ -15,7 +15,11 @@ from npt.errors import ModelError
 from npt.generation.view import mode_view
 
 IDS = torch.tensor([[9, 17, 40, 3, 77, 21, 8]])
-VIEWS = {"teacher": npt.teacher_view, "student": npt.student_view, "floor": lambda model: mode_view(model, "floor")}
+VIEWS = {
+    "teacher": npt.teacher_view,
+    "student": npt.student_view,
+    "floor": lambda model: mode_view(model, "floor"),
+}
 
 
 def logits(model, ids=IDS):
@@ -51,7 +55,9 @@ def test_a_view_of_a_view_is_a_view_of_the_model(student) -> None:
 def test_everything_is_shared_but_the_settings(student) -> None:
     view = npt.student_view(student)
     assert type(view) is LlamaForCausalLM and view.device == student.device
-    assert all(one is other for one, other in zip(view.parameters(), student.parameters(), strict=True))
+    assert all(
+        one is other for one, other in zip(view.parameters(), student.parameters(), strict=True)
+    )
     assert list(view.state_dict()) == list(student.state_dict())
     assert view.model is student.model and view.lm_head is student.lm_head
     view.generation_config.num_assistant_tokens = 3
@@ -92,7 +98,9 @@ def test_the_mode_comes_back_after_a_failure(student) -> None:
     assert {layer.npt.mode for _, layer in npt_layers(student)} == {"student"}
 
 
-def test_a_model_without_adapters_has_no_views_and_a_view_ends_with_them(student, load_model) -> None:
+def test_a_model_without_adapters_has_no_views_and_a_view_ends_with_them(
+    student, load_model
+) -> None:
     with pytest.raises(ModelError, match=r"npt\.attach"):
         npt.student_view(load_model())
     view = npt.student_view(student)

@@ -1,4 +1,6 @@
-"""Generation of models that look back through a window: every way to it gives the tokens of each prompt alone, computed anew."""
+"""Generation of models that look back through a window: every way to it gives the tokens of each
+prompt alone, computed anew.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from npt.quant.attention import SDPA
 from npt.quant.load import load_tokenizer
 
 PROMPTS = [
-    torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, WINDOW - 1, 11, WINDOW, 2 * WINDOW + 1)
+    torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (1, WINDOW - 1, 11, WINDOW, 2 * WINDOW + 1)
 ]
 NAMES = list("abcde")
 NEW = WINDOW + 2
@@ -30,7 +33,11 @@ NEW = WINDOW + 2
 @pytest.fixture(scope="module", params=[name for name in MAKE if "window" in name])
 def windowed(request, tmp_path_factory) -> Any:
     """A 4-bit student, away from its teacher, of every family that has windows."""
-    model, _ = npt.load_base(str(save_base(request.param, tmp_path_factory.mktemp("base"))), quantization="nf4", device="cpu")
+    model, _ = npt.load_base(
+        str(save_base(request.param, tmp_path_factory.mktemp("base"))),
+        quantization="nf4",
+        device="cpu",
+    )
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -52,14 +59,20 @@ def _written(windowed) -> dict[str, list[list[int]]]:
 
 @pytest.fixture
 def texts(windowed, mode, _written) -> list[list[int]]:
-    """What each prompt is continued with, every token computed anew from the whole row; made once for each mode."""
+    """What each prompt is continued with, every token computed anew from the whole row; made once
+    for each mode.
+    """
     if mode not in _written:
         _written[mode] = [alone(windowed, prompt, NEW) for prompt in PROMPTS]
     return _written[mode]
 
 
-@pytest.mark.parametrize(("mode", "attention"), [("teacher", "eager"), ("student", SDPA)], indirect=["mode"])
-def test_prompts_of_unequal_length_give_what_each_gives_alone(windowed, mode, texts, monkeypatch, attention) -> None:
+@pytest.mark.parametrize(
+    ("mode", "attention"), [("teacher", "eager"), ("student", SDPA)], indirect=["mode"]
+)
+def test_prompts_of_unequal_length_give_what_each_gives_alone(
+    windowed, mode, texts, monkeypatch, attention
+) -> None:
     monkeypatch.setattr(windowed.config, "_attn_implementation_internal", attention)
     seen: list[Tensor] = []
     hook = windowed.lm_head.register_forward_hook(lambda _, __, output: seen.append(output))
@@ -69,22 +82,35 @@ def test_prompts_of_unequal_length_give_what_each_gives_alone(windowed, mode, te
     assert len({tuple(tokens) for tokens in found}) == 5
     for row, (prompt, tokens) in enumerate(zip(PROMPTS, found, strict=True)):
         with torch.no_grad():
-            expected = windowed(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
+            expected = windowed(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[
+                0, len(prompt) - 1 :
+            ]
         # products of other shapes sum in another order, through four layers
-        torch.testing.assert_close(torch.stack([step[row] for step in seen]), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            torch.stack([step[row] for step in seen]),
+            expected,
+            rtol=0,
+            atol=2e-5 * float(expected.abs().max()),
+        )
 
 
 @pytest.mark.parametrize("attention", [SDPA, "eager"])
-def test_a_prompt_has_a_key_for_every_query_whatever_it_is_padded_to(windowed, monkeypatch, attention) -> None:
+def test_a_prompt_has_a_key_for_every_query_whatever_it_is_padded_to(
+    windowed, monkeypatch, attention
+) -> None:
     monkeypatch.setattr(windowed.config, "_attn_implementation_internal", attention)
     seen: list[Tensor] = []
     for layer in windowed.model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda _, __, given: seen.append(given["attention_mask"]), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, given: seen.append(given["attention_mask"]), with_kwargs=True
+        )
     continue_greedily(windowed, PROMPTS, [NEW] * 5, (), NAMES)
     for layer in windowed.model.layers:
         layer.self_attn._forward_pre_hooks.clear()
     assert len(seen) == NEW * 4
-    assert all(bool((mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()) for mask in seen)
+    assert all(
+        bool((mask if mask.dtype == torch.bool else mask == 0).any(dim=-1).all()) for mask in seen
+    )
 
 
 @pytest.mark.parametrize("mode", ["student"], indirect=True)
@@ -92,8 +118,14 @@ def test_transformers_own_generation_gives_it_too_padded_on_the_left(windowed, m
     width = max(len(prompt) for prompt in PROMPTS)
     ids = torch.tensor([[2] * (width - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    for how in ({"use_cache": False}, {"cache_implementation": "dynamic"}, {"cache_implementation": "static"}):
-        found = windowed.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, **how)
+    for how in (
+        {"use_cache": False},
+        {"cache_implementation": "dynamic"},
+        {"cache_implementation": "static"},
+    ):
+        found = windowed.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=-1, **how
+        )
         assert found[:, width:].tolist() == texts, how
 
 
@@ -102,15 +134,26 @@ def words() -> Any:
     return load_tokenizer()
 
 
-@pytest.mark.parametrize(("mode", "prompt"), [("teacher", PROMPTS[1]), ("student", PROMPTS[2])], indirect=["mode"], ids=["3", "11"])
+@pytest.mark.parametrize(
+    ("mode", "prompt"),
+    [("teacher", PROMPTS[1]), ("student", PROMPTS[2])],
+    indirect=["mode"],
+    ids=["3", "11"],
+)
 def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words, prompt) -> None:
     found = write(mode_view(windowed, mode), words, prompt, Decoding(max_new_tokens=NEW))
     assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))
 
 
-@pytest.mark.parametrize(("prompt", "drafted"), [(PROMPTS[1], WINDOW + 2), (PROMPTS[2], 1)], ids=["3", "11"])
-def test_drafts_that_cross_the_window_leave_the_teachers_text(windowed, words, prompt, drafted) -> None:
-    found, drafts = write_assisted(windowed, words, prompt, Decoding(max_new_tokens=NEW), draft_tokens=drafted)
+@pytest.mark.parametrize(
+    ("prompt", "drafted"), [(PROMPTS[1], WINDOW + 2), (PROMPTS[2], 1)], ids=["3", "11"]
+)
+def test_drafts_that_cross_the_window_leave_the_teachers_text(
+    windowed, words, prompt, drafted
+) -> None:
+    found, drafts = write_assisted(
+        windowed, words, prompt, Decoding(max_new_tokens=NEW), draft_tokens=drafted
+    )
     with npt.adapters_disabled(windowed):
         assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))
     assert drafts.judged > 0

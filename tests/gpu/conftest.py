@@ -1,4 +1,6 @@
-"""What lies in this folder needs a GPU, and of Python packages only those of a bare GPU machine: see tests/test_suite.py."""
+"""What lies in this folder needs a GPU, and of Python packages only those of a bare GPU machine:
+see tests/test_suite.py.
+"""
 
 from __future__ import annotations
 

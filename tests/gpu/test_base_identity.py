@@ -1,4 +1,6 @@
-"""What only a card shows of a base's identity: NF4 packs alike there, and adapters go from one kind of device to the other."""
+"""What only a card shows of a base's identity: NF4 packs alike there, and adapters go from one kind
+of device to the other.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,23 @@ pytestmark = pytest.mark.gpu
 
 
 def test_nf4_of_bf16_has_the_codes_of_the_cpu() -> None:
-    here, there = (npt.base_identity(npt.load_base("tiny", quantization="nf4", device=device)[0]) for device in ("cpu", "cuda"))
-    assert (there.config, there.codes, there.dense, there.source) == (here.config, here.codes, here.dense, here.source)
+    here, there = (
+        npt.base_identity(npt.load_base("tiny", quantization="nf4", device=device)[0])
+        for device in ("cpu", "cuda")
+    )
+    assert (there.config, there.codes, there.dense, there.source) == (
+        here.config,
+        here.codes,
+        here.dense,
+        here.source,
+    )
     assert (here.packed_on, there.packed_on) == ("cpu", "cuda")
 
 
 def test_an_unquantised_base_is_the_same_to_the_last_bit() -> None:
-    here, there = (npt.base_hash(npt.load_base("tiny", device=device)[0]) for device in ("cpu", "cuda"))
+    here, there = (
+        npt.base_hash(npt.load_base("tiny", device=device)[0]) for device in ("cpu", "cuda")
+    )
     assert here == there
 
 

@@ -1,4 +1,6 @@
-"""A calibrated start on a card: as near to the teacher as the CPU's, and what the host spends on it."""
+"""A calibrated start on a card: as near to the teacher as the CPU's, and what the host spends on
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "calibration_la
 
 def samples() -> list[Sample]:
     source = random.Random(0)
-    return [Sample(f"random-{n}", tuple(source.randrange(3, 2048) for _ in range(64))) for n in range(64)]
+    return [
+        Sample(f"random-{n}", tuple(source.randrange(3, 2048) for _ in range(64)))
+        for n in range(64)
+    ]
 
 
 def calibrated(device: str) -> npt.Calibration:

@@ -1,4 +1,6 @@
-"""Gradient checkpointing and logging on a card: the same bits, a lower peak, and no wait that was not there."""
+"""Gradient checkpointing and logging on a card: the same bits, a lower peak, and no wait that was
+not there.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ CONFIGS = (PLAIN, replace(PLAIN, gradient_checkpointing=True))
 def student(layers: int = 8) -> tuple[Any, Batch]:
     """D 256, F 1024, so that layers outweigh the rest, and a micro-batch of 4 x 256 tokens."""
     config = LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     model = random_base(config, quantization="nf4", device="cuda")
     npt.attach(model, npt.NPTConfig(rank=8, layers="all", additive_scale=1.0))
@@ -48,7 +55,8 @@ def filled(model: Any, batch: Batch, config: npt.TrainConfig) -> dict[str, Tenso
 
 def test_losses_and_gradients_have_the_same_bits() -> None:
     model, batch = student()
-    # Attention's backward may add in another order each time; only its deterministic form can be compared bit for bit.
+    # Attention's backward may add in another order each time; only its deterministic form can be
+    # compared bit for bit.
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         plain, checkpointed = (filled(model, batch, config) for config in CONFIGS)
     for name, value in plain.items():
@@ -95,6 +103,13 @@ def test_logging_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Loop, "_metrics", watched)
     model, _ = student(2)
     rows = [{"input_ids": [3 + (7 * i + j) % 200 for j in range(12)]} for i in range(24)]
-    config = replace(PLAIN, max_steps=6, batch_size=2, log_steps=1, eval_samples=2, output_dir=str(tmp_path / "run"))
+    config = replace(
+        PLAIN,
+        max_steps=6,
+        batch_size=2,
+        log_steps=1,
+        eval_samples=2,
+        output_dir=str(tmp_path / "run"),
+    )
     npt.Trainer(model, NoTokenizer(), rows, config, eval_data=rows[:2]).train()
     assert [line["step"] for line in logged] == [1, 2, 3, 4, 5, 6]

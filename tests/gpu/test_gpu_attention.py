@@ -1,4 +1,6 @@
-"""Attention of fp32 on a card: the kernel, its memory, and a backward that gives the same bits again."""
+"""Attention of fp32 on a card: the kernel, its memory, and a backward that gives the same bits
+again.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ LAYER = SimpleNamespace(num_key_value_groups=4, is_causal=True)
 def tensors(length: int, width: int = 128, rows: int = 1) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(rows, length, heads, width) for heads in (32, 8, 8)]
-    found = [torch.randn(shape, generator=generator, device="cuda").transpose(1, 2) for shape in shapes]
+    found = [
+        torch.randn(shape, generator=generator, device="cuda").transpose(1, 2) for shape in shapes
+    ]
     return [x.detach().requires_grad_() for x in found]
 
 
@@ -51,8 +55,11 @@ def test_scores_are_never_kept() -> None:
     assert _has_exact_backward(q, True)
     with torch.no_grad():
         taken = peak_bytes(lambda: sdpa_attention(LAYER, q, k, v, None), "cuda").added
-    assert taken < 5 * q.numel() * 4  # K and V repeated, and the output; the scores would be 64 times a query's bytes
-    both = peak_bytes(lambda: sdpa_attention(LAYER, q, k, v, None)[0].sum().backward(), "cuda").added
+    # K and V repeated, and the output; the scores would be 64 times a query's bytes
+    assert taken < 5 * q.numel() * 4
+    both = peak_bytes(
+        lambda: sdpa_attention(LAYER, q, k, v, None)[0].sum().backward(), "cuda"
+    ).added
     assert both < 16 * q.numel() * 4
 
 
@@ -68,12 +75,15 @@ def test_values_and_gradients_are_those_of_the_math_kernel(width, length, masked
     for ours in (True, False):
         inputs = tensors(length, width, rows=2)
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION] if ours else [SDPBackend.MATH]):
-            output, _ = (sdpa_attention if ours else sdpa_attention_forward)(LAYER, *inputs, mask, scaling=width**-0.5)
+            output, _ = (sdpa_attention if ours else sdpa_attention_forward)(
+                LAYER, *inputs, mask, scaling=width**-0.5
+            )
             torch.where(weight == 0, 0.0, output * weight).sum().backward()
         results.append([x.grad for x in inputs])
     for one, other in zip(*results, strict=True):
         assert one.isfinite().all()
-        assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))  # sums over hundreds of keys in another order
+        # sums over hundreds of keys in another order
+        assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -85,7 +95,9 @@ def test_the_backward_gives_the_same_bits_every_time(masked) -> None:
         output, _ = sdpa_attention(LAYER, *inputs, left_padded(2048, 1) if masked else None)
         output.square().sum().backward()
         found.append([x.grad for x in inputs])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -103,7 +115,9 @@ def test_a_micro_batch_has_the_same_gradients_every_time(strategy) -> None:
         model.zero_grad()
         drive(model, batch, TrainConfig(strategy=strategy))
         found.append([p.grad.clone() for p in adapter_parameters(model).values()])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 def test_the_peak_counted_without_numbers_is_the_one_measured() -> None:
@@ -124,4 +138,5 @@ def test_the_peak_counted_without_numbers_is_the_one_measured() -> None:
         drive(model, batch, config)
         measured = peak_bytes(lambda c=config, b=batch: drive(model, b, c), "cuda").added
         npt.detach(model)
-        assert counted == pytest.approx(measured, rel=0.1)  # blocks of the allocator, and workspaces of cuBLAS
+        # blocks of the allocator, and workspaces of cuBLAS
+        assert counted == pytest.approx(measured, rel=0.1)

@@ -1,4 +1,6 @@
-"""The tracer: on a GPU backward runs in a thread of its own, without the caller's frames and counters."""
+"""The tracer: on a GPU backward runs in a thread of its own, without the caller's frames and
+counters.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,21 @@ def hooked(x: Tensor) -> Tensor:
         (lambda x: (x - x).log(), "forward", "log", "(x - x).log()"),
     ],
 )
-def test_a_trace_on_a_gpu_says_what_it_says_on_a_cpu(checkpointing, function, phase, operation, line) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Step(function)), nn.Linear(4, 4)).cuda()
+def test_a_trace_on_a_gpu_says_what_it_says_on_a_cpu(
+    checkpointing, function, phase, operation, line
+) -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Step(function)), nn.Linear(4, 4)
+    ).cuda()
     x = torch.randn(3, 4, device="cuda")
 
     def run() -> Tensor:
         h = model[0](x)
-        h = model[1](h) if checkpointing is None else checkpoint(model[1], h, use_reentrant=checkpointing)
+        h = (
+            model[1](h)
+            if checkpointing is None
+            else checkpoint(model[1], h, use_reentrant=checkpointing)
+        )
         return model[2](h).square().sum()
 
     for _ in range(3):  # the threads of backward count on from one pass to the next
@@ -70,8 +80,14 @@ def test_on_a_gpu_too_a_recomputation_is_told_from_backward(reentrant) -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Step(function)).cuda()
     x = torch.randn(3, 4, device="cuda")
-    verdict = npt.trace(model, run=lambda: checkpoint(model[1], model[0](x), use_reentrant=reentrant).square().sum())
-    assert verdict is not None and (verdict.phase, verdict.operation, verdict.module) == ("recomputation", "mul", "1")
+    verdict = npt.trace(
+        model, run=lambda: checkpoint(model[1], model[0](x), use_reentrant=reentrant).square().sum()
+    )
+    assert verdict is not None and (verdict.phase, verdict.operation, verdict.module) == (
+        "recomputation",
+        "mul",
+        "1",
+    )
 
 
 def test_a_trace_of_a_student_on_a_gpu_gives_no_alarm_and_finds_a_bad_statistic() -> None:
@@ -86,5 +102,9 @@ def test_a_trace_of_a_student_on_a_gpu_gives_no_alarm_and_finds_a_bad_statistic(
     state = torch.cuda.get_rng_state()
     model.model.layers[5].mlp.up_proj.weight.quant_state.state2.absmax[1] = float("nan")
     verdict = npt.trace(model, batch, run=run)
-    assert verdict is not None and (verdict.cause, verdict.module, verdict.index) == ("corrupt absmax", "model.layers.5.mlp.up_proj", (1,))
+    assert verdict is not None and (verdict.cause, verdict.module, verdict.index) == (
+        "corrupt absmax",
+        "model.layers.5.mlp.up_proj",
+        (1,),
+    )
     assert torch.equal(torch.cuda.get_rng_state(), state)

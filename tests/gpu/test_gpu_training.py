@@ -1,4 +1,6 @@
-"""Training on a GPU: its numbers are the CPU's, flags read late change no bit, runs end, bundles replay, a base lies on two devices."""
+"""Training on a GPU: its numbers are the CPU's, flags read late change no bit, runs end, bundles
+replay, a base lies on two devices.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def test_the_loss_on_a_gpu_is_that_on_a_cpu() -> None:
         batch = micro_batch(0)
         sums = STRATEGIES["local"](model, batch.to(torch.device(device)), npt.TrainConfig())
         losses.append(float(sums.loss) / sums.tokens)
-    # The two quantise the same weights with different roundings, and their kernels sum in different orders.
+    # The two quantise the same weights with different roundings, and their kernels sum in different
+    # orders.
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
@@ -49,19 +52,29 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
             number = 2 * window + index
 
             def fill(number: int = number) -> MicroBatch:
-                sums = STRATEGIES["local"](model, micro_batch(number).to(torch.device("cuda")), npt.TrainConfig())
+                sums = STRATEGIES["local"](
+                    model, micro_batch(number).to(torch.device("cuda")), npt.TrainConfig()
+                )
                 if fault(number):
                     next(iter(parameters.values())).grad.view(-1)[0] = float("nan")
                 return sums
 
             transaction.micro_batch(fill, (str(number),))
         results += transaction.commit()
-    return {name: p.detach().clone() for name, p in parameters.items()}, results + transaction.flush()
+    return {
+        name: p.detach().clone() for name, p in parameters.items()
+    }, results + transaction.flush()
 
 
 def test_flags_read_late_leave_the_bits_of_flags_read_at_once() -> None:
-    weights, results = zip(*(run(late, lambda number: number in (2, 4, 5)) for late in (False, True)), strict=True)
-    assert [r.applied for r in results[1]] == [r.applied for r in results[0]] == [True, True, False, True]
+    weights, results = zip(
+        *(run(late, lambda number: number in (2, 4, 5)) for late in (False, True)), strict=True
+    )
+    assert (
+        [r.applied for r in results[1]]
+        == [r.applied for r in results[0]]
+        == [True, True, False, True]
+    )
     assert [r.steps for r in results[1]] == [1, 2, 2, 3]
     assert [r.rate for r in results[1]] == [r.rate for r in results[0]]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -76,7 +89,9 @@ def test_fused_layers_are_the_plain_ones_on_a_gpu(strategy: str, compiled: bool)
     for plain in (True, False):
         for parameter in adapter_parameters(model).values():
             parameter.grad = None
-        config = npt.TrainConfig(strategy=strategy, regularization_lambda=0.3, compile=compiled and not plain)
+        config = npt.TrainConfig(
+            strategy=strategy, regularization_lambda=0.3, compile=compiled and not plain
+        )
         with unfused() if plain else contextlib.nullcontext():
             sums = STRATEGIES[strategy](model, batch, config)
         results.append([sums.loss, sums.reg, *(p.grad for p in adapter_parameters(model).values())])
@@ -87,9 +102,21 @@ def test_fused_layers_are_the_plain_ones_on_a_gpu(strategy: str, compiled: bool)
 
 def test_a_run_on_a_gpu_ends_below_where_it_started(tmp_path: Path) -> None:
     model, tokenizer = student()
-    config = npt.TrainConfig(max_steps=40, batch_size=8, learning_rate=1e-2, log_steps=1, eval_samples=8, output_dir=str(tmp_path / "run"))
-    result = npt.Trainer(model, tokenizer, None, config, console=Console(file=io.StringIO())).train()
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    config = npt.TrainConfig(
+        max_steps=40,
+        batch_size=8,
+        learning_rate=1e-2,
+        log_steps=1,
+        eval_samples=8,
+        output_dir=str(tmp_path / "run"),
+    )
+    result = npt.Trainer(
+        model, tokenizer, None, config, console=Console(file=io.StringIO())
+    ).train()
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert result.steps == 40 and result.refused == 0
     assert losses[-1] < 0.5 * losses[0]
 
@@ -101,7 +128,9 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
         model,
         tokenizer,
         [{"input_ids": row} for row in rows],
-        npt.TrainConfig(batch_size=2, max_consecutive_bad=4, smoke_test=False, output_dir=str(tmp_path / "run")),
+        npt.TrainConfig(
+            batch_size=2, max_consecutive_bad=4, smoke_test=False, output_dir=str(tmp_path / "run")
+        ),
         data_config=npt.DataConfig(max_length=16),
         eval_data=[{"input_ids": list(range(5, 15))}],
         console=Console(file=io.StringIO()),
@@ -124,7 +153,9 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
     assert "cuda.0" in found.bundle.random_state and torch.equal(torch.cuda.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64]
+)
 def test_statistics_on_a_gpu_are_those_on_a_cpu(dtype: torch.dtype) -> None:
     values = (torch.randn(4, 8, 33, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
     if dtype.is_floating_point:
@@ -133,12 +164,25 @@ def test_statistics_on_a_gpu_are_those_on_a_cpu(dtype: torch.dtype) -> None:
     valid[2, 5:] = False
     # Both sum in fp32 or better, in different orders.
     for mask in (None, valid):
-        torch.testing.assert_close(summarise(values.cuda(), mask).cpu(), summarise(values, mask), rtol=1e-5, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(
+            summarise(values.cuda(), mask).cpu(),
+            summarise(values, mask),
+            rtol=1e-5,
+            atol=1e-4,
+            equal_nan=True,
+        )
 
 
 def on(first: str, second: str) -> dict[str, str]:
-    """The first six of the embedded model's layers and lm_head, which is its embedding, on one device; the rest on another."""
-    places = {"model.embed_tokens": first, "lm_head": first, "model.rotary_emb": first, "model.norm": second}
+    """The first six of the embedded model's layers and lm_head, which is its embedding, on one
+    device; the rest on another.
+    """
+    places = {
+        "model.embed_tokens": first,
+        "lm_head": first,
+        "model.rotary_emb": first,
+        "model.norm": second,
+    }
     return places | {f"model.layers.{i}": first if i < 6 else second for i in range(8)}
 
 
@@ -157,7 +201,9 @@ def test_a_base_half_on_the_host_computes_what_the_host_computes() -> None:
     torch.testing.assert_close(sums.layer_nmse.cpu(), alone.layer_nmse, rtol=1e-3, atol=0)
     for name, gradient in gradients.items():
         assert gradient.is_cuda == (int(name.split(".")[2]) >= 6)
-        assert float((gradient.cpu() - expected[name]).abs().max()) <= 1e-3 * float(expected[name].abs().max()), name
+        assert float((gradient.cpu() - expected[name]).abs().max()) <= 1e-3 * float(
+            expected[name].abs().max()
+        ), name
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
@@ -167,10 +213,23 @@ def test_a_run_on_two_gpus_of_one_process_is_that_on_one(tmp_path: Path) -> None
         model, tokenizer = npt.load_base("tiny", quantization="nf4", device_map=places)
         npt.attach(model, npt.NPTConfig(additive_scale=1.0, layers="6-7"))
         config = npt.TrainConfig(
-            max_steps=10, batch_size=4, learning_rate=1e-2, log_steps=1, eval_samples=4, output_dir=str(tmp_path / name)
+            max_steps=10,
+            batch_size=4,
+            learning_rate=1e-2,
+            log_steps=1,
+            eval_samples=4,
+            output_dir=str(tmp_path / name),
         )
-        result = npt.Trainer(model, tokenizer, None, config, console=Console(file=io.StringIO())).train()
+        result = npt.Trainer(
+            model, tokenizer, None, config, console=Console(file=io.StringIO())
+        ).train()
         assert result.steps == 10 and result.refused == 0
         assert {str(p.device) for p in adapter_parameters(model).values()} == {places["model.norm"]}
-        losses.append([json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # the same kernels; what is added up across devices may be so in another order
+        losses.append(
+            [
+                json.loads(line)["loss"]
+                for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            ]
+        )
+    # the same kernels; what is added up across devices may be so in another order
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -19,7 +19,9 @@ CUDA = torch.device("cuda")
 
 
 def test_a_wait_is_noticed() -> None:
-    """In forward and in backward, which runs in a thread of its own; without this the other tests would show nothing."""
+    """In forward and in backward, which runs in a thread of its own; without this the other tests
+    would show nothing.
+    """
     x = torch.ones(3, device=CUDA, requires_grad=True)
     with pytest.raises(HostWaitError), no_waits(CUDA):
         x.sum().item()
@@ -45,7 +47,9 @@ def test_a_clean_step_makes_the_host_wait_for_nothing(strategy: str, kind: str) 
     batch = micro_batch(0, kind).to(CUDA)
 
     def step() -> None:
-        transaction.micro_batch(lambda: STRATEGIES[strategy](model, batch, npt.TrainConfig(strategy=strategy)))
+        transaction.micro_batch(
+            lambda: STRATEGIES[strategy](model, batch, npt.TrainConfig(strategy=strategy))
+        )
         transaction.commit()
 
     step()
@@ -61,7 +65,9 @@ def test_pinned_batches_are_copied_without_the_host_waiting() -> None:
     assert batch.input_ids.is_pinned() and batch.scored_index.is_pinned()
     with no_waits(CUDA):
         moved = batch.to(CUDA)
-    assert torch.equal(moved.input_ids.cpu(), batch.input_ids) and moved.sample_ids == batch.sample_ids
+    assert (
+        torch.equal(moved.input_ids.cpu(), batch.input_ids) and moved.sample_ids == batch.sample_ids
+    )
 
 
 def test_the_recorder_waits_for_nothing_before_its_record_is_read() -> None:

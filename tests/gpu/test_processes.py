@@ -1,4 +1,6 @@
-"""Processes on GPUs: a lost rank is named over NCCL and nothing hangs, GPUs are told apart, a base is packed on the GPU and shared."""
+"""Processes on GPUs: a lost rank is named over NCCL and nothing hangs, GPUs are told apart, a base
+is packed on the GPU and shared.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two G
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process starts CUDA and NCCL, and a rank that is lost is silent for 20 s before it counts as lost."""
+    """Each process starts CUDA and NCCL, and a rank that is lost is silent for 20 s before it
+    counts as lost.
+    """
     monkeypatch.setattr("several.DEADLINE", 240.0)
 
 
@@ -50,7 +54,14 @@ def trained(ranks: Ranks, out: str, plant: str = "", sharded: bool = False) -> d
         model,
         tokenizer,
         [{"input_ids": [3 + (11 * i + 7 * j) % 2000 for j in range(24)]} for i in range(64)],
-        npt.TrainConfig(batch_size=2, gradient_accumulation_steps=2, max_steps=8, log_steps=1, smoke_test=False, output_dir=out),
+        npt.TrainConfig(
+            batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=8,
+            log_steps=1,
+            smoke_test=False,
+            output_dir=out,
+        ),
         data_config=npt.DataConfig(max_length=32),
         eval_data=[{"input_ids": list(range(5, 25))}],
         console=Console(file=io.StringIO()),
@@ -72,13 +83,16 @@ def trained(ranks: Ranks, out: str, plant: str = "", sharded: bool = False) -> d
     result = trainer.train()
     return {
         "steps": result.steps,
-        "weights": {name: p.detach().cpu().numpy() for name, p in adapter_parameters(model).items()},
+        "weights": {
+            name: p.detach().cpu().numpy() for name, p in adapter_parameters(model).items()
+        },
         "perplexity": result.fidelity.student.perplexity,
         "peak": torch.cuda.max_memory_allocated(),
     }
 
 
-# --- a rank that is lost ---------------------------------------------------------------------------------------------
+# --- a rank that is lost
+# ---------------------------------------------------------------------------------------------
 
 
 @two_gpus
@@ -96,14 +110,23 @@ def test_a_killed_rank_is_named_over_nccl_and_what_was_trained_is_saved(tmp_path
 @two_gpus
 def test_an_error_on_one_rank_is_the_error_of_both(tmp_path: Path) -> None:
     left, failed = several(2, trained, str(tmp_path / "run"), plant="raise", timeout=120.0)
-    assert failed.kind == "KeyError" and left.kind == "RankError" and "KeyError: 'a planted error'" in str(left.error)
+    assert (
+        failed.kind == "KeyError"
+        and left.kind == "RankError"
+        and "KeyError: 'a planted error'" in str(left.error)
+    )
 
 
 @two_gpus
-def test_a_rank_that_hangs_is_named_when_the_time_is_up_and_no_process_aborts(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_when_the_time_is_up_and_no_process_aborts(
+    tmp_path: Path,
+) -> None:
     left, slept = several(2, trained, str(tmp_path / "run"), plant="sleep", timeout=10.0)
-    assert left.kind == "RankError" and "rank 1 does not answer any more (Timed out" in str(left.error), left.trace
-    assert slept.status != -signal.SIGABRT and left.status != -signal.SIGABRT  # what torch's watchdog would do
+    assert left.kind == "RankError" and "rank 1 does not answer any more (Timed out" in str(
+        left.error
+    ), left.trace
+    # what torch's watchdog would do
+    assert slept.status != -signal.SIGABRT and left.status != -signal.SIGABRT
 
 
 def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
@@ -123,7 +146,8 @@ def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
         heartbeat.stop()
 
 
-# --- who computes where ----------------------------------------------------------------------------------------------
+# --- who computes where
+# ----------------------------------------------------------------------------------------------
 
 
 def nothing(ranks: Ranks) -> str:
@@ -138,10 +162,13 @@ def test_every_rank_has_a_gpu_of_its_own() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="takes exactly one GPU")
 def test_two_ranks_on_the_only_gpu_are_refused_by_name() -> None:
     for ended in several(2, nothing):
-        assert ended.kind == "ConfigError" and "rank 0 and rank 1 would share the GPU " in str(ended.error), ended.trace
+        assert ended.kind == "ConfigError" and "rank 0 and rank 1 would share the GPU " in str(
+            ended.error
+        ), ended.trace
 
 
-# --- a base that is packed on the GPU, and shared --------------------------------------------------------------------
+# --- a base that is packed on the GPU, and shared
+# --------------------------------------------------------------------
 
 
 def test_a_base_that_the_gpu_packs_and_the_host_keeps_is_that_of_the_gpu() -> None:
@@ -151,8 +178,11 @@ def test_a_base_that_the_gpu_packs_and_the_host_keeps_is_that_of_the_gpu() -> No
     torch.cuda.reset_peak_memory_stats()
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu", pack_on="cuda")
     assert torch.cuda.memory_allocated() == before
-    largest = max(module.out_features * module.in_features for _, module in quantized_linears(model))
-    # One weight at a time: in 32 bit at most, what is packed of it, and the statistics of its blocks.
+    largest = max(
+        module.out_features * module.in_features for _, module in quantized_linears(model)
+    )
+    # One weight at a time: in 32 bit at most, what is packed of it, and the statistics of its
+    # blocks.
     assert torch.cuda.max_memory_allocated() - before < 8 * largest
     assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
     assert npt.base_hash(model) == npt.base_hash(expected)
@@ -160,10 +190,14 @@ def test_a_base_that_the_gpu_packs_and_the_host_keeps_is_that_of_the_gpu() -> No
 
 @two_gpus
 def test_a_run_on_a_base_shared_by_two_gpus_is_that_on_a_whole_one(tmp_path: Path) -> None:
-    whole, sharded = (values(several(2, trained, str(tmp_path / name), sharded=name == "sharded")) for name in ("whole", "sharded"))
+    whole, sharded = (
+        values(several(2, trained, str(tmp_path / name), sharded=name == "sharded"))
+        for name in ("whole", "sharded")
+    )
     for one, other in zip(whole, sharded, strict=True):
         assert one["steps"] == other["steps"] == 8
-        # The same kernels on the same codes; what a kernel sums in no fixed order may differ in the last bits.
+        # The same kernels on the same codes; what a kernel sums in no fixed order may differ in the
+        # last bits.
         assert one["perplexity"] == pytest.approx(other["perplexity"], rel=1e-4)
     for name, value in sharded[0]["weights"].items():
         assert value.tobytes() == sharded[1]["weights"][name].tobytes(), name

@@ -35,17 +35,26 @@ def test_auto_takes_high_exactly_where_the_card_has_tf32() -> None:
 def test_bf16_products_of_packed_weights_have_bf16s_error_and_train() -> None:
     model, _ = npt.load_base("tiny", quantization="nf4", device="cuda", compute_dtype="bf16")
     errors = product_errors(model)["highest"]
-    assert all(1e-3 < error < 1e-2 for kind, error in errors.items() if kind != "lm_head") and errors["lm_head"] < 1e-6
+    assert (
+        all(1e-3 < error < 1e-2 for kind, error in errors.items() if kind != "lm_head")
+        and errors["lm_head"] < 1e-6
+    )
     npt.attach(model, npt.NPTConfig(rank=4), seed=0)
     model.zero_grad()
     ids = torch.randint(3, 2048, (2, 40))
     from npt.data.batch import batch_from_tensors
     from npt.distill.strategies import local
 
-    sums = local(model, batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device("cuda")), npt.TrainConfig())
+    sums = local(
+        model,
+        batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device("cuda")),
+        npt.TrainConfig(),
+    )
     assert torch.isfinite(sums.loss)
     grads = [p.grad for name, p in model.named_parameters() if ".npt." in name]
-    assert all(g.dtype == torch.float32 and torch.isfinite(g).all() for g in grads) and any(g.any() for g in grads)
+    assert all(g.dtype == torch.float32 and torch.isfinite(g).all() for g in grads) and any(
+        g.any() for g in grads
+    )
 
 
 def test_chunks_of_logits_are_a_cards() -> None:

@@ -1,4 +1,6 @@
-"""Badness: numbers of every dtype and layout are judged in one pass, and the first bad element is the one that is named."""
+"""Badness: numbers of every dtype and layout are judged in one pass, and the first bad element is
+the one that is named.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npt.health.badness import Badness, absmax, count, element, first_bad, judge, looks_like_a_mask, numbers
+from npt.health.badness import (
+    Badness,
+    absmax,
+    count,
+    element,
+    first_bad,
+    judge,
+    looks_like_a_mask,
+    numbers,
+)
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -19,7 +30,10 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_nan_and_infinity_are_bad_and_minus_infinity_may_be_a_mask(dtype) -> None:
-    assert judge(torch.tensor([1.0, torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)) == Badness.FINE
+    assert (
+        judge(torch.tensor([1.0, torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype))
+        == Badness.FINE
+    )
     assert judge(torch.tensor([1.0, -INF], dtype=dtype)) == Badness.SOFT
     for value in (NAN, INF):
         assert judge(torch.tensor([1.0, -INF, value], dtype=dtype)) == Badness.HARD
@@ -29,7 +43,12 @@ def test_nan_and_infinity_are_bad_and_minus_infinity_may_be_a_mask(dtype) -> Non
 def test_eight_bit_floats_are_judged(dtype) -> None:
     assert judge(torch.ones(3).to(dtype)) == Badness.FINE
     bad = torch.tensor([1.0, NAN, 2.0]).to(dtype)
-    assert judge(bad) == Badness.HARD and first_bad(bad) == (1,) and absmax(bad) == 2.0 and count(bad) == (1, 0)
+    assert (
+        judge(bad) == Badness.HARD
+        and first_bad(bad) == (1,)
+        and absmax(bad) == 2.0
+        and count(bad) == (1, 0)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -60,7 +79,9 @@ def test_complex_numbers_are_judged_by_their_parts_conjugated_or_not() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_a_sparse_tensor_is_judged_by_its_values_and_indexed_as_if_it_were_dense() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[4, 1]]), torch.tensor([[1.0, 2.0], [3.0, INF]]), (6, 2))
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[4, 1]]), torch.tensor([[1.0, 2.0], [3.0, INF]]), (6, 2)
+    )
     assert judge(sparse) == Badness.HARD and first_bad(sparse) == (1, 1) and absmax(sparse) == 3.0
     assert judge(sparse.to_dense().to_sparse_csr()) == Badness.HARD
     assert numbers(sparse).data_ptr() == sparse._values().data_ptr()
@@ -69,18 +90,26 @@ def test_a_sparse_tensor_is_judged_by_its_values_and_indexed_as_if_it_were_dense
 def test_a_limit_counts_what_is_larger_and_below_it_only_what_may_be_a_mask() -> None:
     x = torch.tensor([1.0, 50.0, -200.0])
     assert judge(x) == judge(x, 200.0) == Badness.FINE
-    assert judge(x, 100.0) == Badness.SOFT and first_bad(x, 100.0) == (2,) and first_bad(x, 100.0, soft=False) == ()
+    assert (
+        judge(x, 100.0) == Badness.SOFT
+        and first_bad(x, 100.0) == (2,)
+        and first_bad(x, 100.0, soft=False) == ()
+    )
     assert judge(x, 10.0) == Badness.HARD and first_bad(x, 10.0) == (1,)
 
 
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    planted=st.dictionaries(st.integers(0, 63), st.sampled_from([NAN, INF, -INF, 7.0, -7.0]), max_size=4),
+    planted=st.dictionaries(
+        st.integers(0, 63), st.sampled_from([NAN, INF, -INF, 7.0, -7.0]), max_size=4
+    ),
     limit=st.sampled_from([INF, 5.0]),
     soft=st.booleans(),
 )
 @settings(deadline=None, max_examples=80, derandomize=True)
-def test_the_first_bad_element_is_the_first_in_the_order_of_reading(shape, planted, limit, soft) -> None:
+def test_the_first_bad_element_is_the_first_in_the_order_of_reading(
+    shape, planted, limit, soft
+) -> None:
     x = torch.zeros(shape)
     for place, value in planted.items():
         x.view(-1)[place % x.numel()] = value
@@ -100,7 +129,10 @@ def test_sizes_and_counts_are_of_what_is_there() -> None:
     assert absmax(torch.tensor([True])) == 1.0 and absmax(torch.tensor([-(2**62), 3])) == 2.0**62
 
 
-@pytest.mark.parametrize("value", [-INF, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -65504.0, -65504.0 / 2])
+@pytest.mark.parametrize(
+    "value",
+    [-INF, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -65504.0, -65504.0 / 2],
+)
 def test_the_ends_of_dtypes_are_mask_values_among_any_others(value) -> None:
     assert looks_like_a_mask(torch.tensor([0.3, value, -2.0]))
 

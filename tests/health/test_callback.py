@@ -1,4 +1,6 @@
-"""The recorder inside transformers' Trainer, on an ordinary Llama: what it writes, and that the training is the same."""
+"""The recorder inside transformers' Trainer, on an ordinary Llama: what it writes, and that the
+training is the same.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ README = Path(npt.__file__).parent.parent / "README.md"
 @pytest.fixture
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=32, **shape))
 
 
@@ -68,11 +76,15 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 def hooks(model: nn.Module) -> int:
-    modules = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    modules = sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
     return modules + sum(parameter._backward_hooks is not None for parameter in model.parameters())
 
 
-def trained(model: LlamaForCausalLM, data: Any, folder: Path, callbacks: list[Any], **more: Any) -> list[Tensor]:
+def trained(
+    model: LlamaForCausalLM, data: Any, folder: Path, callbacks: list[Any], **more: Any
+) -> list[Tensor]:
     Trainer(model, arguments(folder, **more), train_dataset=data, callbacks=callbacks).train()
     return [p.detach().clone() for p in model.parameters()]
 
@@ -86,17 +98,27 @@ def test_chosen_steps_are_written_and_drawn_and_said(model, data, tmp_path, draw
     folder = tmp_path / "trace"
     callback = RecorderCallback(folder, steps="1,3-4", say=said.append)
     trained(model, data, tmp_path, [callback])
-    assert sorted(p.name for p in folder.iterdir()) == [f"step-0000000{step}.json" for step in (1, 3, 4)]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        f"step-0000000{step}.json" for step in (1, 3, 4)
+    ]
     found = record(folder / "step-00000003.json")
     assert (found.step, found.micro_batch) == (3, 0)
     names = {(row.direction, row.name) for row in found.rows}
-    assert ("forward", "model.layers.1.self_attn.q_proj out") in names and ("gradient", "model.layers.1.mlp.down_proj weight") in names
-    assert not any("#" in row.stage for row in found.rows)  # one micro-batch, one call of each module
+    assert ("forward", "model.layers.1.self_attn.q_proj out") in names and (
+        "gradient",
+        "model.layers.1.mlp.down_proj weight",
+    ) in names
+    # one micro-batch, one call of each module
+    assert not any("#" in row.stage for row in found.rows)
     assert all(row.finite for row in found.rows)
     assert drawn == [([1, 3, 4], folder)]
-    assert said[0] == f"recording steps 1,3-4, of each the first micro-batch on rank 0 only, into {folder}"
+    assert (
+        said[0]
+        == f"recording steps 1,3-4, of each the first micro-batch on rank 0 only, into {folder}"
+    )
     assert [line.split(":")[0] for line in said[1:-1]] == [
-        f"recorded step {step} (micro-batch 0, rank 0) in {folder / f'step-0000000{step}.json'}" for step in (1, 3, 4)
+        f"recorded step {step} (micro-batch 0, rank 0) in {folder / f'step-0000000{step}.json'}"
+        for step in (1, 3, 4)
     ]
     assert said[-1] == f"pictures of the recorded steps: {folder / 'trace.html'}"
     assert hooks(model) == 0
@@ -106,13 +128,17 @@ def test_training_is_bit_equal_with_and_without_it(model, data, tmp_path) -> Non
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain = trained(model, data, tmp_path, [])
     model.load_state_dict(start)
-    recorded = trained(model, data, tmp_path, [RecorderCallback(tmp_path / "trace", every=1, say=lambda _: None)])
+    recorded = trained(
+        model, data, tmp_path, [RecorderCallback(tmp_path / "trace", every=1, say=lambda _: None)]
+    )
     assert len(list((tmp_path / "trace").glob("*.json"))) == 5
     assert all(torch.equal(one, other) for one, other in zip(plain, recorded, strict=True))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_only_the_first_micro_batch_of_a_step_is_watched(model, data, tmp_path, accumulation) -> None:
+def test_only_the_first_micro_batch_of_a_step_is_watched(
+    model, data, tmp_path, accumulation
+) -> None:
     watched: list[int] = []
     calls = 0
 
@@ -124,7 +150,9 @@ def test_only_the_first_micro_batch_of_a_step_is_watched(model, data, tmp_path, 
 
     model.model.register_forward_pre_hook(count)
     callback = RecorderCallback(tmp_path / "trace", steps="2", say=lambda _: None)
-    trained(model, data, tmp_path, [callback], max_steps=3, gradient_accumulation_steps=accumulation)
+    trained(
+        model, data, tmp_path, [callback], max_steps=3, gradient_accumulation_steps=accumulation
+    )
     assert watched == [accumulation]
 
 
@@ -142,7 +170,9 @@ def test_other_processes_than_the_first_record_nothing(model, tmp_path) -> None:
     assert said == [] and not (tmp_path / "trace").exists()
 
 
-def test_a_training_that_breaks_off_leaves_hooks_only_until_the_next_one(model, data, tmp_path) -> None:
+def test_a_training_that_breaks_off_leaves_hooks_only_until_the_next_one(
+    model, data, tmp_path
+) -> None:
     callback = RecorderCallback(tmp_path / "trace", steps="1", say=lambda _: None)
     handle = model.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -153,34 +183,57 @@ def test_a_training_that_breaks_off_leaves_hooks_only_until_the_next_one(model, 
 
 
 @pytest.mark.parametrize("failing", ["__enter__", "record"])
-def test_a_failure_of_the_recorder_is_a_warning_and_the_training_goes_on(model, data, tmp_path, monkeypatch, caplog, failing) -> None:
+def test_a_failure_of_the_recorder_is_a_warning_and_the_training_goes_on(
+    model, data, tmp_path, monkeypatch, caplog, failing
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Recorder, failing, broken)
     plain = [p.detach().clone() for p in model.parameters()]
     with caplog.at_level(logging.WARNING, logger="npt.health.callback"):
-        after = trained(model, data, tmp_path, [RecorderCallback(tmp_path / "trace", steps="2", say=lambda _: None)])
-    assert any("could not record at step 2: OSError: no space left on device" in message for message in caplog.messages)
-    assert hooks(model) == 0 and not all(torch.equal(one, other) for one, other in zip(plain, after, strict=True))
+        after = trained(
+            model,
+            data,
+            tmp_path,
+            [RecorderCallback(tmp_path / "trace", steps="2", say=lambda _: None)],
+        )
+    assert any(
+        "could not record at step 2: OSError: no space left on device" in message
+        for message in caplog.messages
+    )
+    assert hooks(model) == 0 and not all(
+        torch.equal(one, other) for one, other in zip(plain, after, strict=True)
+    )
 
 
 def readme_code(word: str) -> str:
-    section = README.read_text(encoding="utf-8").split("## Watching tensors", 1)[1].split("\n## ", 1)[0]
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", section, flags=re.S) if word in block]
+    section = (
+        README.read_text(encoding="utf-8").split("## Watching tensors", 1)[1].split("\n## ", 1)[0]
+    )
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", section, flags=re.S) if word in block
+    ]
     return code
 
 
 def test_the_readmes_lines_around_a_pass_do_what_they_say(model, data, capsys) -> None:
-    scope: dict[str, Any] = {"model": model, "batch": {name: torch.tensor([row[name] for row in data[:2]]) for name in data[0]}}
+    scope: dict[str, Any] = {
+        "model": model,
+        "batch": {name: torch.tensor([row[name] for row in data[:2]]) for name in data[0]},
+    }
     exec(readme_code("with Recorder(model)"), scope)
     assert scope["worst"] == [] and scope["steepest"][0].direction == "gradient"
     assert "step 1, micro-batch 0: all" in capsys.readouterr().out and hooks(model) == 0
 
 
-def test_the_readmes_lines_record_a_training_as_they_stand(model, data, tmp_path, monkeypatch, capsys) -> None:
+def test_the_readmes_lines_record_a_training_as_they_stand(
+    model, data, tmp_path, monkeypatch, capsys
+) -> None:
     code = readme_code("RecorderCallback")
-    lines = [line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")
+    ]
     assert len(lines) <= 5
     monkeypatch.chdir(tmp_path)
     exec(code, {"model": model, "args": arguments(tmp_path), "data": data})

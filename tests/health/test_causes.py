@@ -1,4 +1,6 @@
-"""Causes: every rule is met by the fault that it is for, and says it with the figures that make it one."""
+"""Causes: every rule is met by the fault that it is for, and says it with the figures that make it
+one.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,69 @@ def masked(x: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
     # function, cause, operation, what the explanation has to say
-    "cast": (lambda x: (x * 1e5).half(), "cast overflow", "_to_copy", "-100000 in float32 was cast to float16, which ends at 65504"),
-    "cast to fp8": (lambda x: (x * 1e5).to(torch.float8_e5m2).float(), "cast overflow", "_to_copy", "float8_e5m2, which ends at 57344"),
-    "cast from fp64": (lambda x: (x.double() * 1e200).float(), "cast overflow", "_to_copy", "in float64 was cast to float32"),
-    "fp16": (lambda x: x.half() * 300 * 300, "low-precision overflow", "mul", "and the constant 300 left float16, which ends at 65504"),
+    "cast": (
+        lambda x: (x * 1e5).half(),
+        "cast overflow",
+        "_to_copy",
+        "-100000 in float32 was cast to float16, which ends at 65504",
+    ),
+    "cast to fp8": (
+        lambda x: (x * 1e5).to(torch.float8_e5m2).float(),
+        "cast overflow",
+        "_to_copy",
+        "float8_e5m2, which ends at 57344",
+    ),
+    "cast from fp64": (
+        lambda x: (x.double() * 1e200).float(),
+        "cast overflow",
+        "_to_copy",
+        "in float64 was cast to float32",
+    ),
+    "fp16": (
+        lambda x: x.half() * 300 * 300,
+        "low-precision overflow",
+        "mul",
+        "and the constant 300 left float16, which ends at 65504",
+    ),
     "0/0 of its own shape": (lambda x: x / zero(x), "division by zero", "div", "0.5 / 0 is inf"),
     "0 as a number": (lambda x: x / 0, "division by zero", "div", "0.5 / 0 is inf"),
-    "reciprocal": (lambda x: zero(x).reciprocal(), "division by zero", "reciprocal", "1 / 0 is inf"),
-    "shared divisor": (lambda x: x / zero(x).norm(dim=-1, keepdim=True), "vanishing norm", "div", "share is 0: 0.5 / 0 is inf"),
-    "tiny divisor in fp16": (lambda x: x.half() / 6e-8, "division by zero", "div", "0.5 / 6e-08 is inf"),
+    "reciprocal": (
+        lambda x: zero(x).reciprocal(),
+        "division by zero",
+        "reciprocal",
+        "1 / 0 is inf",
+    ),
+    "shared divisor": (
+        lambda x: x / zero(x).norm(dim=-1, keepdim=True),
+        "vanishing norm",
+        "div",
+        "share is 0: 0.5 / 0 is inf",
+    ),
+    "tiny divisor in fp16": (
+        lambda x: x.half() / 6e-8,
+        "division by zero",
+        "div",
+        "0.5 / 6e-08 is inf",
+    ),
     "rsqrt": (lambda x: zero(x).rsqrt(), "vanishing norm", "rsqrt", "rsqrt of 0 is inf"),
-    "negative power": (lambda x: zero(x) ** -0.5, "vanishing norm", "pow", "pow of 0 and the constant -0.5 is inf"),
-    "rsqrt of a negative": (lambda x: (-(x**2)).rsqrt(), "invalid argument", "rsqrt", "rsqrt of -0.25 is nan"),
-    "root by power": (lambda x: (-(x**2)) ** 0.5, "invalid argument", "pow", "pow of -0.25 and the constant 0.5 is nan"),
+    "negative power": (
+        lambda x: zero(x) ** -0.5,
+        "vanishing norm",
+        "pow",
+        "pow of 0 and the constant -0.5 is inf",
+    ),
+    "rsqrt of a negative": (
+        lambda x: (-(x**2)).rsqrt(),
+        "invalid argument",
+        "rsqrt",
+        "rsqrt of -0.25 is nan",
+    ),
+    "root by power": (
+        lambda x: (-(x**2)) ** 0.5,
+        "invalid argument",
+        "pow",
+        "pow of -0.25 and the constant 0.5 is nan",
+    ),
     "log": (lambda x: zero(x).log(), "invalid argument", "log", "log of 0 is -inf"),
     "log of a negative": (lambda x: x.log(), "invalid argument", "log", "log of -1 is nan"),
     "sqrt": (lambda x: x.sqrt(), "invalid argument", "sqrt", "sqrt of -1 is nan"),
@@ -75,25 +127,115 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
     "logit": (lambda x: (zero(x) + 1).logit(), "invalid argument", "logit", "logit of 1 is inf"),
     "exp": (lambda x: (x * 100).exp(), "exponential overflow", "exp", "exp of 200 is inf"),
     "sinh": (lambda x: (x * 100).sinh(), "exponential overflow", "sinh", "sinh of -100 is -inf"),
-    "square": (lambda x: (x * 1e25) ** 2, "exploding product", "pow", "left float32, which ends at 3.40282e+38"),
-    "power of small numbers": (lambda x: (x + 500) ** 20, "exploding product", "pow", "of numbers up to 504 and the constant 20"),
-    "matmul": (lambda x: (x * 1e25) @ (x * 1e25).t(), "exploding product", "mm", "mm of numbers up to 4e+25"),
-    "bf16": (lambda x: (x * 1e25).bfloat16() ** 2, "exploding product", "pow", "left bfloat16, which ends at 3.38953e+38"),
-    "masked row": (lambda x: torch.softmax(masked(x)[:, 1:2], -1), "fully masked row", "_softmax", "all 1 logits of the row are -Inf"),
-    "masked column": (lambda x: torch.softmax(masked(x), 0), "fully masked row", "_softmax", "all 2 logits of the row are -Inf"),
-    "masked log-softmax": (lambda x: F.log_softmax(masked(x), 0), "fully masked row", "_log_softmax", "all 2 logits"),
-    "mask in arithmetic": (lambda x: masked(x) @ zero(x).t(), "masked arithmetic", "mm", "numbers with -Inf among them"),
-    "mask minus mask": (lambda x: masked(x) - masked(x), "masked arithmetic", "sub", "numbers with -Inf among them"),
-    "mask times 0": (lambda x: masked(x) * zero(x), "masked arithmetic", "mul", "0 was multiplied by an infinity"),
+    "square": (
+        lambda x: (x * 1e25) ** 2,
+        "exploding product",
+        "pow",
+        "left float32, which ends at 3.40282e+38",
+    ),
+    "power of small numbers": (
+        lambda x: (x + 500) ** 20,
+        "exploding product",
+        "pow",
+        "of numbers up to 504 and the constant 20",
+    ),
+    "matmul": (
+        lambda x: (x * 1e25) @ (x * 1e25).t(),
+        "exploding product",
+        "mm",
+        "mm of numbers up to 4e+25",
+    ),
+    "bf16": (
+        lambda x: (x * 1e25).bfloat16() ** 2,
+        "exploding product",
+        "pow",
+        "left bfloat16, which ends at 3.38953e+38",
+    ),
+    "masked row": (
+        lambda x: torch.softmax(masked(x)[:, 1:2], -1),
+        "fully masked row",
+        "_softmax",
+        "all 1 logits of the row are -Inf",
+    ),
+    "masked column": (
+        lambda x: torch.softmax(masked(x), 0),
+        "fully masked row",
+        "_softmax",
+        "all 2 logits of the row are -Inf",
+    ),
+    "masked log-softmax": (
+        lambda x: F.log_softmax(masked(x), 0),
+        "fully masked row",
+        "_log_softmax",
+        "all 2 logits",
+    ),
+    "mask in arithmetic": (
+        lambda x: masked(x) @ zero(x).t(),
+        "masked arithmetic",
+        "mm",
+        "numbers with -Inf among them",
+    ),
+    "mask minus mask": (
+        lambda x: masked(x) - masked(x),
+        "masked arithmetic",
+        "sub",
+        "numbers with -Inf among them",
+    ),
+    "mask times 0": (
+        lambda x: masked(x) * zero(x),
+        "masked arithmetic",
+        "mul",
+        "0 was multiplied by an infinity",
+    ),
     "constant": (lambda x: x * NAN, "written constant", "mul", "mul was given the constant nan"),
-    "constant tensor": (lambda x: x + torch.tensor(INF), "written constant", "add", "add was given the constant inf"),
-    "filled": (lambda x: x.masked_fill(x > 2, NAN), "written constant", "masked_fill", "the constant nan"),
-    "made of numbers": (lambda x: x * torch.tensor([1.0, NAN, 1, 1]), "written constant", "lift_fresh", "Python's or numpy's numbers"),
-    "mean of none": (lambda x: x[:0].mean(), "division by zero", "mean", "the mean of no element: of a tensor [0, 4]"),
-    "deviation of one": (lambda x: x[:1].std(dim=0), "division by zero", "std", "the std of one element"),
-    "layer norm": (lambda x: F.layer_norm(zero(x), (4,), eps=0), "vanishing norm", "native_layer_norm", "with an epsilon of 0 is nan"),
-    "RMS norm": (lambda x: F.rms_norm(zero(x), (4,), eps=0), "vanishing norm", "rsqrt", "rsqrt of 0"),
-    "no label": (lambda x: F.cross_entropy(x, torch.full((2,), -100)), "no valid label", "nll_loss_forward", "all 2 labels are -100"),
+    "constant tensor": (
+        lambda x: x + torch.tensor(INF),
+        "written constant",
+        "add",
+        "add was given the constant inf",
+    ),
+    "filled": (
+        lambda x: x.masked_fill(x > 2, NAN),
+        "written constant",
+        "masked_fill",
+        "the constant nan",
+    ),
+    "made of numbers": (
+        lambda x: x * torch.tensor([1.0, NAN, 1, 1]),
+        "written constant",
+        "lift_fresh",
+        "Python's or numpy's numbers",
+    ),
+    "mean of none": (
+        lambda x: x[:0].mean(),
+        "division by zero",
+        "mean",
+        "the mean of no element: of a tensor [0, 4]",
+    ),
+    "deviation of one": (
+        lambda x: x[:1].std(dim=0),
+        "division by zero",
+        "std",
+        "the std of one element",
+    ),
+    "layer norm": (
+        lambda x: F.layer_norm(zero(x), (4,), eps=0),
+        "vanishing norm",
+        "native_layer_norm",
+        "with an epsilon of 0 is nan",
+    ),
+    "RMS norm": (
+        lambda x: F.rms_norm(zero(x), (4,), eps=0),
+        "vanishing norm",
+        "rsqrt",
+        "rsqrt of 0",
+    ),
+    "no label": (
+        lambda x: F.cross_entropy(x, torch.full((2,), -100)),
+        "no valid label",
+        "nll_loss_forward",
+        "all 2 labels are -100",
+    ),
     "no label, another index": (
         lambda x: F.cross_entropy(x, torch.tensor([3, 3]), ignore_index=3),
         "no valid label",
@@ -112,7 +254,12 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
         "nll_loss_forward",
         "log-probability is -Inf",
     ),
-    "complex": (lambda x: torch.view_as_real(torch.complex(x, x) / torch.complex(zero(x), x - x)), "division by zero", "div", " / 0 is "),
+    "complex": (
+        lambda x: torch.view_as_real(torch.complex(x, x) / torch.complex(zero(x), x - x)),
+        "division by zero",
+        "div",
+        " / 0 is ",
+    ),
 }
 
 
@@ -126,10 +273,30 @@ def test_the_cause_of_a_forward_fault_is_said_with_its_figures(case) -> None:
 
 
 BACKWARD: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
-    "root of 0": (lambda x: zero(x).abs().sqrt() + x * 0.0, "infinite slope", "div in SqrtBackward0", "sqrt has no finite derivative"),
-    "power of 0": (lambda x: zero(x) ** 0.5 + x, "infinite slope", "pow in PowBackward0", "pow has no finite derivative"),
-    "arc cosine of 1": (lambda x: torch.acos(x * 0 + 1), "infinite slope", "rsqrt in AcosBackward0", "acos has no finite derivative"),
-    "hidden root": (lambda x: torch.where(x == x, x, (x * 0).sqrt()), "masked gradient", "div in SqrtBackward0", "0 times infinity is NaN"),
+    "root of 0": (
+        lambda x: zero(x).abs().sqrt() + x * 0.0,
+        "infinite slope",
+        "div in SqrtBackward0",
+        "sqrt has no finite derivative",
+    ),
+    "power of 0": (
+        lambda x: zero(x) ** 0.5 + x,
+        "infinite slope",
+        "pow in PowBackward0",
+        "pow has no finite derivative",
+    ),
+    "arc cosine of 1": (
+        lambda x: torch.acos(x * 0 + 1),
+        "infinite slope",
+        "rsqrt in AcosBackward0",
+        "acos has no finite derivative",
+    ),
+    "hidden root": (
+        lambda x: torch.where(x == x, x, (x * 0).sqrt()),
+        "masked gradient",
+        "div in SqrtBackward0",
+        "0 times infinity is NaN",
+    ),
     "hidden logarithm": (
         lambda x: torch.where(x == x, x, (x * 0).log()),
         "masked gradient",
@@ -189,10 +356,20 @@ def test_an_attention_mask_without_a_key_is_named_in_the_fused_kernel_too() -> N
             ((2, 3, 4, 8), index), inputs=[("query", torch.ones(2, 3, 4, 8)), ("attn_mask", mask)],
         )  # fmt: skip
 
-    masks = [torch.zeros(2, 1, 4, 5), torch.zeros(4, 5), torch.zeros(3, 4, 5), torch.zeros(2, 3, 1, 5)]
+    masks = [
+        torch.zeros(2, 1, 4, 5),
+        torch.zeros(4, 5),
+        torch.zeros(3, 4, 5),
+        torch.zeros(2, 3, 1, 5),
+    ]
     for mask in masks:
         assert causes._attention_mask(origin(mask, (1, 2, 3, 0))) is None
-        row = mask[tuple(0 if size == 1 else i for size, i in zip(mask.shape[:-1], (1, 2, 3)[-(mask.ndim - 1) :], strict=True))]
+        row = mask[
+            tuple(
+                0 if size == 1 else i
+                for size, i in zip(mask.shape[:-1], (1, 2, 3)[-(mask.ndim - 1) :], strict=True)
+            )
+        ]
         row.fill_(-INF)
         found = causes.explain(origin(mask, (1, 2, 3, 0)))
         assert found.cause == "fully masked row" and "none of 5 keys" in found.explanation
@@ -213,25 +390,63 @@ def test_a_huge_weight_or_input_is_the_cause_and_not_the_product() -> None:
     with torch.no_grad():
         model[1].weight[2, 3] = 3e38
     found = npt.trace(model, X * 100)
-    assert found is not None and found.cause == "corrupt weight" and "1.weight is up to 3e+38" in found.explanation
+    assert (
+        found is not None
+        and found.cause == "corrupt weight"
+        and "1.weight is up to 3e+38" in found.explanation
+    )
     large = X.clone()
     large[1, 1] = 1e30
     found = npt.trace(Step(lambda x: x * 1e20), large)
-    assert found is not None and found.cause == "corrupt input" and "input[1, 1] was 1e+30" in found.grew
+    assert (
+        found is not None
+        and found.cause == "corrupt input"
+        and "input[1, 1] was 1e+30" in found.grew
+    )
 
 
 def test_what_no_rule_knows_is_unknown_and_shows_its_figures() -> None:
     found = verdict(lambda x: torch.special.zeta(x.detach(), x.detach()))
-    assert found.cause == "unknown" and found.explanation.startswith("special_zeta of numbers up to 4")
+    assert found.cause == "unknown" and found.explanation.startswith(
+        "special_zeta of numbers up to 4"
+    )
     assert found.operands
 
 
 NAMES = sorted(
     {name for value in vars(causes).values() if isinstance(value, set) for name in value}
-    | {"nll_loss_forward", "nll_loss2d_forward", "_scaled_dot_product_flash_attention", "mul", "addcmul", "mm", "made_up"}
+    | {
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "_scaled_dot_product_flash_attention",
+        "mul",
+        "addcmul",
+        "mm",
+        "made_up",
+    }
 )
-LABELS = ["self", "other", "input", "target", "weight", "attn_mask", "running_var", "src", "exponent", "tensors[0]"]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
+LABELS = [
+    "self",
+    "other",
+    "input",
+    "target",
+    "weight",
+    "attn_mask",
+    "running_var",
+    "src",
+    "exponent",
+    "tensors[0]",
+]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e5m2,
+]
 VALUES = [0.0, 1.0, -1.0, -INF, 3e38, 1e-40, -100.0]
 SHAPES = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 
@@ -245,7 +460,14 @@ def test_no_rule_breaks_whatever_went_in(data) -> None:
         size = data.draw(st.one_of(st.just(shape), SHAPES))
         filled = torch.full(size, data.draw(st.sampled_from(VALUES)), dtype=torch.float64)
         inputs.append(
-            (label, filled.nan_to_num().to(torch.int64) % 3 if label == "target" else filled.to(data.draw(st.sampled_from(DTYPES))))
+            (
+                label,
+                (
+                    filled.nan_to_num().to(torch.int64) % 3
+                    if label == "target"
+                    else filled.to(data.draw(st.sampled_from(DTYPES)))
+                ),
+            )
         )
     external = External("m: absmax", data.draw(st.sampled_from(["state", "data"])), torch.ones(1))
     origin = Origin(
@@ -263,7 +485,12 @@ def test_no_rule_breaks_whatever_went_in(data) -> None:
         shown=(shape, ()),
         hid=data.draw(st.booleans()),
         inputs=inputs,
-        constants=data.draw(st.dictionaries(st.sampled_from(["other", "exponent", "dim", "eps"]), st.sampled_from([0, -1, 0.5, NAN]))),
+        constants=data.draw(
+            st.dictionaries(
+                st.sampled_from(["other", "exponent", "dim", "eps"]),
+                st.sampled_from([0, -1, 0.5, NAN]),
+            )
+        ),
         externals={label: external for label, _ in inputs if data.draw(st.booleans())},
     )
     finding = causes.explain(origin)
@@ -280,9 +507,17 @@ def test_every_cause_that_a_rule_names_has_a_remedy_and_every_remedy_a_cause() -
     named = set()
     for module in (causes, importlib.import_module("npt.health.trace")):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in CAUSES:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value in CAUSES
+            ):
                 named.add(node.value)
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding" and isinstance(node.args[0], ast.Constant):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", "") == "Finding"
+                and isinstance(node.args[0], ast.Constant)
+            ):
                 assert node.args[0].value in CAUSES
     assert named == set(CAUSES)
     assert all(remedy and not remedy.endswith(".") for remedy in CAUSES.values())

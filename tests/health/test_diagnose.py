@@ -26,7 +26,10 @@ def test_a_clean_micro_batch_has_no_finding_and_leaves_everything_as_it_was(mode
     weights = {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
     state = torch.get_rng_state()
     assert diagnose(model, batch) is None
-    assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in adapter_parameters(model).items())
+    assert all(
+        torch.equal(p, weights[name]) and p.grad is None
+        for name, p in adapter_parameters(model).items()
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert {layer.npt.mode for _, layer in npt_layers(model)} == {"student"}
 
@@ -49,7 +52,19 @@ def test_documents_of_a_packed_row_are_looked_at_apart(model, look) -> None:
         masks.append(keywords["attention_mask"])
 
     model.model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
-    assert look(model, collate([Sample("a+b", (5, 6, 7, 8, 9), (-100, 6, -100, 8, 9), (2, 3)), Sample("c", (5, 6, 7))], 2)) is None
+    assert (
+        look(
+            model,
+            collate(
+                [
+                    Sample("a+b", (5, 6, 7, 8, 9), (-100, 6, -100, 8, 9), (2, 3)),
+                    Sample("c", (5, 6, 7)),
+                ],
+                2,
+            ),
+        )
+        is None
+    )
     assert masks and all(mask.dtype == torch.bool for mask in masks)
     allowed = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert all(mask[0, 0].int().tolist() == allowed for mask in masks)

@@ -1,4 +1,6 @@
-"""Watchdogs: each names exactly the first bad number, and says nothing about numbers that only look bad."""
+"""Watchdogs: each names exactly the first bad number, and says nothing about numbers that only look
+bad.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,21 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
 from npt.errors import NPTError, NumericalError
 from npt.health import guards
-from npt.health.guards import base_fault, logits_fault, moments_fault, require, target_fault, tensor_fault
+from npt.health.guards import (
+    base_fault,
+    logits_fault,
+    moments_fault,
+    require,
+    target_fault,
+    tensor_fault,
+)
 
 NAN, INF = math.nan, math.inf
 BAD = pytest.mark.parametrize("value", [NAN, INF, -INF])
 
 
-# --- logits ----------------------------------------------------------------------------------------------------------
+# --- logits
+# ----------------------------------------------------------------------------------------------------------
 
 
 def logits() -> torch.Tensor:
@@ -36,7 +46,10 @@ def test_the_first_bad_logit_is_named_with_extent_and_counts(value) -> None:
     assert finding is not None and finding.index == (0, 3, 7)
     finite = values[torch.isfinite(values)]
     counts = "3 NaN, 0 +Inf, 0 -Inf" if math.isnan(value) else "0 NaN, 3 +Inf, 0 -Inf"
-    assert f"logits [2, 5, 11]: {counts}, finite values from {float(finite.min()):g} to {float(finite.max()):g}" in finding.message
+    assert (
+        f"logits [2, 5, 11]: {counts}, finite values from {float(finite.min()):g} to"
+        f" {float(finite.max()):g}" in finding.message
+    )
     assert f"first bad at [b=0, t=3, v=7]: {value}" in finding.message
 
 
@@ -52,7 +65,10 @@ def test_masked_logits_are_meant_and_a_position_without_any_is_not() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1.0, -1.0])
 def test_the_largest_finite_logits_are_finite(dtype, size) -> None:
-    assert logits_fault(torch.full((1, 2, 128_000), size * torch.finfo(dtype).max, dtype=dtype)) is None
+    assert (
+        logits_fault(torch.full((1, 2, 128_000), size * torch.finfo(dtype).max, dtype=dtype))
+        is None
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 11), (2, 0, 11), (7,)])
@@ -71,7 +87,9 @@ def test_sound_logits_are_never_scanned(monkeypatch) -> None:
 
 
 @given(
-    places=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 10)), min_size=1, max_size=4),
+    places=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 10)), min_size=1, max_size=4
+    ),
     values=st.lists(st.sampled_from([NAN, INF]), min_size=4, max_size=4),
 )
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -83,7 +101,8 @@ def test_the_first_of_any_bad_logits_is_the_one_that_is_named(places, values) ->
     assert finding is not None and finding.index == min(places)
 
 
-# --- targets ---------------------------------------------------------------------------------------------------------
+# --- targets
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [11, 2**40, -1, -101])
@@ -93,7 +112,10 @@ def test_a_target_outside_the_vocabulary_is_named(value) -> None:
     targets[1, 2] = value
     finding = target_fault(targets, 11)
     assert finding is not None and finding.index == (1, 2) and finding.value == value
-    assert f"target id {value} at [b=1, t=2] is outside [0, 11) and not -100 (1 such)" in finding.message
+    assert (
+        f"target id {value} at [b=1, t=2] is outside [0, 11) and not -100 (1 such)"
+        in finding.message
+    )
 
 
 def test_the_ignored_index_can_be_another() -> None:
@@ -102,7 +124,8 @@ def test_the_ignored_index_can_be_another() -> None:
     assert target_fault(targets, 11) is not None
 
 
-# --- named tensors ---------------------------------------------------------------------------------------------------
+# --- named tensors
+# ---------------------------------------------------------------------------------------------------
 
 
 @BAD
@@ -165,7 +188,8 @@ def stepped() -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     return parameters, optimizer
 
 
-# --- the base --------------------------------------------------------------------------------------------------------
+# --- the base
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
@@ -178,7 +202,9 @@ def test_a_sound_base_is_sound_with_adapters_and_without(load_model, quantizatio
 
 @BAD
 @pytest.mark.parametrize("statistic", ["state2.absmax", "offset", "code", "state2.code"])
-def test_a_bad_statistic_of_a_4_bit_weight_is_named_by_its_module(load_model, statistic, value) -> None:
+def test_a_bad_statistic_of_a_4_bit_weight_is_named_by_its_module(
+    load_model, statistic, value
+) -> None:
     model = load_model()
     state = model.model.layers[2].mlp.up_proj.weight.quant_state
     for part in statistic.split("."):
@@ -196,19 +222,25 @@ def test_a_weight_that_dequantises_to_infinity_is_named(load_model) -> None:
     state.state2.absmax.fill_(3e38)
     state.state2.code.fill_(3.0)
     finding = base_fault(model)
-    assert finding is not None and finding.name == "model.layers.1.mlp.gate_proj: dequantised weight"
+    assert (
+        finding is not None and finding.name == "model.layers.1.mlp.gate_proj: dequantised weight"
+    )
 
 
 @pytest.mark.parametrize("pattern", [0x7FC0, 0xFFFF, 0x7F80])
 def test_packed_bytes_that_read_as_nan_are_only_codes(load_model, pattern) -> None:
     model = load_model()
     packed = model.model.layers[0].mlp.down_proj.weight.data
-    packed.view(torch.uint8).view(-1).copy_(torch.tensor([pattern & 0xFF, pattern >> 8]).repeat(packed.numel() // 2))
+    packed.view(torch.uint8).view(-1).copy_(
+        torch.tensor([pattern & 0xFF, pattern >> 8]).repeat(packed.numel() // 2)
+    )
     assert not torch.isfinite(packed.view(-1).view(torch.bfloat16)).any()
     assert base_fault(model) is None
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight", "lm_head.weight"]
+)
 def test_an_unquantised_tensor_of_the_base_is_named(load_model, name) -> None:
     model = load_model()
     with torch.no_grad():
@@ -225,7 +257,10 @@ def test_adapters_are_not_the_bases_business(load_model) -> None:
         parameters["model.layers.3.npt.B.up"][7, 1] = NAN
     assert base_fault(model) is None
     finding = tensor_fault(parameters)
-    assert finding is not None and (finding.name, finding.index) == ("model.layers.3.npt.B.up", (7, 1))
+    assert finding is not None and (finding.name, finding.index) == (
+        "model.layers.3.npt.B.up",
+        (7, 1),
+    )
 
 
 def test_a_look_changes_nothing(load_model) -> None:
@@ -235,7 +270,8 @@ def test_a_look_changes_nothing(load_model) -> None:
     assert npt.base_hash(model) == before
 
 
-# --- raising ---------------------------------------------------------------------------------------------------------
+# --- raising
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_found_is_raised_as_one_line_for_the_user() -> None:

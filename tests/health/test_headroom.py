@@ -1,4 +1,6 @@
-"""Errors and headroom by number format: exact where they are exact, and a layer that overflows is the layer that is named."""
+"""Errors and headroom by number format: exact where they are exact, and a layer that overflows is
+the layer that is named.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ from npt.data.samples import Sample
 from npt.errors import ConfigError, ModelError
 from npt.files import to_json
 from npt.health import headroom
-from npt.health.headroom import CHECKPOINTS, VARIANTS, Extent, VariantFigures, compare_precision, load_variant, measure, refer
+from npt.health.headroom import (
+    CHECKPOINTS,
+    VARIANTS,
+    Extent,
+    VariantFigures,
+    compare_precision,
+    load_variant,
+    measure,
+    refer,
+)
 from npt.health.headroom_table import SHOWN, print_precision
 from npt.quant.half import compute_in
 from npt.quant.linear import dense_weight, quantized_linears
@@ -44,7 +55,9 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 def amplified(model: Any, layer: int, factor: float) -> Any:
-    """The same function in fp32, with a product `factor` times as large: by a power of two, which rounds nothing."""
+    """The same function in fp32, with a product `factor` times as large: by a power of two, which
+    rounds nothing.
+    """
     mlp = model.model.layers[layer].mlp
     with torch.no_grad():
         mlp.up_proj.weight.mul_(factor)
@@ -56,10 +69,15 @@ def assert_exact(variant: VariantFigures) -> None:
     for layer in variant.layers:
         for errors in (layer.residual, layer.update):
             assert (errors.mean, errors.worst, errors.non_finite) == (0.0, 0.0, 0)
-    assert (variant.figures.kl, variant.figures.perplexity_ratio, variant.figures.top1) == (0.0, 1.0, 1.0)
+    assert (variant.figures.kl, variant.figures.perplexity_ratio, variant.figures.top1) == (
+        0.0,
+        1.0,
+        1.0,
+    )
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
+# --- errors
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_fp32_against_itself_is_exactly_zero(load_model, batch) -> None:
@@ -67,7 +85,9 @@ def test_fp32_against_itself_is_exactly_zero(load_model, batch) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4"])
-def test_a_4_bit_base_has_the_error_of_its_dequantised_weights(load_model, batch, quantization) -> None:
+def test_a_4_bit_base_has_the_error_of_its_dequantised_weights(
+    load_model, batch, quantization
+) -> None:
     packed, dense = load_model(quantization), load_model(None)
     with torch.no_grad():
         for name, module in quantized_linears(packed):
@@ -105,7 +125,9 @@ def test_both_errors_are_those_of_their_definition(load_model, batch, dtype) -> 
             h = t
 
 
-def test_the_error_of_an_early_layer_is_not_counted_again_in_the_later_ones(load_model, batch) -> None:
+def test_the_error_of_an_early_layer_is_not_counted_again_in_the_later_ones(
+    load_model, batch
+) -> None:
     worse = load_model(None)
     with torch.no_grad():
         worse.model.layers[1].mlp.down_proj.weight.mul_(1.1)
@@ -114,7 +136,8 @@ def test_the_error_of_an_early_layer_is_not_counted_again_in_the_later_ones(load
     assert [layer.residual.mean > 0 for layer in measured.layers] == [False, True, True, True]
 
 
-# --- overflow --------------------------------------------------------------------------------------------------------
+# --- overflow
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -> None:
@@ -134,10 +157,16 @@ def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -
     assert in_fp16.layers[1].checkpoints["gate"].non_finite == 0
 
     in_bf16 = measure(in_dtype(amplified(load_model(None), 1, 2.0**14), torch.bfloat16), reference)
-    assert in_bf16.first_non_finite is None and in_bf16.failing_layers == () and math.isfinite(in_bf16.figures.kl)
+    assert (
+        in_bf16.first_non_finite is None
+        and in_bf16.failing_layers == ()
+        and math.isfinite(in_bf16.figures.kl)
+    )
 
 
-def test_4_bit_that_computes_in_fp16_overflows_where_4_bit_in_fp32_does_not(load_model, batch) -> None:
+def test_4_bit_that_computes_in_fp16_overflows_where_4_bit_in_fp32_does_not(
+    load_model, batch
+) -> None:
     reference = refer(load_model(None), [batch])
 
     def measured(dtype: torch.dtype) -> VariantFigures:
@@ -179,7 +208,8 @@ def test_headroom_of_nothing_and_of_what_is_not_finite() -> None:
     assert Extent(1.0, 1).headroom(torch.bfloat16) == -math.inf
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
@@ -196,7 +226,10 @@ def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
             a = attention(hidden_states=x, **stream.context)[0]
             m = layer.post_attention_layernorm(h + a)
             product = mlp.act_fn(mlp.gate_proj(m)) * mlp.up_proj(m)
-            q, k = (p(x).view(3, 9, -1, attention.head_dim).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+            q, k = (
+                p(x).view(3, 9, -1, attention.head_dim).transpose(1, 2)
+                for p in (attention.q_proj, attention.k_proj)
+            )
             q, k = apply_rotary_pos_emb(q, k, *stream.context["position_embeddings"])
             logits = q @ repeat_kv(k, attention.num_key_value_groups).transpose(2, 3)
             pairs = (valid[:, :, None] & valid[:, None, :])[:, None].expand_as(logits)
@@ -220,7 +253,10 @@ def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
             assert tuple(found) == CHECKPOINTS and found.keys() == values.keys()
             for name, value in values.items():
                 # The same sums in another order.
-                assert found[name].absmax == pytest.approx(float(value.abs().max()), rel=1e-4), (index, name)
+                assert found[name].absmax == pytest.approx(float(value.abs().max()), rel=1e-4), (
+                    index,
+                    name,
+                )
                 assert found[name].non_finite == 0
 
 
@@ -246,7 +282,8 @@ def test_no_hook_is_left_when_a_pass_fails(load_model, batch, monkeypatch) -> No
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-# --- padding ---------------------------------------------------------------------------------------------------------
+# --- padding
+# ---------------------------------------------------------------------------------------------------------
 
 
 def all_figures(batch: Batch, load_model: Any) -> dict[str, Any]:
@@ -272,7 +309,10 @@ def test_a_padding_token_whose_embedding_is_nan_is_nobodys_business(load_model, 
 
 def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
-    return [Sample(str(n), tuple(torch.randint(3, 128, (n,), generator=generator).tolist())) for n in (9, 5, 7)]
+    return [
+        Sample(str(n), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for n in (9, 5, 7)
+    ]
 
 
 @pytest.mark.parametrize(("side", "length"), [("left", None), ("right", 14), ("left", 14)])
@@ -281,7 +321,8 @@ def test_where_and_how_much_padding_there_is_does_not_matter(load_model, side, l
     other = refer(load_model(None), [collate(samples(), 2, side=side, length=length)])
     one, two = (measure(load_model("nf4"), r) for r in (reference, other))
     for a, b in zip(one.layers, two.layers, strict=True):
-        # Attention over another number of keys adds in another order: fp32 rounding, on errors of about 0.1.
+        # Attention over another number of keys adds in another order: fp32 rounding, on errors of
+        # about 0.1.
         assert a.residual.mean == pytest.approx(b.residual.mean, rel=1e-3)
         for name in CHECKPOINTS:
             assert a.checkpoints[name].absmax == pytest.approx(b.checkpoints[name].absmax, rel=1e-4)
@@ -291,19 +332,25 @@ def test_where_and_how_much_padding_there_is_does_not_matter(load_model, side, l
 
 def test_samples_one_by_one_give_the_figures_of_a_batch(load_model) -> None:
     together = measure(load_model("nf4"), refer(load_model(None), [collate(samples(), 2)]))
-    single = measure(load_model("nf4"), refer(load_model(None), [collate([s], 2) for s in samples()]))
+    single = measure(
+        load_model("nf4"), refer(load_model(None), [collate([s], 2) for s in samples()])
+    )
     for a, b in zip(together.layers, single.layers, strict=True):
-        assert a.update.mean == pytest.approx(b.update.mean, rel=1e-3)  # other kernels at other shapes: fp32 rounding
+        # other kernels at other shapes: fp32 rounding
+        assert a.update.mean == pytest.approx(b.update.mean, rel=1e-3)
     assert together.figures.kl == pytest.approx(single.figures.kl, rel=1e-3)
 
 
 def test_a_batch_without_padding_and_one_of_two_tokens_are_taken(load_model) -> None:
     ids = torch.tensor([[5, 6]])
-    measured = measure(load_model("nf4"), refer(load_model(None), [batch_from_tensors(ids, torch.ones_like(ids))]))
+    measured = measure(
+        load_model("nf4"), refer(load_model(None), [batch_from_tensors(ids, torch.ones_like(ids))])
+    )
     assert measured.figures.tokens == 1 and measured.first_non_finite is None
 
 
-# --- the comparison --------------------------------------------------------------------------------------------------
+# --- the comparison
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +359,11 @@ def comparison() -> headroom.PrecisionComparison:
 
 
 def test_every_variant_is_measured_on_the_same_tokens_in_its_own_format(comparison) -> None:
-    assert [v.name for v in comparison.variants] == list(VARIANTS) and comparison.heldout and comparison.samples == 2
+    assert (
+        [v.name for v in comparison.variants] == list(VARIANTS)
+        and comparison.heldout
+        and comparison.samples == 2
+    )
     for v in comparison.variants:
         assert (v.quantization, v.dtype) == VARIANTS[v.name]
         assert len(v.layers) == 8 and v.first_non_finite is None and v.failing_layers == ()
@@ -330,7 +381,10 @@ def test_the_json_is_standard_and_whole(comparison) -> None:
         for layer in variant["layers"]:
             assert list(layer["checkpoints"]) == list(CHECKPOINTS)
             for entry in layer["checkpoints"].values():
-                assert entry["headroom_fp16"] > 0 and entry["headroom_bf16"] > entry["headroom_fp16"] + 100
+                assert (
+                    entry["headroom_fp16"] > 0
+                    and entry["headroom_bf16"] > entry["headroom_fp16"] + 100
+                )
 
 
 def test_one_variant_is_in_memory_at_a_time(monkeypatch) -> None:
@@ -348,7 +402,9 @@ def test_one_variant_is_in_memory_at_a_time(monkeypatch) -> None:
     assert alive == [0, 0, 0]
 
 
-def test_a_base_that_is_stored_in_4_bit_has_nothing_to_be_compared_with(load_model, tmp_path) -> None:
+def test_a_base_that_is_stored_in_4_bit_has_nothing_to_be_compared_with(
+    load_model, tmp_path
+) -> None:
     load_model("nf4").save_pretrained(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_FOLDER / file, tmp_path / file)
@@ -362,16 +418,22 @@ def test_a_base_that_is_stored_in_4_bit_has_nothing_to_be_compared_with(load_mod
         ({"variants": ("int3",)}, "variant 'int3' is unknown; choose from fp32, bf16"),
         ({"count": 0}, "--samples is 0"),
         ({"batch_size": -1}, "--batch_size is -1"),
-        ({"data": DataConfig(max_length=4096)}, "--max_length is 4096, the model has 1024 positions"),
+        (
+            {"data": DataConfig(max_length=4096)},
+            "--max_length is 4096, the model has 1024 positions",
+        ),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(arguments, message, monkeypatch) -> None:
+def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(
+    arguments, message, monkeypatch
+) -> None:
     monkeypatch.setattr(headroom, "load_variant", None)
     with pytest.raises(ConfigError, match=message):
         compare_precision("tiny", **arguments)
 
 
-# --- what a user sees ------------------------------------------------------------------------------------------------
+# --- what a user sees
+# ------------------------------------------------------------------------------------------------
 
 
 def printed(comparison: headroom.PrecisionComparison) -> str:
@@ -396,7 +458,9 @@ def test_the_tables_fit_a_hundred_columns_and_show_every_variant_and_layer(compa
 def overflowing(tmp_path_factory) -> Path:
     """The embedded model with a product in layer 3 that fp16 has no numbers for."""
     folder = tmp_path_factory.mktemp("overflowing")
-    amplified(AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=torch.bfloat16), 3, 2.0**13).save_pretrained(folder)
+    amplified(
+        AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=torch.bfloat16), 3, 2.0**13
+    ).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_FOLDER / file, folder / file)
     return folder
@@ -415,7 +479,9 @@ def test_the_script_says_which_layer_overflows(monkeypatch, capsys, overflowing)
     arguments = ("--model_name", str(overflowing), "--samples", "2", "--max_length", "24")
     assert script(monkeypatch, *arguments, "--variants", "fp16,nf4-fp16") == 0
     text = capsys.readouterr().out
-    assert "the largest value of the fp32 pass is product in layer 3" in text and "beyond it" in text
+    assert (
+        "the largest value of the fp32 pass is product in layer 3" in text and "beyond it" in text
+    )
     for name in ("fp16", "nf4-fp16"):
         assert f"\n{name}: the first NaN or Inf is in layer 3, product" in text
     assert text.count("layers that fail on the stream of fp32: 3\n") == 2

@@ -1,4 +1,6 @@
-"""Notes by memory: every view finds them, overwriting ends them, and memory that is used again has none."""
+"""Notes by memory: every view finds them, overwriting ends them, and memory that is used again has
+none.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_an_expanded_tensor_is_where_its_one_element_is() -> None:
     assert memory.of(x[1]) == ["a"] and memory.of(x[2]) == []
 
 
-SLICE = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda pair: slice(pair[0], min(8, pair[0] + pair[1])))
+SLICE = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(
+    lambda pair: slice(pair[0], min(8, pair[0] + pair[1]))
+)
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), SLICE), max_size=12))
@@ -106,6 +110,8 @@ def test_notes_on_slices_are_what_a_list_of_intervals_says(steps) -> None:
             reference.append((part, number))
         else:
             memory.forget(buffer[part])
-            reference = [(p, n) for p, n in reference if not (part.start <= p.start and p.stop <= part.stop)]
+            reference = [
+                (p, n) for p, n in reference if not (part.start <= p.start and p.stop <= part.stop)
+            ]
     for i in range(8):
         assert memory.of(buffer[i]) == [n for p, n in reference if p.start <= i < p.stop]

@@ -1,4 +1,6 @@
-"""The ledger: a bad tensor leads back to the operation that made it bad, whatever happened to it on the way."""
+"""The ledger: a bad tensor leads back to the operation that made it bad, whatever happened to it on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ NAN, INF = math.nan, math.inf
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 
 
-def origin(function: Callable[[Tensor], Tensor], x: Tensor = X, limit: float = INF, externals: tuple[External, ...] = ()) -> Origin | None:
+def origin(
+    function: Callable[[Tensor], Tensor],
+    x: Tensor = X,
+    limit: float = INF,
+    externals: tuple[External, ...] = (),
+) -> Origin | None:
     """Of what `function` gives."""
     with Ledger({}, externals, limit) as ledger:
         result = function(x.clone())
@@ -39,7 +46,8 @@ def zero(x: Tensor) -> Tensor:
     return x - x
 
 
-# --- passing on is no fault ------------------------------------------------------------------------------------------
+# --- passing on is no fault
+# ------------------------------------------------------------------------------------------
 
 
 CARRIERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -84,7 +92,9 @@ HIDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "overwriting with a result": lambda x: torch.mul(X, 2, out=x),
     "zeroing": lambda x: x.zero_(),
     "random numbers": lambda x: x.uniform_(1, 2),
-    "assignment": lambda x: x.index_put_((~torch.isfinite(x)).nonzero(as_tuple=True), torch.tensor(1.0)),
+    "assignment": lambda x: x.index_put_(
+        (~torch.isfinite(x)).nonzero(as_tuple=True), torch.tensor(1.0)
+    ),
 }
 
 
@@ -153,7 +163,8 @@ def test_a_good_number_that_was_read_beside_a_bad_one_links_nothing() -> None:
     assert named(function) == "add"
 
 
-# --- what masks are made of ------------------------------------------------------------------------------------------
+# --- what masks are made of
+# ------------------------------------------------------------------------------------------
 
 
 CAUSAL = torch.full((3, 3), -INF).triu(1)
@@ -162,7 +173,10 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda x: torch.where(x > 2, -INF, x),
     "full": lambda x: x[:1] + torch.full((3, 3), -INF).triu(1),
     "from outside": lambda x: x[:1] + CAUSAL,
-    "masked twice": lambda x: x.masked_fill(x > 2, torch.finfo(torch.float32).min) + torch.finfo(torch.float32).min * (x > 3).float(),
+    "masked twice": lambda x: (
+        x.masked_fill(x > 2, torch.finfo(torch.float32).min)
+        + torch.finfo(torch.float32).min * (x > 3).float()
+    ),
     "to fp16": lambda x: x.masked_fill(x > 2, torch.finfo(torch.float32).min).half(),
     "times the lowest": lambda x: x + (x > 2).float() * torch.finfo(torch.float32).min * 2,
     "a constant": lambda x: x + torch.tensor(-INF),
@@ -200,7 +214,12 @@ def test_minus_infinity_out_of_good_numbers_is_a_fault() -> None:
 
 
 def test_a_constant_is_blamed_on_who_uses_it() -> None:
-    for constant in (lambda: NAN, lambda: torch.tensor(NAN), lambda: torch.full((), INF), lambda: torch.scalar_tensor(NAN)):
+    for constant in (
+        lambda: NAN,
+        lambda: torch.tensor(NAN),
+        lambda: torch.full((), INF),
+        lambda: torch.scalar_tensor(NAN),
+    ):
         assert named(lambda x, constant=constant: x * constant()) == "mul"
     assert named(lambda x: torch.where(x > 2, x, NAN)) == "where"
     assert named(lambda x: x * torch.tensor([1.0, NAN, 1.0])) == "lift_fresh"
@@ -212,7 +231,8 @@ def test_logsumexp_of_masked_logits_is_fine() -> None:
     assert ledger.first is None
 
 
-# --- where it stands -------------------------------------------------------------------------------------------------
+# --- where it stands
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,11 +267,15 @@ def test_the_first_bad_element_is_the_one_of_this_write_and_not_of_an_older() ->
 
 
 def test_of_several_outputs_each_has_an_origin_of_its_own() -> None:
-    # A constant row without epsilon: 0 times an inverse deviation of infinity, and that deviation itself.
+    # A constant row without epsilon: 0 times an inverse deviation of infinity, and that deviation
+    # itself.
     for output, value, shape in ((0, "nan", (1, 3)), (2, "inf", (1, 1))):
         with Ledger({}, (), keep=(0, output)) as ledger:
             torch.ops.aten.native_layer_norm(ONES, [3], None, None, 0.0)
-        assert ledger.kept is not None and (f"{ledger.kept.value}", ledger.kept.shape) == (value, shape)
+        assert ledger.kept is not None and (f"{ledger.kept.value}", ledger.kept.shape) == (
+            value,
+            shape,
+        )
 
 
 def test_what_is_kept_is_as_it_was_before_the_operation_and_before_later_writes() -> None:
@@ -288,14 +312,17 @@ def test_a_ledger_holds_no_tensor_that_it_was_not_asked_to_keep() -> None:
     assert ledger.count > 60
 
 
-# --- what was there before the pass ----------------------------------------------------------------------------------
+# --- what was there before the pass
+# ----------------------------------------------------------------------------------
 
 
 def test_a_bad_tensor_from_outside_is_named_and_its_own_index_shown() -> None:
     weight = torch.ones(3, 3)
     weight[1, 2] = NAN
     for tensor, kind, trained in ((weight, "state", True), (weight, "data", False)):
-        found = origin(lambda x: x @ weight, externals=(External("m.weight", kind, tensor, trained),))
+        found = origin(
+            lambda x: x @ weight, externals=(External("m.weight", kind, tensor, trained),)
+        )
         assert found is not None and found.external is not None
         assert (found.external.name, found.index, found.operation) == ("m.weight", (1, 2), "mm")
         assert found.shown == ((2, 3), (0, 2))
@@ -307,13 +334,19 @@ def test_of_weights_in_one_memory_the_bad_one_is_named() -> None:
     other[2, 1] = INF
     externals = (External("one", "state", one, True), External("other", "state", other, True))
     found = origin(lambda x: x @ one.t() @ other.t(), externals=externals)
-    assert found is not None and found.external is not None and (found.external.name, found.index) == ("other", (2, 1))
+    assert (
+        found is not None
+        and found.external is not None
+        and (found.external.name, found.index) == ("other", (2, 1))
+    )
 
 
 def test_minus_infinity_is_a_mask_in_a_buffer_and_a_fault_in_a_weight() -> None:
     with Ledger({}, (External("mask", "state", CAUSAL),)) as ledger:
         assert ledger.origin_of(X[:1] + CAUSAL).meant
-    found = origin(lambda x: x[:1] + CAUSAL, externals=(External("weight", "state", CAUSAL, trained=True),))
+    found = origin(
+        lambda x: x[:1] + CAUSAL, externals=(External("weight", "state", CAUSAL, trained=True),)
+    )
     assert found is not None and found.external is not None and found.external.name == "weight"
 
 
@@ -340,7 +373,8 @@ def test_what_stands_in_fresh_memory_is_nobodys_number() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-# --- backward --------------------------------------------------------------------------------------------------------
+# --- backward
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_backward_names_the_function_whose_derivative_it_is() -> None:
@@ -348,7 +382,11 @@ def test_backward_names_the_function_whose_derivative_it_is() -> None:
     with Ledger({}, ()) as ledger:
         weight.sqrt().sum().backward()
         found = ledger.origin_of(weight.grad)
-    assert found is not None and (found.phase, found.operation, found.node) == ("backward", "div", "SqrtBackward0")
+    assert found is not None and (found.phase, found.operation, found.node) == (
+        "backward",
+        "div",
+        "SqrtBackward0",
+    )
     assert found.sequence == (False, 0)
 
 
@@ -378,7 +416,8 @@ def test_the_place_of_the_forward_operation_is_found_by_its_sequence() -> None:
     assert not ledger.watched.hid and ledger.watched.sequence is None
 
 
-# --- limits, and others' modes ---------------------------------------------------------------------------------------
+# --- limits, and others' modes
+# ---------------------------------------------------------------------------------------
 
 
 def test_with_a_limit_the_first_number_beyond_it_is_noted_and_no_mask() -> None:
@@ -389,7 +428,10 @@ def test_with_a_limit_the_first_number_beyond_it_is_noted_and_no_mask() -> None:
         (zero(X) / zero(X)).nan_to_num()
         assert ledger.first is None
         X.exp().mul(10)
-    assert ledger.first is not None and (ledger.first.operation, ledger.first.index) == ("exp", (1, 1))
+    assert ledger.first is not None and (ledger.first.operation, ledger.first.index) == (
+        "exp",
+        (1, 1),
+    )
 
 
 def test_a_negative_explosion_is_beyond_the_limit() -> None:
@@ -415,9 +457,14 @@ def test_a_tensor_made_of_tensors_is_taken_apart() -> None:
     assert found is not None and found.operation == "log"
 
 
-# --- any program -----------------------------------------------------------------------------------------------------
+# --- any program
+# -----------------------------------------------------------------------------------------------------
 
-KEEPS_SHAPE = [name for name in CARRIERS if CARRIERS[name](X.clone()).shape == X.shape and CARRIERS[name](X.clone()).dtype == X.dtype]
+KEEPS_SHAPE = [
+    name
+    for name in CARRIERS
+    if CARRIERS[name](X.clone()).shape == X.shape and CARRIERS[name](X.clone()).dtype == X.dtype
+]
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "log": lambda x: zero(x).log(),
     "sqrt": lambda x: (-x.abs() - 1).sqrt(),
@@ -431,9 +478,15 @@ STEP = st.one_of(
 )
 
 
-@given(before=st.lists(STEP, max_size=5), fault=st.sampled_from(sorted(FAULTS)), after=st.lists(st.sampled_from(KEEPS_SHAPE), max_size=5))
+@given(
+    before=st.lists(STEP, max_size=5),
+    fault=st.sampled_from(sorted(FAULTS)),
+    after=st.lists(st.sampled_from(KEEPS_SHAPE), max_size=5),
+)
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_in_any_program_the_planted_fault_is_named_and_those_that_are_hidden_are_not(before, fault, after) -> None:
+def test_in_any_program_the_planted_fault_is_named_and_those_that_are_hidden_are_not(
+    before, fault, after
+) -> None:
     def prefix(x: Tensor) -> Tensor:
         for kind, name in before:
             if kind == "carry":

@@ -1,4 +1,6 @@
-"""Places: the module and the line are those that ran, and an element's token is the right one or none."""
+"""Places: the module and the line are those that ran, and an element's token is the right one or
+none.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from torch.nn import functional as F
 from npt.data.batch import Batch, batch_from_tensors
 from npt.health.place import Place, Stack, Tokens, layer_of, module_names, read_stack
 
-# --- layers ----------------------------------------------------------------------------------------------------------
+# --- layers
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,8 @@ def test_the_layer_is_the_first_whole_number_of_a_dotted_name(name, layer) -> No
     assert Place(name).layer == layer
 
 
-# --- stacks ----------------------------------------------------------------------------------------------------------
+# --- stacks
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Look(nn.Module):
@@ -87,7 +91,14 @@ def stack(how: str) -> Stack:
 
 @pytest.mark.parametrize(
     ("how", "module"),
-    [("own", ""), ("sub", "inner.0"), ("helper", "layers.1"), ("unrelated", ""), ("loop", "layers.2"), ("behind the loop", "")],
+    [
+        ("own", ""),
+        ("sub", "inner.0"),
+        ("helper", "layers.1"),
+        ("unrelated", ""),
+        ("loop", "layers.2"),
+        ("behind the loop", ""),
+    ],
 )
 def test_the_module_is_the_one_that_the_code_works_for(how, module) -> None:
     assert stack(how).place.module == module
@@ -108,10 +119,7 @@ def test_the_line_is_the_first_that_is_no_librarys_and_shows_the_expression() ->
 
 
 def test_an_expression_over_several_lines_is_one_line_and_a_long_one_is_cut() -> None:
-    found = helper(
-        3,
-        lambda: read_stack(sys._getframe(1), {}),
-    )
+    found = helper(3, lambda: read_stack(sys._getframe(1), {}))
     assert found.place.source.endswith("in helper: read()")
     long = "+".join(["0"] * 200)
     code = compile(f"found = ({long}, read_stack(sys._getframe(), {{}}))[1]", __file__, "exec")
@@ -122,7 +130,14 @@ def test_an_expression_over_several_lines_is_one_line_and_a_long_one_is_cut() ->
 
 def test_code_without_a_file_has_a_place_all_the_same() -> None:
     scope = {"read_stack": read_stack, "sys": sys}
-    exec(compile("def made(): return read_stack(sys._getframe(), {})\nfound = made()", "<made up>", "exec"), scope)
+    exec(
+        compile(
+            "def made(): return read_stack(sys._getframe(), {})\nfound = made()",
+            "<made up>",
+            "exec",
+        ),
+        scope,
+    )
     assert scope["found"].place.source.startswith("<made up>:1 in made")
 
 
@@ -153,12 +168,15 @@ def test_a_checkpoints_second_forward_is_told_from_its_first(reentrant) -> None:
     assert not first.nested and second.nested and second.recomputing and second.own
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
+# --- tokens
+# ----------------------------------------------------------------------------------------------------------
 
 
 def padded(lengths: list[int], width: int) -> Batch:
     mask = torch.tensor([[1] * n + [0] * (width - n) for n in lengths])
-    return batch_from_tensors(torch.ones_like(mask), mask, tuple(f"s{i}" for i in range(len(lengths))))
+    return batch_from_tensors(
+        torch.ones_like(mask), mask, tuple(f"s{i}" for i in range(len(lengths)))
+    )
 
 
 BATCH = padded([6, 4, 3], 6)  # B 3, T 6, N 13
@@ -234,7 +252,9 @@ def test_a_mapping_tells_rows_and_tokens_and_anything_else_nothing() -> None:
     data=st.data(),
 )
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_a_documented_shape_gives_the_right_token_or_none(lengths, extra, heads, form, data) -> None:
+def test_a_documented_shape_gives_the_right_token_or_none(
+    lengths, extra, heads, form, data
+) -> None:
     width = max(lengths) + extra
     batch = padded(lengths, width)
     b, n = len(lengths), sum(lengths)
@@ -260,7 +280,11 @@ def test_most_shapes_are_told() -> None:
     for row, token in itertools.product(range(3), range(3)):
         tokens = Tokens(BATCH, {(64, 64), (64,)})
         at = [6, 4, 3][:row]
-        for shape, index in (((3, 6, 64), (row, token, 0)), ((13, 64), (sum(at) + token, 0)), ((3, 4, 6, 6), (row, 1, token, 0))):
+        for shape, index in (
+            ((3, 6, 64), (row, token, 0)),
+            ((13, 64), (sum(at) + token, 0)),
+            ((3, 4, 6, 6), (row, 1, token, 0)),
+        ):
             assert tokens.locate(shape, index) == (row, token, f"s{row}")
 
 

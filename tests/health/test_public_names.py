@@ -21,5 +21,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, npt.health; assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'"
+    code = (
+        "import sys, npt.health; assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

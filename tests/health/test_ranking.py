@@ -1,4 +1,6 @@
-"""What stands out in a record: non-finite tensors first, then explosions before anything overflows, then gradients."""
+"""What stands out in a record: non-finite tensors first, then explosions before anything overflows,
+then gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from npt.health.ranking import FACTOR, explosions, gradients, growths, not_finit
 from npt.health.record import Record, Row
 from npt.health.recorder import Recorder
 
-TEXT = "import os\n\n\nclass Stack:\n    def __init__(self, items):\n        self.items = list(items)\n"
+TEXT = (
+    "import os\n\n\nclass Stack:\n    def __init__(self, items):\n        self.items ="
+    " list(items)\n"
+)
 
 
 def row(module: str = "m", stage: str = "out", rms: float | None = 1.0, **more: Any) -> Row:
@@ -50,7 +55,10 @@ def grown(*sizes: tuple[str, float | None, float | None]) -> Record:
 
 def test_what_grew_beyond_the_factor_is_ranked_by_its_growth() -> None:
     record = grown(("a", 1.0, 2000.0), ("b", 0.5, 499.0), ("c", 1.0, 1e6), ("d", 3.0, 0.1))
-    assert [(e.after.module, e.before.stage, e.growth) for e in explosions(record)] == [("c", "in", 1e6), ("a", "in", 2000.0)]
+    assert [(e.after.module, e.before.stage, e.growth) for e in explosions(record)] == [
+        ("c", "in", 1e6),
+        ("a", "in", 2000.0),
+    ]
     assert [e.after.module for e in explosions(record, factor=500)] == ["c", "a", "b"]
     assert [e.after.module for e in growths(record)] == ["c", "a", "b", "d"]
     assert str(explosions(record)[0]) == "c out has RMS 1e+06, 1e+06 times that of c in"
@@ -62,7 +70,12 @@ def test_growth_from_nothing_or_to_little_is_no_explosion(sizes) -> None:
 
 
 def test_a_module_that_repeats_what_happened_inside_it_is_left_out() -> None:
-    record = grown(("m.layers.1.mlp.down", 1.0, 2e3), ("m.layers.1.mlp", 1.0, 3e3), ("m.layers.1", 1.0, 4e3), ("m.layers.11", 1.0, 5e3))
+    record = grown(
+        ("m.layers.1.mlp.down", 1.0, 2e3),
+        ("m.layers.1.mlp", 1.0, 3e3),
+        ("m.layers.1", 1.0, 4e3),
+        ("m.layers.11", 1.0, 5e3),
+    )
     assert [e.after.module for e in explosions(record)] == ["m.layers.11", "m.layers.1.mlp.down"]
     assert [e.after.module for e in explosions(grown(("a", 1.0, 2e3), ("", 1.0, 9e3)))] == ["a"]
 
@@ -70,7 +83,11 @@ def test_a_module_that_repeats_what_happened_inside_it_is_left_out() -> None:
 @given(st.lists(st.tuples(st.floats(0, 1e30), st.floats(0, 1e30)), max_size=8), st.floats(1.5, 1e6))
 def test_explosions_are_those_of_the_definition(pairs, factor) -> None:
     record = grown(*((f"m{i}", *pair) for i, pair in enumerate(pairs)))
-    expected = {f"m{i}" for i, (before, after) in enumerate(pairs) if before > 0 and after / before > factor and after >= 1}
+    expected = {
+        f"m{i}"
+        for i, (before, after) in enumerate(pairs)
+        if before > 0 and after / before > factor and after >= 1
+    }
     found = explosions(record, factor)
     assert {e.after.module for e in found} == expected
     assert all(one.growth >= other.growth for one, other in itertools.pairwise(found))
@@ -95,17 +112,25 @@ def test_the_worst_is_a_bad_number_then_an_explosion_then_a_gradient() -> None:
     clean = grown(("a", 1.0, 2.0))
     assert worst(clean) == "all 2 tensors finite, none exploded"
     gradient = row("g", "weight", 3.0, direction="gradient")
-    assert worst(Record(1, (*clean.rows, gradient))) == "all 3 tensors finite, none exploded, largest gradient norm 6 of g weight"
+    assert (
+        worst(Record(1, (*clean.rows, gradient)))
+        == "all 3 tensors finite, none exploded, largest gradient norm 6 of g weight"
+    )
     exploded = grown(("a", 1.0, 5000.0), ("b", 1.0, 4000.0))
     found = worst(Record(1, (*exploded.rows, gradient)))
     assert found == "explosion: a out has RMS 5e+03, 5e+03 times that of a in (2 such)"
     bad = row("g", "weight", None, direction="gradient", nan=1, pos_inf=2, neg_inf=1)
     found = worst(Record(1, (*exploded.rows, bad, row(nan=4, rms=None))))
-    assert found == "2 of 6 tensors are not finite, the first: gradient of g weight (1 NaN, 2 +Inf, 1 -Inf of 4)"
+    assert (
+        found
+        == "2 of 6 tensors are not finite, the first: gradient of g weight (1 NaN, 2 +Inf, 1 -Inf"
+        " of 4)"
+    )
     assert worst(Record(1, ())) == "nothing was computed"
 
 
-# --- on the embedded model -------------------------------------------------------------------------------------------
+# --- on the embedded model
+# -------------------------------------------------------------------------------------------
 
 
 def tiny(quantization: str | None = "nf4", **arguments: Any) -> tuple[nn.Module, Batch]:
@@ -122,9 +147,14 @@ def forward(model: nn.Module, batch: Batch) -> Record:
 def test_the_clean_embedded_model_has_no_explosion() -> None:
     record = forward(*tiny())
     assert explosions(record) == [] and not_finite(record) == []
-    # The first layer writes into a small stream: that is far more than any other module does, and far below what counts.
+    # The first layer writes into a small stream: that is far more than any other module does, and
+    # far below what counts.
     largest, second = growths(record)[:2]
-    assert largest.after.name == "model.layers.0 out" and 20 < largest.growth < FACTOR / 5 and second.growth < FACTOR / 50
+    assert (
+        largest.after.name == "model.layers.0 out"
+        and 20 < largest.growth < FACTOR / 5
+        and second.growth < FACTOR / 50
+    )
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])

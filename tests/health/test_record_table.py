@@ -44,11 +44,16 @@ def table(lines: list[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_a_clean_record_fits_a_terminal_with_a_line_for_each_layer(student, batch, strategy) -> None:
+def test_a_clean_record_fits_a_terminal_with_a_line_for_each_layer(
+    student, batch, strategy
+) -> None:
     record = recorded(student, batch, strategy)
     lines = printed(record)
     assert max(map(len, lines)) <= 80
-    assert " ".join(lines[:3]).startswith(f"step 3, micro-batch 0: all {len(record.rows)} tensors finite, none exploded, largest gradient")
+    assert " ".join(lines[:3]).startswith(
+        f"step 3, micro-batch 0: all {len(record.rows)} tensors finite, none exploded, largest"
+        " gradient"
+    )
     layers = table(lines)
     assert list(layers) == ["embed_tokens", "rotary_emb", "0", "1", "2", "3"]
     row = next(r for r in record.rows if r.name == "model.layers.0 out")
@@ -78,7 +83,10 @@ def test_explosions_are_listed_with_what_they_were_made_from(student, batch) -> 
         student.model.layers[2].mlp.down_proj.weight.quant_state.offset.mul_(1e6)
     lines = printed(recorded(student, batch), width=120)
     start = lines.index("RMS grew more than 1000 times")
-    assert "model.layers.2.mlp.down_proj out" in lines[start + 3] and "model.layers.2.mlp.down_proj in" in lines[start + 3]
+    assert (
+        "model.layers.2.mlp.down_proj out" in lines[start + 3]
+        and "model.layers.2.mlp.down_proj in" in lines[start + 3]
+    )
     assert "RMS grew more than 3 times" in printed(recorded(student, batch), width=120, factor=3.0)
 
 

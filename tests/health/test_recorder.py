@@ -96,7 +96,8 @@ def stack() -> Stack:
     return Stack()
 
 
-# --- what is seen ----------------------------------------------------------------------------------------------------
+# --- what is seen
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_every_module_has_rows_of_what_goes_in_and_comes_out(stack) -> None:
@@ -118,10 +119,25 @@ def test_every_module_has_rows_of_what_goes_in_and_comes_out(stack) -> None:
         "head out",
         "out",
     ]
-    assert [row.layer for row in rows(record).values()] == [None, None, 0, 0, 0, 0, 1, 1, 1, 1, None, None]
+    assert [row.layer for row in rows(record).values()] == [
+        None,
+        None,
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+        None,
+        None,
+    ]
     assert rows(record)["in"].dtype == "int64" and rows(record)["out"].shape == (2, 3, 3)
     values = {name for name in rows(record) if name != "in"}
-    assert set(rows(record, "gradient")) == values | {spaced(name) for name, _ in stack.named_parameters()}
+    assert set(rows(record, "gradient")) == values | {
+        spaced(name) for name, _ in stack.named_parameters()
+    }
 
 
 def test_rows_hold_the_statistics_of_the_tensors_themselves(stack) -> None:
@@ -145,9 +161,16 @@ def test_rows_hold_the_statistics_of_the_tensors_themselves(stack) -> None:
         for name, tensor in kept.items():
             values = tensor.detach() if direction == "forward" else tensor.grad
             # The sums of squares of a few numbers, in another order.
-            assert found[name].rms == pytest.approx(float(values.square().mean().sqrt()), rel=1e-5), name
-            assert found[name].absmax == float(values.abs().max()) and found[name].min == float(values.min()), name
-            assert found[name].norm == pytest.approx(float(values.norm()), rel=1e-5) and found[name].count == values.numel()
+            assert found[name].rms == pytest.approx(
+                float(values.square().mean().sqrt()), rel=1e-5
+            ), name
+            assert found[name].absmax == float(values.abs().max()) and found[name].min == float(
+                values.min()
+            ), name
+            assert (
+                found[name].norm == pytest.approx(float(values.norm()), rel=1e-5)
+                and found[name].count == values.numel()
+            )
     for name, parameter in stack.named_parameters():
         assert rows(record, "gradient")[spaced(name)].absmax == float(parameter.grad.abs().max())
 
@@ -156,7 +179,9 @@ def test_a_row_points_to_what_it_was_made_from(stack) -> None:
     with Recorder(stack) as recorder:
         stack(IDS)
     record = recorder.record()
-    made_from = {row.name: record.rows[row.source].name for row in record.rows if row.source is not None}
+    made_from = {
+        row.name: record.rows[row.source].name for row in record.rows if row.source is not None
+    }
     # Neither the embedding nor the normalisations, and not the model, whose input is no activation.
     assert made_from == {
         "blocks.0.linear out": "blocks.0.norm out",
@@ -169,14 +194,24 @@ def test_a_row_points_to_what_it_was_made_from(stack) -> None:
     }
     found = rows(record)
     update = found["blocks.1 out"].update_ratio
-    assert update == pytest.approx(found["blocks.1.act out"].rms / found["blocks.0 out"].rms, rel=1e-4)  # x + a - x is rounded
-    assert [name for name, row in found.items() if row.update_ratio is not None] == ["blocks.0 out", "blocks.1 out"]
+    # x + a - x is rounded
+    assert update == pytest.approx(
+        found["blocks.1.act out"].rms / found["blocks.0 out"].rms, rel=1e-4
+    )
+    assert [name for name, row in found.items() if row.update_ratio is not None] == [
+        "blocks.0 out",
+        "blocks.1 out",
+    ]
 
 
-def test_a_tensor_is_reduced_once_however_many_modules_name_it(load_model, batch, monkeypatch) -> None:
+def test_a_tensor_is_reduced_once_however_many_modules_name_it(
+    load_model, batch, monkeypatch
+) -> None:
     reduced: list[Tensor] = []
     original = recorder_module.summarise
-    monkeypatch.setattr(recorder_module, "summarise", lambda t, valid: reduced.append(t) or original(t, valid))
+    monkeypatch.setattr(
+        recorder_module, "summarise", lambda t, valid: reduced.append(t) or original(t, valid)
+    )
     model = load_model()
     with Recorder(model, gradients=False) as recorder, torch.no_grad():
         model(batch.input_ids)
@@ -276,7 +311,14 @@ def test_later_calls_of_a_module_in_a_pass_are_numbered() -> None:
         model(torch.ones(2, 3)).sum().backward()
     record = recorder.record()
     assert list(rows(record)) == ["in", "0 out", "1 out", "0 out#2", "out"]
-    assert set(rows(record, "gradient")) == {"out", "0 out#2", "1 out", "0 out", "0 weight", "0 bias"}
+    assert set(rows(record, "gradient")) == {
+        "out",
+        "0 out#2",
+        "1 out",
+        "0 out",
+        "0 weight",
+        "0 bias",
+    }
 
 
 def test_a_second_backward_through_the_same_tensor_is_numbered() -> None:
@@ -295,7 +337,9 @@ def test_a_parameters_gradient_is_that_of_this_pass_and_not_what_has_accumulated
     with Recorder(stack) as recorder:
         stack(IDS).sum().backward()
     found = rows(recorder.record(), "gradient")
-    assert found["head weight"].norm == pytest.approx(float(before["head.weight"].norm()) / 2, rel=1e-5)
+    assert found["head weight"].norm == pytest.approx(
+        float(before["head.weight"].norm()) / 2, rel=1e-5
+    )
 
 
 def test_gradients_can_be_left_out(stack) -> None:
@@ -317,7 +361,10 @@ def test_layers_can_be_chosen(stack) -> None:
     ("settings", "message"),
     [
         ({"layers": [0, 2]}, "Stack has no layer 2; leave it out of layers"),
-        ({"valid": torch.ones(3)}, r"valid has the shape \(3,\); it says of each token, \[B, T\], whether it counts"),
+        (
+            {"valid": torch.ones(3)},
+            r"valid has the shape \(3,\); it says of each token, \[B, T\], whether it counts",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_and_leave_no_hook(stack, settings, message) -> None:
@@ -341,7 +388,12 @@ def test_numbers_that_are_not_finite_are_counted_where_they_are(stack) -> None:
         stack(IDS).sum().backward()
     record = recorder.record()
     first = next(row for row in record.rows if not row.finite)
-    assert (first.name, first.nan, first.count, first.finite_share) == ("blocks.1.linear out", 6, 36, 30 / 36)
+    assert (first.name, first.nan, first.count, first.finite_share) == (
+        "blocks.1.linear out",
+        6,
+        36,
+        30 / 36,
+    )
     assert rows(record)["blocks.0 out"].finite and rows(record)["head out"].nan == 18
     assert rows(record)["head out"].rms is None and rows(record)["head out"].norm is None
 
@@ -356,7 +408,8 @@ def test_a_record_comes_back_from_json(stack) -> None:
     assert Record.from_dict(json.loads(text)) == record
 
 
-# --- contexts --------------------------------------------------------------------------------------------------------
+# --- contexts
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -369,7 +422,9 @@ def test_without_gradients_the_forward_rows_are_the_same(load_model, batch, cont
         return rows(recorder.record())
 
     def sizes(found: dict[str, Row]) -> dict[str, tuple[Any, ...]]:
-        return {name: (row.shape, row.count, row.rms, row.update_ratio) for name, row in found.items()}
+        return {
+            name: (row.shape, row.count, row.rms, row.update_ratio) for name, row in found.items()
+        }
 
     full, found = sizes(record(torch.enable_grad)), sizes(record(context))
     assert {name: found[name] for name in full} == full
@@ -387,10 +442,18 @@ def test_mixed_precision_is_seen_as_it_is(stack) -> None:
             found.float().sum().backward()
     record = recorder.record()
     assert torch.equal(found, expected)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(stack.parameters(), plain.parameters(), strict=True))
-    assert rows(record)["head out"].dtype == "bfloat16" and rows(record, "gradient")["head weight"].dtype == "float32"
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(stack.parameters(), plain.parameters(), strict=True)
+    )
+    assert (
+        rows(record)["head out"].dtype == "bfloat16"
+        and rows(record, "gradient")["head weight"].dtype == "float32"
+    )
     # The row is of the numbers as bf16 has them, but nothing is summed in bf16.
-    assert rows(record)["head out"].rms == pytest.approx(float(expected.detach().double().square().mean().sqrt()), rel=1e-5)
+    assert rows(record)["head out"].rms == pytest.approx(
+        float(expected.detach().double().square().mean().sqrt()), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -410,9 +473,13 @@ def test_under_gradient_checkpointing_a_recomputation_is_a_second_call(stack, re
         assert torch.equal(one.grad, other.grad)
     found, again = rows(record), rows(record, "gradient")
     assert found["blocks.1.linear out#2"].rms == found["blocks.1.linear out"].rms
-    assert again["blocks.1.norm weight"].norm == pytest.approx(float(plain.blocks[1].norm.weight.grad.norm()), rel=1e-5)
+    assert again["blocks.1.norm weight"].norm == pytest.approx(
+        float(plain.blocks[1].norm.weight.grad.norm()), rel=1e-5
+    )
     # Only the graph that is walked has gradients: with re-entrance that of the second call.
-    assert ("blocks.1.linear out#2" in again) == reentrant and ("blocks.1.linear out" in again) != reentrant
+    assert ("blocks.1.linear out#2" in again) == reentrant and (
+        "blocks.1.linear out" in again
+    ) != reentrant
     assert hooks(stack) == 0
 
 
@@ -420,7 +487,9 @@ def test_a_sparse_gradient_is_skipped_and_said() -> None:
     model = nn.Embedding(5, 2, sparse=True)
     with Recorder(model) as recorder:
         model(torch.tensor([1, 1])).sum().backward()
-    with pytest.warns(UserWarning, match="1 tensors were not recorded, the first: gradient of weight: TypeError"):
+    with pytest.warns(
+        UserWarning, match="1 tensors were not recorded, the first: gradient of weight: TypeError"
+    ):
         record = recorder.record()
     assert {row.name for row in record.rows} == {"in", "out"}
     assert model.weight.grad.is_sparse
@@ -434,11 +503,14 @@ def test_a_failure_of_the_recorder_does_not_reach_the_pass(stack, monkeypatch) -
     with Recorder(stack) as recorder:
         stack(IDS).sum().backward()
     assert stack.head.weight.grad is not None and hooks(stack) == 0
-    with pytest.warns(UserWarning, match="tensors were not recorded, the first: in: ValueError: broken"):
+    with pytest.warns(
+        UserWarning, match="tensors were not recorded, the first: in: ValueError: broken"
+    ):
         assert recorder.record().rows == ()
 
 
-# --- padding ---------------------------------------------------------------------------------------------------------
+# --- padding
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_padding_is_left_out_by_the_models_own_mask_or_by_the_one_given(load_model, batch) -> None:
@@ -446,7 +518,9 @@ def test_padding_is_left_out_by_the_models_own_mask_or_by_the_one_given(load_mod
     valid = batch.attention_mask.bool()
     with torch.no_grad():
         with Recorder(model) as recorder:
-            states = model(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True).hidden_states
+            states = model(
+                batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
+            ).hidden_states
         own = rows(recorder.record())
         with Recorder(model, valid=valid) as recorder:
             model(batch.input_ids, attention_mask=batch.attention_mask)
@@ -455,7 +529,9 @@ def test_padding_is_left_out_by_the_models_own_mask_or_by_the_one_given(load_mod
     assert row.count == batch.tokens * 64 and row.shape == (3, 9, 64)
     assert row.rms == pytest.approx(float(states[2][valid].square().mean().sqrt()), rel=1e-5)
     update = (states[2] - states[1])[valid]
-    assert row.update_ratio == pytest.approx(float(update.norm() / states[1][valid].norm()), rel=1e-5)
+    assert row.update_ratio == pytest.approx(
+        float(update.norm() / states[1][valid].norm()), rel=1e-5
+    )
     assert {name: row.rms for name, row in given.items()} == {name: own[name].rms for name in given}
 
 
@@ -469,58 +545,99 @@ def test_junk_at_padding_is_nobodys_business() -> None:
         out[valid].sum().backward()
     record = recorder.record()
     forward, gradient = rows(record), rows(record, "gradient")
-    assert forward["in"].finite and forward["out"].finite and gradient["out"].finite and forward["out"].count == 18
-    assert not gradient["weight"].finite  # 0 * NaN: this is what it does to the weights, and so it is shown
+    assert (
+        forward["in"].finite
+        and forward["out"].finite
+        and gradient["out"].finite
+        and forward["out"].count == 18
+    )
+    # 0 * NaN: this is what it does to the weights, and so it is shown
+    assert not gradient["weight"].finite
 
 
-# --- NPT layers ------------------------------------------------------------------------------------------------------
+# --- NPT layers
+# ------------------------------------------------------------------------------------------------------
 
 STAGES = "h a z m_gate s_gate gate m_up s_up up activation product m_down s_down mlp o".split()  # noqa: SIM905
 
 
 def stages(record: Record, layer: int, direction: str = "forward") -> list[str]:
-    return [row.stage for row in record.rows if row.module == f"model.layers.{layer}.npt" and row.direction == direction]
+    return [
+        row.stage
+        for row in record.rows
+        if row.module == f"model.layers.{layer}.npt" and row.direction == direction
+    ]
 
 
-def test_under_the_local_strategy_each_converted_layer_has_its_stages_and_the_teachers_output(load_model, batch) -> None:
+def test_under_the_local_strategy_each_converted_layer_has_its_stages_and_the_teachers_output(
+    load_model, batch
+) -> None:
     model = student(load_model)
     with Recorder(model, valid=batch.attention_mask.bool()) as recorder:
         STRATEGIES["local"](model, batch, TrainConfig())
     record = recorder.record()
     for layer in (1, 3):
         assert stages(record, layer) == [*STAGES, "t"]
-        gradients = {"z", *STAGES[3:], "A", *(f"{p}.{t}" for p in "BM" for t in ("gate", "up", "down"))}
+        gradients = {
+            "z",
+            *STAGES[3:],
+            "A",
+            *(f"{p}.{t}" for p in "BM" for t in ("gate", "up", "down")),
+        }
         assert set(stages(record, layer, "gradient")) == gradients
     found = rows(record)
     assert all(row.finite for row in record.rows)
-    assert found["model.layers.1.npt h"].count == batch.tokens * 64 and found["model.layers.1.npt gate"].shape == (batch.tokens, 128)
-    assert found["model.layers.1.mlp.gate_proj out"].shape == (2 * batch.tokens, 128)  # teacher and student
-    assert 0.5 <= found["model.layers.1.npt m_up"].min < 1 < found["model.layers.1.npt m_up"].max <= 1.5
+    assert found["model.layers.1.npt h"].count == batch.tokens * 64 and found[
+        "model.layers.1.npt gate"
+    ].shape == (batch.tokens, 128)
+    # teacher and student
+    assert found["model.layers.1.mlp.gate_proj out"].shape == (2 * batch.tokens, 128)
+    assert (
+        0.5
+        <= found["model.layers.1.npt m_up"].min
+        < 1
+        < found["model.layers.1.npt m_up"].max
+        <= 1.5
+    )
     o, h, mlp = (found[f"model.layers.3.npt {stage}"] for stage in ("o", "h", "mlp"))
     assert o.update_ratio == pytest.approx(mlp.rms / h.rms, rel=1e-4)  # h + mlp - h is rounded
     assert record.rows[o.source] == h and found["model.layers.3.npt t"].update_ratio > 0
     for name, parameter in adapter_parameters(model).items():
         module, _, stage = name.partition(".npt.")
-        assert rows(record, "gradient")[f"{module}.npt {stage}"].absmax == float(parameter.grad.abs().max())
+        assert rows(record, "gradient")[f"{module}.npt {stage}"].absmax == float(
+            parameter.grad.abs().max()
+        )
 
 
 def test_under_the_end_to_end_strategy_teacher_and_student_are_two_calls(load_model, batch) -> None:
     model = student(load_model)
     with Recorder(model) as recorder:
-        STRATEGIES["end_to_end"](model, batch, TrainConfig(strategy="end_to_end", logit_kl_weight=0.5))
+        STRATEGIES["end_to_end"](
+            model, batch, TrainConfig(strategy="end_to_end", logit_kl_weight=0.5)
+        )
     record = recorder.record()
     assert stages(record, 1) == STAGES and stages(record, 3) == STAGES
     found = rows(record)
     assert {"model.layers.2.mlp.gate_proj out", "model.layers.2.mlp.gate_proj out#2"} <= set(found)
     assert found["model.layers.0 out"].update_ratio > 0 and "model.layers.0 out#2" not in found
-    assert "model.layers.2 out#2" in rows(record, "gradient") and "model.layers.2 out" not in rows(record, "gradient")
+    assert "model.layers.2 out#2" in rows(record, "gradient") and "model.layers.2 out" not in rows(
+        record, "gradient"
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "missing", "more"),
     [
-        ({"targets": ("gate",), "modulation": "additive"}, {"m_gate", "m_up", "s_up", "m_down", "s_down"}, set()),
-        ({"targets": ("up", "down"), "modulation": "multiplicative"}, {"m_gate", "s_gate", "s_up", "s_down"}, set()),
+        (
+            {"targets": ("gate",), "modulation": "additive"},
+            {"m_gate", "m_up", "s_up", "m_down", "s_down"},
+            set(),
+        ),
+        (
+            {"targets": ("up", "down"), "modulation": "multiplicative"},
+            {"m_gate", "s_gate", "s_up", "s_down"},
+            set(),
+        ),
         ({"residual": "keep"}, set(), {"stream"}),
     ],
 )
@@ -532,7 +649,9 @@ def test_a_layer_has_the_stages_of_its_form(load_model, batch, config, missing, 
     assert set(stages(record, 1)) == (set(STAGES) - missing) | more
     found = rows(record)
     assert found["model.layers.1 out"].rms == found["model.layers.1.npt o"].rms
-    assert found["model.layers.1 out"].update_ratio == found["model.layers.1.npt o"].update_ratio > 0
+    assert (
+        found["model.layers.1 out"].update_ratio == found["model.layers.1.npt o"].update_ratio > 0
+    )
     assert all(row.finite for row in record.rows)
 
 
@@ -543,23 +662,46 @@ def test_floor_and_teacher_show_what_they_compute(load_model, batch) -> None:
         with Recorder(model) as recorder, adapter_mode(model, mode), torch.no_grad():
             model(batch.input_ids)
         found[mode] = recorder.record()
-    assert stages(found["floor"], 1) == ["h", "a", "gate", "up", "activation", "product", "mlp", "o"]
+    assert stages(found["floor"], 1) == [
+        "h",
+        "a",
+        "gate",
+        "up",
+        "activation",
+        "product",
+        "mlp",
+        "o",
+    ]
     assert stages(found["teacher"], 1) == []
-    assert "model.layers.1 out" in rows(found["teacher"]) and "model.layers.1 out" in rows(found["floor"])
+    assert "model.layers.1 out" in rows(found["teacher"]) and "model.layers.1 out" in rows(
+        found["floor"]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 @pytest.mark.parametrize(
     ("parameter", "first"),
-    [("A", "z"), ("M.gate", "m_gate"), ("B.gate", "s_gate"), ("B.up", "s_up"), ("M.down", "m_down"), ("B.down", "s_down")],
+    [
+        ("A", "z"),
+        ("M.gate", "m_gate"),
+        ("B.gate", "s_gate"),
+        ("B.up", "s_up"),
+        ("M.down", "m_down"),
+        ("B.down", "s_down"),
+    ],
 )
-def test_the_first_bad_row_is_of_the_stage_that_made_the_bad_number(load_model, batch, strategy, parameter, first) -> None:
+def test_the_first_bad_row_is_of_the_stage_that_made_the_bad_number(
+    load_model, batch, strategy, parameter, first
+) -> None:
     model = student(load_model)
     with torch.no_grad():
         npt_layers(model)[1][1].npt.get_parameter(parameter)[0, 0] = NAN
     with Recorder(model) as recorder:
         STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
-    assert next(row for row in recorder.record().rows if not row.finite).name == f"model.layers.3.npt {first}"
+    assert (
+        next(row for row in recorder.record().rows if not row.finite).name
+        == f"model.layers.3.npt {first}"
+    )
 
 
 def test_saturated_multipliers_are_a_share(load_model, batch) -> None:
@@ -572,11 +714,14 @@ def test_saturated_multipliers_are_a_share(load_model, batch) -> None:
         model(batch.input_ids)
     found = rows(recorder.record())
     assert found["model.layers.1.npt m_gate"].saturation == 0.0
-    assert found["model.layers.1.npt m_up"].saturation == pytest.approx(0.5, abs=0.05)  # the other half is random and moderate
+    # the other half is random and moderate
+    assert found["model.layers.1.npt m_up"].saturation == pytest.approx(0.5, abs=0.05)
     assert found["model.layers.1.npt s_up"].saturation is None
 
 
-@pytest.mark.parametrize(("form", "share"), [("half_sigmoid", 1.0), ("one_plus_tanh", 1.0), ("unbounded", 0.0)])
+@pytest.mark.parametrize(
+    ("form", "share"), [("half_sigmoid", 1.0), ("one_plus_tanh", 1.0), ("unbounded", 0.0)]
+)
 def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, share) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1", mult_form=form))
@@ -588,17 +733,26 @@ def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, share) 
     with Recorder(model) as recorder, torch.no_grad():
         model(batch.input_ids)
     found = rows(recorder.record())
-    assert found["model.layers.1.npt m_gate"].saturation == 0.0  # the middle of a range, though it is not 1
-    assert found["model.layers.1.npt m_up"].saturation == pytest.approx(share, abs=0.01)  # a code may be next to 0 by chance
+    # the middle of a range, though it is not 1
+    assert found["model.layers.1.npt m_gate"].saturation == 0.0
+    # a code may be next to 0 by chance
+    assert found["model.layers.1.npt m_up"].saturation == pytest.approx(share, abs=0.01)
 
 
-# --- nothing is changed, nothing stays -------------------------------------------------------------------------------
+# --- nothing is changed, nothing stays
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_losses_and_gradients_are_bit_equal_with_and_without_it(load_model, batch, strategy) -> None:
+def test_losses_and_gradients_are_bit_equal_with_and_without_it(
+    load_model, batch, strategy
+) -> None:
     model = student(load_model)
-    config = TrainConfig(strategy=strategy, regularization_lambda=0.3, logit_kl_weight=0.5 if strategy == "end_to_end" else 0.0)
+    config = TrainConfig(
+        strategy=strategy,
+        regularization_lambda=0.3,
+        logit_kl_weight=0.5 if strategy == "end_to_end" else 0.0,
+    )
     results = []
     for recorded in (False, True, False):
         for parameter in adapter_parameters(model).values():
@@ -611,7 +765,14 @@ def test_losses_and_gradients_are_bit_equal_with_and_without_it(load_model, batc
         else:
             sums = STRATEGIES[strategy](model, batch, config)
         assert torch.equal(torch.get_rng_state(), state)
-        results.append([sums.loss, sums.layer_nmse, sums.logit, *(p.grad.clone() for p in adapter_parameters(model).values())])
+        results.append(
+            [
+                sums.loss,
+                sums.layer_nmse,
+                sums.logit,
+                *(p.grad.clone() for p in adapter_parameters(model).values()),
+            ]
+        )
     for plain, recorded, after in zip(*results, strict=True):
         assert torch.equal(plain, recorded) and torch.equal(plain, after)
 
@@ -619,7 +780,9 @@ def test_losses_and_gradients_are_bit_equal_with_and_without_it(load_model, batc
 def test_an_ordinary_model_in_training_mode_is_bit_equal_too() -> None:
     def run(recorded: bool) -> list[Tensor]:
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        model = nn.Sequential(
+            nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         losses = []
         for _ in range(5):
@@ -713,7 +876,9 @@ def test_record_reads_what_came_since_the_last_one(stack) -> None:
         backward = recorder.record()
         stack(IDS)
         again = recorder.record()
-    assert {row.direction for row in forward.rows} == {"forward"} and {row.direction for row in backward.rows} == {"gradient"}
+    assert {row.direction for row in forward.rows} == {"forward"} and {
+        row.direction for row in backward.rows
+    } == {"gradient"}
     assert again.rows == forward.rows
     assert recorder.record().rows == ()
 
@@ -739,11 +904,16 @@ class ScalarReads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
 
-def test_where_reading_would_wait_nothing_is_read_before_the_record(load_model, batch, monkeypatch) -> None:
+def test_where_reading_would_wait_nothing_is_read_before_the_record(
+    load_model, batch, monkeypatch
+) -> None:
     model = student(load_model)
     valid = batch.attention_mask.bool()
     with Recorder(model, valid=valid) as recorder:
@@ -760,5 +930,12 @@ def test_where_reading_would_wait_nothing_is_read_before_the_record(load_model, 
     with Recorder(model, valid=valid) as recorder:
         assert reads() == plain
     for row, same in zip(recorder.record().rows, read.rows, strict=True):
-        assert (row.name, row.count, row.min, row.max, row.saturation) == (same.name, same.count, same.min, same.max, same.saturation)
-        assert row.rms == pytest.approx(same.rms, rel=1e-5)  # the same sums in another precision and order
+        assert (row.name, row.count, row.min, row.max, row.saturation) == (
+            same.name,
+            same.count,
+            same.min,
+            same.max,
+            same.saturation,
+        )
+        # the same sums in another precision and order
+        assert row.rms == pytest.approx(same.rms, rel=1e-5)

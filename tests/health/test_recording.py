@@ -42,7 +42,10 @@ def test_a_step_is_recorded_once_however_often_it_is_tried(tmp_path) -> None:
     assert chosen(recording) == [2, 4]
 
 
-@pytest.mark.parametrize(("steps", "every", "message"), [("x", None, "steps is 'x'"), (None, 0, "every is 0"), (None, -1, "every is -1")])
+@pytest.mark.parametrize(
+    ("steps", "every", "message"),
+    [("x", None, "steps is 'x'"), (None, 0, "every is 0"), (None, -1, "every is -1")],
+)
 def test_what_cannot_be_a_choice_of_steps_is_refused(steps, every, message, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message):
         Recording(tmp_path, steps, every)
@@ -50,7 +53,12 @@ def test_what_cannot_be_a_choice_of_steps_is_refused(steps, every, message, tmp_
 
 @pytest.mark.parametrize(
     ("steps", "every", "plan"),
-    [("1-5", None, "steps 1-5"), (None, 1, "every 1st step"), (None, 12, "every 12th step"), ("3", 22, "steps 3 and every 22nd step")],
+    [
+        ("1-5", None, "steps 1-5"),
+        (None, 1, "every 1st step"),
+        (None, 12, "every 12th step"),
+        ("3", 22, "steps 3 and every 22nd step"),
+    ],
 )
 def test_it_says_what_will_be_recorded(steps, every, plan) -> None:
     said = str(Recording("there", steps, every))
@@ -62,8 +70,14 @@ def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
     record = Record(7, (), micro_batch=1)
     path = recording.keep(record)
     assert path == tmp_path / "deep" / "trace" / "step-00000007.json"
-    assert json.loads(path.read_text()) == {"step": 7, "micro_batch": 1, "rows": []} and read_record(path) == record
-    assert describe(record, path) == f"recorded step 7 (micro-batch 1, rank 0) in {path}: nothing was computed"
+    assert (
+        json.loads(path.read_text()) == {"step": 7, "micro_batch": 1, "rows": []}
+        and read_record(path) == record
+    )
+    assert (
+        describe(record, path)
+        == f"recorded step 7 (micro-batch 1, rank 0) in {path}: nothing was computed"
+    )
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -94,7 +108,9 @@ def test_all_records_of_a_run_are_drawn_together(tmp_path, drawn) -> None:
 
 def test_of_very_many_records_an_even_choice_is_drawn(tmp_path, drawn, monkeypatch) -> None:
     recording = Recording(tmp_path, every=1)
-    monkeypatch.setattr(recording_module, "read_record", lambda path: SimpleNamespace(step=int(path.stem[5:])))
+    monkeypatch.setattr(
+        recording_module, "read_record", lambda path: SimpleNamespace(step=int(path.stem[5:]))
+    )
     recording._files = [tmp_path / f"step-{step:08d}.json" for step in range(1, 1001)]
     recording.draw()
     steps = [record.step for record in drawn[0][0]]

@@ -20,7 +20,12 @@ def reference(values: Tensor) -> dict[str, float]:
     """The definition, element by element, in numpy's longest floating-point numbers."""
     x = np.asarray(values.double().tolist(), dtype=np.longdouble).reshape(-1)
     finite = x[np.isfinite(x)]
-    found = {"count": x.size, "nan": np.isnan(x).sum(), "pos_inf": (x == INF).sum(), "neg_inf": (x == -INF).sum()}
+    found = {
+        "count": x.size,
+        "nan": np.isnan(x).sum(),
+        "pos_inf": (x == INF).sum(),
+        "neg_inf": (x == -INF).sum(),
+    }
     sizes = dict.fromkeys(FIELDS[4:], NAN)
     if finite.size:
         mean = finite.mean()
@@ -47,7 +52,9 @@ def assert_matches(found: Tensor, values: Tensor) -> None:
             assert numbers[name] == expected[name], name
         else:
             # Sums run in fp32 for fp32 and below: its rounding is relative to the largest element.
-            assert math.isclose(numbers[name], expected[name], rel_tol=1e-5, abs_tol=2e-6 * size), name
+            assert math.isclose(numbers[name], expected[name], rel_tol=1e-5, abs_tol=2e-6 * size), (
+                name
+            )
 
 
 def selected(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -112,11 +119,13 @@ def test_odd_tensors_have_statistics(take, values) -> None:
 
 @pytest.mark.parametrize("take", [summarise, selected], ids=["read", "selected"])
 def test_many_elements_far_from_zero_keep_their_spread(take) -> None:
-    # In one fp32 pass the squares' difference would be all rounding here, and a sum over so many elements a tenth of a per mille off.
+    # In one fp32 pass the squares' difference would be all rounding here, and a sum over so many
+    # elements a tenth of a per mille off.
     values = 1000.0 + torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     found = dict(zip(FIELDS, take(values).tolist(), strict=True))
     exact = values.double()
-    assert math.isclose(found["std"], float(exact.std(correction=0)), rel_tol=1e-4)  # an fp32 element near 1000 is rounded by 3e-5
+    # an fp32 element near 1000 is rounded by 3e-5
+    assert math.isclose(found["std"], float(exact.std(correction=0)), rel_tol=1e-4)
     assert math.isclose(found["mean"], float(exact.mean()), rel_tol=1e-6)
     assert math.isclose(found["rms"], float(exact.square().mean().sqrt()), rel_tol=1e-6)
 
@@ -135,7 +144,9 @@ def test_complex_numbers_count_as_their_parts() -> None:
     data=st.data(),
 )
 def test_positions_that_do_not_count_are_left_out(batch, time, rest, data) -> None:
-    valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=batch * time, max_size=batch * time))).reshape(batch, time)
+    valid = torch.tensor(
+        data.draw(st.lists(st.booleans(), min_size=batch * time, max_size=batch * time))
+    ).reshape(batch, time)
     values = torch.full((batch, time, *rest), NAN)
     values[valid] = torch.randn(values[valid].shape, generator=torch.Generator().manual_seed(batch))
     assert_matches(summarise(values, valid), values[valid])
@@ -160,6 +171,8 @@ def test_the_graph_and_the_tensor_are_left_alone() -> None:
 def test_the_share_beyond_a_distance_counts_valid_positions_only() -> None:
     values = torch.tensor([[0.5, 1.49], [1.0, 9.0]])
     assert share_beyond(values, 1.0, 0.48).tolist() == [0.75]
-    assert share_beyond(values, 1.0, 0.48, torch.tensor([[True, True], [True, False]])).tolist() == [2 / 3]
+    assert share_beyond(
+        values, 1.0, 0.48, torch.tensor([[True, True], [True, False]])
+    ).tolist() == [2 / 3]
     assert share_beyond(torch.empty(0), 1.0, 0.5).tolist() == [0.0]
     assert share_beyond(torch.tensor([NAN, 3.0]), 1.0, 0.5).tolist() == [0.5]

@@ -1,4 +1,6 @@
-"""`trace` on any module: the first fault exactly, no false alarm, and everything as it was afterwards."""
+"""`trace` on any module: the first fault exactly, no false alarm, and everything as it was
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def root_of_zero(x: Tensor) -> Tensor:
     return x + (x * 0).sqrt()
 
 
-# --- everything is as it was -----------------------------------------------------------------------------------------
+# --- everything is as it was
+# -----------------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
@@ -89,7 +92,9 @@ class Everything(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.net(x) + self.embedding(torch.tensor([0, 1, 2])) * random.random() * float(numpy.random.rand())
+        x = self.net(x) + self.embedding(torch.tensor([0, 1, 2])) * random.random() * float(
+            numpy.random.rand()
+        )
         self.average = 0.9 * self.average + x.detach().mean(0)
         return self.function(x)
 
@@ -98,19 +103,39 @@ def state(model: nn.Module) -> dict[str, Any]:
     """All that a trace might leave a mark in, as bytes."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
-        "tensors": {name: (id(t), t.requires_grad, t.detach().numpy().tobytes()) for name, t in tensors.items()},
-        "gradients": {name: (id(p.grad), None if p.grad is None else p.grad.numpy().tobytes()) for name, p in model.named_parameters()},
+        "tensors": {
+            name: (id(t), t.requires_grad, t.detach().numpy().tobytes())
+            for name, t in tensors.items()
+        },
+        "gradients": {
+            name: (id(p.grad), None if p.grad is None else p.grad.numpy().tobytes())
+            for name, p in model.named_parameters()
+        },
         "modes": [module.training for module in model.modules()],
         "hooks": [
-            len(hooks) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name and isinstance(hooks, dict)
+            len(hooks)
+            for module in model.modules()
+            for name, hooks in vars(module).items()
+            if "hooks" in name and isinstance(hooks, dict)
         ],
-        "random": (torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy.random.get_state()[1].tobytes()),
-        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu")),
+        "random": (
+            torch.get_rng_state().numpy().tobytes(),
+            random.getstate(),
+            numpy.random.get_state()[1].tobytes(),
+        ),
+        "grad": (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_anomaly_enabled(),
+            torch.is_autocast_enabled("cpu"),
+        ),
     }
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: x, log_of_zero, root_of_zero, lambda x: x * 1e30 * 1e30], ids=["clean", "forward", "backward", "growth"]
+    "function",
+    [lambda x: x, log_of_zero, root_of_zero, lambda x: x * 1e30 * 1e30],
+    ids=["clean", "forward", "backward", "growth"],
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_a_trace_leaves_everything_as_it_was(function, training) -> None:
@@ -167,7 +192,12 @@ def test_a_pass_that_raises_in_backward_leaves_everything_as_it_was() -> None:
 
 def test_every_pass_sees_the_same_random_numbers() -> None:
     seen = []
-    model = net(lambda x: seen.append((torch.rand(1).item(), random.random(), numpy.random.rand())) or (x * 1e30).square())
+    model = net(
+        lambda x: (
+            seen.append((torch.rand(1).item(), random.random(), numpy.random.rand()))
+            or (x * 1e30).square()
+        )
+    )
     assert fault(model).grew
     assert len(seen) == 4 and len(set(seen)) == 1
 
@@ -176,7 +206,10 @@ def test_an_inputs_gradient_is_kept_and_a_bad_one_found() -> None:
     x = torch.zeros(2, 4, requires_grad=True)
     x.grad = kept = torch.ones(2, 4)
     verdict = npt.trace(nn.Module(), x, run=lambda: x.sqrt().sum())
-    assert verdict is not None and (verdict.operation, verdict.reached) == ("div in SqrtBackward0", "gradient of input")
+    assert verdict is not None and (verdict.operation, verdict.reached) == (
+        "div in SqrtBackward0",
+        "gradient of input",
+    )
     assert x.grad is kept and torch.equal(kept, torch.ones(2, 4))
 
 
@@ -211,7 +244,8 @@ def test_two_traces_give_one_verdict() -> None:
         assert fault(model).as_dict() == fault(model).as_dict()
 
 
-# --- what the pass is, and what it is run in -------------------------------------------------------------------------
+# --- what the pass is, and what it is run in
+# -------------------------------------------------------------------------
 
 Named = namedtuple("Named", "value other")
 
@@ -241,25 +275,43 @@ def test_whatever_the_pass_gives_is_judged(kind) -> None:
     wrap, reached = OUTPUTS[kind]
     model = net(log_of_zero)
     verdict = npt.trace(model, run=lambda: wrap(model(X)))
-    assert verdict is not None and (verdict.operation, verdict.module, verdict.reached) == ("log", "1", reached)
+    assert verdict is not None and (verdict.operation, verdict.module, verdict.reached) == (
+        "log",
+        "1",
+        reached,
+    )
     clean = net(lambda x: x)
     assert npt.trace(clean, run=lambda: wrap(clean(X))) is None
 
 
-@pytest.mark.parametrize("batch", [X, (X,), [X], {"x": X}], ids=["tensor", "tuple", "list", "mapping"])
+@pytest.mark.parametrize(
+    "batch", [X, (X,), [X], {"x": X}], ids=["tensor", "tuple", "list", "mapping"]
+)
 def test_a_batch_is_given_to_the_model_in_its_own_form(batch) -> None:
     bad = X.clone()
     bad[1, 2] = NAN
     assert npt.trace(Step(), batch) is None
-    spoilt = {"x": bad} if isinstance(batch, dict) else type(batch)([bad]) if isinstance(batch, list | tuple) else bad
+    spoilt = (
+        {"x": bad}
+        if isinstance(batch, dict)
+        else type(batch)([bad])
+        if isinstance(batch, list | tuple)
+        else bad
+    )
     verdict = npt.trace(Step(), spoilt)
-    assert verdict is not None and (verdict.cause, verdict.phase, verdict.index) == ("corrupt input", "data", (1, 2))
+    assert verdict is not None and (verdict.cause, verdict.phase, verdict.index) == (
+        "corrupt input",
+        "data",
+        (1, 2),
+    )
     assert verdict.module == "first" and verdict.source.endswith("in Step.forward: self.first(x)")
 
 
 def test_a_run_that_runs_backward_itself_is_not_run_backward_again() -> None:
     model = net(lambda x: x)
-    assert npt.trace(model, run=lambda: (loss := model(X).square().sum(), loss.backward())[0]) is None
+    assert (
+        npt.trace(model, run=lambda: (loss := model(X).square().sum(), loss.backward())[0]) is None
+    )
     model = net(root_of_zero)
     verdict = npt.trace(model, run=lambda: model(X).square().sum().backward())
     assert verdict is not None and verdict.operation == "div in SqrtBackward0"
@@ -267,12 +319,21 @@ def test_a_run_that_runs_backward_itself_is_not_run_backward_again() -> None:
 
 @pytest.mark.parametrize(
     "within",
-    [torch.no_grad, torch.inference_mode, torch.autograd.detect_anomaly, lambda: FlopCounterMode(display=False)],
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        torch.autograd.detect_anomaly,
+        lambda: FlopCounterMode(display=False),
+    ],
     ids=["no_grad", "inference_mode", "detect_anomaly", "FlopCounterMode"],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly")
 def test_a_trace_works_whatever_mode_it_is_called_in(within) -> None:
-    backward, forward, clean = net(root_of_zero), net(log_of_zero), nn.Sequential(net(lambda x: x), Sum())
+    backward, forward, clean = (
+        net(root_of_zero),
+        net(log_of_zero),
+        nn.Sequential(net(lambda x: x), Sum()),
+    )
     with within():
         assert fault(backward).operation == "div in SqrtBackward0"
         assert fault(forward).operation == "log"
@@ -300,7 +361,11 @@ def test_under_autocast_a_weight_that_does_not_fit_is_named_although_its_cast_wa
 
 @pytest.mark.parametrize(("backend", "whole"), [("eager", False), ("aot_eager", True)])
 def test_a_compiled_module_is_traced_as_if_it_were_not(backend, whole) -> None:
-    for function, operation in ((log_of_zero, "log"), (root_of_zero, "div in SqrtBackward0"), (torch.sin, None)):
+    for function, operation in (
+        (log_of_zero, "log"),
+        (root_of_zero, "div in SqrtBackward0"),
+        (torch.sin, None),
+    ):
         torch._dynamo.reset()
         model = net(function)
         model[1] = torch.compile(model[1], backend=backend, fullgraph=whole)
@@ -334,7 +399,8 @@ def test_what_only_the_first_pass_shows_is_not_repeatable() -> None:
         assert (verdict.operation, verdict.module) == (("", ""), ("mul", "1"))[bad - 1]
 
 
-# --- no false alarm --------------------------------------------------------------------------------------------------
+# --- no false alarm
+# --------------------------------------------------------------------------------------------------
 
 TINY = {
     "vocab_size": 64,
@@ -353,17 +419,24 @@ RIGHT = torch.tensor([[1] * n + [0] * (8 - n) for n in (8, 5, 3)])
 PADDING = {"none": None, "right": RIGHT, "left": RIGHT.flip(1)}
 
 
-def llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32, checkpointing: bool | None = None) -> LlamaForCausalLM:
+def llama(
+    attention: str = "sdpa", dtype: torch.dtype = torch.float32, checkpointing: bool | None = None
+) -> LlamaForCausalLM:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY, attn_implementation=attention)).to(dtype).train()
     if checkpointing is not None:
-        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers 5.17
+        # transformers 5.17
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": checkpointing})
     return model
 
 
 def padded(side: str) -> dict[str, Tensor]:
-    return {"input_ids": IDS} if PADDING[side] is None else {"input_ids": IDS, "attention_mask": PADDING[side]}
+    return (
+        {"input_ids": IDS}
+        if PADDING[side] is None
+        else {"input_ids": IDS, "attention_mask": PADDING[side]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,7 +458,10 @@ def test_a_sound_llama_gives_no_alarm(attention, dtype, checkpointing) -> None:
         assert npt.trace(model, batch) is None
         assert npt.trace(model, batch, limit=1e6) is None
         assert npt.trace(model, run=lambda batch=batch: model(**batch, labels=IDS)) is None
-        assert npt.trace(model, {"input_ids": IDS}, run=lambda batch=batch: model(**batch, labels=IDS)) is None
+        assert (
+            npt.trace(model, {"input_ids": IDS}, run=lambda batch=batch: model(**batch, labels=IDS))
+            is None
+        )
 
 
 class MaskedAttention(nn.Module):
@@ -408,7 +484,9 @@ class MaskedAttention(nn.Module):
             "triu": lambda: scores + torch.full((3, 3), -INF).triu(1),
             "finfo": lambda: scores + (1 - keep.float()) * torch.finfo(torch.float32).min,
             "finfo twice": lambda: scores + 2 * (1 - keep.float()) * torch.finfo(torch.float32).min,
-            "half": lambda: (scores + (1 - keep.float()) * torch.finfo(torch.float32).min).half().float(),
+            "half": lambda: (
+                (scores + (1 - keep.float()) * torch.finfo(torch.float32).min).half().float()
+            ),
             "logarithm": lambda: scores + keep.float().log(),
             "large": lambda: scores + (1 - keep.float()) * -1e9,
             "ten thousand": lambda: scores.masked_fill(~keep, -1e4),
@@ -416,7 +494,18 @@ class MaskedAttention(nn.Module):
         return torch.softmax(masked, -1) @ x + torch.logsumexp(masked, -1, keepdim=True)
 
 
-MASKS = ["buffer", "masked_fill", "where", "triu", "finfo", "finfo twice", "half", "logarithm", "large", "ten thousand"]
+MASKS = [
+    "buffer",
+    "masked_fill",
+    "where",
+    "triu",
+    "finfo",
+    "finfo twice",
+    "half",
+    "logarithm",
+    "large",
+    "ten thousand",
+]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -435,19 +524,42 @@ def plain_models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     return {
         "convolutions": (
-            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten()),
+            nn.Sequential(
+                nn.Conv2d(3, 4, 3),
+                nn.BatchNorm2d(4),
+                nn.ReLU(inplace=True),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+            ),
             (image,),
         ),
-        "embedding": (nn.Sequential(nn.Embedding(5, 4, padding_idx=0, sparse=True), nn.LayerNorm(4)), (words,)),
+        "embedding": (
+            nn.Sequential(nn.Embedding(5, 4, padding_idx=0, sparse=True), nn.LayerNorm(4)),
+            (words,),
+        ),
         "recurrent": (nn.LSTM(4, 4, 2, bidirectional=True), (X[None],)),
-        "transformer": (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), (X[None], None, torch.tensor([[False, False, True]]))),
+        "transformer": (
+            nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+            (X[None], None, torch.tensor([[False, False, True]])),
+        ),
         "attention": (attention, (X[None], X[None], X[None], torch.tensor([[False, True, True]]))),
         "parametrised": (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (X,)),
         "doubles": (nn.Linear(4, 4).double(), (X.double(),)),
     }
 
 
-@pytest.mark.parametrize("name", ["convolutions", "embedding", "recurrent", "transformer", "attention", "parametrised", "doubles"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "convolutions",
+        "embedding",
+        "recurrent",
+        "transformer",
+        "attention",
+        "parametrised",
+        "doubles",
+    ],
+)
 def test_sound_modules_of_torch_give_no_alarm(name) -> None:
     model, arguments = plain_models()[name]
 
@@ -464,12 +576,24 @@ def test_sound_modules_of_torch_give_no_alarm(name) -> None:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "GPT-2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
+        GPT2Config(
+            vocab_size=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
     ),
     "Llama without a head": lambda: LlamaModel(LlamaConfig(**TINY)),
     "classifier": lambda: LlamaForSequenceClassification(LlamaConfig(**TINY)),
-    "BERT": lambda: BertForSequenceClassification(BertConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"})),
-    "masks that say True for masked": lambda: MptForCausalLM(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
+    "BERT": lambda: BertForSequenceClassification(
+        BertConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"})
+    ),
+    "masks that say True for masked": lambda: MptForCausalLM(
+        MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
+    ),
 }
 
 
@@ -487,7 +611,8 @@ def test_outputs_that_are_masked_on_purpose_are_sound() -> None:
     assert verdict is not None and verdict.cause == "written constant"
 
 
-# --- masks that leave a token without keys ---------------------------------------------------------------------------
+# --- masks that leave a token without keys
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["bool", "finfo.min"])
@@ -495,23 +620,40 @@ def test_outputs_that_are_masked_on_purpose_are_sound() -> None:
 def test_a_valid_token_without_keys_is_a_fault_though_all_is_finite(form, given) -> None:
     model = llama("sdpa" if form == "bool" else "eager")
 
-    def spoil(_module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def spoil(
+        _module: nn.Module, arguments: tuple, keywords: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         mask = keywords["attention_mask"].clone()
         mask[1, :, 2] = False if form == "bool" else torch.finfo(torch.float32).min
         return arguments, {**keywords, "attention_mask": mask}
 
     handle = model.model.layers[1].self_attn.register_forward_pre_hook(spoil, with_kwargs=True)
     batch = padded("right")
-    verdict = npt.trace(model, batch) if given == "batch" else npt.trace(model, run=lambda: model(**batch, labels=IDS))
+    verdict = (
+        npt.trace(model, batch)
+        if given == "batch"
+        else npt.trace(model, run=lambda: model(**batch, labels=IDS))
+    )
     handle.remove()
     assert verdict is not None and verdict.cause == "fully masked row"
-    assert (verdict.module, verdict.layer, verdict.row, verdict.token) == ("model.layers.1.self_attn", 1, 1, 2)
+    assert (verdict.module, verdict.layer, verdict.row, verdict.token) == (
+        "model.layers.1.self_attn",
+        1,
+        1,
+        2,
+    )
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
     "mask",
-    [torch.ones(3, 1, 8, 8, dtype=torch.int64), torch.zeros(3, 0, 8, 8), torch.zeros(3, 8, 8), None, [1]],
+    [
+        torch.ones(3, 1, 8, 8, dtype=torch.int64),
+        torch.zeros(3, 0, 8, 8),
+        torch.zeros(3, 8, 8),
+        None,
+        [1],
+    ],
     ids=["integers", "empty", "three axes", "none", "a list"],
 )
 def test_what_is_no_attention_mask_with_queries_is_left_alone(mask) -> None:
@@ -523,7 +665,8 @@ def test_what_is_no_attention_mask_with_queries_is_left_alone(mask) -> None:
     assert npt.trace(model, run=lambda: model[0](X, attention_mask=mask)) is None
 
 
-# --- faults of any module --------------------------------------------------------------------------------------------
+# --- faults of any module
+# --------------------------------------------------------------------------------------------
 
 
 def test_of_two_modules_of_one_class_the_right_one_is_named() -> None:
@@ -540,7 +683,11 @@ def test_a_layer_is_told_from_names_like_gpt2s() -> None:
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.bias[3] = NAN
     verdict = npt.trace(model, {"input_ids": IDS})
-    assert verdict is not None and (verdict.layer, verdict.module, verdict.index) == (1, "transformer.h.1.mlp.c_fc", (3,))
+    assert verdict is not None and (verdict.layer, verdict.module, verdict.index) == (
+        1,
+        "transformer.h.1.mlp.c_fc",
+        (3,),
+    )
     assert (verdict.row, verdict.token) == (0, 0)
 
 
@@ -564,7 +711,9 @@ def test_a_bad_element_of_any_weight_is_named_with_its_module_and_index(name) ->
             parameter.copy_(before)
         assert verdict is not None and verdict.cause == "corrupt weight", weight
         assert (f"{verdict.module}.{weight.rpartition('.')[2]}", verdict.index) == (weight, index)
-        assert verdict.layer == (int(weight.split(".")[2]) if weight.split(".")[1] in ("layers", "h") else None)
+        assert verdict.layer == (
+            int(weight.split(".")[2]) if weight.split(".")[1] in ("layers", "h") else None
+        )
     assert npt.trace(model, {"input_ids": IDS}) is None
 
 
@@ -572,9 +721,17 @@ def test_a_bad_element_of_any_weight_is_named_with_its_module_and_index(name) ->
 def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> None:
     model = llama(attention)
     for name, module in model.named_modules():
-        if not name or name.endswith(("rotary_emb", "layers", "mlp", "self_attn")) or name == "model":
+        if (
+            not name
+            or name.endswith(("rotary_emb", "layers", "mlp", "self_attn"))
+            or name == "model"
+        ):
             continue
-        if "layers.0" in name or name.endswith(("k_proj", "up_proj")) or (attention == "eager" and "self_attn" not in name):
+        if (
+            "layers.0" in name
+            or name.endswith(("k_proj", "up_proj"))
+            or (attention == "eager" and "self_attn" not in name)
+        ):
             continue  # modules of the same kind as others
 
         def spoil(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
@@ -586,7 +743,14 @@ def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> No
         verdict = npt.trace(model, padded("right"))
         handle.remove()
         assert verdict is not None
-        found = (verdict.module, verdict.operation, verdict.index, verdict.row, verdict.token, verdict.phase)
+        found = (
+            verdict.module,
+            verdict.operation,
+            verdict.index,
+            verdict.row,
+            verdict.token,
+            verdict.phase,
+        )
         assert found == (name, "masked_fill", (1, 3, 5), 1, 3, "forward")
 
 
@@ -597,7 +761,10 @@ def test_a_weight_that_is_shared_is_named_as_its_reader_knows_it() -> None:
     with torch.no_grad():
         embedding.weight[5, 2] = NAN
     verdict = npt.trace(model, run=lambda: head(embedding(torch.tensor([1, 2]))).sum())
-    assert verdict is not None and (verdict.module, verdict.tensor) == ("head", "head.weight [6, 4] float32")
+    assert verdict is not None and (verdict.module, verdict.tensor) == (
+        "head",
+        "head.weight [6, 4] float32",
+    )
     assert verdict.index == (5, 2)
     verdict = npt.trace(model, run=lambda: head(embedding(torch.tensor([1, 5]))).sum())
     assert verdict is not None and (verdict.module, verdict.index) == ("embedding", (5, 2))
@@ -608,7 +775,11 @@ def test_a_weight_seen_through_a_view_is_named_with_its_own_index() -> None:
     with torch.no_grad():
         model.last.weight[2, 1] = INF
     verdict = npt.trace(model, run=lambda: (X @ model.last.weight.t()[:, 1:]).sum())
-    assert verdict is not None and (verdict.module, verdict.index, verdict.phase) == ("last", (2, 1), "state")
+    assert verdict is not None and (verdict.module, verdict.index, verdict.phase) == (
+        "last",
+        (2, 1),
+        "state",
+    )
 
 
 def test_a_bad_buffer_is_named() -> None:
@@ -623,7 +794,10 @@ def test_a_target_from_a_closure_is_from_outside() -> None:
     target = X.masked_fill(X > 1, NAN)
     model = Step()
     verdict = npt.trace(model, run=lambda: F.mse_loss(model(X), target))
-    assert verdict is not None and (verdict.cause, verdict.operation) == ("outside of torch", "mse_loss")
+    assert verdict is not None and (verdict.cause, verdict.operation) == (
+        "outside of torch",
+        "mse_loss",
+    )
     assert "tensors made before it" in verdict.remedy
 
 
@@ -650,18 +824,28 @@ def test_a_loss_that_nothing_made_bad_is_from_outside() -> None:
     assert verdict is not None and (verdict.cause, verdict.operation) == ("outside of torch", "")
 
 
-def test_token_ids_and_labels_outside_the_vocabulary_are_refused_before_they_are_looked_up() -> None:
+def test_token_ids_and_labels_outside_the_vocabulary_are_refused_before_they_are_looked_up() -> (
+    None
+):
     model = llama()
     for value in (64, -1, -65, -100):
         ids = IDS.clone()
         ids[1, 3] = value
         verdict = npt.trace(model, {"input_ids": ids})
-        assert verdict is not None and (verdict.cause, verdict.index, verdict.value) == ("token id", (1, 3), value)
+        assert verdict is not None and (verdict.cause, verdict.index, verdict.value) == (
+            "token id",
+            (1, 3),
+            value,
+        )
         assert f"token id {value} at [b=1, t=3] is outside [0, 64) (1 such)" in verdict.explanation
     labels = IDS.clone()
     labels[2, 1] = 99
     verdict = npt.trace(model, {"input_ids": IDS, "labels": labels})
-    assert verdict is not None and (verdict.operation, verdict.row, verdict.token) == ("cross_entropy", 2, 1)
+    assert verdict is not None and (verdict.operation, verdict.row, verdict.token) == (
+        "cross_entropy",
+        2,
+        1,
+    )
 
 
 def test_a_language_model_without_any_label_is_told_so() -> None:
@@ -669,19 +853,25 @@ def test_a_language_model_without_any_label_is_told_so() -> None:
     assert verdict is not None and verdict.cause == "no valid label"
 
 
-# --- faults of backward ----------------------------------------------------------------------------------------------
+# --- faults of backward
+# ----------------------------------------------------------------------------------------------
 
 
 def test_backwards_fault_is_attributed_to_the_forward_operations_module_and_line() -> None:
     verdict = fault(net(root_of_zero))
-    assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "div in SqrtBackward0", "1")
+    assert (verdict.phase, verdict.operation, verdict.module) == (
+        "backward",
+        "div in SqrtBackward0",
+        "1",
+    )
     assert verdict.source.endswith("in root_of_zero: (x * 0).sqrt()")
     assert verdict.reached.startswith("gradient of 0.weight")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
-    ("function", "operation", "phase"), [(root_of_zero, "div in SqrtBackward0", "backward"), (log_of_zero, "log", "forward")]
+    ("function", "operation", "phase"),
+    [(root_of_zero, "div in SqrtBackward0", "backward"), (log_of_zero, "log", "forward")],
 )
 def test_under_a_checkpoint_the_same_is_said(reentrant, function, operation, phase) -> None:
     model = net(function)
@@ -701,8 +891,14 @@ def test_a_fault_of_the_recomputation_alone_is_its_own_phase(reentrant) -> None:
         return x * NAN if torch._C._current_autograd_node() is not None else x * 2
 
     model = net(function)
-    verdict = npt.trace(model, run=lambda: checkpoint(model[1], model[0](X), use_reentrant=reentrant).square().sum())
-    assert verdict is not None and (verdict.phase, verdict.operation, verdict.module) == ("recomputation", "mul", "1")
+    verdict = npt.trace(
+        model, run=lambda: checkpoint(model[1], model[0](X), use_reentrant=reentrant).square().sum()
+    )
+    assert verdict is not None and (verdict.phase, verdict.operation, verdict.module) == (
+        "recomputation",
+        "mul",
+        "1",
+    )
 
 
 class Bad(torch.autograd.Function):
@@ -730,7 +926,12 @@ def test_hooks_that_write_into_gradients_are_shown_with_their_line_and_module() 
         return x
 
     verdict = fault(net(hooked))
-    assert (verdict.phase, verdict.operation, verdict.module, verdict.cause) == ("backward", "mul", "1", "written constant")
+    assert (verdict.phase, verdict.operation, verdict.module, verdict.cause) == (
+        "backward",
+        "mul",
+        "1",
+        "written constant",
+    )
 
     model = net(lambda x: x)
     handle = model[1].last.register_full_backward_hook(lambda module, given, _: (given[0] / 0,))
@@ -738,7 +939,9 @@ def test_hooks_that_write_into_gradients_are_shown_with_their_line_and_module() 
     handle.remove()
     assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "div", "1.last")
 
-    handle = model[2].weight.register_hook(lambda gradient: gradient.masked_fill(gradient == gradient, NAN))
+    handle = model[2].weight.register_hook(
+        lambda gradient: gradient.masked_fill(gradient == gradient, NAN)
+    )
     verdict = fault(model)
     handle.remove()
     assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "masked_fill", "2")
@@ -755,7 +958,10 @@ def test_hooks_that_write_into_gradients_are_shown_with_their_line_and_module() 
 def test_a_sparse_gradient_is_judged() -> None:
     model = nn.Embedding(5, 4, sparse=True)
     verdict = npt.trace(model, run=lambda: (model(torch.tensor([1, 3])) * 0).sqrt().sum())
-    assert verdict is not None and (verdict.operation, verdict.reached) == ("div in SqrtBackward0", "gradient of weight")
+    assert verdict is not None and (verdict.operation, verdict.reached) == (
+        "div in SqrtBackward0",
+        "gradient of weight",
+    )
 
 
 def test_of_a_backward_of_a_backward_the_forward_line_is_found() -> None:
@@ -781,17 +987,29 @@ def test_gradients_that_overflow_in_their_sum_are_found() -> None:
         return loss.detach()
 
     verdict = npt.trace(model, run=run)
-    assert verdict is not None and (verdict.phase, verdict.cause) == ("backward", "exploding gradient")
+    assert verdict is not None and (verdict.phase, verdict.cause) == (
+        "backward",
+        "exploding gradient",
+    )
 
 
-# --- limits and growth -----------------------------------------------------------------------------------------------
+# --- limits and growth
+# -----------------------------------------------------------------------------------------------
 
 
 def test_with_a_limit_the_first_number_beyond_it_is_named() -> None:
     model = nn.Sequential(*(Scale(10.0) for _ in range(6)))
     verdict = npt.trace(model, torch.ones(2, 4), limit=300.0)
-    assert verdict is not None and (verdict.cause, verdict.reached) == ("beyond the limit", "more than 300")
-    assert (verdict.module, verdict.operation, verdict.value, verdict.index) == ("2", "mul", 1000.0, (0, 0))
+    assert verdict is not None and (verdict.cause, verdict.reached) == (
+        "beyond the limit",
+        "more than 300",
+    )
+    assert (verdict.module, verdict.operation, verdict.value, verdict.index) == (
+        "2",
+        "mul",
+        1000.0,
+        (0, 0),
+    )
     assert npt.trace(model, torch.ones(2, 4), limit=1e6) is None
     assert npt.trace(model, torch.ones(2, 4)) is None
 
@@ -812,7 +1030,10 @@ class Scale(nn.Module):
 
 
 def test_with_a_limit_a_nan_that_was_hidden_is_no_fault_and_one_that_was_not_is() -> None:
-    assert traced(net(lambda x: torch.where(x == x, x, (x.detach() - x.detach()) / 0)), limit=1e6) is None
+    assert (
+        traced(net(lambda x: torch.where(x == x, x, (x.detach() - x.detach()) / 0)), limit=1e6)
+        is None
+    )
     assert fault(net(log_of_zero), limit=1e6).operation == "log"
 
 
@@ -820,13 +1041,16 @@ def test_with_a_limit_a_nan_that_was_hidden_is_no_fault_and_one_that_was_not_is(
 def test_growth_is_told_half_of_the_way_in_orders_of_magnitude(factor) -> None:
     model = nn.Sequential(*(Scale(factor) for _ in range(25)))
     verdict = npt.trace(model, torch.ones(2, 4), run=lambda: model(torch.ones(2, 4)).sum())
-    # 100^20 is the first that fp32 cannot hold, 100^10 the first past the root of the largest that went in.
+    # 100^20 is the first that fp32 cannot hold, 100^10 the first past the root of the largest that
+    # went in.
     assert verdict is not None and (verdict.module, verdict.cause) == ("19", "exploding product")
     assert " in mul in 9 at [0, 0] of [2, 4]: 1e+20, test_trace.py" in verdict.grew
 
 
 def test_a_sudden_jump_is_told_where_it_was() -> None:
-    model = nn.Sequential(Scale(2.0), net(torch.sin), nn.Sequential(Scale(1e20)), net(lambda x: x), Step(torch.square))
+    model = nn.Sequential(
+        Scale(2.0), net(torch.sin), nn.Sequential(Scale(1e20)), net(lambda x: x), Step(torch.square)
+    )
     verdict = fault(model)
     assert verdict.operation == "pow" and " in mul in 2.0 " in verdict.grew
 
@@ -836,14 +1060,21 @@ def test_what_was_large_before_anything_was_computed_is_the_cause() -> None:
     with torch.no_grad():
         model[0].weight[1, 1] = -1e25
     verdict = fault(model)
-    assert verdict.cause == "corrupt weight" and verdict.grew == "0.weight[1, 1] was -1e+25 before anything was computed"
+    assert (
+        verdict.cause == "corrupt weight"
+        and verdict.grew == "0.weight[1, 1] was -1e+25 before anything was computed"
+    )
     large = X.clone()
     large[1, 2] = 3e25
     verdict = fault(net(torch.square), large)
-    assert verdict.cause == "corrupt input" and verdict.grew == "input[1, 2] was 3e+25 before anything was computed"
+    assert (
+        verdict.cause == "corrupt input"
+        and verdict.grew == "input[1, 2] was 3e+25 before anything was computed"
+    )
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_harmless_bad_numbers_of_a_large_model_are_not_held() -> None:
@@ -864,7 +1095,11 @@ def test_harmless_bad_numbers_of_a_large_model_are_not_held() -> None:
 
 def test_where_nothing_but_a_library_runs_its_line_is_shown_and_not_the_callers() -> None:
     verdict = npt.trace(nn.Sequential(nn.Linear(4, 4)), torch.full((2, 4), NAN))
-    assert verdict is not None and verdict.source.startswith("linear.py") and "F.linear(" in verdict.source
+    assert (
+        verdict is not None
+        and verdict.source.startswith("linear.py")
+        and "F.linear(" in verdict.source
+    )
 
 
 def test_lazy_modules_are_made_by_their_first_pass() -> None:

@@ -1,4 +1,6 @@
-"""Verdicts: the text says everything that is known and nothing that is not, and the JSON has a word for every number."""
+"""Verdicts: the text says everything that is known and nothing that is not, and the JSON has a word
+for every number.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ VERDICT = Verdict(
     reached="loss",
     explanation="0 / 0 is nan",
     remedy="clamp the divisor",
-    operands=(Operand("self", "float32", (2, 3), 1, 0, 4.0, 0.0), Operand("other", "constant", (), 0, 0, 0.0, 0.0)),
+    operands=(
+        Operand("self", "float32", (2, 3), 1, 0, 4.0, 0.0),
+        Operand("other", "constant", (), 0, 0, 0.0, 0.0),
+    ),
     row=1,
     token=2,
     sample="s7",
@@ -34,7 +39,10 @@ def test_the_text_says_everything_in_order() -> None:
     assert str(replace(VERDICT, grew="first past 10 in mul")).splitlines() == [
         "division by zero: 0 / 0 is nan",
         "  forward: div in model.layers.5.mlp",
-        "  first bad: output of div [2, 3] float32 at [1, 2]: nan, row 1, token 2 of sample s7; it reached loss",
+        (
+            "  first bad: output of div [2, 3] float32 at [1, 2]: nan, row 1, token 2 of sample s7;"
+            " it reached loss"
+        ),
         "  line: model.py:12 in MLP.forward: x / y",
         "  went in: self [2, 3] float32 up to 4 in size, 1 NaN, there 0",
         "  went in: other = 0",
@@ -44,7 +52,17 @@ def test_the_text_says_everything_in_order() -> None:
 
 
 def test_what_is_not_known_is_not_mentioned() -> None:
-    bare = replace(VERDICT, module="", operation="", source="", index=(), operands=(), row=None, token=None, sample=None)
+    bare = replace(
+        VERDICT,
+        module="",
+        operation="",
+        source="",
+        index=(),
+        operands=(),
+        row=None,
+        token=None,
+        sample=None,
+    )
     assert str(bare).splitlines() == [
         "division by zero: 0 / 0 is nan",
         f"  forward: no operation in {OUTSIDE}",
@@ -72,9 +90,13 @@ def test_an_operand_tells_its_bad_numbers_and_no_size_of_truth_values() -> None:
     assert str(Operand("value", "constant", (), 1, 0, math.nan, math.nan)) == "value = nan"
 
 
-@pytest.mark.parametrize(("value", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (1.5, 1.5)])
+@pytest.mark.parametrize(
+    ("value", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (1.5, 1.5)]
+)
 def test_json_has_a_word_for_every_number(value, word) -> None:
-    verdict = replace(VERDICT, value=value, operands=(Operand("self", "float32", (2,), 0, 0, 1.0, value),))
+    verdict = replace(
+        VERDICT, value=value, operands=(Operand("self", "float32", (2,), 0, 0, 1.0, value),)
+    )
     read = json.loads(json.dumps(verdict.as_dict(), allow_nan=False))
     assert read["value"] == read["operands"][0]["value"] == word
     assert read["index"] == [1, 2] and read["layer"] == 5 and read["row"] == 1

@@ -1,7 +1,8 @@
-"""Attention of fp32 on CUDA: the kernel it reaches, its values and gradients, and what it leaves to transformers.
+"""Attention of fp32 on CUDA: the kernel it reaches, its values and gradients, and what it leaves to
+transformers.
 
-The memory-efficient kernel has a stand-in here: plain products on the CPU, with the arguments and the
-layouts of torch's operators, which are checked. What the kernel itself does is for tests/gpu.
+The memory-efficient kernel has a stand-in here: plain products on the CPU, with the arguments and
+the layouts of torch's operators, which are checked. What the kernel itself does is for tests/gpu.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from npt.quant.random_base import random_base
 HEADS, GROUPS, WIDTH = 4, 2, 16
 
 
-def scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
     """[B, H, T, S] of [B, H, T, d] and [B, H, S, d]."""
     found = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
@@ -44,12 +47,27 @@ def scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale:
     return found if bias is None else found + bias
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, bias: Any, compute_log_sumexp: bool, dropout_p=0.0, is_causal=False, *, scale=None):
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Any,
+    compute_log_sumexp: bool,
+    dropout_p=0.0,
+    is_causal=False,
+    *,
+    scale=None,
+):
     assert query.shape[1] == key.shape[1] == value.shape[1]
     assert compute_log_sumexp and dropout_p == 0
     if bias is not None:
-        assert not is_causal and bias.shape == (*query.shape[:3], key.shape[2]) and bias.dtype == query.dtype
-        assert bias.stride(-1) == 1 and all(bias.stride(i) % 8 == 0 for i in range(3))  # else torch's kernel refuses it
+        assert (
+            not is_causal
+            and bias.shape == (*query.shape[:3], key.shape[2])
+            and bias.dtype == query.dtype
+        )
+        # else torch's kernel refuses it
+        assert bias.stride(-1) == 1 and all(bias.stride(i) % 8 == 0 for i in range(3))
     s = scores(query, key, bias, is_causal, scale)
     padded = nn.functional.pad(s.logsumexp(-1), (0, -s.shape[2] % 32), value=torch.inf)
     nothing = torch.zeros((), dtype=torch.int64)
@@ -57,11 +75,32 @@ def forward(query: Tensor, key: Tensor, value: Tensor, bias: Any, compute_log_su
     return output, padded, nothing, nothing.clone()
 
 
-def backward(grad, query, key, value, bias, out, cu_q, cu_k, max_q, max_k, lse, dropout, seed, offset, mask_type, bias_grad, **more):
+def backward(
+    grad,
+    query,
+    key,
+    value,
+    bias,
+    out,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    lse,
+    dropout,
+    seed,
+    offset,
+    mask_type,
+    bias_grad,
+    **more,
+):
     """Of [B, T, H, d] all, as the operator has them, the bias and the log-sum-exp apart."""
     assert more["num_splits_key"] == 1
     assert (cu_q, cu_k, dropout, bias_grad) == (None, None, 0.0, False) and mask_type in (0, 1)
-    assert (max_q, max_k) == (query.shape[1], key.shape[1]) and grad.shape == out.shape == query.shape
+    assert (max_q, max_k) == (
+        query.shape[1],
+        key.shape[1],
+    ) and grad.shape == out.shape == query.shape
     grad, query, key, value, out = (x.transpose(1, 2) for x in (grad, query, key, value, out))
     scale = query.shape[-1] ** -0.5 if more.get("scale") is None else more["scale"]
     p = (scores(query, key, bias, mask_type == 1, scale) - lse[:, :, :max_q, None]).exp()
@@ -72,7 +111,9 @@ def backward(grad, query, key, value, bias, out, cu_q, cu_k, max_q, max_k, lse, 
 
 @pytest.fixture
 def kernel(monkeypatch) -> Iterator[list[str]]:
-    """The stand-in, taken for fp32 on the CPU and on simulated devices. Yields what was called, in order."""
+    """The stand-in, taken for fp32 on the CPU and on simulated devices. Yields what was called, in
+    order.
+    """
     calls: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -81,7 +122,11 @@ def kernel(monkeypatch) -> Iterator[list[str]]:
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_scaled_dot_product_efficient_attention", noted("forward", forward))
     library.impl("_efficient_attention_backward", noted("backward", backward))
-    monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: all(t.dtype == torch.float32 for t in tensors))
+    monkeypatch.setattr(
+        attention,
+        "_on_cuda_in_fp32",
+        lambda *tensors: all(t.dtype == torch.float32 for t in tensors),
+    )
     monkeypatch.setattr(attention, "_has_exact_backward", lambda query, causal: True)
     yield calls
     library._destroy()
@@ -93,7 +138,10 @@ LAYER = SimpleNamespace(num_key_value_groups=GROUPS, is_causal=True)
 def tensors(length: int, rows: int = 2, grad: bool = True) -> list[Tensor]:
     generator = torch.Generator().manual_seed(length)
     shapes = [(rows, length, n, WIDTH) for n in (HEADS, HEADS // GROUPS, HEADS // GROUPS)]
-    return [torch.randn(shape, generator=generator).transpose(1, 2).detach().requires_grad_(grad) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator).transpose(1, 2).detach().requires_grad_(grad)
+        for shape in shapes
+    ]
 
 
 def padded_mask(length: int, left: bool) -> Tensor:
@@ -107,7 +155,9 @@ def padded_mask(length: int, left: bool) -> Tensor:
 @pytest.mark.parametrize("length", [8, 13])
 @pytest.mark.parametrize("scaling", [None, WIDTH**-0.5, 0.3])
 @pytest.mark.parametrize("mask", ["none", "right", "left", "added"])
-def test_values_and_gradients_are_those_of_transformers_function(kernel, length, scaling, mask) -> None:
+def test_values_and_gradients_are_those_of_transformers_function(
+    kernel, length, scaling, mask
+) -> None:
     given = {
         "none": None,
         "right": padded_mask(length, False),
@@ -145,11 +195,18 @@ def test_the_gradient_is_that_of_finite_differences(kernel, monkeypatch) -> None
     inputs = [x.detach().double().requires_grad_() for x in tensors(5, rows=2)]
     mask = padded_mask(5, False)
     for given in (None, mask):  # fast: along one random direction, not along every one
-        assert torch.autograd.gradcheck(lambda *qkv, given=given: sdpa_attention(LAYER, *qkv, given)[0], inputs, atol=1e-6, fast_mode=True)
+        assert torch.autograd.gradcheck(
+            lambda *qkv, given=given: sdpa_attention(LAYER, *qkv, given)[0],
+            inputs,
+            atol=1e-6,
+            fast_mode=True,
+        )
 
 
 def test_without_gradients_every_query_head_has_its_own_k_and_v(kernel, monkeypatch) -> None:
-    """By which torch reaches the memory-efficient kernel; `enable_gqa` in fp32 would leave it the math kernel alone."""
+    """By which torch reaches the memory-efficient kernel; `enable_gqa` in fp32 would leave it the
+    math kernel alone.
+    """
     seen: list[Any] = []
 
     def spy(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
@@ -165,27 +222,46 @@ def test_without_gradients_every_query_head_has_its_own_k_and_v(kernel, monkeypa
     assert kernel == []
 
 
-def test_what_is_saved_for_backward_grows_with_the_length_and_has_one_k_and_v_for_each_key_head(kernel) -> None:
+def test_what_is_saved_for_backward_grows_with_the_length_and_has_one_k_and_v_for_each_key_head(
+    kernel,
+) -> None:
     sizes = []
     for length in (32, 64):
         q, k, v = tensors(length)
         mask = padded_mask(length, False)
         saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x) or x, lambda x: x
+        ):
             sdpa_attention(LAYER, q, k, v, mask)
         assert any(x is mask or x.data_ptr() == mask.data_ptr() for x in saved)
         others = [x for x in saved if x.dtype == torch.float32]
-        assert sorted(x.numel() for x in others)[1:] == sorted((k.numel(), v.numel(), q.numel(), q.numel()))
+        assert sorted(x.numel() for x in others)[1:] == sorted(
+            (k.numel(), v.numel(), q.numel(), q.numel())
+        )
         sizes.append(sum(x.numel() for x in others))
     assert sizes[1] == 2 * sizes[0]
 
 
 @pytest.mark.parametrize(
-    "case", ["fp16", "one token", "more keys than queries", "dropout", "position_bias", "softcap", "output_attentions"]
+    "case",
+    [
+        "fp16",
+        "one token",
+        "more keys than queries",
+        "dropout",
+        "position_bias",
+        "softcap",
+        "output_attentions",
+    ],
 )
 def test_all_else_goes_to_transformers_function_as_it_came(kernel, monkeypatch, case) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *arguments, **named: calls.append((arguments, named)) or "theirs")
+    monkeypatch.setattr(
+        attention,
+        "sdpa_attention_forward",
+        lambda *arguments, **named: calls.append((arguments, named)) or "theirs",
+    )
     q, k, v = tensors(8)
     named: dict[str, Any] = {"dropout": 0.0, "scaling": 0.5, "is_causal": None}
     if case == "fp16":
@@ -197,10 +273,18 @@ def test_all_else_goes_to_transformers_function_as_it_came(kernel, monkeypatch, 
     elif case == "dropout":
         named["dropout"] = 0.1
     else:
-        named[case] = {"position_bias": torch.zeros(1, HEADS, 8, 8), "softcap": 30.0, "output_attentions": True}[case]
+        named[case] = {
+            "position_bias": torch.zeros(1, HEADS, 8, 8),
+            "softcap": 30.0,
+            "output_attentions": True,
+        }[case]
     assert sdpa_attention(LAYER, q, k, v, None, **named) == "theirs"
     ((arguments, found),) = calls
-    assert arguments[0] is LAYER and all(x is y for x, y in zip(arguments[1:4], (q, k, v), strict=True)) and arguments[4] is None
+    assert (
+        arguments[0] is LAYER
+        and all(x is y for x, y in zip(arguments[1:4], (q, k, v), strict=True))
+        and arguments[4] is None
+    )
     assert found == named
 
 
@@ -212,12 +296,15 @@ def test_on_the_cpu_a_base_computes_what_transformers_sdpa_does(load_model, batc
         model.config._attn_implementation = name
         for mask in (None, batch.attention_mask):
             found.append(model(batch.input_ids, attention_mask=mask).logits)
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])  # no tolerance: the same function
+    # no tolerance: the same function
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
 @pytest.mark.parametrize("form", ["full", "padded", "packed"])
-def test_a_strategy_on_a_simulated_device_has_the_gradients_of_the_cpu(kernel, load_model, strategy, form) -> None:
+def test_a_strategy_on_a_simulated_device_has_the_gradients_of_the_cpu(
+    kernel, load_model, strategy, form
+) -> None:
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=4, init_std_a=0.3, init_std_b=0.3))
     given = rows(form)
@@ -234,17 +321,24 @@ def test_a_strategy_on_a_simulated_device_has_the_gradients_of_the_cpu(kernel, l
         # sums in another order through four layers, of 4-bit products
         assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
     assert "math" not in simulation.kernels
-    assert kernel == ([] if strategy != "end_to_end" else ["forward", "backward"])  # of the second converted layer
+    # of the second converted layer
+    assert kernel == ([] if strategy != "end_to_end" else ["forward", "backward"])
 
 
 @pytest.mark.parametrize("name", [SDPA, "sdpa"])
 def test_only_the_repeated_heads_reach_a_kernel_of_linear_memory(load_model, name) -> None:
-    """Where torch tells of no kernel whose splits can be set, as here, gradients go through torch's own."""
+    """Where torch tells of no kernel whose splits can be set, as here, gradients go through torch's
+    own.
+    """
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
     model.config._attn_implementation = name
     with simulated_cuda() as simulation:
-        drive(to_cuda(model), rows("full").to(torch.device("cuda")), npt.TrainConfig(strategy="end_to_end"))
+        drive(
+            to_cuda(model),
+            rows("full").to(torch.device("cuda")),
+            npt.TrainConfig(strategy="end_to_end"),
+        )
     assert set(simulation.kernels) == {"efficient" if name == SDPA else "math"}
 
 
@@ -267,7 +361,10 @@ def test_the_name_is_in_no_file_and_no_hash(load_model, tmp_path) -> None:
     npt.save_adapter(model, tmp_path / "adapter")
     files = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".md")]
     assert len(files) > 2 and not any(SDPA in path.read_text() for path in files)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config._attn_implementation == "sdpa"
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base").config._attn_implementation
+        == "sdpa"
+    )
 
 
 def test_generation_is_that_of_transformers_sdpa(load_model, batch) -> None:
@@ -295,24 +392,35 @@ def test_eager_attention_computes_the_same(load_model) -> None:
         model = load_model(attn_implementation=name)
         npt.attach(model, npt.NPTConfig(layers="1-2", rank=4, init_std_a=0.3, init_std_b=0.3))
         sums = drive(model, batch, npt.TrainConfig(strategy="end_to_end"))
-        found.append(torch.stack([sums.loss, *(p.grad.norm() for p in adapter_parameters(model).values())]))
-    assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)  # sums in another order through four layers
+        found.append(
+            torch.stack([sums.loss, *(p.grad.norm() for p in adapter_parameters(model).values())])
+        )
+    # sums in another order through four layers
+    assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("flash_attention_2", "flash kernels take no fp32"), ("kernels-community/vllm-flash-attn3", "flash kernels"), ("fast", "'fast'")],
+    [
+        ("flash_attention_2", "flash kernels take no fp32"),
+        ("kernels-community/vllm-flash-attn3", "flash kernels"),
+        ("fast", "'fast'"),
+    ],
 )
 def test_an_attention_that_cannot_work_is_refused_in_one_line(load_model, name, says) -> None:
     for refused in (
         lambda: load_model(None, attn_implementation=name),
         lambda: BaseConfig(attn_implementation=name),
         lambda: npt.load_teacher("tiny", "fp32", device="cpu", attn_implementation=name),
-        lambda: random_base(load_model(None).config, quantization=None, device="cpu", attn_implementation=name),
+        lambda: random_base(
+            load_model(None).config, quantization=None, device="cpu", attn_implementation=name
+        ),
     ):
         with pytest.raises(ConfigError, match=says) as raised:
             refused()
-        assert "--attn_implementation" in str(raised.value) and "sdpa, eager, flex_attention" in str(raised.value)
+        assert "--attn_implementation" in str(
+            raised.value
+        ) and "sdpa, eager, flex_attention" in str(raised.value)
         assert "\n" not in str(raised.value)
 
 
@@ -323,10 +431,20 @@ def test_which_backward_repeats_its_bits(load_model) -> None:
         model.config._attn_implementation = name
         return repeats_exactly(model)
 
-    assert [of(model, name) for name in (SDPA, "sdpa", "eager", "flex_attention")] == [True, True, True, False]
+    assert [of(model, name) for name in (SDPA, "sdpa", "eager", "flex_attention")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     with simulated_cuda():
         to_cuda(model), to_cuda(half)
-        assert [of(model, name) for name in (SDPA, "sdpa", "eager", "flex_attention")] == [True, False, True, False]
+        assert [of(model, name) for name in (SDPA, "sdpa", "eager", "flex_attention")] == [
+            True,
+            False,
+            True,
+            False,
+        ]
         assert [of(half, name) for name in (SDPA, "eager")] == [False, True]
 
 
@@ -334,11 +452,18 @@ def test_a_run_puts_its_attention_on_record(load_model, tokenizer, tmp_path) -> 
     def run(name: str, **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         model = load_model(attn_implementation=name)
         npt.attach(model, npt.NPTConfig(layers="1-2", rank=2))
-        config = npt.TrainConfig(output_dir=str(tmp_path / "run"), smoke_test=False, eval_samples=2, **settings)
+        config = npt.TrainConfig(
+            output_dir=str(tmp_path / "run"), smoke_test=False, eval_samples=2, **settings
+        )
         data = [{"input_ids": list(range(3 + i, 40 + i))} for i in range(24)]
-        npt.Trainer(model, tokenizer, data, config, data_config=npt.DataConfig(max_length=8)).train()
+        npt.Trainer(
+            model, tokenizer, data, config, data_config=npt.DataConfig(max_length=8)
+        ).train()
         record = json.loads((tmp_path / "run" / "run.json").read_text())
-        events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line)
+            for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+        ]
         return record, events
 
     record, _ = run("sdpa", max_steps=1, save_steps=1)

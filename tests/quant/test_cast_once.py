@@ -1,4 +1,6 @@
-"""A 16-bit head is cast to fp32 once per call, not once per chunk of rows or per token; nothing else changes."""
+"""A 16-bit head is cast to fp32 once per call, not once per chunk of rows or per token; nothing
+else changes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype == torch.float32 and out.shape in self._shapes:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and out.dtype == torch.float32
+            and out.shape in self._shapes
+        ):
             self.count += 1
         return out
 
@@ -60,7 +66,9 @@ def states() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared head", "teacher's own"])
 @pytest.mark.parametrize("logit_loss", ["kl", "jsd", "cross_entropy"])
-def test_a_loss_casts_each_head_once_and_has_the_same_bits(monkeypatch, logit_loss: str, own: bool) -> None:
+def test_a_loss_casts_each_head_once_and_has_the_same_bits(
+    monkeypatch, logit_loss: str, own: bool
+) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
     head, (rows, taught, targets) = upcast_head(), states()
     guide = upcast_head(1) if own else head
@@ -78,7 +86,9 @@ def test_a_loss_casts_each_head_once_and_has_the_same_bits(monkeypatch, logit_lo
     assert torch.equal(grad, torch.autograd.grad(expected, rows)[0])
 
 
-def test_a_training_step_casts_the_head_once(load_model: Callable[..., Any], batch: Batch, monkeypatch) -> None:
+def test_a_training_step_casts_the_head_once(
+    load_model: Callable[..., Any], batch: Batch, monkeypatch
+) -> None:
     model = load_model()
     attach(model)
     monkeypatch.setattr(logit_losses, "CHUNK", 2 * model.config.vocab_size)
@@ -102,7 +112,9 @@ def test_an_evaluation_batch_casts_each_head_once_and_has_the_same_figures(monke
     assert casts.count == 1
 
 
-def test_generation_casts_the_head_once_and_writes_the_same_tokens(load_model: Callable[..., Any], tokenizer: Any) -> None:
+def test_generation_casts_the_head_once_and_writes_the_same_tokens(
+    load_model: Callable[..., Any], tokenizer: Any
+) -> None:
     model, prompts = load_model(), [[5, 6, 7], [8, 9]]
     with Casts(model.lm_head) as casts:
         new = continue_greedily(model, prompts, [6, 6], (), ["a", "b"])

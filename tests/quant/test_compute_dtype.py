@@ -1,4 +1,6 @@
-"""--compute_dtype bf16: products of packed weights in bf16, forward and backward, all else in fp32, as the audit finds it."""
+"""--compute_dtype bf16: products of packed weights in bf16, forward and backward, all else in fp32,
+as the audit finds it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from npt.distill.resume import changed_settings
 from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
 from npt.quant.errors import product_errors
-from npt.quant.linear import dense_weight, multiply, multiply_backward, product_weight, quantized_linears
+from npt.quant.linear import (
+    dense_weight,
+    multiply,
+    multiply_backward,
+    product_weight,
+    quantized_linears,
+)
 from npt.quant.precision import audit_precision, declared_dtype, policy_dtype
 from npt.sweep.settings import Settings
 
@@ -50,8 +58,14 @@ def test_packed_products_are_in_bf16_and_all_else_in_fp32(model) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: vars(m).update(compute_dtype=torch.float32), "expected float32, 4-bit products in bfloat16, but .* computes in float32"),
-        (lambda m: setattr(m.weight.quant_state, "dtype", torch.float32), "computes in bfloat16 forward, float32 backward"),
+        (
+            lambda m: vars(m).update(compute_dtype=torch.float32),
+            "expected float32, 4-bit products in bfloat16, but .* computes in float32",
+        ),
+        (
+            lambda m: setattr(m.weight.quant_state, "dtype", torch.float32),
+            "computes in bfloat16 forward, float32 backward",
+        ),
         (lambda m: vars(m).update(compute_dtype=torch.float16), "computes in float16 forward"),
     ],
 )
@@ -71,7 +85,8 @@ def test_a_whole_model_in_bf16_that_was_declared_fp32_is_found(load_model) -> No
 
 def test_products_have_bf16s_error_and_the_head_fp32s(model) -> None:
     errors = product_errors(model)["highest"]
-    # Operands and result are rounded, each by at most a unit and evenly below it; measured against the weight as it is packed.
+    # Operands and result are rounded, each by at most a unit and evenly below it; measured against
+    # the weight as it is packed.
     assert all(UNIT / 2 < error < 2 * UNIT for kind, error in errors.items() if kind != "lm_head")
     assert errors["lm_head"] < 1e-6
 
@@ -91,12 +106,16 @@ def test_forward_and_backward_by_hand_are_those_of_the_module(model) -> None:
 
 def gradients(model, strategy: str, ids: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
-    STRATEGIES[strategy](model, batch_from_tensors(ids, torch.ones_like(ids)), TrainConfig(strategy=strategy))
+    STRATEGIES[strategy](
+        model, batch_from_tensors(ids, torch.ones_like(ids)), TrainConfig(strategy=strategy)
+    )
     return {name: p.grad.clone() for name, p in adapter_parameters(model).items()}
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_the_fused_path_serves_it_and_agrees_with_the_plain_one(load_model, batch, strategy) -> None:
+def test_the_fused_path_serves_it_and_agrees_with_the_plain_one(
+    load_model, batch, strategy
+) -> None:
     model = student(load_model, compute_dtype="bf16")
     layer: Any = decoder_layers(model)[1]
     assert is_fusable(layer, torch.zeros(2, 64))
@@ -105,8 +124,11 @@ def test_the_fused_path_serves_it_and_agrees_with_the_plain_one(load_model, batc
         plain = gradients(model, strategy, batch.input_ids)
     for name, gradient in fused.items():
         assert torch.isfinite(gradient).all() and gradient.dtype == torch.float32
-        # Where fp32 sums in another order fall on the two sides of a bf16 boundary, a product differs by a unit of bf16.
-        assert float((gradient - plain[name]).norm()) <= 4 * UNIT * float(plain[name].norm()) + 1e-12, name
+        # Where fp32 sums in another order fall on the two sides of a bf16 boundary, a product
+        # differs by a unit of bf16.
+        assert (
+            float((gradient - plain[name]).norm()) <= 4 * UNIT * float(plain[name].norm()) + 1e-12
+        ), name
 
 
 def test_outputs_and_gradients_are_fp32s_to_bf16s_rounding(load_model, batch) -> None:
@@ -139,27 +161,43 @@ def test_it_trains_and_what_it_trained_evaluates_under_fp32(tmp_path) -> None:
     )
     trainer = npt.Trainer(model, tokenizer, text, config, data_config=npt.DataConfig(max_length=32))
     trained = trainer.train()
-    assert trained.refused == 0 and {p.dtype for p in adapter_parameters(model).values()} == {torch.float32}
+    assert trained.refused == 0 and {p.dtype for p in adapter_parameters(model).values()} == {
+        torch.float32
+    }
     record = trainer._record()
-    assert record["settings"]["compute_dtype"] == "bf16" and "bfloat16" in record["precision"]["compute_dtype"]
+    assert (
+        record["settings"]["compute_dtype"] == "bf16"
+        and "bfloat16" in record["precision"]["compute_dtype"]
+    )
     npt.save_adapter(model, tmp_path / "adapter")
     npt.load_adapter(fp32, tmp_path / "adapter")
-    before, after = (npt.evaluate(m, tokenizer, text, max_length=32, max_samples=1) for m in (model, fp32))
+    before, after = (
+        npt.evaluate(m, tokenizer, text, max_length=32, max_samples=1) for m in (model, fp32)
+    )
     assert after.student.kl < 0.75 * after.floor.kl  # it has learnt, and fp32 sees it
-    assert after.student.kl == pytest.approx(before.student.kl, rel=0.2)  # of two distances, each from its own rounded teacher
+    # of two distances, each from its own rounded teacher
+    assert after.student.kl == pytest.approx(before.student.kl, rel=0.2)
 
 
 def test_where_it_means_nothing_it_is_refused(load_model) -> None:
-    with pytest.raises(ConfigError, match=r"compute_dtype is bf16, which is for 4-bit products, but .* is not quantised"):
+    with pytest.raises(
+        ConfigError,
+        match=r"compute_dtype is bf16, which is for 4-bit products, but .* is not quantised",
+    ):
         load_model(None, compute_dtype="bf16")
     with pytest.raises(ConfigError, match="compute_dtype is 'fp16'; choose from fp32, bf16"):
         load_model("nf4", compute_dtype="fp16")
-    with pytest.raises(ConfigError, match="--compute_dtype bf16 is for products of 4-bit weights; add --use_quantization"):
+    with pytest.raises(
+        ConfigError,
+        match="--compute_dtype bf16 is for products of 4-bit weights; add --use_quantization",
+    ):
         BaseConfig(compute_dtype="bf16")
 
 
 def test_a_run_is_not_gone_on_with_in_another_dtype() -> None:
-    with pytest.raises(CheckpointError, match="trained with --compute_dtype bf16, this run asks for fp32"):
+    with pytest.raises(
+        CheckpointError, match="trained with --compute_dtype bf16, this run asks for fp32"
+    ):
         changed_settings({"compute_dtype": "bf16"}, {"compute_dtype": "fp32"})
     assert changed_settings({}, {"compute_dtype": "fp32"}) == {}
 
@@ -178,6 +216,8 @@ def test_a_bias_is_rounded_for_products_and_not_in_the_hash(load_model) -> None:
     npt.quant.precision.enforce_policy(model, torch.bfloat16)
     x = torch.randn(3, 64)
     expected = (x.bfloat16() @ dense_weight(module).T + module.bias).float()
-    assert_close(module(x), expected, rtol=2**-6, atol=2**-6)  # two units of bf16: the bias is added before or after the rounding
-    assert module.bias.dtype in (torch.bfloat16, torch.float32)  # bitsandbytes before 0.50 rounds a copy of it
+    # two units of bf16: the bias is added before or after the rounding
+    assert_close(module(x), expected, rtol=2**-6, atol=2**-6)
+    # bitsandbytes before 0.50 rounds a copy of it
+    assert module.bias.dtype in (torch.bfloat16, torch.float32)
     assert npt.base_hash(model) == before

@@ -1,4 +1,6 @@
-"""The default device: the CPU in these tests, a GPU where there is one, and a word where there is one that cannot be used."""
+"""The default device: the CPU in these tests, a GPU where there is one, and a word where there is
+one that cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,14 @@ from npt.quant import device as module
 from npt.quant.device import default_device, unusable_gpu
 from npt.quant.load import read_config
 
-CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Oct 19 17:36:10 UTC 2023\nGCC version:  gcc version 12.3.0\n"
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U16)\n"
+CLOSED = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Oct 19 17:36:10 UTC 2023\nGCC version:"
+    "  gcc version 12.3.0\n"
+)
+OPEN = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build "
+    " (dvs-builder@U16)\n"
+)
 
 
 @pytest.fixture
@@ -33,14 +41,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`machine(driver, cuda)`: the root of a machine with a GPU and this driver (None: no driver), for a torch built for `cuda`."""
+    """`machine(driver, cuda)`: the root of a machine with a GPU and this driver (None: no driver),
+    for a torch built for `cuda`.
+    """
 
-    def make(driver: str | None, cuda: str | None, words: str = CLOSED, visible: str | None = None) -> Path:
+    def make(
+        driver: str | None, cuda: str | None, words: str = CLOSED, visible: str | None = None
+    ) -> Path:
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "dev" / "nvidia0").touch()
         if driver is not None:
             (tmp_path / "proc/driver/nvidia").mkdir(parents=True, exist_ok=True)
-            (tmp_path / "proc/driver/nvidia/version").write_text(words.format(driver), encoding="utf-8")
+            (tmp_path / "proc/driver/nvidia/version").write_text(
+                words.format(driver), encoding="utf-8"
+            )
         monkeypatch.setattr("torch.version.cuda", cuda)
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -51,31 +65,45 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-# --- tests are for the CPU unless they are marked gpu ----------------------------------------------------------------
+# --- tests are for the CPU unless they are marked gpu
+# ----------------------------------------------------------------
 
 
 def test_tests_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
     assert default_device() == torch.device("cpu")
     model, _ = npt.load_base("tiny", quantization="nf4")  # were it sent to the GPU, this would fail
     assert model.device.type == "cpu"
-    workload = Workload.of(BaseConfig(), read_config("tiny"), NPTConfig(), TrainConfig(), DataConfig().max_length)
+    workload = Workload.of(
+        BaseConfig(), read_config("tiny"), NPTConfig(), TrainConfig(), DataConfig().max_length
+    )
     assert workload.device.type == "cpu"
 
 
 def test_ranks_of_a_test_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
     environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with pytest.raises(npt.NPTError, match="did not meet"):  # had a GPU been chosen, torch would have refused it
+    # had a GPU been chosen, torch would have refused it
+    with pytest.raises(npt.NPTError, match="did not meet"):
         join_ranks(0.1, environment)
 
 
 def test_processes_that_a_test_starts_inherit_the_choice() -> None:
-    code = "import os; print(os.environ['NPT_DEVICE'])"  # read by what the tests above are of; importing torch would take seconds
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "cpu\n"
+    # read by what the tests above are of; importing torch would take seconds
+    code = "import os; print(os.environ['NPT_DEVICE'])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "cpu\n"
+    )
 
 
 def test_a_test_marked_gpu_gets_the_gpu(gpu: None, request: pytest.FixtureRequest) -> None:
     root = str(request.config.rootpath / "tests" / "conftest.py")
-    (conftest,) = [plugin for plugin in request.config.pluginmanager.get_plugins() if getattr(plugin, "__file__", None) == root]
+    (conftest,) = [
+        plugin
+        for plugin in request.config.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == root
+    ]
     request.node.add_marker("gpu")
     try:
         conftest.pytest_runtest_setup(request.node)
@@ -84,7 +112,8 @@ def test_a_test_marked_gpu_gets_the_gpu(gpu: None, request: pytest.FixtureReques
         os.environ["NPT_DEVICE"] = "cpu"
 
 
-# --- the choice itself -----------------------------------------------------------------------------------------------
+# --- the choice itself
+# -----------------------------------------------------------------------------------------------
 
 
 def test_the_variable_decides(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +135,42 @@ def test_a_gpu_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("driver", "cuda", "words", "said"),
     [
-        ("535.129.03", "13.0", CLOSED, "takes NVIDIA driver 580 or newer, and the driver here is 535.129.03; update the driver"),
-        ("560.35.03", "13.0", OPEN, "takes NVIDIA driver 580 or newer, and the driver here is 560.35.03; update the driver"),
-        ("470.10", "12.8", CLOSED, "takes NVIDIA driver 525 or newer, and the driver here is 470.10; update the driver"),
-        (None, "13.0", CLOSED, "is built for CUDA 13.0 and finds no NVIDIA driver; install driver 580 or newer"),
-        ("580.65.06", "13.0", OPEN, "built for CUDA 13.0, cannot use the GPU with NVIDIA driver 580.65.06; see what nvidia-smi says"),
+        (
+            "535.129.03",
+            "13.0",
+            CLOSED,
+            (
+                "takes NVIDIA driver 580 or newer, and the driver here is 535.129.03; update the"
+                " driver"
+            ),
+        ),
+        (
+            "560.35.03",
+            "13.0",
+            OPEN,
+            "takes NVIDIA driver 580 or newer, and the driver here is 560.35.03; update the driver",
+        ),
+        (
+            "470.10",
+            "12.8",
+            CLOSED,
+            "takes NVIDIA driver 525 or newer, and the driver here is 470.10; update the driver",
+        ),
+        (
+            None,
+            "13.0",
+            CLOSED,
+            "is built for CUDA 13.0 and finds no NVIDIA driver; install driver 580 or newer",
+        ),
+        (
+            "580.65.06",
+            "13.0",
+            OPEN,
+            (
+                "built for CUDA 13.0, cannot use the GPU with NVIDIA driver 580.65.06; see what"
+                " nvidia-smi says"
+            ),
+        ),
         ("999.1", "14.2", OPEN, "cannot use the GPU with NVIDIA driver 999.1"),
     ],
 )

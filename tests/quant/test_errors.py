@@ -6,7 +6,13 @@ from torch import nn
 
 from npt.adapters.attach import attach, decoder_layers
 from npt.quant import errors
-from npt.quant.errors import PRECISIONS, choose_precision, product_errors, product_seconds, set_matmul_precision
+from npt.quant.errors import (
+    PRECISIONS,
+    choose_precision,
+    product_errors,
+    product_seconds,
+    set_matmul_precision,
+)
 from npt.quant.half import compute_in
 from npt.quant.rows import set_rows
 
@@ -73,8 +79,16 @@ EXACT = {"up_proj": 2e-7, "lm_head": 3e-7}
     ("high", "taken", "why"),
     [
         (EXACT, "highest", "the device has no faster product for high"),
-        ({"up_proj": 3e-4, "lm_head": 2.9e-4}, "high", "products are off by at most 3.0e-04 of their size (2.0e-07 under highest)"),
-        ({"up_proj": 2.3e-3, "lm_head": 3e-4}, "highest", "a product of up_proj is off by 2.3e-03 of its size, more than 1e-03"),
+        (
+            {"up_proj": 3e-4, "lm_head": 2.9e-4},
+            "high",
+            "products are off by at most 3.0e-04 of their size (2.0e-07 under highest)",
+        ),
+        (
+            {"up_proj": 2.3e-3, "lm_head": 3e-4},
+            "highest",
+            "a product of up_proj is off by 2.3e-03 of its size, more than 1e-03",
+        ),
         ({"up_proj": 3e-4, "lm_head": math.nan}, "highest", "a product of lm_head is off by nan"),
     ],
 )
@@ -97,5 +111,7 @@ def test_auto_changes_nothing_on_the_cpu(load_model):
 
 def test_every_kind_is_timed_under_each_setting(load_model):
     found = product_seconds(load_model(), rows=3)
-    assert tuple(found) == PRECISIONS and all(set(kinds) == KINDS and min(kinds.values()) > 0 for kinds in found.values())
+    assert tuple(found) == PRECISIONS and all(
+        set(kinds) == KINDS and min(kinds.values()) > 0 for kinds in found.values()
+    )
     assert torch.get_float32_matmul_precision() == "highest"

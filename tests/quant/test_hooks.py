@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from torch import nn
 
 from npt.errors import ModelError
 from npt.quant.hooks import call_around, is_hooked, may_change, only_looks
 
-REGISTERS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
+REGISTERS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 
 
 @pytest.fixture
@@ -46,7 +56,9 @@ def test_a_replaced_forward_is_no_hook_and_may_change(module):
     assert is_hooked(module) and may_change(module)
 
 
-def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something_else_is_there(module):
+def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something_else_is_there(
+    module,
+):
     add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     assert not is_hooked(module)
     placed = module.forward
@@ -76,7 +88,10 @@ def test_the_own_forward_of_its_class_that_accelerate_leaves_behind_replaces_not
 
 class TestCallAround:
     def test_hooks_see_and_change_what_goes_in_and_comes_out(self, module):
-        module.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] + 1,), {"factor": kwargs["factor"] * 2}), with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: ((args[0] + 1,), {"factor": kwargs["factor"] * 2}),
+            with_kwargs=True,
+        )
         module.register_forward_hook(lambda _, __, output: output + 100)
         found = call_around(module, "it", lambda x, factor: factor * x, torch.ones(2), factor=3)
         assert found.tolist() == [112, 112]

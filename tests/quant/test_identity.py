@@ -1,4 +1,6 @@
-"""Which base a model is: what rounding may change, what it may not, and what is said of a base that is another one."""
+"""Which base a model is: what rounding may change, what it may not, and what is said of a base that
+is another one.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,10 @@ def test_every_part_that_differs_is_named(load_model) -> None:
     change_code(model)
     change_norm(model)
     found = npt.base_identity(model).mismatch(record)
-    assert re.fullmatch(r"4-bit codes \w{12} there, \w{12} here, unpacked tensors \w{12} there, \w{12} here", str(found))
+    assert re.fullmatch(
+        r"4-bit codes \w{12} there, \w{12} here, unpacked tensors \w{12} there, \w{12} here",
+        str(found),
+    )
 
 
 @pytest.mark.parametrize(("one", "other"), [("nf4", "fp4"), ("nf4", None)])
@@ -88,16 +93,24 @@ def test_a_record_without_parts_is_compared_by_every_byte(load_model) -> None:
     assert npt.base_identity(model).mismatch(record) is None
     round_otherwise(model)
     after = npt.base_identity(model)
-    assert after.mismatch(record) == f"base hash {record['base_hash'][:12]} there, {after.strict[:12]} here"
+    assert (
+        after.mismatch(record)
+        == f"base hash {record['base_hash'][:12]} there, {after.strict[:12]} here"
+    )
 
 
 @pytest.mark.parametrize("parts", [None, 3, [], {}, {"config": 3, "codes": None}])
 def test_parts_that_are_none_are_never_those_of_a_base(load_model, parts) -> None:
-    assert npt.base_identity(load_model("nf4")).mismatch({"base_hash": "f" * 64, "base_parts": parts}) is not None
+    assert (
+        npt.base_identity(load_model("nf4")).mismatch({"base_hash": "f" * 64, "base_parts": parts})
+        is not None
+    )
 
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
-def test_is_the_same_on_a_gpu_and_brought_to_the_host_in_chunks(load_model, monkeypatch, quantization) -> None:
+def test_is_the_same_on_a_gpu_and_brought_to_the_host_in_chunks(
+    load_model, monkeypatch, quantization
+) -> None:
     model = load_model(quantization)
     expected = npt.base_identity(model)
     monkeypatch.setattr(identity_module, "CHUNK", 4096)
@@ -108,7 +121,11 @@ def test_is_the_same_on_a_gpu_and_brought_to_the_host_in_chunks(load_model, monk
         del simulation.waits[:]
         found = npt.base_identity(model)
         shapes = [re.search(r"copy of \((.*)\) from cuda", wait) for wait in simulation.waits]
-    copied = [math.prod(int(size) for size in shape[1].split(",") if size.strip()) for shape in shapes if shape]
+    copied = [
+        math.prod(int(size) for size in shape[1].split(",") if size.strip())
+        for shape in shapes
+        if shape
+    ]
     assert found == expected
     assert len(copied) > len(list(model.parameters())) and max(copied) <= 4096
 
@@ -121,13 +138,17 @@ def test_chunks_of_a_transposed_tensor_are_its_bytes(monkeypatch) -> None:
 
 
 class TestCodes:
-    """Whether a code can depend on how a device rounds 1 / absmax: over all pairs of value and scale, up to a power of two."""
+    """Whether a code can depend on how a device rounds 1 / absmax: over all pairs of value and
+    scale, up to a power of two.
+    """
 
-    # --use_fast_math, with which the CUDA kernels are built, lets a reciprocal be off by one unit in the last place.
+    # --use_fast_math, with which the CUDA kernels are built, lets a reciprocal be off by one unit
+    # in the last place.
     ROUNDINGS = (-math.inf, 0.0, math.inf)
 
     def crossings(self, bits: int, bounds: torch.Tensor, other: torch.Tensor) -> int:
-        """Pairs of numbers with so many significant bits whose quotient is on different sides of a border.
+        """Pairs of numbers with so many significant bits whose quotient is on different sides of a
+        border.
 
         Args:
             bits: of the significand, the leading one included.
@@ -140,8 +161,11 @@ class TestCodes:
             usual = 1.0 / significands
             fits = value <= significands
             for towards in self.ROUNDINGS:
-                reciprocal = usual if towards == 0 else torch.nextafter(usual, torch.tensor(towards))
-                for above in (False, True):  # positive values are compared with >, negative ones with <
+                reciprocal = (
+                    usual if towards == 0 else torch.nextafter(usual, torch.tensor(towards))
+                )
+                # positive values are compared with >, negative ones with <
+                for above in (False, True):
                     one = torch.bucketize(value * usual, bounds, right=above)
                     two = torch.bucketize(value * reciprocal, other, right=above)
                     count += int(((one != two) & fits).sum())
@@ -191,7 +215,9 @@ class TestSource:
         other = replace(here, **{"codes": "0" * 64, "packed_on": "cuda", **there})
         assert str(here.mismatch(other.as_record())).startswith(f"{part} ")
 
-    def test_is_not_known_of_a_base_that_was_not_packed_on_loading(self, load_model, llama_folder, tmp_path) -> None:
+    def test_is_not_known_of_a_base_that_was_not_packed_on_loading(
+        self, load_model, llama_folder, tmp_path
+    ) -> None:
         assert npt.base_identity(load_model(None)).source is None
         load_model("nf4").save_pretrained(tmp_path)
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -200,7 +226,9 @@ class TestSource:
         assert (packed.source, packed.packed_on) == (None, None)
         assert packed.mismatch(npt.base_identity(load_model("nf4")).as_record()) is None
 
-    def test_does_not_depend_on_files_but_on_every_tensor_and_the_quantisation(self, llama_folder, tmp_path) -> None:
+    def test_does_not_depend_on_files_but_on_every_tensor_and_the_quantisation(
+        self, llama_folder, tmp_path
+    ) -> None:
         from transformers import LlamaForCausalLM
 
         model = LlamaForCausalLM.from_pretrained(llama_folder, dtype="auto")
@@ -222,5 +250,7 @@ class TestSource:
         (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
         assert source_hash(str(tmp_path), "nf4") is None
         (tmp_path / "model.safetensors").unlink()
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "gone.safetensors"}})
+        )
         assert source_hash(str(tmp_path), "nf4") is None

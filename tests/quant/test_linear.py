@@ -7,7 +7,13 @@ from torch.testing import assert_close
 import npt
 from npt.adapters.attach import decoder_layers
 from npt.quant.hooks import is_hooked
-from npt.quant.linear import dense_weight, multiply, multiply_backward, product_weight, quantized_linears
+from npt.quant.linear import (
+    dense_weight,
+    multiply,
+    multiply_backward,
+    product_weight,
+    quantized_linears,
+)
 from npt.quant.precision import UpcastLinear
 from npt.quant.rows import set_rows
 
@@ -17,7 +23,11 @@ LINEARS = {"gate": (64, 128), "down": (128, 64), "key": (64, 32)}
 
 def linear(model: nn.Module, name: str) -> nn.Module:
     layer = decoder_layers(model)[1]
-    return {"gate": layer.mlp.gate_proj, "down": layer.mlp.down_proj, "key": layer.self_attn.k_proj}[name]
+    return {
+        "gate": layer.mlp.gate_proj,
+        "down": layer.mlp.down_proj,
+        "key": layer.self_attn.k_proj,
+    }[name]
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -28,20 +38,25 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 def test_every_linear_of_the_decoder_is_packed_and_nothing_else(load_model, quantization):
     model, plain = load_model(quantization), load_model(None)
     assert [name for name, _ in quantized_linears(model)] == [
-        name for name, module in plain.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
+        name
+        for name, module in plain.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
     ]
     assert quantized_linears(plain) == []
 
 
 @pytest.mark.parametrize("name", LINEARS)
 @pytest.mark.parametrize(("quantization", "widest_step"), [("nf4", 0.304), ("fp4", 0.334)])
-def test_the_dense_weight_lies_within_half_a_step_of_the_original(load_model, quantization, widest_step, name):
+def test_the_dense_weight_lies_within_half_a_step_of_the_original(
+    load_model, quantization, widest_step, name
+):
     original = dense_weight(linear(load_model(None), name))
     dense = dense_weight(linear(load_model(quantization), name))
     assert (dense.shape, dense.dtype) == (original.shape, torch.float32)
     blocks = original.reshape(-1, 64)
     largest = blocks.abs().amax(dim=1, keepdim=True)
-    # half of the code's widest step, and 2% of the block's largest value for the 8-bit code of that value itself
+    # half of the code's widest step, and 2% of the block's largest value for the 8-bit code of that
+    # value itself
     assert ((dense.reshape(-1, 64) - blocks).abs() <= (widest_step / 2 + 0.02) * largest).all()
     assert not torch.equal(dense, original)
 
@@ -57,7 +72,9 @@ def test_the_dense_weight_of_a_packed_layer_is_fresh_and_of_a_plain_one_its_own(
 
 @pytest.mark.parametrize("name", LINEARS)
 @QUANTIZATIONS
-def test_forward_and_backward_multiply_with_the_same_dense_fp32_weight(load_model, quantization, name):
+def test_forward_and_backward_multiply_with_the_same_dense_fp32_weight(
+    load_model, quantization, name
+):
     """The checkpoint is bf16; a backward that rounded the weight to bf16 would be wrong by 0.4%."""
     module = linear(load_model(quantization), name)
     columns, rows = LINEARS[name]
@@ -70,13 +87,17 @@ def test_forward_and_backward_multiply_with_the_same_dense_fp32_weight(load_mode
     assert_close(x.grad, gradient @ weight)
     if quantization is not None:
         rounded = gradient @ weight.bfloat16().float()
-        assert (x.grad - gradient @ weight).abs().max() < 0.1 * (rounded - gradient @ weight).abs().max()
+        assert (x.grad - gradient @ weight).abs().max() < 0.1 * (
+            rounded - gradient @ weight
+        ).abs().max()
 
 
 @pytest.mark.parametrize("leading", [(1,), (7,), (2, 3)])
 @QUANTIZATIONS
 def test_an_evaluation_forward_leaves_weight_and_gradient_alone(load_model, quantization, leading):
-    """On some CPUs an evaluation forward would repack the weight in place, compute in bf16 and give no gradient any more."""
+    """On some CPUs an evaluation forward would repack the weight in place, compute in bf16 and give
+    no gradient any more.
+    """
     model = load_model(quantization)
     module = linear(model, "gate")
     bytes_before, hash_before = module.weight.data.clone(), npt.base_hash(model)
@@ -90,7 +111,8 @@ def test_an_evaluation_forward_leaves_weight_and_gradient_alone(load_model, quan
     out.sum().backward()
     assert torch.equal(out, evaluated)
     assert trained_on.grad is not None
-    assert_close(trained_on.grad, torch.ones(*leading, 128) @ dense_weight(module).detach())  # default tolerance of fp32
+    # default tolerance of fp32
+    assert_close(trained_on.grad, torch.ones(*leading, 128) @ dense_weight(module).detach())
     assert torch.equal(module.weight.data, bytes_before)
     assert npt.base_hash(model) == hash_before
 
@@ -100,7 +122,9 @@ class TestMultiply:
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("name", LINEARS)
     @QUANTIZATIONS
-    def test_has_the_bits_of_the_modules_own_product_and_its_gradient(self, load_model, quantization, name, bias, rows):
+    def test_has_the_bits_of_the_modules_own_product_and_its_gradient(
+        self, load_model, quantization, name, bias, rows
+    ):
         module = linear(load_model(quantization), name)
         columns, out_features = LINEARS[name]
         if bias:
@@ -128,7 +152,14 @@ class TestMultiply:
         assert_close(multiply(module, weight, x), x @ module.weight.float().T)
         assert_close(multiply_backward(module, weight, gradient), gradient @ module.weight.float())
 
-    def test_a_weight_that_is_brought_in_for_a_call_alone_is_used_by_that_call_alone(self, load_model):
+    def test_a_weight_that_is_brought_in_for_a_call_alone_is_used_by_that_call_alone(
+        self, load_model
+    ):
         module = linear(load_model(None), "gate")
-        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True, weights_map=dict(module.state_dict())))
+        add_hook_to_module(
+            module,
+            AlignDevicesHook(
+                execution_device="cpu", offload=True, weights_map=dict(module.state_dict())
+            ),
+        )
         assert is_hooked(module)

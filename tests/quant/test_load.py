@@ -22,7 +22,9 @@ SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def copy(load_model, llama_folder: Path, tmp_path: Path) -> Path:
-    """The random Llama in a folder of its own, to be damaged; `load_model` has put the tokenizer beside it."""
+    """The random Llama in a folder of its own, to be damaged; `load_model` has put the tokenizer
+    beside it.
+    """
     return Path(shutil.copytree(llama_folder, tmp_path / "model"))
 
 
@@ -49,7 +51,9 @@ def truncate(folder: Path) -> None:
 
 
 @QUANTIZATIONS
-def test_the_base_comes_frozen_and_in_evaluation_mode_with_its_tokenizer(llama_folder, load_model, quantization):
+def test_the_base_comes_frozen_and_in_evaluation_mode_with_its_tokenizer(
+    llama_folder, load_model, quantization
+):
     model, tokenizer = npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
     assert not any(p.requires_grad for p in model.parameters())
     assert not any(m.training for m in model.modules())
@@ -82,9 +86,12 @@ def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load_model("nf4", use_fp16=True)
-    caught = [one for one in caught if one.category is not FutureWarning]  # those of bitsandbytes before 0.50 about torch
+    # those of bitsandbytes before 0.50 about torch
+    caught = [one for one in caught if one.category is not FutureWarning]
     assert len(caught) == 1
-    assert str(caught[0].message).startswith("--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32")
+    assert str(caught[0].message).startswith(
+        "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32"
+    )
     assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
 
 
@@ -117,17 +124,23 @@ class TestPackedCheckpoint:
 class TestRefused:
     @pytest.mark.parametrize("quantization", ["int8", "NF4", ""])
     def test_a_quantisation_that_does_not_exist(self, llama_folder, quantization):
-        with pytest.raises(ConfigError, match=rf"quantization is '{quantization}'; choose from nf4, fp4 or None"):
+        with pytest.raises(
+            ConfigError, match=rf"quantization is '{quantization}'; choose from nf4, fp4 or None"
+        ):
             npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
 
-    @pytest.mark.parametrize("name", ["./nowhere", "../nowhere/model", "a/b/c", "~/nowhere-at-all", "nowhere/"])
+    @pytest.mark.parametrize(
+        "name", ["./nowhere", "../nowhere/model", "a/b/c", "~/nowhere-at-all", "nowhere/"]
+    )
     def test_a_path_that_does_not_exist(self, name):
         with pytest.raises(ModelError, match=r"there is no model folder") as refusal:
             npt.load_base(name, device="cpu")
         assert repr(name) in str(refusal.value)
 
     def test_a_hub_id_that_cannot_be_reached_in_one_line(self):
-        with pytest.raises(ModelError, match=r"cannot load the configuration of 'no-such-team/no-such-model'") as refusal:
+        with pytest.raises(
+            ModelError, match=r"cannot load the configuration of 'no-such-team/no-such-model'"
+        ) as refusal:
             npt.load_base("no-such-team/no-such-model", device="cpu")
         assert "\n" not in str(refusal.value)
 
@@ -144,8 +157,14 @@ class TestRefused:
         ("damage", "message"),
         [
             (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
-            (lambda f: (f / "config.json").write_text("{"), r"cannot load the configuration of .*not a valid JSON"),
-            (lambda f: (f / "config.json").write_text("{}"), r"cannot load the configuration of .*model_type"),
+            (
+                lambda f: (f / "config.json").write_text("{"),
+                r"cannot load the configuration of .*not a valid JSON",
+            ),
+            (
+                lambda f: (f / "config.json").write_text("{}"),
+                r"cannot load the configuration of .*model_type",
+            ),
             (
                 lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'),
                 r"is a 'gpt2' model \(it has no .*model\.layers.*\); only llama",
@@ -154,15 +173,32 @@ class TestRefused:
                 lambda f: (f / "config.json").write_text('{"model_type": "phi3"}'),
                 r"'phi3' model \(it has no mlp\.gate_proj.*only llama, mistral",
             ),
-            (lambda f: (f / "config.json").write_text('{"model_type": "granite"}'), r"is a 'granite' model; only llama, mistral"),
+            (
+                lambda f: (f / "config.json").write_text('{"model_type": "granite"}'),
+                r"is a 'granite' model; only llama, mistral",
+            ),
             (in_config(hidden_size="wide"), r"hidden_size"),
             (lambda f: (f / "tokenizer.json").unlink(), r"cannot load the tokenizer of"),
-            (lambda f: (f / "model.safetensors").unlink(), r"cannot load the weights of .*model\.safetensors"),
-            (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100), r"cannot load the weights of"),
+            (
+                lambda f: (f / "model.safetensors").unlink(),
+                r"cannot load the weights of .*model\.safetensors",
+            ),
+            (
+                lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100),
+                r"cannot load the weights of",
+            ),
             (truncate, r"cannot load the weights of"),
             (in_weights(lambda t: t.pop(SOME_WEIGHT)), rf"lacks the weight {SOME_WEIGHT} that"),
-            (in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))), r"lacks the weight lm_head\.weight and 1 more"),
-            (in_weights(lambda t: t.update({SOME_WEIGHT: torch.zeros(3, 64, dtype=torch.bfloat16)})), SOME_WEIGHT),
+            (
+                in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))),
+                r"lacks the weight lm_head\.weight and 1 more",
+            ),
+            (
+                in_weights(
+                    lambda t: t.update({SOME_WEIGHT: torch.zeros(3, 64, dtype=torch.bfloat16)})
+                ),
+                SOME_WEIGHT,
+            ),
         ],
         ids=[
             "no configuration",
@@ -182,7 +218,9 @@ class TestRefused:
         ],
     )
     @QUANTIZATIONS
-    def test_a_folder_that_is_damaged_in_one_line_naming_it(self, copy, quantization, damage, message):
+    def test_a_folder_that_is_damaged_in_one_line_naming_it(
+        self, copy, quantization, damage, message
+    ):
         damage(copy)
         with pytest.raises(ModelError, match=message) as refusal:
             npt.load_base(str(copy), quantization=quantization, device="cpu")
@@ -196,7 +234,12 @@ class TestBaseHash:
         assert npt.base_hash(load_model(quantization)) == npt.base_hash(load_model(quantization))
 
     def test_tells_quantisations_and_dtypes_apart(self, load_model):
-        models = [load_model("nf4"), load_model("fp4"), load_model(None), load_model(None, use_fp16=True)]
+        models = [
+            load_model("nf4"),
+            load_model("fp4"),
+            load_model(None),
+            load_model(None, use_fp16=True),
+        ]
         assert len({npt.base_hash(model) for model in models}) == 4
 
     @QUANTIZATIONS
@@ -218,7 +261,9 @@ class TestBaseHash:
         [
             lambda m: m.get_submodule("model.layers.2.self_attn.q_proj").weight.data,
             lambda m: m.get_submodule("model.layers.2.self_attn.q_proj").weight.quant_state.absmax,
-            lambda m: m.get_submodule("model.layers.2.self_attn.q_proj").weight.quant_state.state2.absmax,
+            lambda m: (
+                m.get_submodule("model.layers.2.self_attn.q_proj").weight.quant_state.state2.absmax
+            ),
             lambda m: m.get_submodule("model.layers.0.input_layernorm").weight.data,
             lambda m: m.model.embed_tokens.weight.data,
             lambda m: m.lm_head.weight.data,
@@ -236,23 +281,33 @@ class TestBaseHash:
 
     @torch.no_grad()
     @pytest.mark.parametrize(
-        "entries", [{"rms_norm_eps": 0.5}, {"rope_parameters": {"rope_theta": 10.0, "rope_type": "default"}}], ids=["eps", "rope"]
+        "entries",
+        [{"rms_norm_eps": 0.5}, {"rope_parameters": {"rope_theta": 10.0, "rope_type": "default"}}],
+        ids=["eps", "rope"],
     )
     def test_two_models_with_the_same_hash_compute_the_same(self, load_model, copy, batch, entries):
         original = load_model(None)
         in_config(**entries)(copy)
         changed, _ = npt.load_base(str(copy), device="cpu")
-        assert not torch.allclose(changed(batch.input_ids).logits, original(batch.input_ids).logits, atol=1e-2)
+        assert not torch.allclose(
+            changed(batch.input_ids).logits, original(batch.input_ids).logits, atol=1e-2
+        )
         assert npt.base_hash(changed) != npt.base_hash(original)
 
 
 class TestNothingOfACheckpointIsRun:
-    """Code beside the weights, a pickle instead of them: refused or passed over, without a question on the terminal."""
+    """Code beside the weights, a pickle instead of them: refused or passed over, without a question
+    on the terminal.
+    """
 
     @pytest.fixture
     def trapped(self, copy, monkeypatch) -> Path:
-        """A model folder with code that leaves a trace; `y` is on standard input, as the answer to a question."""
-        (copy / "trap.py").write_text(f"from pathlib import Path\nPath({str(copy / 'sprung')!r}).touch()\nclass Trap: pass\n")
+        """A model folder with code that leaves a trace; `y` is on standard input, as the answer to
+        a question.
+        """
+        (copy / "trap.py").write_text(
+            f"from pathlib import Path\nPath({str(copy / 'sprung')!r}).touch()\nclass Trap: pass\n"
+        )
         monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
         monkeypatch.setattr("builtins.input", lambda *_: "y")
         return copy
@@ -262,21 +317,28 @@ class TestNothingOfACheckpointIsRun:
         (folder / "tokenizer_config.json").write_text(json.dumps(config | entries))
 
     def test_code_of_a_known_kind_of_model_is_passed_over(self, trapped):
-        in_config(auto_map={"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"})(trapped)
+        in_config(auto_map={"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"})(
+            trapped
+        )
         self.in_tokenizer(trapped, auto_map={"AutoTokenizer": ["trap.Trap", "trap.Trap"]})
         model, _ = npt.load_base(str(trapped), quantization="nf4", device="cpu")
         assert type(model).__name__ == "LlamaForCausalLM"
         assert not (trapped / "sprung").exists()
 
     def test_code_of_an_unknown_kind_is_refused(self, trapped):
-        in_config(model_type="trap", auto_map={"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"})(trapped)
+        in_config(
+            model_type="trap",
+            auto_map={"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"},
+        )(trapped)
         for load in (read_config, npt.load_base):
             with pytest.raises(ModelError, match=r"cannot load the configuration of .*custom code"):
                 load(str(trapped))
         assert not (trapped / "sprung").exists()
 
     def test_code_of_a_tokenizer_is_refused(self, trapped):
-        self.in_tokenizer(trapped, tokenizer_class="Trap", auto_map={"AutoTokenizer": ["trap.Trap", None]})
+        self.in_tokenizer(
+            trapped, tokenizer_class="Trap", auto_map={"AutoTokenizer": ["trap.Trap", None]}
+        )
         with pytest.raises(ModelError, match=r"cannot load the tokenizer of .*custom code"):
             npt.load_base(str(trapped), device="cpu")
         assert not (trapped / "sprung").exists()
@@ -289,13 +351,17 @@ class TestNothingOfACheckpointIsRun:
         (trapped / "model.safetensors").unlink()
         for weights in (Trap(), {SOME_WEIGHT: torch.zeros(2)}):
             torch.save(weights, trapped / "pytorch_model.bin")
-            with pytest.raises(ModelError, match=r"cannot load the weights of .*model\.safetensors"):
+            with pytest.raises(
+                ModelError, match=r"cannot load the weights of .*model\.safetensors"
+            ):
                 npt.load_base(str(trapped), device="cpu")
         assert not (trapped / "sprung").exists()
 
 
 @pytest.mark.parametrize("places", ["auto", "sequential", {"": "cpu"}])
-def test_a_base_can_be_spread_over_what_there_is(llama_folder, load_model, batch, monkeypatch, places):
+def test_a_base_can_be_spread_over_what_there_is(
+    llama_folder, load_model, batch, monkeypatch, places
+):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     expected = load_model()
     with torch.no_grad():
@@ -305,8 +371,16 @@ def test_a_base_can_be_spread_over_what_there_is(llama_folder, load_model, batch
 
 
 def places(**elsewhere: str) -> dict[str, str]:
-    parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(4))]
-    return dict.fromkeys(parts, "cpu") | {f"model.layers.{layer.removeprefix('layer')}": place for layer, place in elsewhere.items()}
+    parts = [
+        "model.embed_tokens",
+        "model.rotary_emb",
+        "model.norm",
+        "lm_head",
+        *(f"model.layers.{i}" for i in range(4)),
+    ]
+    return dict.fromkeys(parts, "cpu") | {
+        f"model.layers.{layer.removeprefix('layer')}": place for layer, place in elsewhere.items()
+    }
 
 
 def test_a_base_of_which_a_part_would_stay_on_disk_is_refused(llama_folder, load_model):
@@ -317,7 +391,10 @@ def test_a_base_of_which_a_part_would_stay_on_disk_is_refused(llama_folder, load
 def test_a_layer_in_pieces_is_refused(load_model):
     model = load_model(None)
     model.model.layers[2].mlp.to("meta")
-    with pytest.raises(ModelError, match="device_map puts layer 2 on cpu and meta; a layer has to stay in one piece"):
+    with pytest.raises(
+        ModelError,
+        match="device_map puts layer 2 on cpu and meta; a layer has to stay in one piece",
+    ):
         _check_pieces("it", model)
 
 
@@ -325,7 +402,10 @@ def test_a_layer_in_pieces_is_refused(load_model):
     ("arguments", "said"),
     [
         ({"device_map": "everywhere"}, "device_map is 'everywhere'; choose from auto"),
-        ({"device_map": "auto", "device": "cpu"}, "device is cpu beside device_map 'auto'; drop one"),
+        (
+            {"device_map": "auto", "device": "cpu"},
+            "device is cpu beside device_map 'auto'; drop one",
+        ),
     ],
 )
 def test_a_device_map_that_means_nothing_is_refused(arguments, said):
@@ -333,7 +413,9 @@ def test_a_device_map_that_means_nothing_is_refused(arguments, said):
         npt.load_base("tiny", **arguments)
 
 
-def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(llama_folder, load_model, monkeypatch):
+def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(
+    llama_folder, load_model, monkeypatch
+):
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 

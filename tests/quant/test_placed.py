@@ -1,4 +1,6 @@
-"""Where a base lies: on the GPUs as a whole, judged without a card by tensors that have a device and no storage."""
+"""Where a base lies: on the GPUs as a whole, judged without a card by tensors that have a device
+and no storage.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from npt.quant.linear import quantized_linears
 from npt.quant.load import _check_pieces, _check_placed
 
 CONFIG = LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 
 
@@ -39,7 +46,9 @@ def rotary_on_host(model: Any) -> str:
 
 def layer_on_disk(model: Any) -> str:
     layer = model.model.layers[0].mlp.up_proj
-    layer.weight = torch.nn.Parameter(torch.empty(4, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
+    layer.weight = torch.nn.Parameter(
+        torch.empty(4, 1, dtype=torch.uint8, device="meta"), requires_grad=False
+    )
     return "model.layers.0.mlp.up_proj.weight"
 
 
@@ -61,8 +70,22 @@ def test_a_base_on_a_gpu_is_taken(quantization) -> None:
 
 @pytest.mark.parametrize(
     "leave",
-    [norm_on_host, rotary_on_host, layer_on_disk, *map(statistics, ("absmax", "code", "offset", "state2.absmax", "state2.code"))],
-    ids=["norm", "rotary", "disk", "absmax", "code", "offset", "absmax of the absmax", "code of the absmax"],
+    [
+        norm_on_host,
+        rotary_on_host,
+        layer_on_disk,
+        *map(statistics, ("absmax", "code", "offset", "state2.absmax", "state2.code")),
+    ],
+    ids=[
+        "norm",
+        "rotary",
+        "disk",
+        "absmax",
+        "code",
+        "offset",
+        "absmax of the absmax",
+        "code of the absmax",
+    ],
 )
 def test_what_is_left_behind_is_refused_by_name(leave) -> None:
     model = on_cuda()
@@ -78,6 +101,10 @@ def test_a_base_on_the_host_alone_is_taken() -> None:
 def test_a_weight_whose_statistics_are_on_another_gpu_is_refused() -> None:
     model = on_cuda()
     other = Hollow(device="cuda:1")
-    model.model.layers[1].mlp.gate_proj.weight.quant_state.absmax = other.tensor(1, dtype=torch.uint8)
-    with pytest.raises(ModelError, match="layer 1 on cuda:0 and cuda:1; a layer has to stay in one piece"):
+    model.model.layers[1].mlp.gate_proj.weight.quant_state.absmax = other.tensor(
+        1, dtype=torch.uint8
+    )
+    with pytest.raises(
+        ModelError, match="layer 1 on cuda:0 and cuda:1; a layer has to stay in one piece"
+    ):
         _check_pieces("base", model)

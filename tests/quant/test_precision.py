@@ -44,8 +44,10 @@ class TestAudit:
         npt.attach(model, npt.NPTConfig(layers="1", rank=4))
         report = audit_precision(model)
         assert report.quantization == "nf4"
-        assert report.compute_dtype == {"float32": 30}  # seven linears in each of four layers, embedding and head
-        assert report.stored_dtype == {"uint8": 28, "bfloat16": 2 + 9}  # embedding, head and nine norms
+        # seven linears in each of four layers, embedding and head
+        assert report.compute_dtype == {"float32": 30}
+        # embedding, head and nine norms
+        assert report.stored_dtype == {"uint8": 28, "bfloat16": 2 + 9}
         assert report.adapter_dtype == {"float32": 7}
         assert report.matmul_precision == torch.get_float32_matmul_precision()
         assert json.loads(json.dumps(report.as_dict()))["compute_dtype"] == {"float32": 30}
@@ -55,20 +57,42 @@ class TestAudit:
         assert policy_dtype(model) == torch.float16
         report = audit_precision(model, torch.float16)
         assert (report.quantization, report.compute_dtype) == (None, {"float16": 30})
-        with pytest.raises(PrecisionError, match=r"expected float32, but model\.embed_tokens computes in float16 \(and 29 more\)"):
+        with pytest.raises(
+            PrecisionError,
+            match=r"expected float32, but model\.embed_tokens computes in float16 \(and 29 more\)",
+        ):
             audit_precision(model)
 
     @pytest.mark.parametrize(
         ("spoil", "message"),
         [
-            (lambda m: setattr(m, "compute_dtype", torch.float16), r"computes in float16 forward, float32 backward"),
+            (
+                lambda m: setattr(m, "compute_dtype", torch.float16),
+                r"computes in float16 forward, float32 backward",
+            ),
             (lambda m: setattr(m, "compute_dtype", None), r"computes in that of the first input"),
-            (lambda m: setattr(m, "compute_type_is_set", False), r"computes in that of the first input"),
-            (lambda m: setattr(m, "support_avx512bf16_for_cpu", True), r"computes in bfloat16 \(CPU repacking\)"),
-            (lambda m: setattr(m.weight.quant_state, "dtype", torch.bfloat16), r"computes in float32 forward, bfloat16 backward"),
+            (
+                lambda m: setattr(m, "compute_type_is_set", False),
+                r"computes in that of the first input",
+            ),
+            (
+                lambda m: setattr(m, "support_avx512bf16_for_cpu", True),
+                r"computes in bfloat16 \(CPU repacking\)",
+            ),
+            (
+                lambda m: setattr(m.weight.quant_state, "dtype", torch.bfloat16),
+                r"computes in float32 forward, bfloat16 backward",
+            ),
             (lambda m: setattr(m.weight, "quant_state", None), r"computes in not quantised yet"),
         ],
-        ids=["compute dtype", "no compute dtype", "compute dtype open", "CPU repacking", "backward dtype", "not packed"],
+        ids=[
+            "compute dtype",
+            "no compute dtype",
+            "compute dtype open",
+            "CPU repacking",
+            "backward dtype",
+            "not packed",
+        ],
     )
     def test_names_the_one_4bit_layer_that_would_compute_otherwise(self, model, spoil, message):
         audit_precision(model)
@@ -82,7 +106,9 @@ class TestAudit:
         with pytest.raises(PrecisionError, match=rf"{NAME} computes in float16;"):
             audit_precision(model)
 
-    @pytest.mark.parametrize(("name", "plain"), [("model.embed_tokens", nn.Embedding), ("lm_head", nn.Linear)])
+    @pytest.mark.parametrize(
+        ("name", "plain"), [("model.embed_tokens", nn.Embedding), ("lm_head", nn.Linear)]
+    )
     def test_a_bf16_module_without_its_upcast_is_named(self, model, name, plain):
         model.get_submodule(name).__class__ = plain
         with pytest.raises(PrecisionError, match=rf"{name} computes in bfloat16"):
@@ -95,19 +121,28 @@ class TestAudit:
         audit_precision(model)
         for parameter in model.model.layers[2].npt.parameters():
             parameter.data = parameter.data.bfloat16()  # a cast of the module leaves them fp32
-        with pytest.raises(PrecisionError, match=r"adapter model\.layers\.2\.npt\.A is bfloat16 \(and 6 more\)"):
+        with pytest.raises(
+            PrecisionError, match=r"adapter model\.layers\.2\.npt\.A is bfloat16 \(and 6 more\)"
+        ):
             audit_precision(model)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_autocast_is_found(self, model, dtype):
-        with torch.autocast("cpu", dtype=dtype), pytest.raises(PrecisionError, match=rf"autocast to {str(dtype)[6:]} is on for cpu"):
+        with (
+            torch.autocast("cpu", dtype=dtype),
+            pytest.raises(PrecisionError, match=rf"autocast to {str(dtype)[6:]} is on for cpu"),
+        ):
             audit_precision(model)
         audit_precision(model)
 
 
 def test_enforcing_repairs_everything_that_the_audit_finds_and_twice_is_once(model):
     for _, module in quantized_linears(model):
-        module.compute_dtype, module.compute_type_is_set, module.support_avx512bf16_for_cpu = None, False, True
+        module.compute_dtype, module.compute_type_is_set, module.support_avx512bf16_for_cpu = (
+            None,
+            False,
+            True,
+        )
         module.weight.quant_state.dtype = torch.bfloat16
     model.model.embed_tokens.__class__, model.lm_head.__class__ = nn.Embedding, nn.Linear
     with pytest.raises(PrecisionError):
@@ -128,7 +163,9 @@ def test_the_stream_is_fp32_from_a_bf16_embedding_to_a_bf16_head(load_model, bat
     assert output.logits.dtype == torch.float32
     expected = output.hidden_states[-1] @ model.lm_head.weight.float().T
     assert_close(output.logits, expected)  # default tolerance of fp32: the same sums of 64 products
-    assert torch.equal(output.hidden_states[0], model.model.embed_tokens.weight.float()[batch.input_ids])
+    assert torch.equal(
+        output.hidden_states[0], model.model.embed_tokens.weight.float()[batch.input_ids]
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -136,7 +173,9 @@ def test_the_upcast_linear_multiplies_in_fp32_whatever_comes_in(bias):
     module = nn.Linear(16, 8, bias=bias).to(torch.bfloat16)
     module.__class__ = UpcastLinear
     x = torch.randn(3, 16).to(torch.bfloat16)
-    expected = nn.functional.linear(x.float(), module.weight.float(), module.bias.float() if bias else None)
+    expected = nn.functional.linear(
+        x.float(), module.weight.float(), module.bias.float() if bias else None
+    )
     assert module(x).dtype == torch.float32
     assert torch.equal(module(x), expected)
     assert torch.equal(module(x.float()), expected)
@@ -162,7 +201,10 @@ class TestNames:
         assert model.config.tie_word_embeddings
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert "lm_head.weight" not in dict(model.named_parameters())
-        assert quantization is None or (type(model.model.embed_tokens), type(model.lm_head)) == (UpcastEmbedding, UpcastLinear)
+        assert quantization is None or (type(model.model.embed_tokens), type(model.lm_head)) == (
+            UpcastEmbedding,
+            UpcastLinear,
+        )
 
 
 def test_the_kind_of_quantisation_is_read_off_the_modules(load_model):

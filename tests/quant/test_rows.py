@@ -34,7 +34,12 @@ def test_the_product_is_that_of_a_dense_layer_with_scaled_rows(load_model, quant
 def test_taking_the_rows_away_gives_the_layer_back_bit_for_bit(load_model, batch, quantization):
     model = load_model(quantization)
     module = model.get_submodule(NAME)
-    before, kind, names, output = npt.base_hash(model), type(module), list(model.state_dict()), model(batch.input_ids).logits
+    before, kind, names, output = (
+        npt.base_hash(model),
+        type(module),
+        list(model.state_dict()),
+        model(batch.input_ids).logits,
+    )
     set_rows(module, some_rows(module.out_features))
     assert isinstance(module, RowScaled) and isinstance(module, kind)
     assert not torch.equal(model(batch.input_ids).logits, output)
@@ -62,7 +67,12 @@ def test_the_gradient_by_hand_is_that_of_the_scaled_rows(load_model, quantizatio
     gradient = torch.randn(4, module.out_features)
     found = multiply_backward(module, product_weight(module, torch.float32), gradient)
     # sums of 128 products in fp32 against fp64
-    assert_close(found.double(), gradient.double() @ (scale[:, None] * dense_weight(module)).double(), rtol=1e-5, atol=1e-4)
+    assert_close(
+        found.double(),
+        gradient.double() @ (scale[:, None] * dense_weight(module)).double(),
+        rtol=1e-5,
+        atol=1e-4,
+    )
 
 
 @torch.no_grad()
@@ -99,6 +109,9 @@ def test_packed_layers_with_rows_are_still_found(load_model):
 
 def test_other_layers_are_refused_and_left_as_they_are():
     layer = nn.Conv1d(4, 4, 1)
-    with pytest.raises(ModelError, match="a Conv1d takes no scale and bias by row; only Linear4bit, UpcastLinear, Linear do"):
+    with pytest.raises(
+        ModelError,
+        match="a Conv1d takes no scale and bias by row; only Linear4bit, UpcastLinear, Linear do",
+    ):
         set_rows(layer, some_rows(4))
     assert type(layer) is nn.Conv1d and not hasattr(layer, "row_scale")

@@ -1,4 +1,6 @@
-"""A headless Chromium behind a pipe, by its own protocol: what a page looks like there, and what it complains about."""
+"""A headless Chromium behind a pipe, by its own protocol: what a page looks like there, and what it
+complains about.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+NAMES = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
 
 
 def find() -> str | None:
@@ -24,27 +33,50 @@ def find() -> str | None:
 
 
 class Browser:
-    """One page at a time. The browser has no network and a profile of its own, and is gone at the end.
+    """One page at a time. The browser has no network and a profile of its own, and is gone at the
+    end.
 
     Attributes:
-        complaints: errors and warnings of the console, exceptions, and requests for anything but the page itself.
+        complaints: errors and warnings of the console, exceptions, and requests for anything but
+            the page itself.
     """
 
     def __init__(self, program: str, timeout: float = 60.0):
         self._timeout = timeout
-        self._profile = tempfile.TemporaryDirectory(prefix="npt-browser-", ignore_cleanup_errors=True)
+        self._profile = tempfile.TemporaryDirectory(
+            prefix="npt-browser-", ignore_cleanup_errors=True
+        )
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
 
         def place() -> None:  # the protocol's pipes are the descriptors 3 and 4
-            first, second = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, to_write))  # either may be 3 or 4
+            # either may be 3 or 4
+            first, second = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, to_write))
             os.dup2(first, 3)
             os.dup2(second, 4)
 
-        flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
-        offline = ("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update")
+        flags = (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--hide-scrollbars",
+        )
+        offline = (
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--disable-background-networking",
+            "--disable-component-update",
+        )
         self._process = subprocess.Popen(
-            [program, *flags, *offline, "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "about:blank"],
+            [
+                program,
+                *flags,
+                *offline,
+                "--remote-debugging-pipe",
+                f"--user-data-dir={self._profile.name}",
+                "about:blank",
+            ],
             preexec_fn=place,
             close_fds=False,
             stdout=subprocess.DEVNULL,
@@ -58,14 +90,32 @@ class Browser:
         self._loaded = False
         self.complaints: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False, scripts: bool = True) -> None:
+    def open(
+        self,
+        page: Path,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        scripts: bool = True,
+    ) -> None:
         """Load a file in a window of this size, and wait until it is there."""
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        self._call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
         self._call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._loaded, self._url = False, page.absolute().as_uri()
         self._call("Page.navigate", url=self._url)
@@ -83,14 +133,26 @@ class Browser:
         """A key, on what has the focus."""
         for kind in ("keyDown", "keyUp"):
             self._call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode={"ArrowLeft": 37, "Home": 36}.get(key, 0)
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode={"ArrowLeft": 37, "Home": 36}.get(key, 0),
             )
 
     def picture(self, path: Path) -> None:
         """The whole page as a .png file."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 12_000), "scale": 1}
-        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": min(size["height"], 12_000),
+            "scale": 1,
+        }
+        found = self._call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
+        )
         path.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:
@@ -103,12 +165,19 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         self._number += 1
-        message = {"id": self._number, "method": method, "params": arguments} | ({"sessionId": self._session} if self._session else {})
+        message = {"id": self._number, "method": method, "params": arguments} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         os.write(self._write, json.dumps(message).encode() + b"\0")
         end = time.monotonic() + self._timeout
         while True:
@@ -137,9 +206,16 @@ class Browser:
             self._loaded = True
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(found["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and found["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and found["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.complaints.append(json.dumps(found["args"]))
         elif method == "Log.entryAdded" and found["entry"]["level"] in ("error", "warning"):
             self.complaints.append(f"{found['entry']['text']} {found['entry'].get('url', '')}")
-        elif method == "Network.requestWillBeSent" and found["request"]["url"] not in (self._url, "about:blank"):
+        elif method == "Network.requestWillBeSent" and found["request"]["url"] not in (
+            self._url,
+            "about:blank",
+        ):
             self.complaints.append(f"asked for {found['request']['url']}")

@@ -15,34 +15,82 @@ UNCLOSED = {"tr", "td", "th", "thead", "tbody"}
 
 def figures(kl: float | None, **more: Any) -> dict[str, Any]:
     share = 0.0 if kl is None else kl
-    values = {"perplexity": 10 + share, "perplexity_ratio": math.exp(share), "kl": kl, "top1": 1 - share / 3, "acceptance": 1 - share / 4}
+    values = {
+        "perplexity": 10 + share,
+        "perplexity_ratio": math.exp(share),
+        "kl": kl,
+        "top1": 1 - share / 3,
+        "acceptance": 1 - share / 4,
+    }
     return {"tokens": 16095, **values, **{f"{key}_se": 0.001 for key in values}, **more}
 
 
 def fidelity(student: float | None = 0.02, layers: int = 3) -> dict[str, Any]:
-    nmse = {str(i): {"nmse_floor": 0.1, "nmse_initial": 0.09, "nmse_student": 0.01 * (i + 1)} for i in range(layers)}
-    models = {"teacher": figures(0.0), "floor": figures(1.2), "initial": figures(1.1), "student": figures(student)}
+    nmse = {
+        str(i): {"nmse_floor": 0.1, "nmse_initial": 0.09, "nmse_student": 0.01 * (i + 1)}
+        for i in range(layers)
+    }
+    models = {
+        "teacher": figures(0.0),
+        "floor": figures(1.2),
+        "initial": figures(1.1),
+        "student": figures(student),
+    }
     return {**models, "layers": nmse, "heldout": True}
 
 
 def modulation(step: int, layers: int = 3, **target: Any) -> dict[str, Any]:
     counts = [round(1000 * math.exp(-(((b - 19.5) / 6) ** 2))) for b in range(40)]
-    one = {"counts": counts, "saturated": 0.001, "bad": 0.0, "mean": 1.0, "std": 0.1, "add_rms": 0.2, "product_rms": 1.0, **target}
-    found = {str(i): {"stream_rms": 4.0, "targets": dict.fromkeys(("gate", "up", "down"), one)} for i in range(layers)}
-    return {"step": step, "heldout": True, "tokens": 2048, "mult_bound": 0.5, "additive_scale": 0.1, "layers": found}
+    one = {
+        "counts": counts,
+        "saturated": 0.001,
+        "bad": 0.0,
+        "mean": 1.0,
+        "std": 0.1,
+        "add_rms": 0.2,
+        "product_rms": 1.0,
+        **target,
+    }
+    found = {
+        str(i): {"stream_rms": 4.0, "targets": dict.fromkeys(("gate", "up", "down"), one)}
+        for i in range(layers)
+    }
+    return {
+        "step": step,
+        "heldout": True,
+        "tokens": 2048,
+        "mult_bound": 0.5,
+        "additive_scale": 0.1,
+        "layers": found,
+    }
 
 
 def metrics(step: int, layers: int = 3, **changed: Any) -> dict[str, Any]:
-    plain = {"loss": 0.1 / step, "loss_nmse": 0.09 / step, "loss_reg": 0.5, "grad_norm": 0.3, "lr": 1e-3, "tokens": 64 * step}
+    plain = {
+        "loss": 0.1 / step,
+        "loss_nmse": 0.09 / step,
+        "loss_reg": 0.5,
+        "grad_norm": 0.3,
+        "lr": 1e-3,
+        "tokens": 64 * step,
+    }
     rest = {"tokens_per_second": 900.0 + step, "refused_total": 0}
-    return {"step": step, **plain, **rest, **{f"layers.{i}.nmse": 0.1 * (i + 1) / step for i in range(layers)}, **changed}
+    return {
+        "step": step,
+        **plain,
+        **rest,
+        **{f"layers.{i}.nmse": 0.1 * (i + 1) / step for i in range(layers)},
+        **changed,
+    }
 
 
 def event(kind: str, /, **details: Any) -> dict[str, Any]:
     return {"event": kind, "time": 1790000000.5, **details}
 
 
-def refusal(step: int, kind: str = "loss", detail: str = "loss is nan", **details: Any) -> dict[str, Any]:
+def refusal(
+    step: int, kind: str = "loss", detail: str = "loss is nan", **details: Any
+) -> dict[str, Any]:
     place = {"epoch": 0, "micro_batch": 0, "sample_ids": ["a.txt@0", "b.txt@64"], "rank": 0}
     return event("refusal", step=step, kind=kind, detail=detail, **{**place, **details})
 
@@ -57,12 +105,29 @@ def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
     Args:
         folder: made.
         steps: logged, one line each.
-        changed: by the name of a file without its ending, its content instead; None for no such file.
+        changed: by the name of a file without its ending, its content instead; None for no such
+            file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    start, done = event("start", device="cpu", total_steps=steps, processes=1), event("done", steps=steps, tokens=64 * steps, refused=0)
-    settings = {"model_name": "tiny", "rank": 16, "targets": ["gate", "up", "down"], "run_name": None, "learning_rate": 0.01}
-    run = {"settings": settings, "layers": [0, 1, 2], "seed": 0, "base_hash": "ab" * 32, "device": "cpu", "versions": {"torch": "2.13.0"}}
+    start, done = (
+        event("start", device="cpu", total_steps=steps, processes=1),
+        event("done", steps=steps, tokens=64 * steps, refused=0),
+    )
+    settings = {
+        "model_name": "tiny",
+        "rank": 16,
+        "targets": ["gate", "up", "down"],
+        "run_name": None,
+        "learning_rate": 0.01,
+    }
+    run = {
+        "settings": settings,
+        "layers": [0, 1, 2],
+        "seed": 0,
+        "base_hash": "ab" * 32,
+        "device": "cpu",
+        "versions": {"torch": "2.13.0"},
+    }
     content = {
         "run.json": run,
         "fidelity.json": fidelity(),
@@ -84,10 +149,12 @@ def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
 
 
 class Reader(HTMLParser):
-    """A page as a browser reads it: its elements in order, its text, its text by section, and whether every element is closed.
+    """A page as a browser reads it: its elements in order, its text, its text by section, and
+    whether every element is closed.
 
     Attributes:
-        elements: (name, attributes). text: all that is shown. sections: the text by the id of its heading.
+        elements: (name, attributes). text: all that is shown. sections: the text by the id of its
+            heading.
     """
 
     def __init__(self, page: str):
@@ -129,7 +196,9 @@ class Reader(HTMLParser):
         self.sections[self._section] = self.sections.get(self._section, "") + data
 
     def of(self, name: str, **attributes: str) -> list[dict[str, str | None]]:
-        """The attributes of every element of this name that has these; `class_` names one of its classes."""
+        """The attributes of every element of this name that has these; `class_` names one of its
+        classes.
+        """
         kind = attributes.pop("class_", None)
         return [
             found

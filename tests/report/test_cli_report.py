@@ -1,4 +1,6 @@
-"""`npt report`: exit status, one line on standard error, what is written where, and what stands in JSON."""
+"""`npt report`: exit status, one line on standard error, what is written where, and what stands in
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,18 @@ from npt.cli.main import main
 
 
 def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
-    folder = make_run(tmp_path / "run", events=[event("start"), refusal(3), event("done", steps=12)], modulation=None)
+    folder = make_run(
+        tmp_path / "run",
+        events=[event("start"), refusal(3), event("done", steps=12)],
+        modulation=None,
+    )
     assert main(["report", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "Finished at step 12; refused: 1" in out and "modulation.json: it is not there" in out
     assert f"written to {folder / 'report.html'}" in out
-    assert "<title>run: report of a run</title>" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "<title>run: report of a run</title>" in (folder / "report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_page_can_be_put_elsewhere(tmp_path) -> None:
@@ -28,15 +36,26 @@ def test_the_page_can_be_put_elsewhere(tmp_path) -> None:
 
 
 def test_json_holds_what_was_found(tmp_path, capsys) -> None:
-    lines = [event("start"), refusal(3), refusal(5, "gradient"), event("stopped", step=12, reason="4 refusals in a row")]
+    lines = [
+        event("start"),
+        refusal(3),
+        refusal(5, "gradient"),
+        event("stopped", step=12, reason="4 refusals in a row"),
+    ]
     folder = make_run(tmp_path / "run", events=lines)
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     assert main(["report", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["report"] == str(folder / "report.html")
-    assert (found["state"], found["step"], found["refused"], found["kl"]) == ("stopped", 12, 2, 0.02)
+    assert (found["state"], found["step"], found["refused"], found["kl"]) == (
+        "stopped",
+        12,
+        2,
+        0.02,
+    )
     assert found["refused_by_kind"] == {"loss": 1, "gradient": 1}
-    assert found["checkpoints"] == [{"step": 4, "folder": "step-00000004", "verified": False}]  # it has no manifest
+    # it has no manifest
+    assert found["checkpoints"] == [{"step": 4, "folder": "step-00000004", "verified": False}]
     assert found["missing"]["fidelity.json"].startswith("it is of an earlier end")
 
 

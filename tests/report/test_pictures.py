@@ -1,4 +1,6 @@
-"""Every picture of every page: XML of its own, numbers that are numbers, nothing outside its frame, whatever it is drawn of."""
+"""Every picture of every page: XML of its own, numbers that are numbers, nothing outside its frame,
+whatever it is drawn of.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ sys.path.append(str(Path(__file__).parents[1] / "sweep"))
 from made_study import table
 
 from npt.report.buckets import Axis, buckets
-from npt.report.charts import Mark, Point, Scale, Stop, dots, heat_map, histogram, lanes, line_chart, track
+from npt.report.charts import (
+    Mark,
+    Point,
+    Scale,
+    Stop,
+    dots,
+    heat_map,
+    histogram,
+    lanes,
+    line_chart,
+    track,
+)
 from npt.report.page import page
 from npt.report.run import read_run
 from npt.sweep import figures
@@ -29,7 +42,9 @@ from npt.sweep.page import page as study_page
 LETTER = 6.6
 """Width of a letter of 11 px at most, on average over a line of a common sans-serif font."""
 
-ODD = st.one_of(st.none(), st.floats(), st.sampled_from([0.0, -0.0, 1e-300, 1e300, math.inf, math.nan]))
+ODD = st.one_of(
+    st.none(), st.floats(), st.sampled_from([0.0, -0.0, 1e-300, 1e300, math.inf, math.nan])
+)
 """Figures as rows may have them."""
 
 
@@ -76,12 +91,30 @@ def check_frame(svg: str) -> None:
             within(x, y, element.attrib), within(x + w, y + h, element.attrib)
             assert w >= 0 and h >= 0
         elif element.tag == "text":
-            x, y, room = float(element.get("x", "0")), float(element.get("y", "0")), LETTER * len(element.text or "")
-            left = x - room / 2 if "mid" in element.get("class", "") else x - room if "end" in element.get("class", "") else x
-            within(max(left, 0.0) if "mid" in element.get("class", "") and left > -8 else left, y, element.text)
-            within(min(left + room, width) if left + room < width + 8 else left + room, y, element.text)
+            x, y, room = (
+                float(element.get("x", "0")),
+                float(element.get("y", "0")),
+                LETTER * len(element.text or ""),
+            )
+            left = (
+                x - room / 2
+                if "mid" in element.get("class", "")
+                else x - room
+                if "end" in element.get("class", "")
+                else x
+            )
+            within(
+                max(left, 0.0) if "mid" in element.get("class", "") and left > -8 else left,
+                y,
+                element.text,
+            )
+            within(
+                min(left + room, width) if left + room < width + 8 else left + room, y, element.text
+            )
         elif element.tag == "path" and element.get("transform"):
-            within(*map(float, re.findall(r"[-\d.]+", element.get("transform", ""))), element.attrib)
+            within(
+                *map(float, re.findall(r"[-\d.]+", element.get("transform", ""))), element.attrib
+            )
         elif element.tag == "path":
             for x, y in re.findall(r"M(-?[\d.]+) (-?[\d.]+)", element.get("d", "")):
                 within(float(x), float(y), element.attrib)
@@ -99,14 +132,33 @@ RUNS = {
     "finished": {},
     "nothing": dict.fromkeys(("run", "metrics", "events", "fidelity", "modulation")),
     "one step": {"metrics": [metrics(1)], "modulation": modulation(1)},
-    "constant": {"metrics": [metrics(s, loss=1.0, grad_norm=0.0, lr=0.0) for s in range(1, 9)], "fidelity": fidelity(1.2)},
+    "constant": {
+        "metrics": [metrics(s, loss=1.0, grad_norm=0.0, lr=0.0) for s in range(1, 9)],
+        "fidelity": fidelity(1.2),
+    },
     "not finite": {
-        "metrics": [metrics(s, loss=None, grad_norm=math.nan, lr=1e308, **{"layers.1.nmse": None}) for s in (1, 2, 3)],
+        "metrics": [
+            metrics(s, loss=None, grad_norm=math.nan, lr=1e308, **{"layers.1.nmse": None})
+            for s in (1, 2, 3)
+        ],
         "fidelity": fidelity(None),
-        "modulation": modulation(3, counts=[0] * 40, saturated=None, bad=1.0, mean=None, std=None, add_rms=None, product_rms=None),
+        "modulation": modulation(
+            3,
+            counts=[0] * 40,
+            saturated=None,
+            bad=1.0,
+            mean=None,
+            std=None,
+            add_rms=None,
+            product_rms=None,
+        ),
     },
     "gave up": {
-        "events": [event("start"), *(refusal(13, detail='<svg onload="x">&') for _ in range(3)), event("stopped", step=12, reason="x")],
+        "events": [
+            event("start"),
+            *(refusal(13, detail='<svg onload="x">&') for _ in range(3)),
+            event("stopped", step=12, reason="x"),
+        ]
     },
 }
 
@@ -125,10 +177,15 @@ STUDIES = {
     "whole": ROWS,
     "one trial": ROWS[:1],
     "all diverged": [{**row, "outcome": "diverged", "kl": None} for row in ROWS],
-    "constant": [{**row, "kl": 0.5, "parameters": 10, "seconds_start": 0.0, "seconds_training": 0.0} for row in ROWS],
+    "constant": [
+        {**row, "kl": 0.5, "parameters": 10, "seconds_start": 0.0, "seconds_training": 0.0}
+        for row in ROWS
+    ],
     "zero": [{**row, "kl": 0.0, "kl_se": 0.0} for row in ROWS],
     "not finite": [{**row, "kl": math.inf, "kl_se": math.nan, "fault_harm": None} for row in ROWS],
-    "hostile": [{**row, "arms": row["arms"] and f'<b a="1">&\x00{row["arms"]}' * 9} for row in ROWS],
+    "hostile": [
+        {**row, "arms": row["arms"] and f'<b a="1">&\x00{row["arms"]}' * 9} for row in ROWS
+    ],
 }
 
 
@@ -149,18 +206,29 @@ def test_a_map_names_both_of_its_settings_and_what_its_colours_mean() -> None:
     assert found is not None
     drawn = figures.map_figure(found)
     said = [text.text for text in ET.fromstring(drawn).iter("text")]
-    assert "rows: mult_form" in said and "columns: learning rate, one for each that was tried" in said
+    assert (
+        "rows: mult_form" in said and "columns: learning rate, one for each that was tried" in said
+    )
     assert "colour and number: median KL in the end, nats, logarithmic" in said
-    assert {"ended worse, of so many", "diverged, of so many", "the edge: from here on some trial failed"} <= set(said)
+    assert {
+        "ended worse, of so many",
+        "diverged, of so many",
+        "the edge: from here on some trial failed",
+    } <= set(said)
 
 
 def test_a_standard_error_is_a_whisker_and_none_is_none() -> None:
     scale = Scale.of([0.01, 1.0], log=True)
     assert scale is not None
-    drawn = dots([("4", {"student": Point(0.1, 0.05), "floor": Point(0.5)})], scale, "NMSE", "one layer")
+    drawn = dots(
+        [("4", {"student": Point(0.1, 0.05), "floor": Point(0.5)})], scale, "NMSE", "one layer"
+    )
     (whisker,) = re.findall(r'<line class="whisker student" x1="([\d.]+)%" x2="([\d.]+)%"', drawn)
-    assert [float(end) for end in whisker] == pytest.approx([100 * scale.place(x) for x in (0.05, 0.15)], abs=0.01)
-    assert "<rect" not in drawn  # a bar on a scale that does not begin at 0 has a length that says nothing
+    assert [float(end) for end in whisker] == pytest.approx(
+        [100 * scale.place(x) for x in (0.05, 0.15)], abs=0.01
+    )
+    # a bar on a scale that does not begin at 0 has a length that says nothing
+    assert "<rect" not in drawn
 
 
 @settings(deadline=None, max_examples=40)
@@ -168,14 +236,18 @@ def test_a_standard_error_is_a_whisker_and_none_is_none() -> None:
 def test_charts_of_a_run_are_sound_whatever_the_numbers(values, first) -> None:
     numbers = [math.nan if value is None else value for value in values]
     axis = Axis.of(range(first, first + len(values)))
-    columns = buckets(axis, range(first, first + len(values)), [math.inf if math.isinf(x) else x for x in numbers])
+    columns = buckets(
+        axis, range(first, first + len(values)), [math.inf if math.isinf(x) else x for x in numbers]
+    )
     check(line_chart(axis, [("first", columns)] if columns else [], "a line", unit="<nats>"))
     check(heat_map(axis, [0], {0: columns}, "a heat map", first)[0])
     check(lanes(axis, [("loss", "refusal", {0: Mark("x")})], "some lanes"))
     finite = [x for x in numbers if math.isfinite(x)]
     scale = Scale.of(finite)
     if scale is not None:
-        check(dots([("0", {"student": Point(x, abs(x))}) for x in finite], scale, "NMSE", "some dots"))
+        check(
+            dots([("0", {"student": Point(x, abs(x))}) for x in finite], scale, "NMSE", "some dots")
+        )
     stops = [Stop("student", x, x, x, "x") for x in finite if abs(x) < 1e9]
     check(track(stops, "a track"))
     check(histogram([int(min(9, abs(x))) for x in finite], "a histogram"))
@@ -187,12 +259,26 @@ def test_pictures_of_a_study_are_sound_whatever_the_numbers(values, chance) -> N
     check_frame(figures.limits_figure([("x" * 99, a, b) for a, b, _ in values], "learning_rate"))
     rows = [{"fault_harm": a, "fault_refused": chance, "kl": b, "kl_se": c} for a, b, c in values]
     check_frame(figures.faults_figure(rows, ["a fault"] * len(rows)))
-    ends = [tuple(x if x is not None and math.isfinite(x) else 0.0 for x in each) for each in values]
+    ends = [
+        tuple(x if x is not None and math.isfinite(x) else 0.0 for x in each) for each in values
+    ]
     if chance:
         ends = [tuple(min(1.0, abs(x)) for x in each) for each in ends]
-    effects = tuple(Effect("rate", str(i), a, min(b, c), max(b, c), 3) for i, (a, b, c) in enumerate(ends))
-    check_frame(figures.effects_figure([Analysis("KL", 9, effects, {"rate": 0.5}, 0.5, None, chance)]))
-    stable = [{"kl": abs(b) or 1.0, "kl_se": c, "parameters": 1 + abs(int(min(9.0, a))), "seconds_training": 1.0} for a, b, c in ends]
+    effects = tuple(
+        Effect("rate", str(i), a, min(b, c), max(b, c), 3) for i, (a, b, c) in enumerate(ends)
+    )
+    check_frame(
+        figures.effects_figure([Analysis("KL", 9, effects, {"rate": 0.5}, 0.5, None, chance)])
+    )
+    stable = [
+        {
+            "kl": abs(b) or 1.0,
+            "kl_se": c,
+            "parameters": 1 + abs(int(min(9.0, a))),
+            "seconds_training": 1.0,
+        }
+        for a, b, c in ends
+    ]
     check_frame(figures.pareto_figure(stable, dict.fromkeys(range(len(stable)), 1)))
 
 
@@ -200,6 +286,8 @@ def test_pictures_of_a_study_are_sound_whatever_the_numbers(values, chance) -> N
 def test_a_map_of_many_rates_is_as_wide_as_its_cells_need(columns) -> None:
     heads = tuple(f"{10.0**-i:.2g} to 1" for i in range(columns))
     cells = {(0, j): Cell(2, 0.5, 0.0, 0.1) for j in range(columns)}
-    drawn = figures.map_figure(Map("forms", "mult_form", heads, ("sigmoid",), cells, ((None, None),), ((),)))
+    drawn = figures.map_figure(
+        Map("forms", "mult_form", heads, ("sigmoid",), cells, ((None, None),), ((),))
+    )
     check_frame(drawn)
     assert ('class="drawn wide"' in drawn) == (columns > 8)

@@ -1,4 +1,6 @@
-"""The page in a real browser, from a file, without a network: no complaint, no foreign script, readable at every width and by keyboard."""
+"""The page in a real browser, from a file, without a network: no complaint, no foreign script,
+readable at every width and by keyboard.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ from npt.report.page import page
 from npt.report.run import read_run
 
 PROGRAM = find()
-HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror="document.title = \'taken\'">'
+HOSTILE = (
+    '</script><script>document.title = "taken"</script><img src=x onerror="document.title ='
+    " 'taken'\">"
+)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(PROGRAM is None, reason="NO BROWSER: the report was not looked at in one; install chromium"),
+    pytest.mark.skipif(
+        PROGRAM is None, reason="NO BROWSER: the report was not looked at in one; install chromium"
+    ),
 ]
 
 
@@ -31,7 +38,10 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page about a long run of many layers, with attacks in its texts."""
-    lines = [metrics(step, layers=32, loss=50.0 if step == 700 else 1.0 / step) for step in range(1, 1500, 3)]
+    lines = [
+        metrics(step, layers=32, loss=50.0 if step == 700 else 1.0 / step)
+        for step in range(1, 1500, 3)
+    ]
     happened = [
         event("start"),
         *(refusal(step, detail=HOSTILE) for step in range(5, 1400, 60)),
@@ -46,7 +56,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         modulation=modulation(1499, layers=32),
     )
     (folder / "checkpoints" / "step-00000500").mkdir(parents=True)
-    (folder / "report.html").write_text(page(read_run(folder), folder / "report.html"), encoding="utf-8")
+    (folder / "report.html").write_text(
+        page(read_run(folder), folder / "report.html"), encoding="utf-8"
+    )
     return folder / "report.html"
 
 
@@ -58,16 +70,22 @@ def test_the_page_fits_and_the_browser_has_nothing_to_say(browser, report, width
     assert browser.complaints == []
     assert browser.evaluate("document.title") == "run: report of a run"
     assert browser.evaluate("document.documentElement.scrollWidth") == width
-    widths = browser.evaluate("[...document.querySelectorAll('.plot, .track')].map((x) => x.getBoundingClientRect().width)")
+    widths = browser.evaluate(
+        "[...document.querySelectorAll('.plot, .track')].map((x) =>"
+        " x.getBoundingClientRect().width)"
+    )
     assert len(widths) >= 10 and min(widths) > 0.6 * min(width, 600)
-    ink, paper = browser.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+    ink, paper = browser.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
     assert (sum(map(int, ink[4:-1].split(","))) > sum(map(int, paper[4:-1].split(",")))) == dark
 
 
 def test_labels_keep_their_size_and_stay_on_the_screen(browser, report) -> None:
     browser.open(report, width=400)
     boxes = browser.evaluate(
-        "[...document.querySelectorAll('.plot text')].map((x) => x.getBoundingClientRect()).map((x) => [x.left, x.right, x.height])"
+        "[...document.querySelectorAll('.plot text')].map((x) => x.getBoundingClientRect()).map((x)"
+        " => [x.left, x.right, x.height])"
     )
     assert len(boxes) > 30
     assert all(left >= 0 and right <= 400 and height >= 10 for left, right, height in boxes)
@@ -83,18 +101,29 @@ def test_steps_are_read_off_by_keyboard(browser, report) -> None:
     browser.press("Home")
     assert browser.evaluate("document.getElementById('at').textContent") == "steps 1 to 4"
     assert "loss" in browser.evaluate("document.getElementById('values').textContent")
-    assert browser.evaluate("[...document.querySelectorAll('.cursor')].every((x) => x.getAttribute('x1').endsWith('%'))") is True
+    assert (
+        browser.evaluate(
+            "[...document.querySelectorAll('.cursor')].every((x) =>"
+            " x.getAttribute('x1').endsWith('%'))"
+        )
+        is True
+    )
     assert browser.complaints == []
 
 
 def test_steps_are_read_off_under_the_pointer(browser, report) -> None:
     browser.open(report)
-    browser.evaluate("window.plot = document.querySelector('.plot'), window.area = plot.getBoundingClientRect(), 0")
+    browser.evaluate(
+        "window.plot = document.querySelector('.plot'), window.area ="
+        " plot.getBoundingClientRect(), 0"
+    )
     # Step 700 of 1 to 1498 lies in column 223 of 480.
     browser.evaluate(
-        "plot.dispatchEvent(new PointerEvent('pointermove', { clientX: area.left + area.width * (223.5 / 480), bubbles: true }))"
+        "plot.dispatchEvent(new PointerEvent('pointermove', { clientX: area.left + area.width *"
+        " (223.5 / 480), bubbles: true }))"
     )
-    assert browser.evaluate("document.getElementById('values').textContent.includes('50')") is True  # the spike at step 700
+    # the spike at step 700
+    assert browser.evaluate("document.getElementById('values').textContent.includes('50')") is True
 
 
 def test_without_scripts_the_pictures_and_numbers_are_there(browser, report) -> None:
@@ -108,7 +137,8 @@ def test_the_policy_stops_a_script_that_got_in(browser, tmp_path, report) -> Non
     """The escaping is not the only guard."""
     spoilt = tmp_path / "spoilt.html"
     text = report.read_text(encoding="utf-8").replace(
-        "<main>", '<main><script>document.title = "taken"</script><img src="https://example.org/x.png">'
+        "<main>",
+        '<main><script>document.title = "taken"</script><img src="https://example.org/x.png">',
     )
     spoilt.write_text(text, encoding="utf-8")
     browser.complaints.clear()

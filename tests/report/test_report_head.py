@@ -1,4 +1,6 @@
-"""What a run's page says at its top, and how a run that gave up is told: steps, shares and what was not finite."""
+"""What a run's page says at its top, and how a run that gave up is told: steps, shares and what was
+not finite.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,33 @@ def read(folder: Path) -> Reader:
 
 
 def gave_up(folder: Path) -> Path:
-    """A run of 20 steps that logs every fourth and made nine, with nothing finite in its adapters' look."""
-    lines = [event("start", total_steps=20), *(refusal(10) for _ in range(3)), event("stopped", step=9, reason="3 refusals in a row")]
-    spoilt = modulation(9, counts=[0] * 40, saturated=0.0, bad=1.0, mean=None, std=None, add_rms=None, product_rms=None)
+    """A run of 20 steps that logs every fourth and made nine, with nothing finite in its adapters'
+    look.
+    """
+    lines = [
+        event("start", total_steps=20),
+        *(refusal(10) for _ in range(3)),
+        event("stopped", step=9, reason="3 refusals in a row"),
+    ]
+    spoilt = modulation(
+        9,
+        counts=[0] * 40,
+        saturated=0.0,
+        bad=1.0,
+        mean=None,
+        std=None,
+        add_rms=None,
+        product_rms=None,
+    )
     for layer in spoilt["layers"].values():
         layer["stream_rms"] = None
-    return make_run(folder, events=lines, metrics=[metrics(step) for step in (1, 4, 8)], fidelity=None, modulation=spoilt)
+    return make_run(
+        folder,
+        events=lines,
+        metrics=[metrics(step) for step in (1, 4, 8)],
+        fidelity=None,
+        modulation=spoilt,
+    )
 
 
 def test_a_run_that_gave_up_says_in_which_step_and_of_which_step_its_figures_are(tmp_path) -> None:
@@ -38,7 +61,10 @@ def test_a_run_that_gave_up_says_in_which_step_and_of_which_step_its_figures_are
     reader = read(folder)
     assert "Stopped in step 10, after 9 that were made: 3 refusals in a row" in reader.text
     assert "steps9 of 20" in reader.text.replace("\n", "")
-    assert "tokens, logged at step 8512" in reader.text and "last loss, logged at step 8" in reader.text
+    assert (
+        "tokens, logged at step 8512" in reader.text
+        and "last loss, logged at step 8" in reader.text
+    )
     found = summary(read_run(folder))
     assert (found["step"], found["refused_in_step"], found["total_steps"]) == (9, 10, 20)
     assert "after 9stopped" in reader.sections["events"]
@@ -55,7 +81,10 @@ def test_no_layer_is_drawn_at_steps_that_were_never_made(tmp_path) -> None:
     folder = gave_up(tmp_path / "run")
     html = page(read_run(folder), folder / "report.html")
     heat = html[html.index('class="plot heat"') :]
-    ends = [int(start) + int(width) for start, width in re.findall(r"M(\d+) \d+h(\d+)v1", heat[: heat.index("</svg>")])]
+    ends = [
+        int(start) + int(width)
+        for start, width in re.findall(r"M(\d+) \d+h(\d+)v1", heat[: heat.index("</svg>")])
+    ]
     assert max(ends) == 8  # of ten columns: nothing is known of the steps 9 and 10
 
 
@@ -82,19 +111,44 @@ def test_the_head_says_what_the_run_was_made_of(tmp_path) -> None:
         assert line in head
 
 
-@pytest.mark.parametrize("run", [None, {}, {"settings": 3, "layers": {}, "versions": [1], "precision": "x", "base_hash": 4}])
+@pytest.mark.parametrize(
+    "run",
+    [None, {}, {"settings": 3, "layers": {}, "versions": [1], "precision": "x", "base_hash": 4}],
+)
 def test_a_head_of_a_run_that_says_little_says_little(tmp_path, run) -> None:
     assert "None" not in read(make_run(tmp_path / "run", run=run)).sections[""]
 
 
-def test_a_figure_reads_the_same_on_the_page_and_the_console_and_json_holds_the_fraction(tmp_path) -> None:
+def test_a_figure_reads_the_same_on_the_page_and_the_console_and_json_holds_the_fraction(
+    tmp_path,
+) -> None:
     found = fidelity()
-    student: dict[str, Any] = {**found["student"], "kl": 0.00622, "kl_se": 0.00025, "acceptance": 0.9661, "acceptance_se": 0.0013}
+    student: dict[str, Any] = {
+        **found["student"],
+        "kl": 0.00622,
+        "kl_se": 0.00025,
+        "acceptance": 0.9661,
+        "acceptance_se": 0.0013,
+    }
     found["student"] = student
     reader = read(make_run(tmp_path / "run", fidelity=found))
-    models = {name: Figures.from_dict(values) for name, values in found.items() if name in ("teacher", "floor", "initial", "student")}
+    models = {
+        name: Figures.from_dict(values)
+        for name, values in found.items()
+        if name in ("teacher", "floor", "initial", "student")
+    }
     stream = io.StringIO()
-    measured = Fidelity(models["teacher"], models["floor"], models["student"], models["initial"], {}, {}, 10, None, {})
+    measured = Fidelity(
+        models["teacher"],
+        models["floor"],
+        models["student"],
+        models["initial"],
+        {},
+        {},
+        10,
+        None,
+        {},
+    )
     print_fidelity(measured, Console(file=stream, width=160))
     for written in ("0.0062 ± 0.0003", "96.6 ± 0.1%"):
         assert written in reader.sections["fidelity"] and written in stream.getvalue()

@@ -1,4 +1,6 @@
-"""A study's page in a browser: it is whole, it complains about nothing, and nothing on it runs off the screen."""
+"""A study's page in a browser: it is whole, it complains about nothing, and nothing on it runs off
+the screen.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,14 @@ def test_a_studys_page_stands_without_complaint(tmp_path, width, dark) -> None:
     with Browser(program) as browser:
         browser.open(place, width=width, dark=dark)
         assert browser.complaints == []
-        widths = browser.evaluate("[...document.querySelectorAll('svg.drawn')].map(x => x.getBoundingClientRect().width)")
+        widths = browser.evaluate(
+            "[...document.querySelectorAll('svg.drawn')].map(x => x.getBoundingClientRect().width)"
+        )
         assert len(widths) >= 8 and min(widths) > 0.85 * min(width, 480)
-        heights = browser.evaluate("[...document.querySelectorAll('.drawn text')].map(x => x.getBoundingClientRect().height)")
+        heights = browser.evaluate(
+            "[...document.querySelectorAll('.drawn text')].map(x =>"
+            " x.getBoundingClientRect().height)"
+        )
         assert min(heights) >= 10  # of a line of letters: what is smaller is not read on a phone
         ink = browser.evaluate("getComputedStyle(document.querySelector('.drawn .head')).fill")
         assert (sum(map(int, ink[4:-1].split(","))) > 384) == dark

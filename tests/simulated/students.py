@@ -18,14 +18,18 @@ LENGTHS = {"full": (24, 24), "right": (24, 15), "left": (15, 24), "packed": (9, 
 
 def rows(count: int, shortest: int = 10) -> list[dict[str, list[int]]]:
     """Records of token ids of the embedded vocabulary, no two alike."""
-    return [{"input_ids": [3 + (7 * i + j * j) % 2000 for j in range(shortest + i % 5)]} for i in range(count)]
+    return [
+        {"input_ids": [3 + (7 * i + j * j) % 2000 for j in range(shortest + i % 5)]}
+        for i in range(count)
+    ]
 
 
 def make_batch(kind: str, seed: int = 0) -> Batch:
     """A batch on the host: `full` rows, padded on the `right` or the `left`, or `packed`."""
     generator = torch.Generator().manual_seed(seed)
     samples = [
-        Sample(f"{seed}-{i}", tuple(torch.randint(3, 2000, (n,), generator=generator).tolist())) for i, n in enumerate(LENGTHS[kind])
+        Sample(f"{seed}-{i}", tuple(torch.randint(3, 2000, (n,), generator=generator).tolist()))
+        for i, n in enumerate(LENGTHS[kind])
     ]
     if kind == "packed":
         samples = pack(samples, 18)
@@ -34,7 +38,9 @@ def make_batch(kind: str, seed: int = 0) -> Batch:
 
 
 def load_student(on: str = "cpu", **adapter: Any) -> Any:
-    """Load a fresh student in NF4 of the embedded model's first three layers; onto the simulated card where `on` is cuda."""
+    """Load a fresh student in NF4 of the embedded model's first three layers; onto the simulated
+    card where `on` is cuda.
+    """
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
     model.config.num_hidden_layers = 3
     model.model.layers = model.model.layers[:3]

@@ -131,7 +131,9 @@ def test_what_is_refused_late_leaves_those_behind_it_the_numbers_that_they_have_
     with simulated_cuda():
         for micro_batch in (plain, passing_over("1-")):
             with mock.patch.object(Transaction, "micro_batch", micro_batch):
-                steps = take_steps(drawing_student(), "right", way, 2, bad=lambda number: number == 1)
+                steps = take_steps(
+                    drawing_student(), "right", way, 2, bad=lambda number: number == 1
+                )
                 found.append(steps)
     (refused, weights), (passed_over, others) = found
     assert [len(r.refusals) for r in refused] == [1, 0]

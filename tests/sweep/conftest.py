@@ -19,14 +19,19 @@ def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """80 rows of 16 tokens of the small vocabulary; one in twenty is held out by its id."""
     source = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "tokens.jsonl"
-    rows = [{"id": f"row-{i}", "input_ids": [source.randrange(3, 128) for _ in range(16)]} for i in range(80)]
+    rows = [
+        {"id": f"row-{i}", "input_ids": [source.randrange(3, 128) for _ in range(16)]}
+        for i in range(80)
+    ]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="session")
 def small(llama_folder: Path, load_model: Any, tokens_file: Path) -> dict[str, Any]:
-    """Settings of a run of a fraction of a second; load_model has put a tokenizer beside the weights."""
+    """Settings of a run of a fraction of a second; load_model has put a tokenizer beside the
+    weights.
+    """
     return {
         "model_name": str(llama_folder),
         "use_quantization": True,
@@ -47,10 +52,14 @@ def lab() -> Lab:
 
 @pytest.fixture
 def trial(small: dict[str, Any]) -> Callable[..., Trial]:
-    """`trial(learning_rate=0.1)`: the one trial of a study with these settings; `bisect` and `seeds` are the part's."""
+    """`trial(learning_rate=0.1)`: the one trial of a study with these settings; `bisect` and
+    `seeds` are the part's.
+    """
 
     def make(bisect: Any = None, seeds: Any = (0,), **settings: Any) -> Trial:
-        part = {"settings": settings, "seeds": list(seeds)} | ({} if bisect is None else {"bisect": bisect})
+        part = {"settings": settings, "seeds": list(seeds)} | (
+            {} if bisect is None else {"bisect": bisect}
+        )
         (found,) = design_of({"settings": small, "parts": {"a": part}}, "study.yaml").trials
         return found
 

@@ -1,4 +1,6 @@
-"""Processes forked from this one, with the members of subprocess.Popen: killed and signalled alike, without seconds of imports."""
+"""Processes forked from this one, with the members of subprocess.Popen: killed and signalled alike,
+without seconds of imports.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class Forked:
     """
 
     def __init__(
-        self, act: Callable[[], int | None], log: Path | None = None, environment: dict[str, str] | None = None, group: bool = True
+        self,
+        act: Callable[[], int | None],
+        log: Path | None = None,
+        environment: dict[str, str] | None = None,
+        group: bool = True,
     ):
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -32,7 +38,9 @@ class Forked:
         return self.returncode if self.returncode is not None else self._ended(os.WNOHANG)
 
     def wait(self) -> int | None:
-        """Its exit status; of one that a signal ended that signal's number, negative. A test's own limit of time ends what hangs."""
+        """Its exit status; of one that a signal ended that signal's number, negative. A test's own
+        limit of time ends what hangs.
+        """
         return self.returncode if self.returncode is not None else self._ended(0)
 
     def send_signal(self, number: int) -> None:

@@ -38,12 +38,17 @@ def design() -> Design:
                     "seeds": [0, 1],
                     "grid": {"mult_form": ["sigmoid", "one_plus_tanh"], "learning_rate": RATES},
                 },
-                "sizes": {"grid": {"adapter_rank": [4, 8, 32], "learning_rate": [1e-4, 1e-3, 1e-2]}},
+                "sizes": {
+                    "grid": {"adapter_rank": [4, 8, 32], "learning_rate": [1e-4, 1e-3, 1e-2]}
+                },
                 "faults": {
                     "arms": {"fp32": {}, "fp16": {"compute_dtype": "fp16"}},
                     "settings": {"fault_step": 20, "use_quantization": True},
                 },
-                "limits": {"arms": {"plain": {}}, "bisect": {"low": 1e-4, "high": 1.0, "rounds": 4}},
+                "limits": {
+                    "arms": {"plain": {}},
+                    "bisect": {"low": 1e-4, "high": 1.0, "rounds": 4},
+                },
             },
         },
         "made.yaml",
@@ -51,13 +56,17 @@ def design() -> Design:
 
 
 def table() -> list[dict[str, Any]]:
-    """Every trial's row: one_plus_tanh fails from 0.01 on, sigmoid at 0.1; a larger rank has a smaller KL."""
+    """Every trial's row: one_plus_tanh fails from 0.01 on, sigmoid at 0.1; a larger rank has a
+    smaller KL.
+    """
     found = {}
     for trial in design().trials:
         s = trial.settings
         rate, form = s.training.learning_rate, s.adapter.mult_form
         kl = 1.0 / (s.adapter.rank * rate**0.25) * (1.01 if s.training.seed else 1.0)
-        row = result(kl=kl, parameters=1000 * s.adapter.rank, seconds_training=2.0 + s.adapter.rank / 10)
+        row = result(
+            kl=kl, parameters=1000 * s.adapter.rank, seconds_training=2.0 + s.adapter.rank / 10
+        )
         if trial.places[0].part == "limits":
             row |= {"limit_low": 0.03, "limit_high": 0.1, "runs": 6}
         elif trial.places[0].part == "faults":
@@ -65,7 +74,14 @@ def table() -> list[dict[str, Any]]:
             row |= {"fault_refused": refused, "fault_loss": None if refused else 1e6, "loss_before_fault": 0.06, "loss_after_fault": 0.05,
                     "loss_worst_behind": 0.08, "fault_harm": 1.0 if refused else 1.2, "recovered_after": 1}  # fmt: skip
         elif form == "one_plus_tanh" and rate >= 0.01:
-            row |= {"outcome": "diverged", "reason": "loss", "stopped_at": 7, "kl": 9.0, "bad_layer": 4, "bad_stage": "product"}
+            row |= {
+                "outcome": "diverged",
+                "reason": "loss",
+                "stopped_at": 7,
+                "kl": 9.0,
+                "bad_layer": 4,
+                "bad_stage": "product",
+            }
         elif rate == 0.1:
             row |= {"outcome": "worse", "reason": "the loss has grown", "kl": 2.0}
         found[trial.key] = row

@@ -1,4 +1,6 @@
-"""What a worker process of the storage's tests does: takes trials and writes down which, without a model."""
+"""What a worker process of the storage's tests does: takes trials and writes down which, without a
+model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from npt.sweep.storage import Storage
 
 def trials(count: int):
     rates = [1e-5 * (i + 1) for i in range(count)]
-    return design_of({"settings": {"max_steps": 4}, "parts": {"a": {"grid": {"learning_rate": rates}}}}, "work.yaml")
+    return design_of(
+        {"settings": {"max_steps": 4}, "parts": {"a": {"grid": {"learning_rate": rates}}}},
+        "work.yaml",
+    )
 
 
 def work(url: str, count: int, log: Path, how: str = "") -> None:

@@ -29,14 +29,25 @@ from npt.sweep.table import read_table
 @pytest.fixture
 def spec(tmp_path: Path, small: dict[str, Any]) -> Path:
     path = tmp_path / "study.yaml"
-    parts = {"forms": {"seeds": [0, 1], "grid": {"mult_form": ["sigmoid", "one_plus_tanh"], "learning_rate": [1e-3, 1e-2, 1e-1]}}}
+    parts = {
+        "forms": {
+            "seeds": [0, 1],
+            "grid": {
+                "mult_form": ["sigmoid", "one_plus_tanh"],
+                "learning_rate": [1e-3, 1e-2, 1e-1],
+            },
+        }
+    }
     path.write_text(yaml.safe_dump({"name": "small", "settings": small, "parts": parts}))
     return path
 
 
 def start(spec: Path, folder: Path, *more: str) -> Forked:
     """`npt sweep`, its workers forked too; what they all say is in a file beside the folder."""
-    return Forked(lambda: main(["sweep", str(spec), "--study", str(folder), *more]), folder.with_suffix(".log"))
+    return Forked(
+        lambda: main(["sweep", str(spec), "--study", str(folder), *more]),
+        folder.with_suffix(".log"),
+    )
 
 
 @pytest.fixture
@@ -47,21 +58,30 @@ def forked_workers(monkeypatch) -> None:
 
 def look_often(monkeypatch) -> None:
     """Whether workers have ended, every tenth of a second."""
-    monkeypatch.setattr(study, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.1), monotonic=time.monotonic))
+    monkeypatch.setattr(
+        study, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.1), monotonic=time.monotonic)
+    )
 
 
 def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", str(spec), "--dry_run"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 13 and out[-1].startswith("12 trials in 1 parts") and "forms, lr 0.001, mult_form one_plus_tanh, seed 1" in out[3]
+    assert (
+        len(out) == 13
+        and out[-1].startswith("12 trials in 1 parts")
+        and "forms, lr 0.001, mult_form one_plus_tanh, seed 1" in out[3]
+    )
     assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"adapter_rank": 4096}, "part forms: --adapter_rank is 4096, larger than the model's hidden size 64"),
+        (
+            {"adapter_rank": 4096},
+            "part forms: --adapter_rank is 4096, larger than the model's hidden size 64",
+        ),
         ({"layers": "7"}, "part forms: --layers names layer 7"),
         ({"dataset_name": "/nowhere/x.jsonl"}, "/nowhere/x.jsonl"),
         ({"model_name": "/nowhere/model"}, "there is no model folder"),
@@ -71,7 +91,9 @@ def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, mo
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_no_run_could_start_with_is_refused_before_anything_is_made(spec, tmp_path, capsys, small, change, said) -> None:
+def test_what_no_run_could_start_with_is_refused_before_anything_is_made(
+    spec, tmp_path, capsys, small, change, said
+) -> None:
     content = yaml.safe_load(spec.read_text())
     content["settings"] = {**small, **change}
     spec.write_text(yaml.safe_dump(content))
@@ -82,7 +104,11 @@ def test_what_no_run_could_start_with_is_refused_before_anything_is_made(spec, t
 
 def test_data_settings_of_every_trial_are_checked(spec, tmp_path, capsys, small) -> None:
     arms = {"one": {}, "other": {"dataset_split": "nowhere"}}
-    spec.write_text(yaml.safe_dump({"settings": {**small, "dataset_name": "builtin"}, "parts": {"a": {"arms": arms}}}))
+    spec.write_text(
+        yaml.safe_dump(
+            {"settings": {**small, "dataset_name": "builtin"}, "parts": {"a": {"arms": arms}}}
+        )
+    )
     assert main(["sweep", str(spec), "--dry_run"]) == 2
     assert "part a, arm other: the built-in text has no split" in capsys.readouterr().err
 
@@ -92,17 +118,22 @@ def test_a_folder_of_something_else_is_left_alone(spec, tmp_path, capsys) -> Non
     folder.mkdir()
     (folder / "letter.txt").write_text("x")
     assert main(["sweep", str(spec), "--study", str(folder)]) == 2
-    assert "holds something other than a study" in capsys.readouterr().err and [p.name for p in folder.iterdir()] == ["letter.txt"]
+    assert "holds something other than a study" in capsys.readouterr().err and [
+        p.name for p in folder.iterdir()
+    ] == ["letter.txt"]
 
 
 @pytest.mark.parametrize("killed_at", ["write_json", "write_bytes"])
-def test_a_folder_that_was_killed_as_it_was_begun_is_gone_on_in(spec, tmp_path, monkeypatch, killed_at) -> None:
+def test_a_folder_that_was_killed_as_it_was_begun_is_gone_on_in(
+    spec, tmp_path, monkeypatch, killed_at
+) -> None:
     import npt.sweep.study as module
 
     folder, design = tmp_path / "study", read_design(str(spec))
 
     def kill(path: Path, content: Any) -> None:
-        path.with_name(f".{path.name}.abcd_123.partial").write_bytes(b"")  # what a process that is killed as it writes leaves
+        # what a process that is killed as it writes leaves
+        path.with_name(f".{path.name}.abcd_123.partial").write_bytes(b"")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -116,7 +147,9 @@ def test_a_folder_that_was_killed_as_it_was_begun_is_gone_on_in(spec, tmp_path, 
     assert module.design_in(folder).by_key.keys() == design.by_key.keys()
 
 
-def test_a_specification_alone_is_a_study_that_is_about_to_begin_if_it_is_this_one(spec, tmp_path) -> None:
+def test_a_specification_alone_is_a_study_that_is_about_to_begin_if_it_is_this_one(
+    spec, tmp_path
+) -> None:
     from npt.errors import ConfigError
     from npt.sweep.study import check_folder
 
@@ -129,22 +162,39 @@ def test_a_specification_alone_is_a_study_that_is_about_to_begin_if_it_is_this_o
         check_folder(folder, spec, design, None)
 
 
-@pytest.mark.parametrize("storage", ["nonsense", "postgresql://u:secret@host:port/x", "mars://x", "sqlite:////proc/nowhere/x.db"])
-def test_a_storage_that_cannot_be_used_is_refused_before_the_folder_is_made(spec, tmp_path, capsys, storage) -> None:
+@pytest.mark.parametrize(
+    "storage",
+    ["nonsense", "postgresql://u:secret@host:port/x", "mars://x", "sqlite:////proc/nowhere/x.db"],
+)
+def test_a_storage_that_cannot_be_used_is_refused_before_the_folder_is_made(
+    spec, tmp_path, capsys, storage
+) -> None:
     folder = tmp_path / "study"
     assert main(["sweep", str(spec), "--study", str(folder), "--storage", storage]) == 2
     error = capsys.readouterr().err
-    assert "--storage" in error and error.count("\n") == 1 and "secret" not in error and not folder.exists()
+    assert (
+        "--storage" in error
+        and error.count("\n") == 1
+        and "secret" not in error
+        and not folder.exists()
+    )
 
 
-def test_a_study_without_its_packages_is_refused_before_the_folder_is_made(spec, tmp_path, capsys, monkeypatch) -> None:
+def test_a_study_without_its_packages_is_refused_before_the_folder_is_made(
+    spec, tmp_path, capsys, monkeypatch
+) -> None:
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     for more in ([], ["--storage", "postgresql://host/x"]):
         assert main(["sweep", str(spec), "--study", str(tmp_path / "study"), *more]) == 2
-        assert "pip install 'npt-distill[sweep]'" in capsys.readouterr().err and not (tmp_path / "study").exists()
+        assert (
+            "pip install 'npt-distill[sweep]'" in capsys.readouterr().err
+            and not (tmp_path / "study").exists()
+        )
 
 
-def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_by_now(spec, tmp_path, small) -> None:
+def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_by_now(
+    spec, tmp_path, small
+) -> None:
     from npt.sweep.study import open_folder, storage_url
 
     content = {"name": "small", "settings": {**small, "max_steps": 2}, "parts": {"a": {}}}
@@ -180,8 +230,14 @@ def children(pid: int) -> list[int]:
 def wait_for(count: int, folder: Path) -> None:
     end, database = time.monotonic() + 120, folder / "study.db"
     while time.monotonic() < end:
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as found:
-            if found.execute("select count(*) from trials where state = 'COMPLETE'").fetchone()[0] >= count:
+        with (
+            contextlib.suppress(sqlite3.Error),
+            contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as found,
+        ):
+            if (
+                found.execute("select count(*) from trials where state = 'COMPLETE'").fetchone()[0]
+                >= count
+            ):
                 return
         time.sleep(0.01)
 
@@ -197,12 +253,17 @@ def test_a_study_whose_processes_are_killed_goes_on_where_it_was_and_repeats_not
     folder = tmp_path / "study"
     first = start(spec, folder, "--workers", "2")
     wait_for(1, folder)
-    for pid in (*children(first.pid), first.pid):  # both workers and the parent, in the middle of their trials
+    # both workers and the parent, in the middle of their trials
+    for pid in (*children(first.pid), first.pid):
         os.kill(pid, signal.SIGKILL)
     first.wait()
-    before = {key: row["ended"] for key, row in Storage(f"sqlite:///{folder / 'study.db'}", "small").rows().items()}
+    before = {
+        key: row["ended"]
+        for key, row in Storage(f"sqlite:///{folder / 'study.db'}", "small").rows().items()
+    }
     assert 1 <= len(before) < 4
-    # Trials in flight are waited for as long as a worker may be silent; here it need not be that long.
+    # Trials in flight are waited for as long as a worker may be silent; here it need not be that
+    # long.
     monkeypatch.setitem(Storage.__init__.__kwdefaults__, "grace", 1.0)
     monkeypatch.setattr(sweep_worker, "WAIT_SECONDS", 0.2)
     assert start(spec, folder, "--workers", "2").wait() == 0
@@ -210,17 +271,25 @@ def test_a_study_whose_processes_are_killed_goes_on_where_it_was_and_repeats_not
     rows = Storage(f"sqlite:///{folder / 'study.db'}", "small").rows()
     assert len(rows) == 4 and {key: rows[key]["ended"] for key in before} == before
     table = read_table(folder)
-    assert Counter(row["outcome"] for row in table).total() == 4 and all(row["kl"] is not None for row in table)
+    assert Counter(row["outcome"] for row in table).total() == 4 and all(
+        row["kl"] is not None for row in table
+    )
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == 4 and (folder / "report.html").is_file()
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_study_and_its_trials_wait_again_at_once(spec, tmp_path, forked_workers) -> None:
+def test_a_signal_ends_a_study_and_its_trials_wait_again_at_once(
+    spec, tmp_path, forked_workers
+) -> None:
     folder = tmp_path / "study"
     process = start(spec, folder)
     wait_for(1, folder)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    progress = Storage(f"sqlite:///{folder / 'study.db'}", "small").progress(read_design(str(spec)).by_key)
-    assert progress.running == 0 and progress.lost == 0 and progress.finished + progress.waiting == 12
+    progress = Storage(f"sqlite:///{folder / 'study.db'}", "small").progress(
+        read_design(str(spec)).by_key
+    )
+    assert (
+        progress.running == 0 and progress.lost == 0 and progress.finished + progress.waiting == 12
+    )

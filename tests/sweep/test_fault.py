@@ -16,7 +16,9 @@ def test_activations_are_enlarged_within_the_context_alone(load_model, batch, pl
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="2", rank=4))
     layer, seen = npt_layers(model)[0][1], []
-    layer.npt.observer = lambda stages: seen.append({name: stages[name].clone() for name in ("h", "a") if name in stages})
+    layer.npt.observer = lambda stages: seen.append(
+        {name: stages[name].clone() for name in ("h", "a") if name in stages}
+    )
     probe = ProbeConfig(fault_step=2, fault_scale=1e4, fault_place=place)
 
     def forward():
@@ -30,12 +32,18 @@ def test_activations_are_enlarged_within_the_context_alone(load_model, batch, pl
     with enlarged(model, probe, armed=False):
         unarmed = forward()
     after = forward()
-    assert all(torch.equal(before[name], other[name]) for name in before for other in (after, unarmed))
+    assert all(
+        torch.equal(before[name], other[name]) for name in before for other in (after, unarmed)
+    )
     if place == "attention":
         assert torch.equal(within["a"], before["a"] * 1e4) and torch.equal(within["h"], before["h"])
     else:
-        # Every layer adds to the stream what it makes of the normed stream, which the size of the embedding leaves as it is.
-        assert within["h"].norm() > 1e2 * before["h"].norm() and within["a"].norm() < 1e1 * before["a"].norm()
+        # Every layer adds to the stream what it makes of the normed stream, which the size of the
+        # embedding leaves as it is.
+        assert (
+            within["h"].norm() > 1e2 * before["h"].norm()
+            and within["a"].norm() < 1e1 * before["a"].norm()
+        )
 
 
 def test_the_teacher_is_hit_as_well(load_model, batch) -> None:

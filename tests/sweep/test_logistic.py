@@ -1,4 +1,6 @@
-"""The chance of failing, against cases that are known in closed form, and where plain logistic regression has no answer."""
+"""The chance of failing, against cases that are known in closed form, and where plain logistic
+regression has no answer.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,20 @@ from npt.sweep.logistic import Logistic
 
 def groups(*counts: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """An intercept and a column for each group but the first, of (failures, trials) each."""
-    design = [[1.0, *(float(i == j) for j in range(1, len(counts)))] for i, (_, trials) in enumerate(counts) for _ in range(trials)]
-    return np.array(design), np.array([float(k < failed) for failed, trials in counts for k in range(trials)])
+    design = [
+        [1.0, *(float(i == j) for j in range(1, len(counts)))]
+        for i, (_, trials) in enumerate(counts)
+        for _ in range(trials)
+    ]
+    return np.array(design), np.array(
+        [float(k < failed) for failed, trials in counts for k in range(trials)]
+    )
 
 
-@pytest.mark.parametrize("counts", [((2, 10), (7, 9)), ((0, 6), (6, 6)), ((0, 2), (0, 3), (1, 4)), ((5, 5),), ((0, 40), (1, 40))])
+@pytest.mark.parametrize(
+    "counts",
+    [((2, 10), (7, 9)), ((0, 6), (6, 6)), ((0, 2), (0, 3), (1, 4)), ((5, 5),), ((0, 40), (1, 40))],
+)
 def test_groups_have_half_a_failure_and_half_a_success_more(counts) -> None:
     """A model with a column for each group has the estimate (k + 1/2) / (n + 1), separated or not."""
     design, outcomes = groups(*counts)
@@ -28,8 +39,11 @@ def test_groups_have_half_a_failure_and_half_a_success_more(counts) -> None:
         row = np.array([[1.0, *(float(i == j) for j in range(1, len(counts)))]])
         mean, low, high = fitted.mean_chance(row)
         assert mean == pytest.approx((failed + 0.5) / (trials + 1), abs=1e-8)
-        half = 1.959964 / math.sqrt(trials * mean * (1 - mean))  # Wald's, of the log odds of one group
-        assert [math.log(x / (1 - x)) for x in (low, high)] == pytest.approx([math.log(mean / (1 - mean)) + s * half for s in (-1, 1)])
+        # Wald's, of the log odds of one group
+        half = 1.959964 / math.sqrt(trials * mean * (1 - mean))
+        assert [math.log(x / (1 - x)) for x in (low, high)] == pytest.approx(
+            [math.log(mean / (1 - mean)) + s * half for s in (-1, 1)]
+        )
 
 
 def test_coefficients_that_made_the_outcomes_are_found_within_three_standard_errors() -> None:
@@ -38,7 +52,10 @@ def test_coefficients_that_made_the_outcomes_are_found_within_three_standard_err
     truth = np.array([-1.0, 0.8, -0.5])
     outcomes = (draw.random(4000) < 1 / (1 + np.exp(-design @ truth))).astype(float)
     fitted = Logistic.fit(design, outcomes)
-    found, errors = fitted.basis @ fitted.weights, np.sqrt(np.diag(fitted.basis @ fitted.covariance @ fitted.basis.T))
+    found, errors = (
+        fitted.basis @ fitted.weights,
+        np.sqrt(np.diag(fitted.basis @ fitted.covariance @ fitted.basis.T)),
+    )
     assert (np.abs(found - truth) < 3 * errors).all() and errors.max() < 0.06
 
 
@@ -46,7 +63,10 @@ def test_complete_separation_has_a_finite_estimate_with_a_wide_interval() -> Non
     rate = np.array(list(itertools.product([-1.0, 1.0], [0.0, 1.0], range(3))))
     design = np.hstack([np.ones((len(rate), 1)), rate[:, :2]])
     fitted = Logistic.fit(design, (rate[:, 0] > 0).astype(float))
-    low, high = fitted.mean_chance(np.array([[1.0, -1.0, 0.5]])), fitted.mean_chance(np.array([[1.0, 1.0, 0.5]]))
+    low, high = (
+        fitted.mean_chance(np.array([[1.0, -1.0, 0.5]])),
+        fitted.mean_chance(np.array([[1.0, 1.0, 0.5]])),
+    )
     assert low[0] < 0.15 and high[0] > 0.85 and low[2] > 0.3 and high[1] < 0.7
     assert low[0] == pytest.approx(1 - high[0], abs=1e-8)
 
@@ -59,9 +79,18 @@ def test_columns_that_say_the_same_change_nothing() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), min_size=2, max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), min_size=2, max_size=30
+    )
+)
 def test_every_chance_and_interval_lies_within_0_and_1(trials) -> None:
-    design = np.array([[1.0, *(float(a == k) for k in range(4)), *(float(b == k) for k in range(3))] for a, b, _ in trials])
+    design = np.array(
+        [
+            [1.0, *(float(a == k) for k in range(4)), *(float(b == k) for k in range(3))]
+            for a, b, _ in trials
+        ]
+    )
     fitted = Logistic.fit(design, np.array([float(failed) for *_, failed in trials]))
     for row in np.unique(design, axis=0):
         mean, low, high = fitted.mean_chance(row[None])

@@ -21,9 +21,17 @@ def recorded(model, batch):
     layer, stages = npt_layers(model)[0][1], {}
     layer.npt.observer = stages.update
     with torch.no_grad():
-        model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids)
+        model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+        )
     layer.npt.observer = None
-    return {name: t.reshape(-1, t.shape[-1])[batch.valid_index].double() for name, t in stages.items() if t is not None}
+    return {
+        name: t.reshape(-1, t.shape[-1])[batch.valid_index].double()
+        for name, t in stages.items()
+        if t is not None
+    }
 
 
 def shake(model, size: float) -> None:
@@ -42,27 +50,38 @@ def test_a_look_is_what_its_tensors_say(load_model, batch) -> None:
     shake(model, 0.2)
     stages = recorded(model, batch)
     with npt.adapters_disabled(model), torch.no_grad():
-        states = model.model(batch.input_ids, batch.attention_mask, batch.position_ids, output_hidden_states=True)
+        states = model.model(
+            batch.input_ids, batch.attention_mask, batch.position_ids, output_hidden_states=True
+        )
     found = look(model, batch)
     m = torch.cat([stages[f"m_{target}"].flatten() for target in ("gate", "up", "down")])
     assert (found.m_min, found.m_max) == pytest.approx((m.min().item(), m.max().item()))
     # Beta is 0.5: saturated are those further than 0.495 from 1.
     assert found.saturated == pytest.approx(((m - 1).abs() > 0.495).double().mean().item())
-    assert found.additive_to_residual == pytest.approx((stages["s_down"].norm() / stages["stream"].norm()).item())
-    ratios = [(stages[f"s_{t}"].norm() / (stages[t] - stages[f"s_{t}"]).norm()).item() for t in ("gate", "up")]
+    assert found.additive_to_residual == pytest.approx(
+        (stages["s_down"].norm() / stages["stream"].norm()).item()
+    )
+    ratios = [
+        (stages[f"s_{t}"].norm() / (stages[t] - stages[f"s_{t}"]).norm()).item()
+        for t in ("gate", "up")
+    ]
     assert found.additive_to_product == pytest.approx(max(ratios))
     assert found.finite and found.bad_layer == 3
-    # hidden_states[-1] is behind the final norm, so the teacher's stream there is found by the layer's own parts.
+    # hidden_states[-1] is behind the final norm, so the teacher's stream there is found by the
+    # layer's own parts.
     h = states.hidden_states[3]
     layer = npt_layers(model)[0][1]
     with torch.no_grad():
         inputs = npt.adapters.stream.open_stream(model, batch)
         with npt.adapters_disabled(model):
             t = inputs.rows(layer(h, **inputs.context_of(layer)))
-    assert found.residual_ratio == pytest.approx(rms(stages["o"]) / rms(t.double()), rel=1e-5)  # fp32 streams
+    # fp32 streams
+    assert found.residual_ratio == pytest.approx(rms(stages["o"]) / rms(t.double()), rel=1e-5)
 
 
-def test_a_fresh_student_has_multipliers_of_one_and_next_to_no_additive_term(load_model, batch) -> None:
+def test_a_fresh_student_has_multipliers_of_one_and_next_to_no_additive_term(
+    load_model, batch
+) -> None:
     model, _ = attached(load_model)
     found = look(model, batch)
     assert (found.m_min, found.m_max, found.saturated, found.dead) == (1.0, 1.0, 0.0, 0.0)
@@ -71,7 +90,11 @@ def test_a_fresh_student_has_multipliers_of_one_and_next_to_no_additive_term(loa
 
 @pytest.mark.parametrize(
     ("form", "low", "high", "dead"),
-    [("sigmoid", 0.5, 1.5, False), ("half_sigmoid", 0.5, 1.0, False), ("one_plus_tanh", 0.0, 2.0, True)],
+    [
+        ("sigmoid", 0.5, 1.5, False),
+        ("half_sigmoid", 0.5, 1.0, False),
+        ("one_plus_tanh", 0.0, 2.0, True),
+    ],
 )
 def test_a_form_that_is_driven_to_its_ends_is_saturated_and_only_the_one_that_reaches_zero_is_dead(
     load_model, batch, form, low, high, dead
@@ -81,7 +104,8 @@ def test_a_form_that_is_driven_to_its_ends_is_saturated_and_only_the_one_that_re
     found = look(model, batch)
     assert (found.m_min, found.m_max) == (low, high)
     assert found.saturated is not None and found.dead is not None
-    assert found.saturated > 0.9 and (found.dead > 0.3) == dead  # about half of the channels are driven to the lower end
+    # about half of the channels are driven to the lower end
+    assert found.saturated > 0.9 and (found.dead > 0.3) == dead
 
 
 def test_an_unbounded_form_is_never_saturated(load_model, batch) -> None:
@@ -91,13 +115,17 @@ def test_an_unbounded_form_is_never_saturated(load_model, batch) -> None:
     assert found.saturated == 0.0 and found.m_max is not None and found.m_max > 1e3
 
 
-@pytest.mark.parametrize(("modulation", "absent"), [("additive", "m_min"), ("multiplicative", "additive_to_residual")])
+@pytest.mark.parametrize(
+    ("modulation", "absent"), [("additive", "m_min"), ("multiplicative", "additive_to_residual")]
+)
 def test_a_term_that_the_form_does_not_have_is_none(load_model, batch, modulation, absent) -> None:
     model, _ = attached(load_model, modulation=modulation)
     assert getattr(look(model, batch), absent) is None
 
 
-def test_the_first_number_that_is_not_finite_is_found_in_the_order_of_the_pass(load_model, batch) -> None:
+def test_the_first_number_that_is_not_finite_is_found_in_the_order_of_the_pass(
+    load_model, batch
+) -> None:
     model, layer = attached(load_model)
     with torch.no_grad():
         layer.npt.M["up"][0, 0] = float("nan")
@@ -105,7 +133,9 @@ def test_the_first_number_that_is_not_finite_is_found_in_the_order_of_the_pass(l
     assert (found.finite, found.bad_layer, found.bad_stage) == (False, 3, "m_up")
 
 
-def test_a_stream_that_is_not_finite_in_front_of_the_layer_is_found_there(load_model, batch) -> None:
+def test_a_stream_that_is_not_finite_in_front_of_the_layer_is_found_there(
+    load_model, batch
+) -> None:
     model, _ = attached(load_model)
     with torch.no_grad():
         model.model.layers[2].input_layernorm.weight[0] = float("inf")
@@ -119,7 +149,9 @@ def test_padding_does_not_count(load_model, batch) -> None:
     model, _ = attached(load_model)
     shake(model, 0.2)
     ids = torch.where(batch.attention_mask.bool(), batch.input_ids, 77)
-    assert look(model, batch).measures() == pytest.approx(look(model, replace(batch, input_ids=ids)).measures())
+    assert look(model, batch).measures() == pytest.approx(
+        look(model, replace(batch, input_ids=ids)).measures()
+    )
 
 
 def test_observers_and_modes_are_as_before(load_model, batch) -> None:

@@ -1,4 +1,6 @@
-"""One run of a study: the base is given back as it was, equal settings give equal figures, and each way to fail is told from the others."""
+"""One run of a study: the base is given back as it was, equal settings give equal figures, and each
+way to fail is told from the others.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def figures(row):
 
 
 def test_equal_settings_give_equal_figures_and_another_seed_gives_others(lab, trial) -> None:
-    one, again, other = (run_trial(lab, trial(seeds=[seed], learning_rate=1e-2)) for seed in (0, 0, 1))
+    one, again, other = (
+        run_trial(lab, trial(seeds=[seed], learning_rate=1e-2)) for seed in (0, 0, 1)
+    )
     assert figures(one) == figures(again) and one["kl"] != other["kl"]
     assert (one["steps"], one["applied"], one["refused"], one["outcome"]) == (6, 6, 0, "stable")
     assert one["heldout"] and one["tokens"] == 6 * 2 * 16
@@ -30,7 +34,11 @@ def test_equal_settings_give_equal_figures_and_another_seed_gives_others(lab, tr
 
 def test_the_base_is_given_back_bit_for_bit_whatever_becomes_of_the_run(lab, trial) -> None:
     base = lab.base(trial().settings).model
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    before = {
+        name: tensor.clone()
+        for name, tensor in base.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
     def stop() -> None:
         raise StoppedError(15)
@@ -43,10 +51,18 @@ def test_the_base_is_given_back_bit_for_bit_whatever_becomes_of_the_run(lab, tri
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_one_base_serves_all_trials_that_have_it_and_each_number_format_has_its_own(lab, trial) -> None:
-    plain, fp32, half = (lab.base(trial(**extra).settings).model for extra in ({}, {"compute_dtype": "fp32"}, {"compute_dtype": "fp16"}))
+def test_one_base_serves_all_trials_that_have_it_and_each_number_format_has_its_own(
+    lab, trial
+) -> None:
+    plain, fp32, half = (
+        lab.base(trial(**extra).settings).model
+        for extra in ({}, {"compute_dtype": "fp32"}, {"compute_dtype": "fp16"})
+    )
     assert lab.base(trial(learning_rate=0.5).settings).model is plain
-    assert plain.model.norm.weight.dtype == torch.bfloat16 and half.model.norm.weight.dtype == torch.float16
+    assert (
+        plain.model.norm.weight.dtype == torch.bfloat16
+        and half.model.norm.weight.dtype == torch.float16
+    )
     assert half is not plain and fp32.model.layers[0].mlp.up_proj.compute_dtype == torch.float32
     assert half.model.layers[0].mlp.up_proj.compute_dtype == torch.float16
 
@@ -58,13 +74,22 @@ def test_a_loss_that_runs_away_ends_the_run_and_says_when_and_where(lab, trial) 
     assert row["bad_layer"] in (2, 3) and row["bad_stage"]
 
 
-def test_refusals_in_a_row_end_the_run_and_the_first_bad_number_is_found(lab, trial, monkeypatch) -> None:
+def test_refusals_in_a_row_end_the_run_and_the_first_bad_number_is_found(
+    lab, trial, monkeypatch
+) -> None:
     import npt.sweep.fault as fault
 
     # Every window is faulted, with a size that no 16-bit number has.
-    monkeypatch.setattr("npt.sweep.run.enlarged", lambda model, probe, armed: fault.enlarged(model, probe, armed=True))
+    monkeypatch.setattr(
+        "npt.sweep.run.enlarged",
+        lambda model, probe, armed: fault.enlarged(model, probe, armed=True),
+    )
     row = run_trial(lab, trial(compute_dtype="fp16", fault_step=2, fault_scale=1e30))
-    assert (row["outcome"], row["reason"], row["stopped_at"]) == ("diverged", "3 refusals in a row", 3)
+    assert (row["outcome"], row["reason"], row["stopped_at"]) == (
+        "diverged",
+        "3 refusals in a row",
+        3,
+    )
     assert row["refused"] == 3 and row["applied"] == 0 and "loss" in row["refused_kinds"]
     assert (row["bad_layer"], row["bad_stage"], row["bad_finite"]) == (2, "a", False)
 
@@ -90,25 +115,39 @@ def test_a_run_whose_loss_falls_and_whose_kl_grows_is_worse(lab, trial, monkeypa
 
     monkeypatch.setattr(module, "_fidelity", fidelity)
     small, large = (run_trial(lab, trial(learning_rate=1e-3)) for _ in range(2))
-    assert small["outcome"] == "stable" and (large["outcome"], large["reason"]) == ("worse", "the KL has grown")
+    assert small["outcome"] == "stable" and (large["outcome"], large["reason"]) == (
+        "worse",
+        "the KL has grown",
+    )
     assert large["loss_end"] < large["loss_first"]
 
 
-def test_the_first_loss_is_of_the_first_window_even_where_that_is_refused(lab, trial, monkeypatch) -> None:
+def test_the_first_loss_is_of_the_first_window_even_where_that_is_refused(
+    lab, trial, monkeypatch
+) -> None:
     import npt.sweep.fault as fault
 
     plain = run_trial(lab, trial(compute_dtype="fp16"))
     steps = iter([True] + [False] * 20)
-    monkeypatch.setattr("npt.sweep.run.enlarged", lambda model, probe, armed: fault.enlarged(model, probe, armed=next(steps)))
+    monkeypatch.setattr(
+        "npt.sweep.run.enlarged",
+        lambda model, probe, armed: fault.enlarged(model, probe, armed=next(steps)),
+    )
     row = run_trial(lab, trial(compute_dtype="fp16", fault_step=6 - 1, fault_scale=1e30))
-    assert row["refused"] == 1 and row["curve"][0] is None and row["loss_first"] == plain["loss_first"] == pytest.approx(plain["curve"][0])
+    assert (
+        row["refused"] == 1
+        and row["curve"][0] is None
+        and row["loss_first"] == plain["loss_first"] == pytest.approx(plain["curve"][0])
+    )
 
 
 def test_a_stage_has_a_spike_guard_of_its_own(lab, trial, monkeypatch) -> None:
     import npt.sweep.run as module
 
     made: list[int] = []
-    monkeypatch.setattr(module, "SpikeGuard", lambda sigmas: made.append(sigmas) or SpikeGuard(sigmas))
+    monkeypatch.setattr(
+        module, "SpikeGuard", lambda sigmas: made.append(sigmas) or SpikeGuard(sigmas)
+    )
     stages = {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0}
     run_trial(lab, trial(skip_spikes=True, **stages))
     assert len(made) == 1  # that of the first stage comes with the transaction
@@ -121,7 +160,10 @@ def test_the_norm_of_a_faults_gradient_is_per_token_as_those_of_windows_are(lab,
     # With a scale of 1 nothing is changed, and a window of one batch has that batch's norm.
     row = run_trial(lab, trial(fault_step=4, fault_scale=1.0, learning_rate=1e-3))
     usual = run_trial(lab, trial(learning_rate=1e-3))
-    assert usual["grad_norm_max"] / 10 < row["fault_grad_norm"] <= usual["grad_norm_max"] * (1 + 1e-6)  # fp32
+    # fp32
+    assert (
+        usual["grad_norm_max"] / 10 < row["fault_grad_norm"] <= usual["grad_norm_max"] * (1 + 1e-6)
+    )
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
@@ -138,7 +180,10 @@ def test_every_trial_sets_the_precision_of_its_products(lab, trial, precision) -
 
 
 def test_a_fault_is_planted_in_its_step_alone(lab, trial) -> None:
-    plain, hit = run_trial(lab, trial(learning_rate=1e-3)), run_trial(lab, trial(learning_rate=1e-3, fault_step=4))
+    plain, hit = (
+        run_trial(lab, trial(learning_rate=1e-3)),
+        run_trial(lab, trial(learning_rate=1e-3, fault_step=4)),
+    )
     assert hit["curve"][:3] == plain["curve"][:3] and hit["curve"][3] > 2 * plain["curve"][3]
     assert hit["fault_loss"] == pytest.approx(hit["curve"][3])
     assert hit["loss_before_fault"] == pytest.approx(sum(plain["curve"][:3]) / 3)
@@ -148,7 +193,12 @@ def test_a_fault_is_planted_in_its_step_alone(lab, trial) -> None:
 def test_half_precision_overflows_where_fp32_does_not_and_the_batch_is_refused(lab, trial) -> None:
     half = run_trial(lab, trial(compute_dtype="fp16", fault_step=4, fault_scale=1e6))
     full = run_trial(lab, trial(fault_step=4, fault_scale=1e6))
-    assert half["fault_refused"] and half["refused"] == 1 and half["fault_loss"] is not None and not math.isfinite(half["fault_loss"])
+    assert (
+        half["fault_refused"]
+        and half["refused"] == 1
+        and half["fault_loss"] is not None
+        and not math.isfinite(half["fault_loss"])
+    )
     assert half["fault_harm"] == 1.0  # nothing of a refused batch is left behind
     assert not full["fault_refused"] and full["refused"] == 0
 
@@ -156,12 +206,20 @@ def test_half_precision_overflows_where_fp32_does_not_and_the_batch_is_refused(l
 def test_a_bisection_closes_in_on_the_largest_rate_that_trains(lab, trial) -> None:
     row = run_trial(lab, trial(bisect={"low": 1e-4, "high": 100.0, "rounds": 3}))
     assert 1e-4 <= row["limit_low"] < row["limit_high"] <= 100
-    assert row["runs"] == 5 and math.log(row["limit_high"] / row["limit_low"]) == pytest.approx(math.log(1e6) / 8, rel=1e-3)  # four digits
-    ends = [run(lab, trial(learning_rate=rate).settings)["outcome"] for rate in (row["limit_low"], row["limit_high"])]
+    # four digits
+    assert row["runs"] == 5 and math.log(row["limit_high"] / row["limit_low"]) == pytest.approx(
+        math.log(1e6) / 8, rel=1e-3
+    )
+    ends = [
+        run(lab, trial(learning_rate=rate).settings)["outcome"]
+        for rate in (row["limit_low"], row["limit_high"])
+    ]
     assert ends[0] == "stable" and ends[1] != "stable"
 
 
-@pytest.mark.parametrize(("low", "high", "bracket"), [(1e-6, 1e-5, (1e-5, None)), (50.0, 100.0, (None, 50.0))])
+@pytest.mark.parametrize(
+    ("low", "high", "bracket"), [(1e-6, 1e-5, (1e-5, None)), (50.0, 100.0, (None, 50.0))]
+)
 def test_a_bracket_that_does_not_hold_the_limit_says_so(lab, trial, low, high, bracket) -> None:
     row = run_trial(lab, trial(bisect={"low": low, "high": high, "rounds": 3}))
     assert (row["limit_low"], row["limit_high"]) == bracket
@@ -170,7 +228,12 @@ def test_a_bracket_that_does_not_hold_the_limit_says_so(lab, trial, low, high, b
 @pytest.mark.parametrize(
     "settings",
     [
-        {"strategy": "propagated", "loss": "nmse_update", "gradient_accumulation_steps": 2, "compute_dtype": "bf16"},
+        {
+            "strategy": "propagated",
+            "loss": "nmse_update",
+            "gradient_accumulation_steps": 2,
+            "compute_dtype": "bf16",
+        },
         {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
         {"init": "calibrated", "calibration_tokens": 256, "calibration_rounds": 0},
         {"residual": "keep", "teacher_precision": "fp32", "safe_mode": True},
@@ -180,7 +243,11 @@ def test_a_bracket_that_does_not_hold_the_limit_says_so(lab, trial, low, high, b
 )
 def test_every_way_to_train_can_be_swept(lab, trial, settings) -> None:
     row = run_trial(lab, trial(sharpness_steps=2, **settings))
-    assert row["outcome"] in ("stable", "worse") and math.isfinite(row["kl"]) and math.isfinite(row["sharpness_end"])
+    assert (
+        row["outcome"] in ("stable", "worse")
+        and math.isfinite(row["kl"])
+        and math.isfinite(row["sharpness_end"])
+    )
 
 
 EMBEDDED = {
@@ -191,8 +258,12 @@ EMBEDDED = {
 
 def test_at_a_rate_at_which_the_sigmoid_form_trains_the_forms_that_reach_zero_fail(lab) -> None:
     forms = ["sigmoid", "one_plus_tanh", "unbounded"]
-    design = design_of({"settings": EMBEDDED, "parts": {"a": {"grid": {"mult_form": forms}}}}, "forms.yaml")
-    found = {form: run(lab, trial.settings) for form, trial in zip(forms, design.trials, strict=True)}
+    design = design_of(
+        {"settings": EMBEDDED, "parts": {"a": {"grid": {"mult_form": forms}}}}, "forms.yaml"
+    )
+    found = {
+        form: run(lab, trial.settings) for form, trial in zip(forms, design.trials, strict=True)
+    }
     ours = found.pop("sigmoid")
     assert ours["outcome"] == "stable" and ours["kl"] < 0.9 * ours["kl_start"]
     # 0.94 of 1.39 measured with Python 3.11, whose library is the text; 0.87 of 1.08 with 3.13.

@@ -1,4 +1,6 @@
-"""Sharpness against matrices whose eigenvalues are known, and against a Hessian that was written out."""
+"""Sharpness against matrices whose eigenvalues are known, and against a Hessian that was written
+out.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,27 @@ from npt.sweep.sharpness import _loss, largest_eigenvalue, layer_sharpness
 def quadratic(*eigenvalues: float):
     """A loss whose Hessian has these eigenvalues, in a rotated basis, over two parameters."""
     n = len(eigenvalues)
-    basis = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(5), dtype=torch.float64))[0]
+    basis = torch.linalg.qr(
+        torch.randn(n, n, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    )[0]
     matrix = basis @ torch.diag(torch.tensor(eigenvalues, dtype=torch.float64)) @ basis.T
     one, other = (torch.randn(k, dtype=torch.float64, requires_grad=True) for k in (n - 1, 1))
     return lambda: 0.5 * torch.cat([one, other]) @ matrix @ torch.cat([one, other]), [one, other]
 
 
-@pytest.mark.parametrize("eigenvalues", [(3.0, 1.0, 0.5), (7.0, -2.0, 0.0), (1.0, -5.0, 0.3), (-1.0, -4.0, -9.0)])
+@pytest.mark.parametrize(
+    "eigenvalues", [(3.0, 1.0, 0.5), (7.0, -2.0, 0.0), (1.0, -5.0, 0.3), (-1.0, -4.0, -9.0)]
+)
 def test_the_largest_eigenvalue_is_found_whatever_the_others_are(eigenvalues) -> None:
     loss, parameters = quadratic(*eigenvalues)
-    assert largest_eigenvalue(loss, parameters, 10) == pytest.approx(max(eigenvalues), abs=1e-6)  # three dimensions are walked through
+    # three dimensions are walked through
+    assert largest_eigenvalue(loss, parameters, 10) == pytest.approx(max(eigenvalues), abs=1e-6)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.integers(1, 8))
-def test_the_estimate_is_never_above_the_largest_eigenvalue_and_grows_towards_it(eigenvalues, iterations) -> None:
+def test_the_estimate_is_never_above_the_largest_eigenvalue_and_grows_towards_it(
+    eigenvalues, iterations
+) -> None:
     loss, parameters = quadratic(*eigenvalues)
     estimates = [largest_eigenvalue(loss, parameters, n) for n in (iterations, iterations + 1)]
     assert estimates[0] <= estimates[1] + 1e-6 and estimates[1] <= max(eigenvalues) + 1e-6
@@ -65,7 +74,9 @@ def test_the_layers_sharpness_is_that_of_its_hessian_written_out(load_model, bat
     gradient = torch.autograd.grad(_loss(layer, h, a, t, config) / len(h), small, create_graph=True)
     flat = torch.cat([g.flatten() for g in gradient])
     rows = torch.autograd.grad(flat, small, torch.eye(len(flat)), is_grads_batched=True)
-    exact = torch.linalg.eigvalsh(torch.cat([g.flatten(1) for g in rows], dim=1).double())[-1].item()
+    exact = torch.linalg.eigvalsh(torch.cat([g.flatten(1) for g in rows], dim=1).double())[
+        -1
+    ].item()
     assert sharpness == pytest.approx(exact, rel=1e-3)  # 40 products of some hundred dimensions
 
 

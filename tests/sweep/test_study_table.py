@@ -21,7 +21,14 @@ def test_every_trial_has_its_row_in_the_designs_order_whether_it_was_run_or_not(
 
 def test_settings_that_vary_have_columns_and_a_limit_stands_in_the_column_of_its_setting() -> None:
     rows = table()
-    assert {"mult_form", "learning_rate", "adapter_rank", "compute_dtype", "fault_step", "seed"} <= rows[0].keys()
+    assert {
+        "mult_form",
+        "learning_rate",
+        "adapter_rank",
+        "compute_dtype",
+        "fault_step",
+        "seed",
+    } <= rows[0].keys()
     assert rows[-1]["arms"] == "plain" and rows[-1]["learning_rate"] == 0.03
 
 
@@ -31,7 +38,11 @@ def test_a_table_comes_back_as_it_was_written(tmp_path) -> None:
     assert read_table(tmp_path) == rows
     with (tmp_path / CSV).open(encoding="utf-8") as stream:
         listed = list(csv.DictReader(stream))
-    assert len(listed) == len(rows) and float(listed[0]["kl"]) == rows[0]["kl"] and listed[0]["steps"] == "40"
+    assert (
+        len(listed) == len(rows)
+        and float(listed[0]["kl"]) == rows[0]["kl"]
+        and listed[0]["steps"] == "40"
+    )
 
 
 def test_a_study_of_which_nothing_has_run_has_a_table(tmp_path) -> None:

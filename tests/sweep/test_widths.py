@@ -25,12 +25,15 @@ def bases(widths, tmp_path_factory):
     return widths.write_bases(tmp_path_factory.mktemp("bases"), (1, 2))
 
 
-# Sums over twice as many terms are rounded in another order: 2e-5 measured. NF4 keeps each block's scale in 8 bits, 256 blocks of a
-# matrix at a time, which fall otherwise: 0.065 measured, where NF4 itself changes these logits by up to 1.7.
+# Sums over twice as many terms are rounded in another order: 2e-5 measured. NF4 keeps each block's
+# scale in 8 bits, 256 blocks of a matrix at a time, which fall otherwise: 0.065 measured, where NF4
+# itself changes these logits by up to 1.7.
 @pytest.mark.parametrize(("quantization", "tolerance"), [(None, 2e-4), ("nf4", 0.15)])
 def test_a_wider_model_gives_the_same_logits(bases, quantization, tolerance) -> None:
     ids = torch.randint(0, 2048, (2, 48), generator=torch.Generator().manual_seed(0))
-    narrow, wide = (npt.load_base(str(bases[k]), quantization=quantization, device="cpu")[0] for k in (1, 2))
+    narrow, wide = (
+        npt.load_base(str(bases[k]), quantization=quantization, device="cpu")[0] for k in (1, 2)
+    )
     assert wide.config.hidden_size == 384 and wide.config.intermediate_size == 1024
     with torch.no_grad():
         a, b = narrow(ids).logits, wide(ids).logits

@@ -1,4 +1,6 @@
-"""A worker's part in a study, in this process: what it records, what it leaves to others, and how it ends."""
+"""A worker's part in a study, in this process: what it records, what it leaves to others, and how
+it ends.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from npt.sweep.worker import Worker, label
 @pytest.fixture(scope="module")
 def design(small: dict[str, Any]) -> Design:
     part = {"grid": {"mult_form": ["sigmoid", "unbounded"], "learning_rate": [1e-3, 30.0]}}
-    return design_of({"name": "small", "settings": {**small, "divergence_factor": 2.0}, "parts": {"forms": part}}, "study.yaml")
+    return design_of(
+        {
+            "name": "small",
+            "settings": {**small, "divergence_factor": 2.0},
+            "parts": {"forms": part},
+        },
+        "study.yaml",
+    )
 
 
 @pytest.fixture
@@ -35,7 +44,9 @@ def storage(tmp_path: Path, design: Design) -> Storage:
 
 @pytest.fixture(scope="module")
 def finished(design: Design, lab: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A study that one worker has done: its folder and storage, the worker and what it said. Nobody writes to it."""
+    """A study that one worker has done: its folder and storage, the worker and what it said. Nobody
+    writes to it.
+    """
     folder = tmp_path_factory.mktemp("finished")
     storage = Storage(f"sqlite:///{folder / 'study.db'}", design.name)
     storage.enqueue(design.trials)
@@ -44,7 +55,9 @@ def finished(design: Design, lab: Any, tmp_path_factory: pytest.TempPathFactory)
     return SimpleNamespace(folder=folder, storage=storage, worker=one, said=said)
 
 
-def worker(design: Design, storage: Storage, folder: Path, lab: Any, **more: Any) -> tuple[Worker, list[str]]:
+def worker(
+    design: Design, storage: Storage, folder: Path, lab: Any, **more: Any
+) -> tuple[Worker, list[str]]:
     said: list[str] = []
     return Worker(design, storage, folder, lab, said.append, **more), said
 
@@ -52,14 +65,22 @@ def worker(design: Design, storage: Storage, folder: Path, lab: Any, **more: Any
 def test_a_worker_runs_every_trial_and_says_what_came_out(design, finished) -> None:
     said, storage = finished.said, finished.storage
     assert finished.worker.done == 4 and len(said) == 4
-    assert said[0].startswith("forms, mult_form sigmoid, lr 0.001, seed 0: stable, KL ") and "diverged at step" in said[1]
+    assert (
+        said[0].startswith("forms, mult_form sigmoid, lr 0.001, seed 0: stable, KL ")
+        and "diverged at step" in said[1]
+    )
     rows = rows_of(design, storage.rows())
     assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
-    assert all(row["worker"] == storage.worker for row in rows) and not (finished.folder / "wandb").exists()
+    assert (
+        all(row["worker"] == storage.worker for row in rows)
+        and not (finished.folder / "wandb").exists()
+    )
 
 
 def test_a_second_worker_finds_nothing_left_to_do(design, finished, tmp_path, lab) -> None:
-    again, said = worker(design, Storage(f"sqlite:///{finished.folder / 'study.db'}", design.name), tmp_path, lab)
+    again, said = worker(
+        design, Storage(f"sqlite:///{finished.folder / 'study.db'}", design.name), tmp_path, lab
+    )
     assert again.work().finished == 4 and again.done == 0 and not said
 
 
@@ -74,7 +95,9 @@ def test_two_workers_come_to_the_same_figures_as_one(design, finished, tmp_path,
                 one._run(claim, design.by_key[claim.key])
     plain = ("kl", "outcome", "loss_end", "grad_growth", "m_min")
     first, second = rows_of(design, finished.storage.rows()), rows_of(design, other.rows())
-    assert [[row[name] for name in plain] for row in first] == [[row[name] for name in plain] for row in second]
+    assert [[row[name] for name in plain] for row in first] == [
+        [row[name] for name in plain] for row in second
+    ]
 
 
 def test_a_trial_that_cannot_be_computed_is_tried_again_then_left_with_its_reason_and_the_others_are_run(
@@ -110,7 +133,9 @@ def test_settings_that_cannot_work_are_the_trials_fault_and_trackers_that_cannot
     monkeypatch.setattr(module, "run_trial", refused)
     progress = worker(design, storage, tmp_path, lab)[0].work()
     assert (progress.lost, progress.open) == (4, 0)
-    assert {row["reason"] for row in rows_of(design, storage.rows())} == {"ConfigError: --loss does not go with --strategy"}
+    assert {row["reason"] for row in rows_of(design, storage.rows())} == {
+        "ConfigError: --loss does not go with --strategy"
+    }
     other = Storage(f"sqlite:///{tmp_path / 'other.db'}", design.name)
     other.enqueue(design.trials)
     one, _ = worker(design, other, tmp_path, lab)
@@ -120,7 +145,9 @@ def test_settings_that_cannot_work_are_the_trials_fault_and_trackers_that_cannot
     assert other.progress(design.by_key).waiting == 4
 
 
-def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(design, storage, tmp_path, lab, monkeypatch) -> None:
+def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(
+    design, storage, tmp_path, lab, monkeypatch
+) -> None:
     import npt.sweep.worker as module
 
     order: list[str] = []
@@ -140,7 +167,9 @@ def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(
     one, _ = worker(design, storage, tmp_path, lab)
     finish = storage.finish
     monkeypatch.setattr(storage, "alive", alive)
-    monkeypatch.setattr(storage, "finish", lambda *given: order.append("finished") or finish(*given))
+    monkeypatch.setattr(
+        storage, "finish", lambda *given: order.append("finished") or finish(*given)
+    )
     monkeypatch.setattr(one, "_trackers", lambda trial: Trackers())
     monkeypatch.setattr(module, "run_trial", lambda *_: result())
     claim = storage.claim(design.by_key)
@@ -148,10 +177,13 @@ def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(
     assert order == ["alive", "finished", "silent", "closed"]
 
 
-def test_a_worker_that_gets_no_trial_waits_before_it_asks_again(design, tmp_path, lab, monkeypatch) -> None:
+def test_a_worker_that_gets_no_trial_waits_before_it_asks_again(
+    design, tmp_path, lab, monkeypatch
+) -> None:
     import npt.sweep.worker as module
 
-    storage, slept = Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name), []  # trials that nobody has let wait yet
+    # trials that nobody has let wait yet
+    storage, slept = Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name), []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
@@ -163,15 +195,20 @@ def test_a_worker_that_gets_no_trial_waits_before_it_asks_again(design, tmp_path
     assert slept == [module.WAIT_SECONDS]
 
 
-def test_a_worker_whose_parent_is_gone_gives_its_trial_back_and_ends(design, storage, tmp_path, lab) -> None:
-    orphan, _ = worker(design, storage, tmp_path, lab, parent=1)  # this process is nobody's first child
+def test_a_worker_whose_parent_is_gone_gives_its_trial_back_and_ends(
+    design, storage, tmp_path, lab
+) -> None:
+    # this process is nobody's first child
+    orphan, _ = worker(design, storage, tmp_path, lab, parent=1)
     with pytest.raises(StoppedError):
         orphan.work()
     progress = storage.progress(design.by_key)
     assert (progress.waiting, progress.running) == (4, 0)
 
 
-def test_a_stop_in_the_middle_of_a_trial_gives_it_back_at_once(design, storage, tmp_path, lab, monkeypatch) -> None:
+def test_a_stop_in_the_middle_of_a_trial_gives_it_back_at_once(
+    design, storage, tmp_path, lab, monkeypatch
+) -> None:
     one, _ = worker(design, storage, tmp_path, lab)
     steps = iter(range(100))
     real = one._check
@@ -193,7 +230,10 @@ def test_trials_on_the_base_that_is_loaded_come_first(small, tmp_path) -> None:
     from npt.sweep.lab import Lab
 
     grid = {"compute_dtype": ["fp32", "bf16"], "learning_rate": [1e-3]}
-    mixed = design_of({"name": "mixed", "settings": {**small, "max_steps": 2}, "parts": {"a": {"grid": grid}}}, "study.yaml")
+    mixed = design_of(
+        {"name": "mixed", "settings": {**small, "max_steps": 2}, "parts": {"a": {"grid": grid}}},
+        "study.yaml",
+    )
     storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", "mixed")
     storage.enqueue(mixed.trials)
     lab = Lab("cpu")
@@ -205,7 +245,9 @@ def test_trials_on_the_base_that_is_loaded_come_first(small, tmp_path) -> None:
     assert order[1] <= order[0] and ends.keys() == {"fp32", "bf16"}
 
 
-def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp_path, lab, monkeypatch) -> None:
+def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(
+    small, tmp_path, lab, monkeypatch
+) -> None:
     import npt.sweep.worker as module
 
     made: list[tuple[Any, ...]] = []
@@ -225,7 +267,9 @@ def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp
             logged.append(-1)
 
     monkeypatch.setattr(module, "Trackers", Trackers)
-    watched = design_of({"name": "seen", "wandb": True, "settings": small, "parts": {"a": {}}}, "study.yaml")
+    watched = design_of(
+        {"name": "seen", "wandb": True, "settings": small, "parts": {"a": {}}}, "study.yaml"
+    )
     storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", "seen")
     storage.enqueue(watched.trials)
     worker(watched, storage, tmp_path, lab)[0].work()
@@ -233,7 +277,9 @@ def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(small, tmp
     assert logged == [1, 2, 3, 4, 5, 6, 7, -1]
 
 
-def test_a_display_says_how_far_a_study_is_and_writes_its_table(design, storage, tmp_path, lab) -> None:
+def test_a_display_says_how_far_a_study_is_and_writes_its_table(
+    design, storage, tmp_path, lab
+) -> None:
     said: list[str] = []
     display = Display(storage, design, tmp_path, said.append, seconds=0.0)
     display.look()
@@ -242,15 +288,26 @@ def test_a_display_says_how_far_a_study_is_and_writes_its_table(design, storage,
     worker(design, storage, tmp_path, lab)[0]._run(claim, design.by_key[claim.key])
     display.look()
     display.look()
-    assert said[0] == "0 of 4 trials, 0 under way" and said[1].startswith("1 of 4 trials, 0 under way, ") and len(said) == 2
+    assert (
+        said[0] == "0 of 4 trials, 0 under way"
+        and said[1].startswith("1 of 4 trials, 0 under way, ")
+        and len(said) == 2
+    )
     display.table()
     assert [row["outcome"] for row in read_table(tmp_path)] == ["stable", None, None, None]
 
 
 def test_a_trial_is_called_by_its_place_and_everything_that_varies_there() -> None:
     parts = {
-        "faults": {"settings": {"fault_step": 3}, "arms": {"plain": {}}, "grid": {"fault_place": ["attention", "embedding"]}},
-        "drawn": {"seeds": [7], "random": {"count": 1, "over": {"learning_rate": [1e-3], "adapter_rank": [4]}}},
+        "faults": {
+            "settings": {"fault_step": 3},
+            "arms": {"plain": {}},
+            "grid": {"fault_place": ["attention", "embedding"]},
+        },
+        "drawn": {
+            "seeds": [7],
+            "random": {"count": 1, "over": {"learning_rate": [1e-3], "adapter_rank": [4]}},
+        },
     }
     design = design_of({"settings": {"max_steps": 5}, "parts": parts}, "names.yaml")
     assert [label(trial) for trial in design.trials] == [
@@ -260,7 +317,9 @@ def test_a_trial_is_called_by_its_place_and_everything_that_varies_there() -> No
     ]
 
 
-def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_table_has(design, finished, tmp_path) -> None:
+def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_table_has(
+    design, finished, tmp_path
+) -> None:
     import yaml
 
     from npt.files import write_json
@@ -271,16 +330,23 @@ def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_tabl
     settings = design.trials[0].given | {"divergence_factor": 2.0}
     for name in ("mult_form", "learning_rate"):
         settings.pop(name)
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({"settings": settings, "parts": {"forms": part}}, sort_keys=False))
+    (tmp_path / "spec.yaml").write_text(
+        yaml.safe_dump({"settings": settings, "parts": {"forms": part}}, sort_keys=False)
+    )
     write_json(tmp_path / "study.json", {"name": "small"})
     shutil.copy(finished.folder / "study.db", tmp_path)
     refresh(tmp_path)
     rows = read_table(tmp_path)
     assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
-    other = design_of({"name": "small", "settings": {**settings, "max_steps": 5}, "parts": {"forms": part}}, "study.yaml")
+    other = design_of(
+        {"name": "small", "settings": {**settings, "max_steps": 5}, "parts": {"forms": part}},
+        "study.yaml",
+    )
     write_table(tmp_path, rows)
     (tmp_path / "spec.yaml").write_text(
-        yaml.safe_dump({"settings": {**settings, "max_steps": 5}, "parts": {"forms": part}}, sort_keys=False)
+        yaml.safe_dump(
+            {"settings": {**settings, "max_steps": 5}, "parts": {"forms": part}}, sort_keys=False
+        )
     )
     assert not other.by_key.keys() & design.by_key.keys()
     refresh(tmp_path)

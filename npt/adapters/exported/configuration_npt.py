@@ -1,13 +1,15 @@
 """Configurations of exported NPT models: that of the base's family, and the form of its modulation.
 
-The types have names of their own, so that whatever does not know them refuses them instead of loading the base alone.
+The types have names of their own, so that whatever does not know them refuses them instead of
+loading the base alone.
 """
 
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
 # `npt` holds, for every family:
 #     ranks            layer -> rank of its code z = A a, of the layers that are modulated
-#     rows             layer -> targets that have a scale and a bias for every row besides (consolidated updates)
+# rows             layer -> targets that have a scale and a bias for every row besides (consolidated
+# updates)
 #     targets          which products are modulated: gate, up, down
 #     multiplicative   whether there is the factor m = 1 + mult_bound * (2 sigmoid(M z) - 1)
 #     additive         whether there is the summand s = additive_scale * (B z)

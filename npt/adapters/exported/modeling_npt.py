@@ -1,6 +1,8 @@
-"""Language models in which attention acts by modulating the MLP of its token. Needs torch and transformers, nothing else.
+"""Language models in which attention acts by modulating the MLP of its token. Needs torch and
+transformers, nothing else.
 
-A decoder layer computes, from a token's state h and its attention output a = Attention(RMSNorm1(h)):
+A decoder layer computes, from a token's state h and its attention output a =
+Attention(RMSNorm1(h)):
 
     x = RMSNorm2(h)                  h + a in its place where the residual is kept
     z = A a                          a low-rank code of the attention output
@@ -8,7 +10,8 @@ A decoder layer computes, from a token's state h and its attention output a = At
     gate' = m_gate * gate_proj(x) + s_gate        and likewise up' and down'
     o = h + down'(act(gate') * up')
 
-Everything else, attention, caches and masks among it, is transformers' own model of the base's family.
+Everything else, attention, caches and masks among it, is transformers' own model of the base's
+family.
 """
 
 from typing import Any
@@ -35,7 +38,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
-from .configuration_npt import NPTLlamaConfig, NPTMistralConfig, NPTQwen2Config, NPTQwen3Config, NPTSmolLM3Config
+from .configuration_npt import (
+    NPTLlamaConfig,
+    NPTMistralConfig,
+    NPTQwen2Config,
+    NPTQwen3Config,
+    NPTSmolLM3Config,
+)
 
 FORMS = {
     "half_sigmoid": lambda u: 0.5 * torch.sigmoid(u) + 0.5,
@@ -47,15 +56,19 @@ FORMS = {
 class NPTAdapter(nn.Module):
     """The modulation of one layer, in fp32 whatever the model around it computes in.
 
-    Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which stand in front of the modulation. O is F
-    for gate and up, D for down.
+    Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which
+    stand in front of the modulation. O is F for gate and up, D for down.
     """
 
     def __init__(self, config, index: int):
         super().__init__()
         self.form = form = config.npt
         rank, rows = form["ranks"].get(str(index)), form["rows"].get(str(index), ())
-        width = {"gate": config.intermediate_size, "up": config.intermediate_size, "down": config.hidden_size}
+        width = {
+            "gate": config.intermediate_size,
+            "up": config.intermediate_size,
+            "down": config.hidden_size,
+        }
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
@@ -63,13 +76,17 @@ class NPTAdapter(nn.Module):
         self.A = None if rank is None else empty(rank, config.hidden_size)
         targets = form["targets"] if rank is not None else ()
         self.B = nn.ParameterDict({t: empty(width[t], rank) for t in targets if form["additive"]})
-        self.M = nn.ParameterDict({t: empty(width[t], rank) for t in targets if form["multiplicative"]})
+        self.M = nn.ParameterDict(
+            {t: empty(width[t], rank) for t in targets if form["multiplicative"]}
+        )
         self.row_scale = nn.ParameterDict({t: empty(width[t]) for t in rows})
         self.row_bias = nn.ParameterDict({t: empty(width[t]) for t in rows})
         self.keep_residual = form["keep_residual"] or rank is None
 
     def _apply(self, fn, recurse: bool = True):
-        """Move with the model and keep every number: `model.to(torch.bfloat16)` is meant for the base."""
+        """Move with the model and keep every number: `model.to(torch.bfloat16)` is meant for the
+        base.
+        """
 
         def moved(tensor: Tensor) -> Tensor:
             found = fn(tensor)
@@ -88,7 +105,9 @@ class NPTAdapter(nn.Module):
         """y' of one product, [..., O], in the dtype of y."""
         with torch.autocast(y.device.type, enabled=False):
             if target in self.row_scale:
-                y = (self.row_scale[target] * y.to(torch.float32) + self.row_bias[target]).to(y.dtype)
+                y = (self.row_scale[target] * y.to(torch.float32) + self.row_bias[target]).to(
+                    y.dtype
+                )
             if z is None or target not in self.form["targets"]:
                 return y
             out = y.to(z.dtype)
@@ -105,7 +124,9 @@ class NPTAdapter(nn.Module):
 
 
 class NPTLayer(nn.Module):
-    """The forward of a decoder layer in NPT form; stands in front of the family's own class, whose modules these are."""
+    """The forward of a decoder layer in NPT form; stands in front of the family's own class, whose
+    modules these are.
+    """
 
     npt: NPTAdapter
     input_layernorm: Any
@@ -188,17 +209,24 @@ class NPTModel(PreTrainedModel):
         found = super().from_pretrained(*args, **kwargs)
         model = found[0] if isinstance(found, tuple) else found
         for name, parameter in model.named_parameters():
-            # Beside 4-bit weights transformers leaves the others as they are stored, whatever dtype was asked for.
-            if not hasattr(parameter, "quant_state") and ".npt." not in name and parameter.device.type != "meta":
+            # Beside 4-bit weights transformers leaves the others as they are stored, whatever dtype
+            # was asked for.
+            if (
+                not hasattr(parameter, "quant_state")
+                and ".npt." not in name
+                and parameter.device.type != "meta"
+            ):
                 parameter.data = parameter.data.to(model.config.dtype)
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
-                # On such CPUs a 4-bit layer would compute in bf16 from its first forward on, whatever it was told.
+                # On such CPUs a 4-bit layer would compute in bf16 from its first forward on,
+                # whatever it was told.
                 module.support_avx512bf16_for_cpu = False
         return found
 
     def save_pretrained(self, *args, **kwargs):
-        kwargs.setdefault("save_original_format", False)  # the names are the original ones; of 4-bit weights transformers can do no other
+        # the names are the original ones; of 4-bit weights transformers can do no other
+        kwargs.setdefault("save_original_format", False)
         return super().save_pretrained(*args, **kwargs)
 
 
