@@ -25,7 +25,7 @@ from npt.data.batch import batches, pad_id_of
 from npt.data.sample import IGNORE_INDEX, Sample
 from npt.data.samples import Samples, evaluation_samples
 from npt.data.source import open_source, own_heldout
-from npt.fidelity.metrics import Figures, compare_tokens, figures, per_sample_sums
+from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums
 
 
 @dataclass(frozen=True)

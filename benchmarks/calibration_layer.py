@@ -20,15 +20,15 @@ from unittest import mock
 import torch
 
 import npt
+from npt.base.device import wait_for
+from npt.base.random_base import random_base
 from npt.calibration.placement import Placement, free_bytes
 from npt.calibration.plan import Plan, plan
 from npt.calibration.precision import full_precision
 from npt.config import NPTConfig
-from npt.cost.measure import wait_for
-from npt.cost.named import llama_config
-from npt.cost.shape import Shape
 from npt.data.sample import Sample
-from npt.quant.random_base import random_base
+from npt.planning.named_models import llama_config
+from npt.planning.shape import Shape
 
 LENGTH, VOCAB, HEAD = 256, 512, 64
 BATCH_SIZE = 8

@@ -43,14 +43,14 @@ from typing import Any
 
 import crash_run
 
-from npt.distill.checkpoint import newest_good, verify_checkpoint
 from npt.errors import CheckpointError
+from npt.runs.checkpoint import newest_good, verify_checkpoint
 
 STEPS = 24
 FRESH_EVERY = 10
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["npt.distill.trainer", "npt.demo", "crash_run"])
+_CONTEXT.set_forkserver_preload(["npt.train.trainer", "npt.demo", "crash_run"])
 
 Child = BaseProcess | subprocess.Popen[bytes]
 

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 import npt
-from npt.distill.run_folder import RunFolder
+from npt.runs.run_folder import RunFolder
 
 MODEL = "tiny"
 

@@ -39,12 +39,12 @@ from rich.console import Console
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.adapters.io import read_adapter
-from npt.distill.bundle import read_bundle
-from npt.distill.checkpoint import MANIFEST, read_checkpoint, write_manifest
-from npt.distill.identity import check_same_data
-from npt.distill.resume import changed_settings
+from npt.adapters.files.adapter_files import read_adapter
 from npt.errors import NPTError, TooManyRefusalsError
+from npt.postmortem.bundle import read_bundle
+from npt.runs.checkpoint import MANIFEST, read_checkpoint, write_manifest
+from npt.runs.data_fingerprint import check_same_data
+from npt.runs.resume import changed_settings
 
 SLOW = 5.0
 MODEL = "tiny"

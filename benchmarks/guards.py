@@ -10,7 +10,7 @@ one is the product's: host check of the batch, scratch gradients, flags, history
 verification and restore. `ratio` is the median over pairs of guarded time / plain time.
 
 `added_synchronisations` counts, per step, how often the guarded loop makes the host wait for the
-device and the plain one does not, as `npt.cost.waits` sees it. The guarded loop is then the one
+device and the plain one does not, as `npt.planning.waits` sees it. The guarded loop is then the one
 that runs on a GPU, flags one window late, on a CPU too.
 """
 
@@ -28,15 +28,15 @@ import torch
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.cost.measure import wait_for
-from npt.cost.waits import count_waits
+from npt.base.device import wait_for
 from npt.data.batch import Batch, batch_from_tensors, batches, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
-from npt.distill.loop import try_micro_batch
-from npt.distill.spikes import SpikeGuard
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.transaction import Transaction
+from npt.planning.waits import count_waits
+from npt.step.spikes import SpikeGuard
+from npt.step.train_step import try_micro_batch
+from npt.step.transaction import Transaction
 
 
 class Bench:

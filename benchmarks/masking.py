@@ -37,8 +37,8 @@ from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors, collate, pad
 from npt.data.sample import Sample
 from npt.data.samples import Samples
 from npt.data.source import open_source
+from npt.distill.divergence import kl_per_token
 from npt.distill.strategies import STRATEGIES
-from npt.fidelity.divergence import kl_per_token
 
 ROW = 256
 SHORT, LONG = 16, 64

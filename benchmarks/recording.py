@@ -28,9 +28,9 @@ from npt.adapters.attach import adapter_parameters
 from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
+from npt.diagnostics import Recorder
+from npt.diagnostics.recorder.recording import Recording
 from npt.distill.strategies import STRATEGIES
-from npt.health import Recorder
-from npt.health.recording import Recording
 
 
 class Bench:

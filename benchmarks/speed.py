@@ -22,7 +22,7 @@ other.
     memory_ratio        peak_bytes over those of two_model
     flops_per_token     counted, not calculated; floor_flops_per_token is what the arithmetic of
     ours cannot do without
-                        (npt/cost/flops.py), low-rank products included, formula_flops_per_token the
+                        (npt/planning/flops.py), low-rank products included, formula_flops_per_token the
                         same without these
     roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
     measured before and behind the rounds
@@ -62,12 +62,12 @@ from speed_tables import check_place, draw_runs, draw_sweep, filled, markdown
 
 import npt
 from npt.adapters.attach import resolve_layers
-from npt.cost.flops import count_flops, floor_flops, training_flops
-from npt.cost.measure import matmul_roofline, peak_bytes, storage_bytes, tensors_of, wait_for
+from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
 from npt.errors import ConfigError, NPTError
 from npt.files import write_bytes, write_text
-from npt.quant.device import default_device
+from npt.planning.flops import count_flops, floor_flops, training_flops
+from npt.planning.measure import matmul_roofline, peak_bytes, storage_bytes, tensors_of
 
 BASELINE = "two_model"
 

@@ -47,12 +47,12 @@ from torch.nn import functional as F
 
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
-from npt.cost.named import SHAPES, llama_config
+from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
-from npt.distill.losses import nmse
+from npt.distill.hidden_losses import nmse
 from npt.distill.strategies import STRATEGIES
 from npt.extras import install_command
-from npt.quant.random_base import random_base
+from npt.planning.named_models import SHAPES, llama_config
 
 OURS = ("local", "end_to_end", "end_to_end_kl")
 TWO_MODELS = ("two_model", "two_model_hidden", "two_model_checkpointed")

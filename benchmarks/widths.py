@@ -26,9 +26,9 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from npt.base.load import EMBEDDED_FOLDER
 from npt.cli.main import main as npt_main
-from npt.quant.load import EMBEDDED_FOLDER
-from npt.sweep.table import read_table
+from npt.tools.sweep.table import read_table
 
 RATED = 4
 """Width up to which more than one limit is sought, and every rate of a grid is run; wider models

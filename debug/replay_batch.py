@@ -12,9 +12,9 @@ import argparse
 import sys
 
 from npt.console import make_console
-from npt.distill.replay import replay_batch
 from npt.errors import NPTError
 from npt.files import to_json
+from npt.postmortem.replay import replay_batch
 
 
 def main() -> int:

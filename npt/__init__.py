@@ -29,67 +29,67 @@ if TYPE_CHECKING:
         unconsolidate,
         update_from,
     )
-    from npt.adapters.consolidated_files import load_consolidated, save_consolidated
-    from npt.adapters.export import export
-    from npt.adapters.io import load_adapter, save_adapter
-    from npt.adapters.peft_shim import register_peft
-    from npt.adapters.pretrained import from_pretrained
-    from npt.adapters.push import push_to_hub
+    from npt.adapters.files.adapter_files import load_adapter, save_adapter
+    from npt.adapters.files.consolidated_files import load_consolidated, save_consolidated
+    from npt.adapters.files.export import export
+    from npt.adapters.files.peft_shim import register_peft
+    from npt.adapters.files.pretrained import from_pretrained
+    from npt.adapters.files.push import push_to_hub
     from npt.adapters.token_modulation import modulation_of
-    from npt.adapters.transplant import transplant, transplanted
+    from npt.base.identity import BaseIdentity, base_hash, base_identity
+    from npt.base.load import load_base, load_teacher
     from npt.calibration.calibrate import calibrate
     from npt.calibration.report import Calibration
     from npt.config import DataConfig, NPTConfig, TrainConfig
-    from npt.distill.sharded import shard_base
-    from npt.distill.trainer import Trainer, TrainResult
+    from npt.diagnostics.tracer.trace import trace
+    from npt.diagnostics.tracer.verdict import Verdict
+    from npt.distributed.sharded_base import shard_base
     from npt.errors import NPTError
-    from npt.fidelity.evaluate import Fidelity, evaluate
-    from npt.generation.view import student_view, teacher_view
-    from npt.health.trace import trace
-    from npt.health.verdict import Verdict
-    from npt.quant.identity import BaseIdentity, base_hash, base_identity
-    from npt.quant.load import load_base, load_teacher
+    from npt.evaluation.evaluate import Fidelity, evaluate
+    from npt.evaluation.view import student_view, teacher_view
+    from npt.tools.editing.transplant import transplant, transplanted
+    from npt.train.trainer import Trainer, TrainResult
 
 _HOME = {
     "AttachReport": "npt.adapters.attach",
     "Calibration": "npt.calibration.report",
     "DataConfig": "npt.config",
-    "Fidelity": "npt.fidelity.evaluate",
+    "Fidelity": "npt.evaluation.evaluate",
     "NPTConfig": "npt.config",
     "NPTError": "npt.errors",
     "TrainConfig": "npt.config",
-    "TrainResult": "npt.distill.trainer",
-    "Trainer": "npt.distill.trainer",
-    "Verdict": "npt.health.verdict",
+    "TrainResult": "npt.train.trainer",
+    "Trainer": "npt.train.trainer",
+    "Verdict": "npt.diagnostics.tracer.verdict",
     "adapter_mode": "npt.adapters.attach",
     "adapters_disabled": "npt.adapters.attach",
     "attach": "npt.adapters.attach",
-    "BaseIdentity": "npt.quant.identity",
-    "base_hash": "npt.quant.identity",
-    "base_identity": "npt.quant.identity",
+    "BaseIdentity": "npt.base.identity",
+    "base_hash": "npt.base.identity",
+    "base_identity": "npt.base.identity",
     "calibrate": "npt.calibration.calibrate",
     "consolidate": "npt.adapters.consolidate",
     "consolidated": "npt.adapters.consolidate",
     "consolidation_disabled": "npt.adapters.consolidate",
     "detach": "npt.adapters.attach",
-    "evaluate": "npt.fidelity.evaluate",
-    "export": "npt.adapters.export",
-    "from_pretrained": "npt.adapters.pretrained",
-    "load_adapter": "npt.adapters.io",
-    "load_base": "npt.quant.load",
-    "load_consolidated": "npt.adapters.consolidated_files",
-    "load_teacher": "npt.quant.load",
+    "evaluate": "npt.evaluation.evaluate",
+    "export": "npt.adapters.files.export",
+    "from_pretrained": "npt.adapters.files.pretrained",
+    "load_adapter": "npt.adapters.files.adapter_files",
+    "load_base": "npt.base.load",
+    "load_consolidated": "npt.adapters.files.consolidated_files",
+    "load_teacher": "npt.base.load",
     "modulation_of": "npt.adapters.token_modulation",
-    "push_to_hub": "npt.adapters.push",
-    "register_peft": "npt.adapters.peft_shim",
-    "save_adapter": "npt.adapters.io",
-    "save_consolidated": "npt.adapters.consolidated_files",
-    "shard_base": "npt.distill.sharded",
-    "student_view": "npt.generation.view",
-    "teacher_view": "npt.generation.view",
-    "trace": "npt.health.trace",
-    "transplant": "npt.adapters.transplant",
-    "transplanted": "npt.adapters.transplant",
+    "push_to_hub": "npt.adapters.files.push",
+    "register_peft": "npt.adapters.files.peft_shim",
+    "save_adapter": "npt.adapters.files.adapter_files",
+    "save_consolidated": "npt.adapters.files.consolidated_files",
+    "shard_base": "npt.distributed.sharded_base",
+    "student_view": "npt.evaluation.view",
+    "teacher_view": "npt.evaluation.view",
+    "trace": "npt.diagnostics.tracer.trace",
+    "transplant": "npt.tools.editing.transplant",
+    "transplanted": "npt.tools.editing.transplant",
     "unconsolidate": "npt.adapters.consolidate",
     "update_from": "npt.adapters.consolidate",
 }

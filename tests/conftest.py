@@ -15,7 +15,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 # each wait for one another. And tests fork processes that compute: those of a process with a second
 # thread of OpenMP would wait for it for ever.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Read by npt.quant.device, in processes that tests start as well.
+# Read by npt.base.device, in processes that tests start as well.
 os.environ["NPT_DEVICE"] = "cpu"
 
 from collections.abc import Callable, Iterator
@@ -146,7 +146,7 @@ def _loads() -> Iterator[None]:
     """Read and pack a checkpoint once, and give copies: in `npt.load_base`, whoever calls it."""
     from copies import Loads
 
-    from npt.quant import load as loading
+    from npt.base import load as loading
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "_read_weights", Loads(loading._read_weights))
@@ -156,7 +156,7 @@ def _loads() -> Iterator[None]:
 @pytest.fixture
 def real_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads and packs at every load, for tests that are about that."""
-    from npt.quant import load as loading
+    from npt.base import load as loading
 
     monkeypatch.setattr(loading, "_read_weights", loading._read_weights.read)
 
@@ -254,8 +254,8 @@ def load_model(llama_folder: Path) -> LoadModel:
     from copies import copied
 
     import npt
+    from npt.base import load as loading
     from npt.config import QUANT_TYPES
-    from npt.quant import load as loading
 
     # load_base wants a tokenizer beside the weights; the embedded model's serves.
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -297,8 +297,8 @@ def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tests/distill/test_plan.py holds counts to measurements.
     """
-    from npt.cost.hollow import Hollow
-    from npt.distill.plan import Planner
+    from npt.planning.fake_model import Hollow
+    from npt.planning.plan import Planner
 
     count = Planner._count
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-from npt.quant import load as loading
+from npt.base import load as loading
 
 
 @torch.inference_mode(False)  # whatever the caller is in, as load_base
@@ -70,7 +70,7 @@ class Loads:
     """Reads a checkpoint once for the same files and arguments, and gives copies of what was read.
 
     Args:
-        read: `npt.quant.load._read_weights`.
+        read: `npt.base.load._read_weights`.
     """
 
     def __init__(self, read: Callable[[str, str, Mapping[str, Any]], Any]) -> None:

@@ -20,7 +20,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from npt.quant.load import EMBEDDED_FOLDER
+from npt.base.load import EMBEDDED_FOLDER
 
 VOCAB = 2048  # of the embedded model's tokenizer, which stands beside each of them
 WINDOW = 4

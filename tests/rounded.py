@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from npt.quant.linear import quantized_linears
+from npt.base.linear import quantized_linears
 
 
 def flip_last_bit(tensor: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from tokenizers import (
 )
 from transformers import LlamaConfig, LlamaTokenizer, PreTrainedTokenizerFast
 
-from npt.quant.random_base import random_base
+from npt.base.random_base import random_base
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 UNK, BOS, EOS = 0, 1, 2

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import npt.quant.attention
+import npt.base.attention
 
 aten = torch.ops.aten
 
@@ -531,7 +531,7 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", _Stream))
         # By name and not by a function mode, which is off in what backward recomputes.
-        for module in (functional, npt.quant.attention):
+        for module in (functional, npt.base.attention):
             replaced = mock.patch.object(module, "scaled_dot_product_attention", _attention)
             stack.enter_context(replaced)
         stack.enter_context(mock.patch.object(torch, "Generator", _make_generator))

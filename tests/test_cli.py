@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from forked import Program
 
+from npt.base.load import EMBEDDED_FOLDER
 from npt.cli.main import main
 from npt.cli.pretrain import _check_placing
 from npt.config import BaseConfig
 from npt.errors import ConfigError
-from npt.quant.load import EMBEDDED_FOLDER
 
 pytestmark = pytest.mark.usefixtures("short_library")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import npt
-from npt.adapters import hub
+from npt.adapters.files import hub
 from npt.cli.main import main, make_parser
 
 pytestmark = pytest.mark.usefixtures("short_library")

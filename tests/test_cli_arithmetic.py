@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npt.cli.main import main
-from npt.distill import loop
+from npt.train import loop
 
 pytestmark = pytest.mark.usefixtures("short_library")
 

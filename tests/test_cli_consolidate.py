@@ -60,7 +60,7 @@ def small_vocabulary(monkeypatch, tokenizer):
     """The random Llama has 128 tokens; the embedded model's tokenizer, which stands beside it, has
     more.
     """
-    from npt.quant import load
+    from npt.base import load
 
     tokenizer.decode = lambda ids: f"<{ids[0]}>"
     monkeypatch.setattr(load, "load_tokenizer", lambda name: tokenizer)

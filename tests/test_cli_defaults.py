@@ -179,7 +179,7 @@ class TestData:
             raise ConnectionError("no route to any host")
 
         monkeypatch.setattr(datasets, "load_dataset", unreachable)
-        from npt.quant.load import EMBEDDED_FOLDER
+        from npt.base.load import EMBEDDED_FOLDER
 
         run = [
             "pretrain",

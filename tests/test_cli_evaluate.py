@@ -11,7 +11,7 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
-from npt.fidelity.evaluate import Fidelity
+from npt.evaluation.evaluate import Fidelity
 
 pytestmark = pytest.mark.usefixtures("short_library")
 

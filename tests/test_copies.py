@@ -10,8 +10,8 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from copies import Loads, copied
 
-from npt.quant import load as loading
-from npt.quant.identity import base_identity
+from npt.base import load as loading
+from npt.base.identity import base_identity
 
 
 def described(model: Any) -> list:

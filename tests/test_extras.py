@@ -14,9 +14,9 @@ import pytest
 
 from npt.config import DataConfig, TrainConfig
 from npt.data.source import check_source, open_source
-from npt.distill.trackers import Trackers
 from npt.errors import ConfigError, ModelError
 from npt.extras import EXTRAS, installed, require
+from npt.runs.trackers import Trackers
 
 ROOT = Path(__file__).parents[1]
 
@@ -134,7 +134,7 @@ def test_other_local_files_need_no_package(name, streaming, monkeypatch, tmp_pat
 
 
 def test_a_study_needs_optuna(monkeypatch, tmp_path) -> None:
-    from npt.sweep.storage import Storage
+    from npt.tools.sweep.storage import Storage
 
     absent(monkeypatch, "optuna")
     with pytest.raises(
@@ -145,7 +145,7 @@ def test_a_study_needs_optuna(monkeypatch, tmp_path) -> None:
 
 
 def test_lm_eval_tasks_need_the_harness(monkeypatch) -> None:
-    from npt.fidelity.harness import find_tasks
+    from npt.evaluation.harness import find_tasks
 
     absent(monkeypatch, "lm_eval")
     with pytest.raises(ConfigError, match=r"--lm_eval needs .*pip install 'npt-distill\[eval\]'$"):
@@ -153,7 +153,7 @@ def test_lm_eval_tasks_need_the_harness(monkeypatch) -> None:
 
 
 def test_peft_is_asked_for_by_its_extra(monkeypatch) -> None:
-    from npt.adapters.peft_shim import register_peft
+    from npt.adapters.files.peft_shim import register_peft
 
     absent(monkeypatch, "peft")
     with pytest.raises(ModelError, match=r"pip install 'npt-distill\[peft\]'$"):

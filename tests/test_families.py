@@ -15,6 +15,7 @@ import npt
 from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.adapters.layer import NPT_FORMS
 from npt.adapters.stream import model_inputs, open_stream
+from npt.base.families import FAMILIES, sliding_layers
 from npt.cli.main import main
 from npt.config import RESIDUALS, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors, collate
@@ -22,7 +23,6 @@ from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ModelError
-from npt.quant.families import FAMILIES, sliding_layers
 
 NAMES = tuple(MAKE)
 CONFIG = npt.NPTConfig(layers="1-3", rank=8, init_std_a=0.3, init_std_b=0.3, additive_scale=1.0)

@@ -10,12 +10,12 @@ import pytest
 from npt.cli.main import main
 from npt.cli.planning import _workload, forecast_calibration
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
-from npt.cost.hollow import _PACKED_PRODUCT
-from npt.cost.memory import shown
-from npt.cost.named import SHAPES
-from npt.distill.plan import Planner
 from npt.errors import ConfigError
 from npt.flags import build, read_yaml, with_safe_mode
+from npt.planning.fake_model import _PACKED_PRODUCT
+from npt.planning.memory import shown
+from npt.planning.named_models import SHAPES
+from npt.planning.plan import Planner
 from npt.presets import about, presets, settings_file
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
@@ -117,7 +117,7 @@ def test_the_command_in_a_comment_says_the_memory_beside_it(monkeypatch, capsys)
     found = PLANNED.search(about(presets()[name]))
     assert found is not None
     # room enough, whatever is free here
-    monkeypatch.setattr("npt.cost.memory.available", lambda device: 40 * GIB)
+    monkeypatch.setattr("npt.planning.memory.available", lambda device: 40 * GIB)
     status = main([*found[3].split(), "--json"])
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert status == 0 and plan["fits"] and plan["name"] == name

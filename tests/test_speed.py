@@ -15,9 +15,9 @@ import torch
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.cost.flops import count_flops
-from npt.cost.measure import matmul_roofline, storage_bytes, tensors_of
-from npt.cost.shape import Shape
+from npt.planning.flops import count_flops
+from npt.planning.measure import matmul_roofline, storage_bytes, tensors_of
+from npt.planning.shape import Shape
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = Shape(layers=4, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=96)

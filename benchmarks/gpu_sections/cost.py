@@ -21,19 +21,19 @@ import npt
 from gpu_sections.models import base_of, embedded_student, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.attach import adapter_parameters, adapters_disabled
-from npt.cost.measure import wait_for
-from npt.cost.memory import PHASES, shown
-from npt.cost.named import SHAPES, llama_config
+from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.data.sample import Sample
-from npt.distill.passes import Passes
-from npt.distill.plan import Planner
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.trial import measure
-from npt.distill.workload import Workload
 from npt.errors import is_out_of_memory
+from npt.evaluation.greedy import continue_greedily
 from npt.faults.runs import NoTokenizer
-from npt.generation.greedy import continue_greedily
+from npt.planning.memory import PHASES, shown
+from npt.planning.named_models import SHAPES, llama_config
+from npt.planning.plan import Planner
+from npt.planning.timing import measure
+from npt.planning.workload import Workload
+from npt.step.splitting import Passes
 
 PLAN_TOLERANCE = 0.15
 """Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in

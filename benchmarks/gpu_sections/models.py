@@ -8,12 +8,12 @@ import torch
 
 import npt
 from gpu_sections.runner import Bench
-from npt.cost.named import SHAPES, llama_config
-from npt.cost.shape import Shape
+from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
-from npt.quant.random_base import random_base
+from npt.planning.named_models import SHAPES, llama_config
+from npt.planning.shape import Shape
 
 PAD_ID = 2
 

@@ -23,13 +23,14 @@ from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.layer import attention_output
 from npt.adapters.stream import open_stream
-from npt.cost.measure import peak_bytes, wait_for
-from npt.cost.memory import shown
+from npt.base.device import wait_for
+from npt.base.linear import dense_weight, multiply, multiply_backward, quantized_linears
+from npt.base.precision import audit_precision
+from npt.base.random_base import STD
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import STRATEGIES
-from npt.quant.linear import dense_weight, multiply, multiply_backward, quantized_linears
-from npt.quant.precision import audit_precision
-from npt.quant.random_base import STD
+from npt.planning.measure import peak_bytes
+from npt.planning.memory import shown
 
 SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 

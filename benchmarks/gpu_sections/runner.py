@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from npt.cost.measure import wait_for
+from npt.base.device import wait_for
 from npt.files import write_json, write_text
 
 PASS, FAIL, MISS = "PASS", "FAIL", "MISS"

@@ -20,13 +20,13 @@ import npt
 from gpu_sections.models import LENGTHS, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.attach import adapter_parameters
-from npt.cost.measure import wait_for
-from npt.cost.waits import HostWaitError, no_waits
+from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.transaction import Transaction
 from npt.faults.bench import Base, Fill, Setting, Student, difference, run
 from npt.faults.runs import NoTokenizer
+from npt.planning.waits import HostWaitError, no_waits
+from npt.step.transaction import Transaction
 
 FIRST = 3
 """Smallest token id of a sample; below lie the start, end and padding tokens."""

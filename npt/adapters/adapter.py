@@ -32,7 +32,7 @@ class NPTAdapter(nn.Module):
     Parameters, all fp32: `A` [R, D]; `B[target]` and `M[target]` [O, R], with O = F for gate and
     up, D for down. `observer`, where one is set, is shown the stages of each pass as they are
     computed, from `h` to `o`. `recode`, where one is set, puts other codes in the place of the
-    tokens' own (npt/adapters/transplant.py).
+    tokens' own (npt/tools/editing/transplant.py).
 
     Args:
         config: form and size.

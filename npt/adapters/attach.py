@@ -17,14 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from npt.adapters.adapter import Mode, NPTAdapter
 from npt.adapters.layer import NPT_FORMS, NPTLayer, device_of
+from npt.base.families import MODEL_PARTS, check_layer, missing_parts
 from npt.config import NPTConfig
 from npt.errors import ConfigError, ModelError, kind_of
-from npt.quant.families import MODEL_PARTS, check_layer, missing_parts
 
 _STATE = "_npt_state"
 
 VIEWED = "_npt_viewed"
-"""Where a view (npt/generation/view.py) keeps the model that it shows."""
+"""Where a view (npt/evaluation/view.py) keeps the model that it shows."""
 
 _FORWARDS = ("_old_forward", "forward")
 """Where a module may keep a forward of its own: under accelerate's hook, or in front of its

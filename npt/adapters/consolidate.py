@@ -6,7 +6,7 @@ weight. Taken at strength alpha,
 
     y' = (1 + alpha (m - 1)) * y + alpha s
 
-it stands beside the product (npt/quant/rows.py) from then on, whatever the token: not a byte of the
+it stands beside the product (npt/base/rows.py) from then on, whatever the token: not a byte of the
 weight is written, so that it is exact on a 4-bit base and goes away without a trace. With alpha in
 (0, 1] the scale lies within the modulation's own bounds and is never 0.
 
@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import decoder_layers, format_layers, viewed
 from npt.adapters.token_modulation import TokenModulation
+from npt.base.rows import Rows, check_row_scalable, set_rows
 from npt.config import TARGETS
 from npt.errors import ConfigError, ModelError
-from npt.quant.rows import Rows, check_row_scalable, set_rows
 
 _HISTORY = "_npt_consolidated"
 

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from npt.adapters.adapter import NPTAdapter
-from npt.quant.hooks import call_around
+from npt.base.hooks import call_around
 
 
 class NPTLayer(nn.Module):
@@ -87,7 +87,7 @@ NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {
     Qwen3DecoderLayer: NPTQwen3DecoderLayer,
     SmolLM3DecoderLayer: NPTSmolLM3DecoderLayer,
 }
-"""What the decoder layer of each family (npt/quant/families.py) becomes."""
+"""What the decoder layer of each family (npt/base/families.py) becomes."""
 
 Terms = list[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, in the order gate, up, down."""

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import attached_config, decoder_layers
 from npt.adapters.layer import NPTLayer
+from npt.base.hooks import only_looks
+from npt.base.linear import quantized_linears
 from npt.errors import ModelError
-from npt.quant.hooks import only_looks
-from npt.quant.linear import quantized_linears
 
 _GATHER = "_npt_gather"
 

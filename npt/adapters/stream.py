@@ -21,11 +21,11 @@ from transformers.masking_utils import (
     padding_mask_function,
 )
 
+from npt.base.attention import SDPA, attention_name
+from npt.base.families import FAMILIES, sliding_layers
 from npt.config import ATTENTIONS
 from npt.data.batch import Batch
 from npt.errors import ModelError
-from npt.quant.attention import SDPA, attention_name
-from npt.quant.families import FAMILIES, sliding_layers
 
 MASKED = ("sdpa", SDPA, "eager", "flex_attention")
 """Attention implementations that take a mask for every pair of tokens, as packed documents need;

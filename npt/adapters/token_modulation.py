@@ -3,7 +3,7 @@ that follows from it.
 
 In an NPT layer nothing else of the context reaches the token's MLP, so that this is the whole of
 what the context did to it there. It can be read, put in the place of another token's
-(npt/adapters/transplant.py), or made part of the model (npt/adapters/consolidate.py).
+(npt/tools/editing/transplant.py), or made part of the model (npt/adapters/consolidate.py).
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ The frozen products and the modulation are computed by hand here, forward and ba
 more is computed and kept than has to be: gate and up see inputs that no adapter has touched, and
 need no backward; a packed weight is dequantised once for teacher and student, and down_proj's once
 for forward and backward; the layers of a pass use one piece of memory after the other. Where a
-layer computes in another precision than the policy's (npt/quant/precision.py), with another
+layer computes in another precision than the policy's (npt/base/precision.py), with another
 activation than SiLU, with a LoRA around a weight, or with hooks that may change a value on the way,
 the plain form of `npt.adapters.layer` is used, which calls every module as it stands and also is
 the yardstick of the tests.
 
-Whoever observes a layer, or has hooks that only look (npt/quant/hooks.py), sees the plain form's
+Whoever observes a layer, or has hooks that only look (npt/base/hooks.py), sees the plain form's
 stages, made aside from copies of the adapter's weights. What the layer gives, and every gradient
 that counts, has the same bits as without him.
 """
@@ -38,15 +38,15 @@ from npt.adapters.fused import (
 )
 from npt.adapters.layer import NPTLayer, Terms, stages_to_product, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
-from npt.quant.hooks import is_hooked, may_change
-from npt.quant.linear import (
+from npt.base.hooks import is_hooked, may_change
+from npt.base.linear import (
     is_plain_linear,
     multiply,
     multiply_backward,
     product_weight,
     quantized_linears,
 )
-from npt.quant.precision import effective_dtype
+from npt.base.precision import effective_dtype
 
 
 class Workspace:

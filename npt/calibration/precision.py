@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from npt.quant.errors import fp32_products
+from npt.base.quantization_error import fp32_products
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npt.adapters.layer import NPTLayer
+from npt.base.families import LAYER_PARTS, missing_parts
+from npt.base.hooks import may_change
+from npt.base.linear import check_readable, dense_weight
 from npt.config import TARGETS
 from npt.errors import ModelError
-from npt.quant.families import LAYER_PARTS, missing_parts
-from npt.quant.hooks import may_change
-from npt.quant.linear import check_readable, dense_weight
 
 Parameters = dict[str, Tensor]
 """A [R, D]; B.gate, B.up, M.gate, M.up [F, R]; B.down, M.down [D, R]: those that the adapter's form

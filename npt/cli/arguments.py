@@ -71,7 +71,7 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if given.get("adapter") is None:
         return dict(given)
-    from npt.adapters.io import find_adapter
+    from npt.adapters.files.adapter_files import find_adapter
 
     return {**given, "adapter": find_adapter(given["adapter"])}
 
@@ -80,7 +80,7 @@ def base_config(given: Mapping[str, Any]) -> BaseConfig:
     """The base of the flags, and where these are silent that of their adapter, which was found."""
     if given.get("adapter") is None:
         return build(BaseConfig, given)
-    from npt.quant.recipe import Recipe
+    from npt.base.recipe import Recipe
 
     record = given["adapter"].record
     recipe, name = Recipe.of_record(record), record.get("base_model_name_or_path")
@@ -105,8 +105,8 @@ def load(
     import torch
 
     import npt
-    from npt.quant.errors import product_errors, set_matmul_precision
-    from npt.quant.precision import quantization_of
+    from npt.base.precision import quantization_of
+    from npt.base.quantization_error import product_errors, set_matmul_precision
 
     places: dict[str, Any] = (
         {"device": device} if base.device_map is None else {"device_map": base.device_map}
@@ -166,7 +166,7 @@ def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[An
         The base's identity, and what is put on record of such a base: `other_base`, or nothing.
     """
     import npt
-    from npt.adapters.io import base_mismatch
+    from npt.adapters.files.adapter_files import base_mismatch
 
     base, stored = npt.base_identity(model), given["adapter"]
     if stored.folder != Path(stored.name):

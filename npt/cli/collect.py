@@ -32,12 +32,12 @@ def collect(given: dict[str, Any]) -> int:
     if given["seed"] > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     from npt.adapters.attach import check_length
+    from npt.base.load import read_config
     from npt.data.source import BUILTIN, check_source, open_source
-    from npt.distill.collect import collect as run
-    from npt.distill.collect import prompt_length
-    from npt.distill.journal import read_state
     from npt.files import to_json
-    from npt.quant.load import read_config
+    from npt.tools.collect.collect import collect as run
+    from npt.tools.collect.collect import prompt_length
+    from npt.tools.collect.journal import read_state
 
     console = make_console(stderr=given["json"])
     read_state(Path(given["output"]))

@@ -64,11 +64,12 @@ def consolidate(given: dict[str, Any]) -> int:
     import npt
     from npt.adapters.attach import resolve_layers
     from npt.adapters.consolidate import update_from
-    from npt.adapters.io import adapter_hash
+    from npt.adapters.files.adapter_files import adapter_hash
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
     from npt.data.samples import evaluation_samples
     from npt.data.source import check_source, open_source, own_heldout
-    from npt.fidelity.retention import (
+    from npt.files import to_json
+    from npt.tools.editing.edit_metrics import (
         PROBE_SAMPLES,
         Before,
         Choice,
@@ -76,8 +77,7 @@ def consolidate(given: dict[str, Any]) -> int:
         largest_alpha,
         search,
     )
-    from npt.fidelity.retention_table import print_retention
-    from npt.files import to_json
+    from npt.tools.editing.edit_table import print_retention
 
     console = make_console(stderr=given["json"])
     check_source(data)

@@ -42,8 +42,8 @@ def doctor(given: dict[str, Any]) -> int:
         )
     _check_flags(given)
     given = {"batch_size": 4, "seed": 0, **_with_config(given)}
-    from npt.data.table import print_report
     from npt.files import to_json
+    from npt.tools.data_doctor.table import print_report
 
     given = with_safe_mode(given)
     console = make_console(stderr=given["json"])
@@ -114,9 +114,9 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     given = with_data(given, EMBEDDED).given
     base, data = build(BaseConfig, given), build(DataConfig, given)
     from npt.adapters.attach import check_length
+    from npt.base.load import load_tokenizer, read_config
     from npt.data.mix import FIRST, REPLAY, check_sources, fitting, parts_of
-    from npt.data.report import examine
-    from npt.quant.load import load_tokenizer, read_config
+    from npt.tools.data_doctor.report import examine
 
     check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)

@@ -34,9 +34,9 @@ def evaluate(given: dict[str, Any]) -> int:
     from npt.data.batch import pad_id_of
     from npt.data.samples import evaluation_samples
     from npt.data.source import check_source, open_source, own_heldout
-    from npt.fidelity.attribution import refer
-    from npt.fidelity.harness import find_tasks, lm_eval
-    from npt.fidelity.table import print_fidelity, print_scores
+    from npt.evaluation.attribution import refer
+    from npt.evaluation.harness import find_tasks, lm_eval
+    from npt.evaluation.table import print_fidelity, print_scores
     from npt.files import to_json
 
     console = make_console(stderr=given["json"])
@@ -116,7 +116,7 @@ def evaluate(given: dict[str, Any]) -> int:
 
 def _check_attribution(base: BaseConfig) -> None:
     """Refuse what has no unquantised original, or nothing that it is the original of."""
-    from npt.quant.load import read_config
+    from npt.base.load import read_config
 
     if getattr(read_config(base.model_name), "quantization_config", None) is not None:
         raise ConfigError(
@@ -131,8 +131,8 @@ def _check_attribution(base: BaseConfig) -> None:
 
 
 def _load_unquantized(base: BaseConfig, precision: str) -> tuple[Any, Any]:
-    from npt.health.headroom import load_variant
-    from npt.quant.errors import set_matmul_precision
+    from npt.base.quantization_error import set_matmul_precision
+    from npt.diagnostics.headroom import load_variant
 
     attention = base.attn_implementation
     model, tokenizer = load_variant(base.model_name, precision, attn_implementation=attention)

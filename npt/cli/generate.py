@@ -34,8 +34,8 @@ def generate(given: dict[str, Any]) -> int:
     """Write behind a prompt with a saved adapter: the student, its teacher, both compared, or the
     teacher drafted by the student.
     """
+    from npt.evaluation.generate import Decoding, prompt_ids
     from npt.files import to_json
-    from npt.generation.text import Decoding, prompt_ids
 
     if given["compare"] and given["assisted"]:
         raise ConfigError(
@@ -110,8 +110,8 @@ def _single(
     json: bool,
     notes: Any,
 ) -> dict[str, Any]:
-    from npt.generation.text import write
-    from npt.generation.view import mode_view
+    from npt.evaluation.generate import write
+    from npt.evaluation.view import mode_view
 
     if not json:
         _show(text)
@@ -132,9 +132,9 @@ def _assisted(
     json: bool,
     notes: Any,
 ) -> dict[str, Any]:
-    from npt.generation.assisted import DRAFT_TOKENS, expected_acceptance, write_assisted
-    from npt.generation.text import write
-    from npt.generation.view import student_view, teacher_view
+    from npt.evaluation.assisted import DRAFT_TOKENS, expected_acceptance, write_assisted
+    from npt.evaluation.generate import write
+    from npt.evaluation.view import student_view, teacher_view
 
     # what the first call of all costs is no part of either speed
     for view in (teacher_view, student_view):
@@ -183,8 +183,8 @@ def _assisted(
 def _compare(
     model: Any, tokenizer: Any, text: str, ids: list[int], decoding: Any, json: bool
 ) -> dict[str, Any]:
-    from npt.generation.text import first_difference, write
-    from npt.generation.view import mode_view
+    from npt.evaluation.generate import first_difference, write
+    from npt.evaluation.view import mode_view
 
     console = make_console()
     with make_console(stderr=True).status("writing"):

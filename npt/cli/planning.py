@@ -150,9 +150,9 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
     """
     import torch
 
-    from npt.cost.memory import available
-    from npt.distill.plan import Planner, remedies
-    from npt.distill.trial import predict_time
+    from npt.planning.memory import available
+    from npt.planning.plan import Planner, remedies
+    from npt.planning.timing import predict_time
 
     name, workload = _workload(given)
     training = workload.training
@@ -203,11 +203,11 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     import torch
 
     from npt.adapters.attach import check_fit
+    from npt.base.load import read_config
     from npt.calibration.calibrate import check_calibration
-    from npt.cost.named import llama_config, parse_shape
-    from npt.distill.trainer import check_trainable
-    from npt.distill.workload import Workload
-    from npt.quant.load import read_config
+    from npt.planning.named_models import llama_config, parse_shape
+    from npt.planning.workload import Workload
+    from npt.train.trainer import check_trainable
 
     base, adapter, data, training = (
         build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig)
@@ -243,8 +243,8 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
     memory depends on them.
     """
     import npt
-    from npt.distill.passes import Passes
-    from npt.distill.trial import made_base, measure
+    from npt.planning.timing import made_base, measure
+    from npt.step.splitting import Passes
 
     teacher = None
     if given["shape"] is not None:
@@ -280,7 +280,7 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
 
 def print_page(page: Page, console: Any) -> None:
     """The page for a terminal of 80 columns."""
-    from npt.cost.memory import PHASES, shown
+    from npt.planning.memory import PHASES, shown
 
     w, c = page.workload, page.workload.training
     stored = "unquantised" if w.quantization is None else w.quantization.upper()
@@ -360,7 +360,7 @@ def print_page(page: Page, console: Any) -> None:
 
 
 def _calibration_lines(found: CalibrationForecast, device: str) -> list[str]:
-    from npt.cost.memory import shown
+    from npt.planning.memory import shown
 
     lines = ["not in it is what --init calibrated takes before the first step, a forecast:"]
     if found.device_bytes:
@@ -380,7 +380,7 @@ def _calibration_lines(found: CalibrationForecast, device: str) -> list[str]:
 
 
 def _print_verdict(page: Page, console: Any) -> None:
-    from npt.cost.memory import shown
+    from npt.planning.memory import shown
 
     peak = f"peak {shown(page.memory.peak)} in the {page.memory.phase}"
     if page.limit is None:

@@ -61,7 +61,7 @@ def pretrain(given: dict[str, Any]) -> int:
             "--any_base is about --resume or --adapter, which are missing; add one, or drop"
             " --any_base"
         )
-    from npt.distill.ranks import join_ranks
+    from npt.distributed.processes import join_ranks
 
     ranks = join_ranks(training.rank_timeout)
     try:
@@ -208,15 +208,15 @@ def _check(
 ) -> _Checked:
     """Refuse what can be refused before the minutes that loading a large base takes."""
     from npt.adapters.attach import check_fit
+    from npt.base.load import check_teacher, read_config
     from npt.calibration.calibrate import check_calibration
     from npt.data.mix import check_sources
-    from npt.distill.plan import Planner
-    from npt.distill.resume import changed_settings, find_resumed
-    from npt.distill.run_folder import check_free, default_folder
-    from npt.distill.trackers import check_trackers
-    from npt.distill.trainer import check_looks, check_replay, check_trainable
-    from npt.distill.workload import Workload
-    from npt.quant.load import check_teacher, read_config
+    from npt.planning.plan import Planner
+    from npt.planning.workload import Workload
+    from npt.runs.resume import changed_settings, find_resumed
+    from npt.runs.run_folder import check_free, default_folder
+    from npt.runs.trackers import check_trackers
+    from npt.train.trainer import check_looks, check_replay, check_trainable
 
     def check_folder() -> tuple[bool, Any, str, int | None]:
         """Whether a checkpoint is gone on from, the ranks that a budget was spent on in its run,
@@ -266,8 +266,8 @@ def _check(
 
 def _start_trackers(ranks: Any, training: TrainConfig, checked: _Checked) -> Any:
     """Trackers may have to wait for a network, and a signal does not wait for them."""
-    from npt.distill.signals import StopOnSignal
-    from npt.distill.trackers import start_trackers
+    from npt.runs.signals import StopOnSignal
+    from npt.runs.trackers import start_trackers
 
     with StopOnSignal(at_once=True):
         return start_trackers(ranks, training, checked.folder, resume_at=checked.resume_at)
@@ -287,8 +287,8 @@ def _train(
     """One process of a run, whose ranks it is one of."""
     import npt
     from npt.adapters.attach import AttachReport
-    from npt.distill.signals import StopOnSignal
-    from npt.fidelity.table import print_fidelity
+    from npt.evaluation.table import print_fidelity
+    from npt.runs.signals import StopOnSignal
 
     adapter, goes_on = checked.adapter, checked.goes_on
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared

@@ -70,7 +70,12 @@ def measure_products(given: Mapping[str, Any], console: Any) -> Products:
     import torch
 
     import npt
-    from npt.quant.errors import choose_precision, product_errors, product_kinds, product_seconds
+    from npt.base.quantization_error import (
+        choose_precision,
+        product_errors,
+        product_kinds,
+        product_seconds,
+    )
 
     base, data = build(BaseConfig, given), build(DataConfig, given)
     for flag in ("device_map", "shard_base"):

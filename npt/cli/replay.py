@@ -12,8 +12,8 @@ def replay(given: dict[str, Any]) -> int:
     """Take the last window of a run that gave up again: does the fault recur, where does it arise,
     is it the data or the state?
     """
-    from npt.distill.replay import replay as replay_bundle
     from npt.files import to_json
+    from npt.postmortem.replay import replay as replay_bundle
 
     result = replay_bundle(
         given["bundle"],

@@ -13,12 +13,12 @@ def report(given: dict[str, Any]) -> int:
     """Make report.html of a run or a study anew from its folder: a finished, stopped or killed one,
     or one that is under way.
     """
-    from npt.distill.run_folder import REPORT, is_run
-    from npt.distill.run_report import write_report
     from npt.errors import ConfigError
     from npt.files import to_json
     from npt.report.summary import summary
-    from npt.sweep.study import is_study
+    from npt.runs.run_folder import REPORT, is_run
+    from npt.tools.sweep.study import is_study
+    from npt.train.run_report import write_report
 
     folder = Path(given["folder"])
     output = folder / REPORT if given["output"] is None else Path(given["output"])
@@ -54,7 +54,7 @@ def report(given: dict[str, Any]) -> int:
 
 def _study(folder: Path, output: Path, json: bool) -> int:
     from npt.files import to_json
-    from npt.sweep.report import write_study_report
+    from npt.tools.sweep.report import write_study_report
 
     found = write_study_report(folder, output)
     if json:

@@ -17,13 +17,13 @@ def sweep(given: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
-    from npt.distill.run_folder import versions
     from npt.files import to_json
-    from npt.sweep.lab import check_design
-    from npt.sweep.spec import read_design
-    from npt.sweep.storage import Storage
-    from npt.sweep.study import Crew, Display, check_folder, open_folder, storage_url
-    from npt.sweep.worker import label
+    from npt.runs.run_folder import versions
+    from npt.tools.sweep.lab import check_design
+    from npt.tools.sweep.spec import read_design
+    from npt.tools.sweep.storage import Storage
+    from npt.tools.sweep.study import Crew, Display, check_folder, open_folder, storage_url
+    from npt.tools.sweep.worker import label
 
     if given["parent"] is not None:
         return _work(given)
@@ -92,10 +92,10 @@ def _work(given: dict[str, Any]) -> int:
     """A worker process. The study is the one in the folder, whatever has been written into its
     specification since.
     """
-    from npt.sweep.lab import Lab
-    from npt.sweep.storage import Storage
-    from npt.sweep.study import design_in, storage_url
-    from npt.sweep.worker import Worker
+    from npt.tools.sweep.lab import Lab
+    from npt.tools.sweep.storage import Storage
+    from npt.tools.sweep.study import design_in, storage_url
+    from npt.tools.sweep.worker import Worker
 
     console = silent_console() if given["json"] else make_console()
     folder = Path(given["study"])

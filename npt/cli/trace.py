@@ -43,9 +43,9 @@ def trace(given: dict[str, Any]) -> int:
     from npt.data.batch import batches, pad_id_of
     from npt.data.samples import Samples, no_sample
     from npt.data.source import check_source, open_source
-    from npt.distill.loop import fill_gradients
     from npt.distill.strategies import STRATEGIES as strategies
     from npt.files import to_json
+    from npt.step.train_step import fill_gradients
 
     console = make_console(stderr=given["json"])
     check_source(data)

@@ -36,10 +36,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from npt.base.precision import cast_once
 from npt.config import TrainConfig
-from npt.distill.losses import SumAndCount, weighted_sum
-from npt.fidelity.divergence import at_least_fp32, kl_of_logs
-from npt.quant.precision import cast_once
+from npt.distill.divergence import at_least_fp32, kl_of_logs
+from npt.distill.hidden_losses import SumAndCount, weighted_sum
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
 """Logits of a chunk, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward some seven

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from npt.data.batch import IGNORE_INDEX, target_index
+from npt.distill.hidden_losses import SumAndCount
 from npt.distill.logit_losses import through_head, token_cross_entropy
-from npt.distill.losses import SumAndCount
 
 
 def cross_entropy(

@@ -26,14 +26,14 @@ from npt.adapters.recompute import recomputed
 from npt.adapters.sharding import is_sharded, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
+from npt.base.hooks import call_around, may_change
 from npt.config import TrainConfig
 from npt.data.batch import Batch
+from npt.distill.divergence import nmse_per_token
+from npt.distill.hidden_losses import hidden_loss
 from npt.distill.logit_losses import row_loss, through_head
-from npt.distill.losses import hidden_loss
-from npt.distill.weights import disagreement_weights, layer_weights
+from npt.distill.loss_weights import disagreement_weights, layer_weights
 from npt.errors import NotSupportedError
-from npt.fidelity.divergence import nmse_per_token
-from npt.quant.hooks import call_around, may_change
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach, decoder_layers, detach
+from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.sample import Sample
-from npt.distill.loop import ADAM_BETAS, fill_gradients, try_micro_batch
-from npt.distill.schedule import rate_table
-from npt.distill.spikes import SpikeGuard
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.transaction import Refusal, Transaction, WindowResult
-from npt.quant.load import load_base
+from npt.step.schedule import rate_table
+from npt.step.spikes import SpikeGuard
+from npt.step.train_step import ADAM_BETAS, fill_gradients, try_micro_batch
+from npt.step.transaction import Refusal, Transaction, WindowResult
 
 PAD_ID = 2
 FIRST_ID = 3
@@ -288,7 +288,7 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | 
 
 
 class Run(Student):
-    """A student trained through the transaction, as `npt.distill.loop` does it."""
+    """A student trained through the transaction, as `npt.train.loop` does it."""
 
     def __init__(self, setting: Setting, base: Base | None = None):
         super().__init__(setting, base)

@@ -18,6 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.stream import open_stream
+from npt.diagnostics.diagnose import diagnose
+from npt.diagnostics.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
+from npt.diagnostics.tracer.masks import mask_fault
 from npt.faults import plants, poisons, runs
 from npt.faults.bench import (
     SMALL,
@@ -47,9 +50,6 @@ from npt.faults.patterns import (
 from npt.faults.plants import TENSOR
 from npt.faults.sight import as_called, sight_cases
 from npt.faults.verdict import Check, Verdict
-from npt.health.diagnose import diagnose
-from npt.health.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
-from npt.health.masks import mask_fault
 
 END_TO_END = Setting(strategy="end_to_end", logit_kl_weight=1.0)
 STUDENT_STREAM = Setting(strategy="end_to_end")

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from npt.adapters.stream import open_stream
+from npt.base.linear import quantized_linears
 from npt.data.batch import Batch, batch_from_tensors, collate, find_fault
-from npt.distill.smoke import smoke_test
+from npt.diagnostics.guards import base_fault, logits_fault, target_fault, tensor_fault
+from npt.diagnostics.tracer.masks import mask_fault
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.transaction import WindowResult
 from npt.errors import SmokeTestError
 from npt.faults import plants
 from npt.faults.bench import FIRST_ID, PAD_ID, Base, Plant, difference, run
@@ -29,9 +30,8 @@ from npt.faults.check import (
     student_of,
 )
 from npt.faults.runs import looped
-from npt.health.guards import base_fault, logits_fault, target_fault, tensor_fault
-from npt.health.masks import mask_fault
-from npt.quant.linear import quantized_linears
+from npt.step.transaction import WindowResult
+from npt.train.smoke import smoke_test
 
 # --- masks and padding
 # -----------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from npt.diagnostics.guards import moments_fault, tensor_fault
 from npt.faults.bench import Place, Plant, Setting, Student, difference, no_fault
-from npt.health.guards import moments_fault, tensor_fault
 
 if TYPE_CHECKING:
     from npt.faults.cases import Case

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from npt.diagnostics.guards import Finding
 from npt.faults import runs
 from npt.faults.bench import (
     SMALL,
@@ -26,7 +27,6 @@ from npt.faults.bench import (
     whole_window,
 )
 from npt.faults.verdict import Check, Verdict
-from npt.health.guards import Finding
 
 Expected = tuple[int, str, int | None, tuple[str, ...]]
 """A refusal that has to come: window, kind, micro-batch (None: the whole window), and what its

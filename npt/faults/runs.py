@@ -20,25 +20,25 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from npt.adapters.io import WEIGHTS_NAME, save_adapter
+from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
+from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.data.batch import Batch
-from npt.distill.bundle import read_bundle
-from npt.distill.loop import Loop, Window
-from npt.distill.progress import ProgressDisplay
-from npt.distill.run_folder import RunFolder
-from npt.distill.schedule import rate_table
-from npt.distill.signals import StopOnSignal
+from npt.diagnostics.guards import tensor_fault
 from npt.distill.strategies import STRATEGIES, MicroBatch, Strategy
-from npt.distill.trackers import Trackers
-from npt.distill.trainer import Trainer
-from npt.distill.transaction import Transaction
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.faults.bench import SMALL, Setting, Student, difference, embedded, module_of
 from npt.faults.verdict import Verdict, verdict_of
 from npt.files import to_json
-from npt.health.guards import tensor_fault
-from npt.quant.precision import audit_precision, policy_dtype
+from npt.postmortem.bundle import read_bundle
+from npt.runs.run_folder import RunFolder
+from npt.runs.signals import StopOnSignal
+from npt.runs.trackers import Trackers
+from npt.step.schedule import rate_table
+from npt.step.transaction import Transaction
+from npt.train.loop import Loop, Window
+from npt.train.progress import ProgressDisplay
+from npt.train.trainer import Trainer
 
 BAD_ID = 2048
 """One more than the largest token id of the embedded model."""
@@ -164,7 +164,7 @@ def _never() -> Any:
 @contextmanager
 def reading(late: bool) -> Iterator[None]:
     """Within the context the loop's transactions read their flags one window late, or at once."""
-    with mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)):
+    with mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=late)):
         yield
 
 

@@ -16,16 +16,16 @@ from transformers import MistralConfig, PreTrainedModel, PreTrainedTokenizerFast
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import open_stream
+from npt.base.random_base import random_base
 from npt.config import STRATEGIES, DataConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.data.samples import cut
-from npt.distill.losses import hidden_loss
+from npt.distill.hidden_losses import hidden_loss
 from npt.distill.strategies import drive
+from npt.evaluation.greedy import continue_greedily
 from npt.faults.bench import SMALL, Setting, Student, embedded
 from npt.faults.patterns import Case
 from npt.faults.verdict import Verdict, verdict_of
-from npt.generation.greedy import continue_greedily
-from npt.quant.random_base import random_base
 
 _WINDOW = 4
 

@@ -24,7 +24,10 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn import functional as F
 
+from npt.base.linear import dense_weight
 from npt.data.batch import Batch
+from npt.diagnostics.tracer.trace import trace
+from npt.diagnostics.tracer.verdict import Verdict
 from npt.faults.bench import Fill, Plant, Setting, Student, module_of
 from npt.faults.plants import (
     batch_fault,
@@ -37,9 +40,6 @@ from npt.faults.plants import (
     trained_head,
 )
 from npt.faults.poisons import Poison, frozen, statistic, weight
-from npt.health.trace import trace
-from npt.health.verdict import Verdict
-from npt.quant.linear import dense_weight
 
 LOCAL = Setting(layers="2,5", windows=1)
 END_TO_END = replace(LOCAL, strategy="end_to_end")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from npt.fidelity.shown import FIGURES, percent
+from npt.evaluation.formatting import FIGURES, percent
 from npt.report.charts import Stop, track
 from npt.report.lines import number as as_number
 from npt.report.markup import details, figure, lacking, table, text

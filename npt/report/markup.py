@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from npt.fidelity.shown import FIGURES
+from npt.evaluation.formatting import FIGURES
 from npt.report.lines import number as as_number
 
 TEXT = 300

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from npt.fidelity.shown import percent
+from npt.evaluation.formatting import percent
 from npt.report.charts import histogram
 from npt.report.lines import count
 from npt.report.lines import number as as_number

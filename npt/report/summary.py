@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npt.fidelity.shown import FIGURES
+from npt.evaluation.formatting import FIGURES
 from npt.report.lines import number
 from npt.report.run import RunRecord
 

@@ -14,16 +14,22 @@ from torch.testing import assert_close
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.consolidate import Update, product_of
-from npt.adapters.consolidated_files import HISTORY_NAME, ROWS_NAME
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, adapter_hash, base_mismatch
+from npt.adapters.files.adapter_files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    adapter_hash,
+    base_mismatch,
+)
+from npt.adapters.files.consolidated_files import HISTORY_NAME, ROWS_NAME
 from npt.adapters.layer import attention_output, student_output
 from npt.adapters.stream import open_stream
+from npt.base.linear import quantized_linears
+from npt.base.rows import RowScaled, rows_of
 from npt.config import RESIDUALS, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import AdapterFileError, ConfigError, ModelError
-from npt.quant.linear import quantized_linears
-from npt.quant.rows import RowScaled, rows_of
 
 
 def logits(model) -> torch.Tensor:

@@ -25,16 +25,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_uti
 from transformers.utils import logging as transformers_logging
 
 import npt
-from npt.adapters import export as exporting
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.consolidate import Update
-from npt.adapters.export import CODE, CODE_FILES, write_export
-from npt.adapters.io import CONFIG_NAME
+from npt.adapters.files import export as exporting
+from npt.adapters.files.adapter_files import CONFIG_NAME
+from npt.adapters.files.export import CODE, CODE_FILES, write_export
+from npt.base.linear import quantized_linears
+from npt.base.recipe import ENTRY
 from npt.cli.main import main
 from npt.errors import ModelError
-from npt.generation.text import Decoding, write
-from npt.quant.linear import quantized_linears
-from npt.quant.recipe import ENTRY
+from npt.evaluation.generate import Decoding, write
 
 IDS = torch.tensor([[1, 5, 9, 33, 7, 801, 12, 90], [1, 6, 2, 400, 8, 3, 77, 5]])
 LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import npt
 from npt.adapters.attach import adapter_parameters, attached_config, is_attached
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, base_mismatch
+from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, base_mismatch
 from npt.errors import AdapterFileError, ModelError
 
 CONFIG = npt.NPTConfig(

@@ -8,7 +8,7 @@ from test_token_modulation import IDS, student
 
 import npt
 from npt.adapters.attach import adapter_parameters, is_attached
-from npt.adapters.io import WEIGHTS_NAME
+from npt.adapters.files.adapter_files import WEIGHTS_NAME
 from npt.errors import AdapterFileError, ModelError
 
 peft = pytest.importorskip("peft")

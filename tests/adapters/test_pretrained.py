@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import npt
-from npt.adapters import hub
 from npt.adapters.attach import adapter_parameters
-from npt.adapters.hub import adapter_folder
-from npt.adapters.io import CARD_NAME, CONFIG_NAME, FILES, for_hub
+from npt.adapters.files import hub
+from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES, for_hub
+from npt.adapters.files.hub import adapter_folder
+from npt.base.load import EMBEDDED_FOLDER
+from npt.base.recipe import ENTRY, Recipe
 from npt.errors import AdapterFileError, ModelError
-from npt.quant.load import EMBEDDED_FOLDER
-from npt.quant.recipe import ENTRY, Recipe
 
 RECIPES = {
     "nf4": {"quantization": "nf4"},

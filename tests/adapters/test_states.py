@@ -25,11 +25,11 @@ from npt.adapters.attach import (
     set_adapters,
 )
 from npt.adapters.consolidate import consolidated, product_of
+from npt.base.rows import RowScaled
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ModelError
-from npt.quant.rows import RowScaled
 
 LoadModel = Callable[..., Any]
 BATCH = batch_from_tensors(torch.tensor([IDS]), torch.ones(1, len(IDS), dtype=torch.int64))

@@ -21,11 +21,11 @@ from npt.adapters import fused, trained
 from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.trained import Work, Workspace, is_fusable, stacked_outputs, trained_output
+from npt.base.hooks import only_looks
+from npt.base.linear import quantized_linears
+from npt.base.rows import set_rows
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import drive
-from npt.quant.hooks import only_looks
-from npt.quant.linear import quantized_linears
-from npt.quant.rows import set_rows
 
 N, D, F = 11, 64, 128
 FORMS = [

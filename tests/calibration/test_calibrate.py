@@ -398,7 +398,7 @@ def test_estimate_progress_and_table_are_shown(load_model, tokenizer) -> None:
 
 
 def test_memory_beside_the_base_grows_with_the_tokens_by_a_bounded_amount() -> None:
-    model = npt.quant.load.read_config("tiny")
+    model = npt.base.load.read_config("tiny")
     config, cpu = npt.NPTConfig(rank=16), torch.device("cpu")
     few, many = (
         calibrating.plan(config, model, (4, 5), (16, 16), tokens, 3)

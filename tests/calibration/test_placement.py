@@ -17,6 +17,7 @@ from torch import Tensor
 
 import npt
 from npt.adapters.attach import at_random_start
+from npt.base.random_base import random_base
 from npt.calibration import calibrate as calibrating
 from npt.calibration import sensitivity, solve
 from npt.calibration.calibrate import HOST
@@ -24,10 +25,9 @@ from npt.calibration.placement import PREFERENCES, Placement, free_bytes, or_on_
 from npt.calibration.plan import HOST_KEEP, SHARE, Plan, Seconds, plan
 from npt.calibration.precision import full_precision
 from npt.calibration.rows import Rows
-from npt.cost.measure import peak_bytes
-from npt.cost.named import llama_config, parse_shape
 from npt.data.batch import batch_from_tensors
-from npt.quant.random_base import random_base
+from npt.planning.measure import peak_bytes
+from npt.planning.named_models import llama_config, parse_shape
 
 CUDA = torch.device("cuda", 0)
 TINY = {"layers": "1-2", "rank": 8}

@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
 from npt.adapters.attach import npt_layers, resolve_layers
+from npt.base.linear import quantized_linears
 from npt.config import NPTConfig, TrainConfig
-from npt.cost.flops import adapter_flops, count_flops, floor_flops, layer_flops, training_flops
-from npt.cost.shape import LLAMA_3_1_8B, Shape
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
-from npt.quant.linear import quantized_linears
+from npt.planning.flops import adapter_flops, count_flops, floor_flops, layer_flops, training_flops
+from npt.planning.shape import LLAMA_3_1_8B, Shape
 
 ALL = range(32)
 LENGTH = 96
@@ -59,7 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, load_model: Any) -> Any:
     """A random Llama whose layers are wide beside everything else: D 128, F 352, 5 layers, V 160."""
     import shutil
 
-    from npt.quant import load as loading
+    from npt.base import load as loading
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -232,7 +232,7 @@ def test_the_low_rank_products_grow_with_rank_targets_and_terms():
 
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from npt.quant import attention
+        from npt.base import attention
 
         monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: True)
         monkeypatch.setattr(attention, "_has_exact_backward", lambda query, causal: True)

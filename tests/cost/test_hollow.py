@@ -11,14 +11,14 @@ import torch
 from transformers import LlamaConfig
 
 import npt
-import npt.quant.attention
+import npt.base.attention
 from npt.adapters.attach import adapter_parameters
+from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
-from npt.cost.hollow import Hollow, bytes_of
-from npt.cost.measure import peak_bytes, storage_bytes, tensors_of
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.quant.random_base import random_base
+from npt.planning.fake_model import Hollow, bytes_of
+from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
 
 ROWS, LENGTH = 3, 40
 
@@ -120,7 +120,7 @@ def test_a_layer_of_the_largest_models_is_counted_without_memory() -> None:
 def test_few_blocks_of_rows_take_what_all_of_them_take(monkeypatch) -> None:
     """Blocks of some rows, as a layer of a large model has hundreds of."""
     from npt.adapters import fused
-    from npt.cost import hollow
+    from npt.planning import fake_model as hollow
 
     monkeypatch.setitem(fused.BLOCK, "cpu", 12 * 160)
     place = Hollow()
@@ -141,8 +141,8 @@ def test_few_blocks_of_rows_take_what_all_of_them_take(monkeypatch) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_of_fp32_on_cuda_is_counted_in_linear_memory(monkeypatch, attention) -> None:
     """The kernels' shapes are torch's own; that a device takes them is said to it here."""
-    monkeypatch.setattr(npt.quant.attention, "_on_cuda_in_fp32", lambda *tensors: True)
-    monkeypatch.setattr(npt.quant.attention, "_has_exact_backward", lambda query, causal: True)
+    monkeypatch.setattr(npt.base.attention, "_on_cuda_in_fp32", lambda *tensors: True)
+    monkeypatch.setattr(npt.base.attention, "_has_exact_backward", lambda query, causal: True)
     place = Hollow()
     model = place.base(LLAMA, "nf4", torch.bfloat16, ADAPTER, attn_implementation=attention)
     config = TrainConfig(strategy="end_to_end")

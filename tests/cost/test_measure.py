@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import npt
-from npt.cost.measure import live_bytes, matmul_roofline, peak_bytes, storage_bytes, tensors_of
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
+from npt.planning.measure import live_bytes, matmul_roofline, peak_bytes, storage_bytes, tensors_of
 
 MIB = 1 << 20
 
@@ -101,7 +101,7 @@ FIRST = """
 import gc, os, sys
 from pathlib import Path
 
-import npt.cost.measure, torch
+import npt.planning.measure, torch
 
 assert "bitsandbytes" in sys.modules
 
@@ -115,11 +115,11 @@ def call():
     torch.ones(32 << 20)
 
 if os.access("/proc/self/clear_refs", os.W_OK):
-    npt.cost.measure.peak_bytes(call, "cpu")  # what the profiler itself keeps
+    npt.planning.measure.peak_bytes(call, "cpu")  # what the profiler itself keeps
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     resident = status("VmRSS")
-    added = npt.cost.measure.peak_bytes(call, "cpu").added
+    added = npt.planning.measure.peak_bytes(call, "cpu").added
     Path(sys.argv[1]).write_text(f"{added} {status('VmHWM') - resident}")
 """
 

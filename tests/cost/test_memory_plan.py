@@ -8,10 +8,10 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
-from npt.cost.memory import MemoryPlan, Term, adapter_numbers, available, shown, state_terms
-from npt.cost.named import SHAPES, llama_config, parse_shape
-from npt.cost.shape import Shape
 from npt.errors import ConfigError
+from npt.planning.memory import MemoryPlan, Term, adapter_numbers, available, shown, state_terms
+from npt.planning.named_models import SHAPES, llama_config, parse_shape
+from npt.planning.shape import Shape
 
 
 @pytest.mark.parametrize(

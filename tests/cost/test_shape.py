@@ -4,8 +4,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from npt.adapters.attach import decoder_layers
-from npt.cost.named import SHAPES
-from npt.cost.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
+from npt.planning.named_models import SHAPES
+from npt.planning.shape import LLAMA_3_1_8B, LLAMA_3_2_1B, Shape
 
 SMALL = {
     "vocab_size": 96,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npt.config import DataConfig
-from npt.data.broken import NAMED, Broken, Reading
 from npt.data.source import open_source
 from npt.errors import DataError
+from npt.tools.data_doctor.broken import NAMED, Broken, Reading
 
 
 def read(path: Path, **settings) -> tuple[list[dict], Reading]:

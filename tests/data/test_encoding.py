@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 import npt
+from npt.base.load import EMBEDDED_FOLDER
 from npt.data.batch import collate, pad_id_of
 from npt.data.encoding import Counts
 from npt.data.local import PIECE
 from npt.data.samples import cut
 from npt.errors import DataError
-from npt.quant.load import EMBEDDED_FOLDER
 
 BOS, EOS, PAD = 0, 1, 2  # of the tokenizer fixture and of the embedded one
 SHARED = settings(

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npt
+from npt.base.load import load_tokenizer
 from npt.cli.main import main
 from npt.data.encoding import BEHIND, EARLIER, UNWRITTEN, Counts
 from npt.data.forms import ALPACA, ALPACA_WITH_INPUT, ROLES, alpaca_message, alpaca_prompt
 from npt.data.prompts import prompt_record
 from npt.data.samples import cut
 from npt.errors import DataError
-from npt.quant.load import load_tokenizer
 
 SHARED = settings(
     deadline=None,

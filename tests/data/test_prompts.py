@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
+from npt.base.load import load_tokenizer
 from npt.config import DataConfig
 from npt.data.encoding import Counts, encode
 from npt.data.prompts import prompt_record, read_prompts
 from npt.errors import DataError
-from npt.quant.load import load_tokenizer
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if"

@@ -13,16 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from npt.base.load import load_tokenizer
 from npt.config import DataConfig
 from npt.data.encoding import Counts
-from npt.data.report import Copies, DataReport, Lengths, Reservoir, escaped, examine, show
 from npt.data.sample import IGNORE_INDEX, Sample
 from npt.data.samples import cut
 from npt.data.source import open_source
-from npt.data.table import CLOSE, OPEN, print_report
 from npt.errors import DataError
 from npt.files import to_json
-from npt.quant.load import load_tokenizer
+from npt.tools.data_doctor.report import (
+    Copies,
+    DataReport,
+    Lengths,
+    Reservoir,
+    escaped,
+    examine,
+    show,
+)
+from npt.tools.data_doctor.table import CLOSE, OPEN, print_report
 
 VOCAB = 2048
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from stopped_runs import BAD, RARE, good, make_trainer, stop, with_row
 
-from npt.distill.trainer import Trainer
+from npt.train.trainer import Trainer
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -29,18 +29,18 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.sample import Sample
-from npt.distill.loop import Loop, Window
-from npt.distill.progress import ProgressDisplay
-from npt.distill.ranks import Ranks
-from npt.distill.run_folder import RunFolder
-from npt.distill.schedule import rate_table
-from npt.distill.signals import StopOnSignal
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.trackers import Trackers
-from npt.distill.trainer import Trainer
-from npt.distill.transaction import Transaction
-from npt.distill.unwritten import UnwrittenFolder
+from npt.distributed.processes import Ranks
 from npt.faults.runs import NoTokenizer
+from npt.runs.null_run_folder import UnwrittenFolder
+from npt.runs.run_folder import RunFolder
+from npt.runs.signals import StopOnSignal
+from npt.runs.trackers import Trackers
+from npt.step.schedule import rate_table
+from npt.step.transaction import Transaction
+from npt.train.loop import Loop, Window
+from npt.train.progress import ProgressDisplay
+from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 
@@ -153,7 +153,7 @@ def looped(
     folder = RunFolder(out) if ranks.main else UnwrittenFolder(out)
     stop = StopOnSignal()
     saved: list[int] = []
-    with mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)):
+    with mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=late)):
         loop = Loop(
             student(base),
             planting,
@@ -257,7 +257,7 @@ def trained(
 
     trainer.strategy = watching
     with mock.patch(
-        "npt.distill.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)
+        "npt.train.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)
     ):
         result = without_report(trainer).train()
     folder = Path(out)
@@ -288,7 +288,7 @@ def planted(plant: str, model: Any) -> None:
 
 def failing_at(save_steps: int | None, plant: str) -> Any:
     """`write_checkpoint`, which finds the disk full: at its second call, or at its first."""
-    from npt.distill.checkpoint import write_checkpoint
+    from npt.runs.checkpoint import write_checkpoint
 
     calls = iter(range(10**6))
 

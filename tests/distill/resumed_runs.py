@@ -21,8 +21,8 @@ import npt
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.distill.strategies import MicroBatch
-from npt.distill.trainer import Trainer, TrainResult
 from npt.faults.runs import NoTokenizer
+from npt.train.trainer import Trainer, TrainResult
 
 RARE = 99
 """A token whose embedding overflows in the base of `poisoned_folder`: its micro-batches are refused

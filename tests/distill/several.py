@@ -24,10 +24,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from npt.distill.ranks import Ranks, exit_status_of, join_ranks
+from npt.distributed.processes import Ranks, exit_status_of, join_ranks
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["npt.distill.trainer", "npt.demo", "npt.faults.runs", "torch.distributed"]
+    ["npt.train.trainer", "npt.demo", "npt.faults.runs", "torch.distributed"]
 )
 
 DEADLINE = 60.0

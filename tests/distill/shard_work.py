@@ -16,8 +16,8 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
-from npt.distill.ranks import Ranks
 from npt.distill.strategies import STRATEGIES
+from npt.distributed.processes import Ranks
 from npt.faults.runs import NoTokenizer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)

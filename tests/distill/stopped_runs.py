@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import npt
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.distill.trainer import Trainer
-from npt.distill.transaction import Transaction
 from npt.errors import TooManyRefusalsError
 from npt.faults.runs import NoTokenizer
+from npt.step.transaction import Transaction
+from npt.train.trainer import Trainer
 
 RARE = 99
 """A token that only the record `bad` has."""
@@ -105,7 +105,7 @@ def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
 def stop(trainer: Trainer, late: bool = False) -> Path:
     """Train until the run gives up; its bundle."""
     with (
-        mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=late)),
+        mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=late)),
         pytest.raises(TooManyRefusalsError) as caught,
     ):
         trainer.train()

@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
-from npt.distill.bundle import read_bundle
 from npt.errors import BundleError
+from npt.postmortem.bundle import read_bundle
 
 RECORD, STATE, WINDOW = "postmortem.json", "state.safetensors", "window.safetensors"
 

@@ -21,9 +21,9 @@ from npt.adapters.attach import adapter_parameters, attached_config
 from npt.cli.main import main
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.sample import Sample
-from npt.distill import calibrated_start as starting
-from npt.distill.trainer import Trainer
 from npt.errors import ConfigError
+from npt.train import calibrated_start as starting
+from npt.train.trainer import Trainer
 
 
 def texts(count: int, seed: int = 0) -> list[dict[str, str]]:

@@ -22,11 +22,11 @@ from npt.config import DataConfig, NPTConfig
 from npt.data.batch import Batch, batches, collate, documents_of
 from npt.data.packing import pack
 from npt.data.sample import Sample
-from npt.distill.bundle import read_bundle
-from npt.distill.passes import Passes
-from npt.distill.postmortem import write_postmortem
-from npt.distill.replay import replay, replay_batch
 from npt.errors import BundleError
+from npt.postmortem.bundle import read_bundle
+from npt.postmortem.replay import replay, replay_batch
+from npt.postmortem.write import write_postmortem
+from npt.step.splitting import Passes
 
 
 def packed_rows(count: int = 3) -> list[Sample]:

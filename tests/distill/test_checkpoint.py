@@ -26,8 +26,10 @@ from torch import nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
-from npt.distill import checkpoint as checkpoint_module
-from npt.distill.checkpoint import (
+from npt.errors import AdapterFileError, CheckpointError, NPTError
+from npt.random_state import random_state
+from npt.runs import checkpoint as checkpoint_module
+from npt.runs.checkpoint import (
     OPTIMIZER_TENSORS,
     checkpoints,
     newest_good,
@@ -36,10 +38,8 @@ from npt.distill.checkpoint import (
     write_checkpoint,
     write_manifest,
 )
-from npt.distill.loop import new_transaction
-from npt.distill.transaction import Transaction
-from npt.errors import AdapterFileError, CheckpointError, NPTError
-from npt.random_state import random_state
+from npt.step.train_step import new_transaction
+from npt.step.transaction import Transaction
 
 RECORD, TENSORS, MANIFEST = "state.json", "state.safetensors", "manifest.json"
 FILES = [

@@ -17,16 +17,16 @@ from sentencepieces import speaker_of, tokenizer_of
 
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters
-from npt.adapters.io import adapter_hash
+from npt.adapters.files.adapter_files import adapter_hash
+from npt.base.identity import BaseIdentity
 from npt.config import DataConfig
 from npt.data.encoding import Counts
 from npt.data.sample import Sample
 from npt.data.samples import cut
 from npt.data.source import open_source
-from npt.distill.collect import collect
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
-from npt.fidelity.partings import compare_prompts
-from npt.quant.identity import BaseIdentity
+from npt.evaluation.greedy_divergence import compare_prompts
+from npt.tools.collect.collect import collect
 
 NEW = 5
 CONFIG = DataConfig(max_length=40)
@@ -228,7 +228,7 @@ def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_
 
 
 def test_a_tie_that_rounding_decides_is_no_disagreement(close, tokenizer, monkeypatch) -> None:
-    from npt.fidelity import partings as module
+    from npt.evaluation import greedy_divergence as module
 
     prompts = [Sample("p", tuple(tokenizer("import os")["input_ids"]))]
     (before,) = compare_prompts(close, prompts, NEW, frozenset({1}))

@@ -22,10 +22,10 @@ from test_run_folder import files_of_at_most
 import npt
 from npt.cli.main import main
 from npt.data.batch import Batch
-from npt.distill import checkpoint as checkpoint_module
-from npt.distill import run_folder
-from npt.distill.checkpoint import newest_good
 from npt.errors import CheckpointError, ConfigError, DataError
+from npt.runs import checkpoint as checkpoint_module
+from npt.runs import run_folder
+from npt.runs.checkpoint import newest_good
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO]
 

@@ -21,15 +21,15 @@ from npt.adapters import trained
 from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.recompute import recomputed
+from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
-from npt.cost.measure import peak_bytes
 from npt.data.batch import Batch, batch_from_tensors
-from npt.distill.loop import new_transaction
-from npt.distill.passes import Passes, added
+from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import MicroBatch, drive
 from npt.errors import ConfigError
-from npt.health.recorder import Recorder
-from npt.quant.random_base import random_base
+from npt.planning.measure import peak_bytes
+from npt.step.splitting import Passes, added
+from npt.step.train_step import new_transaction
 
 FORMS = (
     NPTConfig(rank=4, layers="all", additive_scale=1.0),

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from several import several
 
-from npt.distill.heartbeat import Heartbeat
-from npt.distill.ranks import Ranks, _check_devices, join_ranks
-from npt.distill.transaction import Transaction
+from npt.distributed.heartbeat import Heartbeat
+from npt.distributed.processes import Ranks, _check_devices, join_ranks
 from npt.errors import ConfigError, RankError
+from npt.step.transaction import Transaction
 
 FAST: dict[str, Any] = {"period": 0.02, "silence": 0.3}
 
@@ -198,7 +198,7 @@ def test_of_three_ranks_the_silent_one_is_named(store: dist.Store, beating: Any)
     store.set("npt/left/1", "{}")  # it has lost rank 2 as well
     freeze(lost)
     with (
-        mock.patch("npt.distill.ranks.ANSWER_SECONDS", 0.2),
+        mock.patch("npt.distributed.processes.ANSWER_SECONDS", 0.2),
         pytest.raises(RankError, match=r"^rank 2 does not answer any more"),
     ):
         ranks.wait_for(Arrival())
@@ -261,7 +261,7 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
 
     after = []
     with mock.patch(
-        "npt.distill.transaction._to_host", lambda record: (record, Arrival(happened=True))
+        "npt.step.transaction._to_host", lambda record: (record, Arrival(happened=True))
     ):
         for _ in range(2):
             transaction.micro_batch(fill)
@@ -351,7 +351,7 @@ def test_two_ranks_on_one_gpu_are_named() -> None:
 def test_a_process_that_is_shown_one_gpu_takes_it(
     monkeypatch: pytest.MonkeyPatch, count: int, local_rank: int, index: int
 ) -> None:
-    from npt.distill.ranks import _own_device
+    from npt.distributed.processes import _own_device
 
     chosen: list[int] = []
     monkeypatch.setenv("NPT_DEVICE", "")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npt.distill.journal import Journal, read_state
 from npt.errors import ConfigError
+from npt.tools.collect.journal import Journal, read_state
 
 SETTINGS = {"base": "a" * 64, "--max_new_tokens": 8, "--prompt_column": None}
 MARKS = {"base_hash": "a" * 64}

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.data.batch import Batch
-from npt.distill import loop as loop_module
-from npt.distill import trainer as trainer_module
-from npt.distill import transaction as module
-from npt.distill.spikes import SpikeGuard
-from npt.distill.transaction import IN_FLIGHT, Transaction
 from npt.errors import NoMemoryError, TooManyRefusalsError
+from npt.step import transaction as module
+from npt.step.spikes import SpikeGuard
+from npt.step.transaction import IN_FLIGHT, Transaction
+from npt.train import loop as loop_module
+from npt.train import trainer as trainer_module
 
 
 @dataclass

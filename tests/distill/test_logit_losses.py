@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from npt.config import LOGIT_LOSSES, TrainConfig
 from npt.distill import logit_losses
+from npt.distill.hidden_losses import SumAndCount
 from npt.distill.logit_losses import (
     forward_kl,
     jsd,
@@ -25,7 +26,6 @@ from npt.distill.logit_losses import (
     through_head,
     token_cross_entropy,
 )
-from npt.distill.losses import SumAndCount
 
 N, D, V = 5, 6, 11
 W = 0.3

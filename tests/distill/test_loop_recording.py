@@ -24,14 +24,14 @@ import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
-from npt.distill import loop as loop_module
-from npt.distill import step_recording
+from npt.diagnostics.recorder.record import Record
+from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.trainer import Trainer
-from npt.distill.transaction import Transaction
 from npt.errors import TooManyRefusalsError
-from npt.health.record import Record
-from npt.health.recorder import Recorder
+from npt.step.transaction import Transaction
+from npt.train import loop as loop_module
+from npt.train import step_recording
+from npt.train.trainer import Trainer
 
 
 def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
@@ -76,7 +76,7 @@ def build(
 def drawn(monkeypatch) -> list[list[int]]:
     """The steps that are handed to the part that draws, which is replaced."""
     calls: list[list[int]] = []
-    picture = ModuleType("npt.health.picture")
+    picture = ModuleType("npt.diagnostics.recorder.picture")
 
     def write_pictures(records: list[Record], folder: Path) -> list[Path]:
         calls.append([record.step for record in records])
@@ -84,8 +84,8 @@ def drawn(monkeypatch) -> list[list[int]]:
         return [folder / "trace.html"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.health.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.health"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
     return calls
 
 
@@ -361,7 +361,7 @@ def test_pictures_that_cannot_be_drawn_end_nothing(build, monkeypatch) -> None:
     def broken(*_: Any) -> None:
         raise ImportError("no module named matplotlib")
 
-    monkeypatch.setattr(sys.modules["npt.health.picture"], "write_pictures", broken)
+    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder.picture"], "write_pictures", broken)
     trainer = build(trace_steps="1")
     result = trainer.train()
     assert result.steps == 6 and list(records(result.folder)) == [1]

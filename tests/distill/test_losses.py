@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from npt.config import LOSSES, TrainConfig
-from npt.distill.losses import SumAndCount, cosine, direction, hidden_loss, mse, nmse, smooth_l1
+from npt.distill.hidden_losses import (
+    SumAndCount,
+    cosine,
+    direction,
+    hidden_loss,
+    mse,
+    nmse,
+    smooth_l1,
+)
 
 N, D = 5, 7
 BETA, WEIGHT = 0.3, 0.25

@@ -12,11 +12,11 @@ from resumed_runs import Runs, events, lines, records, strict
 from torch import nn
 
 import npt
-from npt.cost.memory import PHASES
 from npt.data.batch import Batch
-from npt.distill import trainer as module
-from npt.distill.plan import Planner
 from npt.errors import ConfigError
+from npt.planning.memory import PHASES
+from npt.planning.plan import Planner
+from npt.train import trainer as module
 
 # What is done about a plan does not depend on what was counted.
 pytestmark = pytest.mark.usefixtures("counted_by_a_formula")

@@ -25,17 +25,18 @@ from npt.config import DataConfig
 from npt.data.loader import Loader
 from npt.data.sample import Sample
 from npt.data.samples import Samples
-from npt.distill import loop, rebuilt
-from npt.distill.replay import replay, replay_batch
-from npt.distill.smoke import smoke_test
+from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES
-from npt.distill.transaction import Transaction
+from npt.evaluation.attribution import refer
+from npt.evaluation.modulation import measure_modulation
 from npt.faults.bench import SMALL, Run, Setting, clean_run, let_draw
 from npt.faults.runs import NoTokenizer
-from npt.fidelity.attribution import refer
-from npt.fidelity.modulation import measure_modulation
-from npt.health.diagnose import diagnose
+from npt.postmortem import restore as rebuilt
+from npt.postmortem.replay import replay, replay_batch
 from npt.random_state import named_draws, random_state
+from npt.step.transaction import Transaction
+from npt.train import loop
+from npt.train.smoke import smoke_test
 
 DRAWING = Setting(change=let_draw)
 
@@ -231,7 +232,7 @@ def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> N
         if not bool(((batch.input_ids == RARE) | (batch.input_ids >= vocab_size)).any()):
             transaction.micro_batch(fill, batch.sample_ids, batch.offset)
 
-    with mock.patch("npt.distill.loop.Transaction", functools.partial(Transaction, late=True)):
+    with mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=True)):
         refused = runs.run("refused", num_epochs=1)
         with mock.patch.object(loop, "try_micro_batch", passed_over):
             never = runs.run("never", num_epochs=1)

@@ -30,11 +30,11 @@ from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batches, collate
 from npt.data.sample import Sample
-from npt.distill.loop import fill_gradients
-from npt.distill.passes import Passes, added, tried
 from npt.distill.strategies import MicroBatch, drive
-from npt.distill.trainer import Trainer
 from npt.errors import NoMemoryError, is_out_of_memory
+from npt.step.splitting import Passes, added, tried
+from npt.step.train_step import fill_gradients
+from npt.train.trainer import Trainer
 
 IMPOSSIBLE = 1 << 50
 """Bytes, more than any address space has: what asking for them raises is what torch raises where
@@ -444,7 +444,7 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
 
 
 def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
-    from npt.distill import trainer as module
+    from npt.train import trainer as module
 
     evaluate, sizes = module.evaluate, []
 

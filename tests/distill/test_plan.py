@@ -14,18 +14,21 @@ import torch
 from transformers import LlamaConfig
 
 import npt
+from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
-from npt.cost.hollow import Hollow
-from npt.cost.measure import Peak
-from npt.cost.memory import PHASES
-from npt.distill import loop, plan, transaction, trial
-from npt.distill.passes import Passes
-from npt.distill.plan import Planner, remedies
-from npt.distill.transaction import IN_FLIGHT, Transaction
-from npt.distill.trial import StepTime, measure, predict_time
-from npt.distill.workload import Depth, Workload
 from npt.errors import ConfigError
-from npt.quant.random_base import random_base
+from npt.planning import plan
+from npt.planning import timing as trial
+from npt.planning.fake_model import Hollow
+from npt.planning.measure import Peak
+from npt.planning.memory import PHASES
+from npt.planning.plan import Planner, remedies
+from npt.planning.timing import StepTime, measure, predict_time
+from npt.planning.workload import Depth, Workload
+from npt.step import transaction
+from npt.step.splitting import Passes
+from npt.step.transaction import IN_FLIGHT, Transaction
+from npt.train import loop
 
 LENGTH = 48
 

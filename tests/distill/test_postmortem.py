@@ -23,17 +23,19 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
-from npt.distill import postmortem, run_folder
-from npt.distill.bundle import read_bundle
-from npt.distill.loop import Window, fill_gradients, new_transaction
-from npt.distill.postmortem import Situation, first_fault, suspect, untouched, write_postmortem
-from npt.distill.replay import replay
-from npt.distill.run_folder import RunFolder
+from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import STRATEGIES
-from npt.distill.trainer import Trainer
-from npt.distill.transaction import Refusal, Trace, WindowResult
 from npt.errors import TooManyRefusalsError
-from npt.health.verdict import Verdict
+from npt.postmortem import write as postmortem
+from npt.postmortem.bundle import read_bundle
+from npt.postmortem.replay import replay
+from npt.postmortem.write import Situation, first_fault, suspect, untouched, write_postmortem
+from npt.runs import run_folder
+from npt.runs.run_folder import RunFolder
+from npt.step.train_step import fill_gradients, new_transaction
+from npt.step.transaction import Refusal, Trace, WindowResult
+from npt.train.loop import Window
+from npt.train.trainer import Trainer
 
 WINDOW = [
     collate([Sample("a", (5, 6, 7)), Sample("b", (8,))], 2),
@@ -483,7 +485,7 @@ def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(
         if number == 0:
             folders[0]._logs["events.jsonl"] = run_folder._Log(Path("/dev/full"))
             monkeypatch.setattr(postmortem, "save_file", no_space)
-            monkeypatch.setattr("npt.adapters.io.save_file", no_space)
+            monkeypatch.setattr("npt.adapters.files.adapter_files.save_file", no_space)
 
     monkeypatch.setattr(RunFolder, "__init__", kept)
     with pytest.raises(TooManyRefusalsError) as caught:

@@ -16,9 +16,9 @@ import pytest
 from rank_work import loaded, looped, loops, random_windows, records, trained
 from several import Ended, several, values
 
-from npt.distill.checkpoint import read_checkpoint
-from npt.distill.ranks import Ranks, join_ranks
+from npt.distributed.processes import Ranks, join_ranks
 from npt.errors import ConfigError
+from npt.runs.checkpoint import read_checkpoint
 
 GOOD = [[f"good {window} {i}" for i in range(4)] for window in range(3)]
 

@@ -22,16 +22,16 @@ from safetensors.torch import load_file, save_file
 from stopped_runs import BAD, acting, good, stop
 
 import npt
+from npt.base.load import EMBEDDED_FOLDER
+from npt.base.precision import declared_dtype
 from npt.cli.main import main
 from npt.data.batch import IGNORE_INDEX, batch_from_tensors
 from npt.data.samples import Sample
-from npt.distill import rebuilt
-from npt.distill.bundle import read_bundle
-from npt.distill.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
-from npt.distill.transaction import Refusal
 from npt.errors import BundleError, ConfigError
-from npt.quant.load import EMBEDDED_FOLDER
-from npt.quant.precision import declared_dtype
+from npt.postmortem import restore as rebuilt
+from npt.postmortem.bundle import read_bundle
+from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
+from npt.step.transaction import Refusal
 
 ROOT = Path(npt.__file__).parent.parent
 

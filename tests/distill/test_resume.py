@@ -37,15 +37,15 @@ from torch import nn
 import npt
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill import spikes
-from npt.distill.checkpoint import MANIFEST, write_manifest
-from npt.distill.identity import check_same_data, data_identity
-from npt.distill.resume import changed_settings, find_resumed
-from npt.distill.run_folder import RunFolder
-from npt.distill.trackers import Trackers
-from npt.distill.trainer import TrainResult
-from npt.distill.transaction import Transaction
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
+from npt.runs.checkpoint import MANIFEST, write_manifest
+from npt.runs.data_fingerprint import check_same_data, data_identity
+from npt.runs.resume import changed_settings, find_resumed
+from npt.runs.run_folder import RunFolder
+from npt.runs.trackers import Trackers
+from npt.step import spikes
+from npt.step.transaction import Transaction
+from npt.train.trainer import TrainResult
 
 KINDS: dict[str, dict[str, Any]] = {
     "a list, over epochs": {
@@ -273,7 +273,9 @@ def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(
 
 def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
     """Flags read one window late, as on a GPU."""
-    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=True))
+    monkeypatch.setattr(
+        "npt.step.train_step.Transaction", functools.partial(Transaction, late=True)
+    )
     here = runs("refusals of data and of NaN in windows of three")
     here.run("whole")
     here.run("part", at(10))

@@ -19,9 +19,11 @@ from torch import nn
 
 import npt
 from npt.config import NPTConfig
-from npt.distill import run_folder
-from npt.distill.checkpoint import write_manifest
-from npt.distill.run_folder import (
+from npt.errors import CheckpointError, ConfigError
+from npt.files import new_folder
+from npt.runs import run_folder
+from npt.runs.checkpoint import write_manifest
+from npt.runs.run_folder import (
     BROKEN,
     SUPERSEDED,
     RunFolder,
@@ -31,8 +33,6 @@ from npt.distill.run_folder import (
     tidy,
     versions,
 )
-from npt.errors import CheckpointError, ConfigError
-from npt.files import new_folder
 
 
 def strict(text: str) -> object:

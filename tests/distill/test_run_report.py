@@ -14,10 +14,10 @@ from resumed_runs import RARE, Runs, at, events, records
 from safetensors.torch import load_file
 
 import npt
-from npt.distill import trainer as trainer_module
-from npt.distill.run_report import write_report
 from npt.errors import TooManyRefusalsError
-from npt.fidelity.modulation import Modulation
+from npt.evaluation.modulation import Modulation
+from npt.train import trainer as trainer_module
+from npt.train.run_report import write_report
 
 
 @pytest.fixture

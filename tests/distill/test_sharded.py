@@ -13,7 +13,7 @@ from several import several, values
 from shard_work import assert_equal, attempted, computed, from_the_command_line, in_any_order, run
 
 import npt
-from npt.distill.ranks import Ranks
+from npt.distributed.processes import Ranks
 from npt.errors import ConfigError, ModelError
 
 

@@ -19,13 +19,13 @@ from torch import nn
 
 import npt
 from npt.cli.main import main
-from npt.distill import checkpoint as checkpoint_module
-from npt.distill import trainer as trainer_module
-from npt.distill.run_folder import RunFolder
-from npt.distill.signals import SIGNALS, StopOnSignal
-from npt.distill.trackers import Trackers
 from npt.errors import StoppedError
-from npt.fidelity import evaluate as evaluate_module
+from npt.evaluation import evaluate as evaluate_module
+from npt.runs import checkpoint as checkpoint_module
+from npt.runs.run_folder import RunFolder
+from npt.runs.signals import SIGNALS, StopOnSignal
+from npt.runs.trackers import Trackers
+from npt.train import trainer as trainer_module
 
 NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 each_signal = pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
@@ -371,7 +371,7 @@ def test_while_the_data_are_prepared(here, number) -> None:
 def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(
     llama_folder, load_model, monkeypatch, number
 ) -> None:
-    from npt.quant import load as loading
+    from npt.base import load as loading
 
     class Interrupted:
         @staticmethod

@@ -17,9 +17,9 @@ from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
-from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import SmokeTestError
+from npt.train.smoke import smoke_test
 
 # Anomaly detection prints where a NaN came from; here the NaN are planted.
 pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")

@@ -23,13 +23,13 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.data.sample import Sample
-from npt.distill.collect import compare_prompts
+from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES, drive
-from npt.distill.transaction import Transaction
 from npt.errors import NotSupportedError
+from npt.evaluation.modulation import measure_modulation
 from npt.faults.runs import NoTokenizer
-from npt.fidelity.modulation import measure_modulation
-from npt.health.diagnose import diagnose
+from npt.step.transaction import Transaction
+from npt.tools.collect.collect import compare_prompts
 
 
 @pytest.fixture
@@ -146,7 +146,9 @@ def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(
     models, tmp_path, monkeypatch
 ) -> None:
     # as on a GPU
-    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=True))
+    monkeypatch.setattr(
+        "npt.step.train_step.Transaction", functools.partial(Transaction, late=True)
+    )
     for model in models:
         npt.attach(model, ADAPTERS)
     expected = trained(models[0], tmp_path / "one", smoke_test=False, gradient_accumulation_steps=1)

@@ -17,18 +17,18 @@ from resumed_runs import Runs, at, lines, records
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.consolidate import Update, consolidate, unconsolidate
+from npt.base.attention import attention_name
+from npt.base.load import load_teacher
 from npt.config import STRATEGIES, TrainConfig
 from npt.distill import strategies as strategies_module
-from npt.distill.bundle import read_bundle
-from npt.distill.rebuilt import rebuilt
-from npt.distill.replay import replay
 from npt.distill.stages import stage_at, stages_of
-from npt.distill.trainer import Trainer
-from npt.distill.transaction import Transaction
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
-from npt.quant.attention import attention_name
-from npt.quant.load import load_teacher
+from npt.postmortem.bundle import read_bundle
+from npt.postmortem.replay import replay
+from npt.postmortem.restore import rebuilt
+from npt.step.transaction import Transaction
 from npt.stored import read_json
+from npt.train.trainer import Trainer
 
 
 def staged(*shares: float, **more: Any) -> TrainConfig:
@@ -139,7 +139,7 @@ def test_results_that_come_late_begin_a_stage_at_the_same_step(here, monkeypatch
     outcomes = []
     for late in (False, True):
         monkeypatch.setattr(
-            "npt.distill.loop.Transaction", functools.partial(Transaction, late=late)
+            "npt.step.train_step.Transaction", functools.partial(Transaction, late=late)
         )
         here.run(f"run-{late}", stages="local:0.5,end_to_end:0.5", max_steps=6)
         outcomes.append(
@@ -257,7 +257,7 @@ def test_a_boundary_that_moves_on_resume_begins_its_stage_with_fresh_limits(
     """Saved in `local`; with fewer steps in all the next one is `end_to_end`, whose loss the limits
     of `local` would refuse.
     """
-    monkeypatch.setattr("npt.distill.spikes.MINIMUM", 4)
+    monkeypatch.setattr("npt.step.spikes.MINIMUM", 4)
     settings = {
         "stages": "local:0.5,end_to_end:0.5",
         "logit_kl_weight": 20.0,

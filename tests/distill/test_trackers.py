@@ -20,13 +20,13 @@ import torch
 from several import several, values
 
 from npt.config import TRACKERS, TrainConfig
-from npt.distill.ranks import Ranks
-from npt.distill.run_folder import TRACKED, check_free, is_run
-from npt.distill.trackers import LOST_AFTER, Trackers, check_trackers, start_trackers, undisturbed
+from npt.distributed.processes import Ranks
 from npt.errors import ConfigError
-from npt.fidelity.metrics import Figures
-from npt.fidelity.modulation import BINS, LayerModulation, Modulation, TargetModulation
+from npt.evaluation.metrics import Figures
+from npt.evaluation.modulation import BINS, LayerModulation, Modulation, TargetModulation
 from npt.random_state import random_state
+from npt.runs.run_folder import TRACKED, check_free, is_run
+from npt.runs.trackers import LOST_AFTER, Trackers, check_trackers, start_trackers, undisturbed
 
 RESOLVED = {
     "rank": 4,
@@ -104,7 +104,7 @@ def test_without_a_tracker_accelerate_is_not_imported(tmp_path, monkeypatch) -> 
 
 def test_all_are_those_that_are_installed_and_none_is_none(monkeypatch) -> None:
     there = {"tensorboard", "mlflow"}
-    monkeypatch.setattr("npt.distill.trackers.installed", lambda name: name in there)
+    monkeypatch.setattr("npt.runs.trackers.installed", lambda name: name in there)
     assert check_trackers(TrainConfig(report_to="all")) == ["tensorboard", "mlflow"]
     assert check_trackers(TrainConfig(report_to="none", use_wandb=True)) == []
     there.clear()

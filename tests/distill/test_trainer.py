@@ -26,11 +26,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.sample import Sample
-from npt.distill import trainer as trainer_module
-from npt.distill.loop import Window
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.trainer import Trainer
-from npt.distill.transaction import Transaction
 from npt.errors import (
     CheckpointError,
     ConfigError,
@@ -40,6 +36,10 @@ from npt.errors import (
     SmokeTestError,
     TooManyRefusalsError,
 )
+from npt.step.transaction import Transaction
+from npt.train import trainer as trainer_module
+from npt.train.loop import Window
+from npt.train.trainer import Trainer
 
 MAX_LENGTH = 12
 
@@ -1034,7 +1034,7 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("npt.distill.trainer.write_checkpoint", full)
+        monkeypatch.setattr("npt.train.trainer.write_checkpoint", full)
     elif how == "the smoke test":
         data, settings["smoke_test"] = [record("broken", [5, 999, 7])] * 20, True
     replace_strategy(monkeypatch, act)
@@ -1152,7 +1152,7 @@ def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
     results, trainers = [], []
     for late in (False, True):
         monkeypatch.setattr(
-            "npt.distill.loop.Transaction", functools.partial(Transaction, late=late)
+            "npt.step.train_step.Transaction", functools.partial(Transaction, late=late)
         )
         broken = record("broken", [5, 999, 7])
         data = [*texts(3), broken, *texts(2)]
@@ -1203,7 +1203,9 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(
     """Four good windows, then an error: what is saved are the weights of step 4, however late its
     result is known.
     """
-    monkeypatch.setattr("npt.distill.loop.Transaction", functools.partial(Transaction, late=late))
+    monkeypatch.setattr(
+        "npt.step.train_step.Transaction", functools.partial(Transaction, late=late)
+    )
     rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
 
     def breaking(self: Trainer) -> Iterator[Window]:

@@ -21,7 +21,7 @@ from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import collate
 from npt.data.samples import Sample
 from npt.distill.strategies import STRATEGIES
-from npt.distill.transaction import Transaction, WindowResult
+from npt.step.transaction import Transaction, WindowResult
 
 SHAPES = {"layer.A": (3, 4), "layer.B.gate": (5, 3), "layer.M.gate": (5, 3), "other.A": (2,)}
 MAX_NORM = 0.5

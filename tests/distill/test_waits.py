@@ -12,11 +12,11 @@ from simulated_cuda import HostWaitError, no_waits, simulated_cuda, to_cuda
 from transformers.masking_utils import create_causal_mask
 
 import npt
+from npt.base.load import load_base
 from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.distill.strategies import drive
-from npt.quant.load import load_base
 
 LENGTHS = (11, 5, 4, 9)
 

@@ -25,11 +25,11 @@ from wandb_records import told
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.distill import wandb_run
-from npt.distill.trackers import Trackers
-from npt.distill.trainer import Trainer
 from npt.errors import TooManyRefusalsError
 from npt.files import write_json
+from npt.runs import wandb_run
+from npt.runs.trackers import Trackers
+from npt.train.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -215,10 +215,10 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
     trained, tmp_path, monkeypatch
 ) -> None:
     """With texts and histograms every other step."""
-    monkeypatch.setattr("npt.distill.looks.NEW_TOKENS", 3)
-    monkeypatch.setattr("npt.distill.looks.PROMPTS", 1)
+    monkeypatch.setattr("npt.train.tracker_samples.NEW_TOKENS", 3)
+    monkeypatch.setattr("npt.train.tracker_samples.PROMPTS", 1)
     tracker = Drawing()
-    with mock.patch("npt.distill.trackers._started", lambda *_: tracker):
+    with mock.patch("npt.runs.trackers._started", lambda *_: tracker):
         watched, _ = trained(tmp_path / "watched", report_to="tensorboard", sample_steps=2)
     plain, _ = trained(tmp_path / "plain", smoke_test=False)
     one, other = (adapter_parameters(trainer.model) for trainer in (watched, plain))
@@ -232,7 +232,7 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
 def test_wandb_is_told_everything_of_a_run_and_of_the_one_that_goes_on_with_it(
     trained, tmp_path, offline, monkeypatch
 ) -> None:
-    monkeypatch.setattr("npt.distill.looks.NEW_TOKENS", 3)
+    monkeypatch.setattr("npt.train.tracker_samples.NEW_TOKENS", 3)
     folder = tmp_path / "run"
     asked = {
         "report_to": "wandb,tensorboard",

@@ -17,9 +17,10 @@ from rich.console import Console
 
 import npt
 from npt.adapters import trained
+from npt.base import linear
 from npt.data import encoding
-from npt.distill import loop, spikes, strategies
-from npt.distill.transaction import Transaction
+from npt.distill import strategies
+from npt.evaluation import greedy
 from npt.faults import bench, campaign, cases, loops, runs, sight
 from npt.faults.bench import SMALL, clean_run, difference, run
 from npt.faults.campaign import (
@@ -32,8 +33,9 @@ from npt.faults.campaign import (
     summary,
 )
 from npt.faults.cases import all_cases
-from npt.generation import greedy
-from npt.quant import linear
+from npt.step import spikes
+from npt.step.transaction import Transaction
+from npt.train import loop
 
 CASES = all_cases()
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"

@@ -23,15 +23,17 @@ from npt.adapters import adapter, modulation, stream
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import is_attached
 from npt.config import BaseConfig, NPTConfig, TrainConfig
-from npt.distill import loop, losses, strategies
-from npt.distill.loop import Loop
+from npt.distill import hidden_losses as losses
+from npt.distill import strategies
 from npt.distill.strategies import STRATEGIES
-from npt.distill.transaction import Transaction, _MicroBatch, _norms
 from npt.errors import ConfigError, ModelError
 from npt.faults import bench, check_maths, check_training
 from npt.faults.bench import Base
 from npt.faults.check import Check, check
 from npt.faults.fixes import CHECKS, describe, open_base, print_checks, summary, verify
+from npt.step.transaction import Transaction, _MicroBatch, _norms
+from npt.train import loop
+from npt.train.loop import Loop
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "verify_fixes.py"
 NAMES = [c.__name__ for c in CHECKS]

@@ -14,8 +14,8 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
 from npt.data.sample import Sample
 from npt.errors import DataError
-from npt.fidelity.attribution import refer
-from npt.fidelity.evaluate import evaluate
+from npt.evaluation.attribution import refer
+from npt.evaluation.evaluate import evaluate
 
 
 def samples() -> list[Sample]:

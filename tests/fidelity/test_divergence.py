@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from npt.fidelity.divergence import kl_of_logs, kl_per_token, nmse_per_token
+from npt.distill.divergence import kl_of_logs, kl_per_token, nmse_per_token
 
 N, D, V = 5, 7, 11
 

@@ -20,10 +20,10 @@ from npt.data.batch import collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.errors import DataError, ModelError, NumericalError
-from npt.fidelity import evaluate as evaluate_module
-from npt.fidelity import layers as layers_module
-from npt.fidelity.evaluate import Fidelity, evaluate
-from npt.fidelity.metrics import Figures, mean_and_error
+from npt.evaluation import evaluate as evaluate_module
+from npt.evaluation import layers as layers_module
+from npt.evaluation.evaluate import Fidelity, evaluate
+from npt.evaluation.metrics import Figures, mean_and_error
 from npt.files import to_json
 
 LENGTHS = (9, 4, 12, 7, 2)

@@ -19,9 +19,9 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.cli.main import main
 from npt.config import NPTConfig
 from npt.errors import ConfigError, DataError, ModelError
-from npt.fidelity import harness
-from npt.fidelity.harness import find_tasks, lm_eval
-from npt.generation.view import mode_view
+from npt.evaluation import harness
+from npt.evaluation.harness import find_tasks, lm_eval
+from npt.evaluation.view import mode_view
 
 QUESTIONS = [
     {"question": "import os\nimport sys\n\ndef main(", "good": "x):", "bad": "]]"},

@@ -18,7 +18,7 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.errors import DataError, ModelError
-from npt.fidelity.modulation import BINS, SATURATED, measure_modulation
+from npt.evaluation.modulation import BINS, SATURATED, measure_modulation
 
 
 def make(load_model: Callable[..., nn.Module], scale: float = 0.2, **config: Any) -> nn.Module:

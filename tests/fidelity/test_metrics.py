@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from npt.fidelity import metrics
-from npt.fidelity.metrics import (
+from npt.evaluation import metrics
+from npt.evaluation.metrics import (
     COLUMNS,
     Figures,
     compare_pairs,

@@ -16,8 +16,8 @@ from npt.adapters.attach import adapter_mode, adapter_parameters
 from npt.config import NPTConfig
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, NumericalError
-from npt.fidelity.metrics import COLUMNS
-from npt.fidelity.partings import (
+from npt.evaluation.greedy import continue_greedily
+from npt.evaluation.greedy_divergence import (
     PROMPT_TOKENS,
     Comparison,
     Divergence,
@@ -25,7 +25,7 @@ from npt.fidelity.partings import (
     measure_divergence,
     parting_prompts,
 )
-from npt.generation.greedy import continue_greedily
+from npt.evaluation.metrics import COLUMNS
 
 NONE = frozenset[int]()
 

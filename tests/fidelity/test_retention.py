@@ -7,7 +7,7 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.data.sample import Sample
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
-from npt.fidelity.retention import (
+from npt.tools.editing.edit_metrics import (
     STREAMS,
     Before,
     Choice,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npt.fidelity.metrics import Figures
-from npt.fidelity.shown import FIGURES, percent
+from npt.evaluation.formatting import FIGURES, percent
+from npt.evaluation.metrics import Figures
 
 
 def test_every_figure_that_a_file_has_is_written_in_one_way() -> None:

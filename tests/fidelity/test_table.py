@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from npt.fidelity.evaluate import Fidelity
-from npt.fidelity.metrics import Figures
-from npt.fidelity.partings import Divergence
-from npt.fidelity.table import divergence_line, print_fidelity
+from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.greedy_divergence import Divergence
+from npt.evaluation.metrics import Figures
+from npt.evaluation.table import divergence_line, print_fidelity
 
 
 def some(seed: int, se: float = 0.0625) -> Figures:

@@ -13,8 +13,8 @@ from slow_greedy import alone
 import npt
 from npt.adapters.attach import npt_layers
 from npt.errors import ConfigError, ModelError
-from npt.generation.assisted import Drafts, expected_acceptance, write_assisted
-from npt.generation.text import Decoding, write
+from npt.evaluation.assisted import Drafts, expected_acceptance, write_assisted
+from npt.evaluation.generate import Decoding, write
 
 PROMPT = [9, 17, 40, 3, 77, 21, 8]
 LIMIT = 14

@@ -12,7 +12,7 @@ from slow_greedy import alone
 import npt
 from npt.adapters.attach import adapter_mode
 from npt.errors import NumericalError
-from npt.generation.greedy import continue_greedily, end_ids
+from npt.evaluation.greedy import continue_greedily, end_ids
 
 PROMPTS = [[5], [9, 17, 40, 3, 77, 21, 8], [60, 61, 62], [9, 17, 40, 3]]
 NAMES = list("abcd")

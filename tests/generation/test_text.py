@@ -14,7 +14,7 @@ from slow_greedy import alone
 import npt
 from npt.data.following import text_behind
 from npt.errors import ConfigError, DataError, NumericalError
-from npt.generation.text import Decoding, Streamer, first_difference, prompt_ids, write
+from npt.evaluation.generate import Decoding, Streamer, first_difference, prompt_ids, write
 
 PROMPT = "class Stack:\n    def __init__(self"
 LIMIT = 12

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
 from npt.errors import ModelError
-from npt.generation.view import mode_view
+from npt.evaluation.view import mode_view
 
 IDS = torch.tensor([[9, 17, 40, 3, 77, 21, 8]])
 VIEWS = {

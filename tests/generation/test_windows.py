@@ -15,12 +15,12 @@ from torch import Tensor
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.generation.assisted import write_assisted
-from npt.generation.greedy import continue_greedily, end_ids
-from npt.generation.text import Decoding, write
-from npt.generation.view import mode_view
-from npt.quant.attention import SDPA
-from npt.quant.load import load_tokenizer
+from npt.base.attention import SDPA
+from npt.base.load import load_tokenizer
+from npt.evaluation.assisted import write_assisted
+from npt.evaluation.generate import Decoding, write
+from npt.evaluation.greedy import continue_greedily, end_ids
+from npt.evaluation.view import mode_view
 
 PROMPTS = [
     torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()

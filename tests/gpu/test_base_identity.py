@@ -43,7 +43,7 @@ def test_an_adapter_goes_from_one_device_to_the_other(tmp_path, quantization, on
 
 
 def test_hashing_brings_little_more_than_a_chunk_to_the_host(monkeypatch) -> None:
-    from npt.quant import identity
+    from npt.base import identity
 
     model, _ = npt.load_base("tiny", quantization="nf4", device="cuda")
     expected = npt.base_identity(model)

@@ -16,12 +16,13 @@ from transformers import LlamaConfig
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.cost.measure import peak_bytes
+from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
-from npt.distill.loop import Loop, new_transaction
 from npt.distill.strategies import drive
 from npt.faults.runs import NoTokenizer
-from npt.quant.random_base import random_base
+from npt.planning.measure import peak_bytes
+from npt.step.train_step import new_transaction
+from npt.train.loop import Loop
 
 pytestmark = pytest.mark.gpu
 

@@ -15,12 +15,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import npt
 from npt.adapters.attach import adapter_parameters
+from npt.base.attention import _has_exact_backward, repeats_exactly, sdpa_attention
 from npt.config import NPTConfig, TrainConfig
-from npt.cost.hollow import Hollow
-from npt.cost.measure import peak_bytes
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.quant.attention import _has_exact_backward, repeats_exactly, sdpa_attention
+from npt.planning.fake_model import Hollow
+from npt.planning.measure import peak_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -19,11 +19,11 @@ from torch import Tensor
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.fused import unfused
-from npt.distill.replay import replay
+from npt.diagnostics.recorder.statistics import summarise
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.transaction import Transaction
 from npt.errors import TooManyRefusalsError
-from npt.health.statistics import summarise
+from npt.postmortem.replay import replay
+from npt.step.transaction import Transaction
 
 pytestmark = pytest.mark.gpu
 

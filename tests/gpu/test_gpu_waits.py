@@ -8,10 +8,10 @@ from gpu_student import LENGTHS, micro_batch, student
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.cost.waits import HostWaitError, count_waits, no_waits
+from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distill.transaction import Transaction
-from npt.health.recorder import Recorder
+from npt.planning.waits import HostWaitError, count_waits, no_waits
+from npt.step.transaction import Transaction
 
 pytestmark = pytest.mark.gpu
 

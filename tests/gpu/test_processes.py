@@ -20,11 +20,11 @@ from rich.console import Console
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.distill.checkpoint import read_checkpoint
-from npt.distill.heartbeat import Heartbeat
-from npt.distill.ranks import Ranks
+from npt.base.linear import quantized_linears
 from npt.distill.strategies import STRATEGIES
-from npt.quant.linear import quantized_linears
+from npt.distributed.heartbeat import Heartbeat
+from npt.distributed.processes import Ranks
+from npt.runs.checkpoint import read_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distill"))
 from several import several, values

@@ -6,8 +6,13 @@ import pytest
 import torch
 
 import npt
+from npt.base.quantization_error import (
+    LARGEST_ERROR,
+    choose_precision,
+    product_errors,
+    set_matmul_precision,
+)
 from npt.distill.logit_losses import CHUNK, chunk_rows
-from npt.quant.errors import LARGEST_ERROR, choose_precision, product_errors, set_matmul_precision
 
 pytestmark = pytest.mark.gpu
 

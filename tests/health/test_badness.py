@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npt.health.badness import (
+from npt.diagnostics.tracer.nonfinite import (
     Badness,
     absmax,
     count,

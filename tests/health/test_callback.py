@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import npt
-from npt.health import RecorderCallback
-from npt.health.record import Record
-from npt.health.recorder import Recorder
+from npt.diagnostics import RecorderCallback
+from npt.diagnostics.recorder.record import Record
+from npt.diagnostics.recorder.recorder import Recorder
 
 README = Path(npt.__file__).parent.parent / "README.md"
 
@@ -48,15 +48,15 @@ def data() -> list[dict[str, list[int]]]:
 def drawn(monkeypatch) -> list[tuple[list[int], Path]]:
     """The steps that are handed to the part that draws, which is replaced."""
     calls: list[tuple[list[int], Path]] = []
-    picture = ModuleType("npt.health.picture")
+    picture = ModuleType("npt.diagnostics.recorder.picture")
 
     def write_pictures(records: list[Record], folder: Path) -> list[Path]:
         calls.append(([record.step for record in records], folder))
         return [folder / "trace.html"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.health.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.health"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
     return calls
 
 
@@ -191,7 +191,7 @@ def test_a_failure_of_the_recorder_is_a_warning_and_the_training_goes_on(
 
     monkeypatch.setattr(Recorder, failing, broken)
     plain = [p.detach().clone() for p in model.parameters()]
-    with caplog.at_level(logging.WARNING, logger="npt.health.callback"):
+    with caplog.at_level(logging.WARNING, logger="npt.diagnostics.recorder.callback"):
         after = trained(
             model,
             data,

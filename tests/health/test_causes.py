@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import npt
-from npt.health import causes
-from npt.health.causes import CAUSES, element_at
-from npt.health.operations import External, Origin
-from npt.health.place import Place
-from npt.health.verdict import Verdict
+from npt.diagnostics.tracer import causes
+from npt.diagnostics.tracer.causes import CAUSES, element_at
+from npt.diagnostics.tracer.operations import External, Origin
+from npt.diagnostics.tracer.source_location import Place
+from npt.diagnostics.tracer.verdict import Verdict
 
 NAN, INF = math.nan, math.inf
 X = torch.tensor([[0.5, -1.0, 2.0, 3.0], [1.0, 4.0, -2.0, 0.25]])
@@ -505,7 +505,7 @@ def test_an_overflow_of_a_huge_dividend_is_no_division_by_zero() -> None:
 
 def test_every_cause_that_a_rule_names_has_a_remedy_and_every_remedy_a_cause() -> None:
     named = set()
-    for module in (causes, importlib.import_module("npt.health.trace")):
+    for module in (causes, importlib.import_module("npt.diagnostics.tracer.trace")):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if (
                 isinstance(node, ast.Constant)

@@ -12,7 +12,7 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import collate
 from npt.data.sample import Sample
-from npt.health.diagnose import diagnose
+from npt.diagnostics.diagnose import diagnose
 
 
 @pytest.fixture

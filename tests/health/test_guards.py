@@ -15,9 +15,8 @@ from torch import nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
-from npt.errors import NPTError, NumericalError
-from npt.health import guards
-from npt.health.guards import (
+from npt.diagnostics import guards
+from npt.diagnostics.guards import (
     base_fault,
     logits_fault,
     moments_fault,
@@ -25,6 +24,7 @@ from npt.health.guards import (
     target_fault,
     tensor_fault,
 )
+from npt.errors import NPTError, NumericalError
 
 NAN, INF = math.nan, math.inf
 BAD = pytest.mark.parametrize("value", [NAN, INF, -INF])

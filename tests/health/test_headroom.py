@@ -24,13 +24,14 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 import npt
 from npt.adapters.stream import open_stream
+from npt.base.half import compute_in
+from npt.base.linear import dense_weight, quantized_linears
+from npt.base.load import EMBEDDED_FOLDER
 from npt.config import DataConfig
 from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.samples import Sample
-from npt.errors import ConfigError, ModelError
-from npt.files import to_json
-from npt.health import headroom
-from npt.health.headroom import (
+from npt.diagnostics import headroom
+from npt.diagnostics.headroom import (
     CHECKPOINTS,
     VARIANTS,
     Extent,
@@ -40,10 +41,9 @@ from npt.health.headroom import (
     measure,
     refer,
 )
-from npt.health.headroom_table import SHOWN, print_precision
-from npt.quant.half import compute_in
-from npt.quant.linear import dense_weight, quantized_linears
-from npt.quant.load import EMBEDDED_FOLDER
+from npt.diagnostics.headroom_table import SHOWN, print_precision
+from npt.errors import ConfigError, ModelError
+from npt.files import to_json
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "compare_precision.py"
 SHORT = DataConfig(max_length=16)

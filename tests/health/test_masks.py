@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from npt.adapters.stream import open_stream
 from npt.data.batch import Batch, batch_from_tensors
-from npt.health.masks import (
+from npt.diagnostics.tracer.masks import (
     FINITE,
     MASKED,
     NON_FINITE,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from npt.health.memory import Memory, stretch_of
+from npt.diagnostics.tracer.memory import Memory, stretch_of
 
 
 def test_every_view_of_a_tensor_finds_its_note() -> None:

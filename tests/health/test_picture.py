@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from npt.health import picture
-from npt.health.grid import Mark, grid, layout, maximum, scale, spread, step_labels
-from npt.health.notable import growths, near_overflow, non_finite
-from npt.health.page import page
-from npt.health.picture import draw, write_pictures
-from npt.health.record import Record, Row
+from npt.diagnostics.recorder import picture
+from npt.diagnostics.recorder.grid import Mark, grid, layout, maximum, scale, spread, step_labels
+from npt.diagnostics.recorder.notable import growths, near_overflow, non_finite
+from npt.diagnostics.recorder.page import page
+from npt.diagnostics.recorder.picture import draw, write_pictures
+from npt.diagnostics.recorder.record import Record, Row
 
 BAD = (208, 28, 44)  # the colour of a non-finite cell in the PNG
 HOSTILE = [
@@ -550,7 +550,9 @@ class TestPage:
     def test_shows_some_of_more_steps_than_it_can_hold_and_lists_findings_of_all(
         self, monkeypatch
     ) -> None:
-        monkeypatch.setattr("npt.health.page.CELLS", 5 * 2 * len(LINES) * len(COLUMNS))
+        monkeypatch.setattr(
+            "npt.diagnostics.recorder.page.CELLS", 5 * 2 * len(LINES) * len(COLUMNS)
+        )
         text = page([poisoned(i) if i in (4, 7) else record(i) for i in range(12)])
         data = json.loads(Reader(text).data)
         assert (
@@ -768,7 +770,7 @@ class TestWritePictures:
         self, tmp_path
     ) -> None:
         script = (
-            "import sys; from npt.health.picture import write_pictures; from npt.health.record"
+            "import sys; from npt.diagnostics.recorder.picture import write_pictures; from npt.diagnostics.recorder.record"
             " import Record, Row\nassert 'matplotlib' not in sys.modules\nrow = Row('a', None,"
             " 'out', 'forward', (1,), 'float32', 1, 1.0, 0, 0, 0, 1.0, 1.0, 1.0, 0.0, 1.0,"
             f" 1.0)\nwrite_pictures([Record(1, (row,))], {str(tmp_path)!r})\nassert 'matplotlib' in"

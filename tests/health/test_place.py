@@ -15,7 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from npt.data.batch import Batch, batch_from_tensors
-from npt.health.place import Place, Stack, Tokens, layer_of, module_names, read_stack
+from npt.diagnostics.tracer.source_location import (
+    Place,
+    Stack,
+    Tokens,
+    layer_of,
+    module_names,
+    read_stack,
+)
 
 # --- layers
 # ----------------------------------------------------------------------------------------------------------

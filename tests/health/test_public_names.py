@@ -1,4 +1,4 @@
-"""The public names of `npt.health`: all there, and none of them loaded before it is used."""
+"""The public names of `npt.diagnostics`: all there, and none of them loaded before it is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,5 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, npt.health; assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'"
-    )
+    code = "import sys, npt.diagnostics; assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,10 +17,17 @@ import npt
 from npt.config import TrainConfig
 from npt.data.batch import Batch, collate
 from npt.data.samples import Sample
+from npt.diagnostics.recorder.ranking import (
+    FACTOR,
+    explosions,
+    gradients,
+    growths,
+    not_finite,
+    worst,
+)
+from npt.diagnostics.recorder.record import Record, Row
+from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
-from npt.health.ranking import FACTOR, explosions, gradients, growths, not_finite, worst
-from npt.health.record import Record, Row
-from npt.health.recorder import Recorder
 
 TEXT = (
     "import os\n\n\nclass Stack:\n    def __init__(self, items):\n        self.items ="

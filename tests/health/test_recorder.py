@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig, TrainConfig
+from npt.diagnostics.recorder import recorder as recorder_module
+from npt.diagnostics.recorder import statistics
+from npt.diagnostics.recorder.record import Record, Row
+from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
-from npt.health import recorder as recorder_module
-from npt.health import statistics
-from npt.health.record import Record, Row
-from npt.health.recorder import Recorder
 
 NAN, INF = math.nan, math.inf
 

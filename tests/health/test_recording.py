@@ -10,10 +10,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from npt.diagnostics.recorder import recording as recording_module
+from npt.diagnostics.recorder.record import Record
+from npt.diagnostics.recorder.recording import PICTURED, Recording, describe, read_record
 from npt.errors import ConfigError
-from npt.health import recording as recording_module
-from npt.health.record import Record
-from npt.health.recording import PICTURED, Recording, describe, read_record
 
 
 def chosen(recording: Recording, last: int = 20) -> list[int]:
@@ -85,15 +85,15 @@ def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
 def drawn(monkeypatch) -> list[tuple[list[Record], Path]]:
     """What is handed to the part that draws, which is replaced."""
     calls: list[tuple[list[Record], Path]] = []
-    picture = ModuleType("npt.health.picture")
+    picture = ModuleType("npt.diagnostics.recorder.picture")
 
     def write_pictures(records, folder):
         calls.append((list(records), folder))
         return [folder / "forward.png", folder / "trace.html"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.health.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.health"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
     return calls
 
 

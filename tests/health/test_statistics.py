@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from npt.health.statistics import FIELDS, _by_selection, _wide, share_beyond, summarise
+from npt.diagnostics.recorder.statistics import (
+    FIELDS,
+    _by_selection,
+    _wide,
+    share_beyond,
+    summarise,
+)
 
 NAN, INF = math.nan, math.inf
 

@@ -23,16 +23,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import npt
 from npt.adapters.attach import adapter_parameters
+from npt.base import attention
+from npt.base.attention import SDPA, attention_name, repeats_exactly, sdpa_attention
+from npt.base.identity import base_hash
+from npt.base.random_base import random_base
 from npt.config import ATTENTIONS, BaseConfig
 from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
-from npt.quant import attention
-from npt.quant.attention import SDPA, attention_name, repeats_exactly, sdpa_attention
-from npt.quant.identity import base_hash
-from npt.quant.random_base import random_base
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 

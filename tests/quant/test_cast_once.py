@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.adapters.attach import attach
+from npt.base.precision import UpcastLinear, cast_once
+from npt.base.rows import set_rows
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill import logit_losses
 from npt.distill.logit_losses import chunk_rows, row_loss, through_head
 from npt.distill.strategies import end_to_end
-from npt.fidelity import metrics, partings
-from npt.fidelity.metrics import compare_tokens
-from npt.generation.greedy import continue_greedily
-from npt.generation.text import Decoding, prompt_ids, write
-from npt.quant.precision import UpcastLinear, cast_once
-from npt.quant.rows import set_rows
+from npt.evaluation import greedy_divergence as partings
+from npt.evaluation import metrics
+from npt.evaluation.generate import Decoding, prompt_ids, write
+from npt.evaluation.greedy import continue_greedily
+from npt.evaluation.metrics import compare_tokens
 
 V, D, N = 96, 64, 10
 

@@ -15,21 +15,21 @@ import npt
 from npt.adapters.attach import adapter_parameters, attach, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.trained import is_fusable
-from npt.config import BaseConfig, NPTConfig, TrainConfig
-from npt.data.batch import batch_from_tensors
-from npt.distill.resume import changed_settings
-from npt.distill.strategies import STRATEGIES
-from npt.errors import CheckpointError, ConfigError, PrecisionError
-from npt.quant.errors import product_errors
-from npt.quant.linear import (
+from npt.base.linear import (
     dense_weight,
     multiply,
     multiply_backward,
     product_weight,
     quantized_linears,
 )
-from npt.quant.precision import audit_precision, declared_dtype, policy_dtype
-from npt.sweep.settings import Settings
+from npt.base.precision import audit_precision, declared_dtype, policy_dtype
+from npt.base.quantization_error import product_errors
+from npt.config import BaseConfig, NPTConfig, TrainConfig
+from npt.data.batch import batch_from_tensors
+from npt.distill.strategies import STRATEGIES
+from npt.errors import CheckpointError, ConfigError, PrecisionError
+from npt.runs.resume import changed_settings
+from npt.tools.sweep.settings import Settings
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2
 
@@ -213,7 +213,7 @@ def test_a_bias_is_rounded_for_products_and_not_in_the_hash(load_model) -> None:
     module: Any = model.model.layers[0].mlp.gate_proj
     module.bias = torch.nn.Parameter(torch.randn(128).bfloat16().float(), requires_grad=False)
     before = npt.base_hash(model)
-    npt.quant.precision.enforce_policy(model, torch.bfloat16)
+    npt.base.precision.enforce_policy(model, torch.bfloat16)
     x = torch.randn(3, 64)
     expected = (x.bfloat16() @ dense_weight(module).T + module.bias).float()
     # two units of bf16: the bias is added before or after the rounding

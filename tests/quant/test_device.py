@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import npt
+from npt.base import device as module
+from npt.base.device import default_device, unusable_gpu
+from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
-from npt.distill.ranks import join_ranks
-from npt.distill.workload import Workload
+from npt.distributed.processes import join_ranks
 from npt.errors import ConfigError
-from npt.quant import device as module
-from npt.quant.device import default_device, unusable_gpu
-from npt.quant.load import read_config
+from npt.planning.workload import Workload
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Oct 19 17:36:10 UTC 2023\nGCC version:"

@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 from npt.adapters.attach import attach, decoder_layers
-from npt.quant import errors
-from npt.quant.errors import (
+from npt.base import quantization_error as errors
+from npt.base.half import compute_in
+from npt.base.quantization_error import (
     PRECISIONS,
     choose_precision,
     product_errors,
     product_seconds,
     set_matmul_precision,
 )
-from npt.quant.half import compute_in
-from npt.quant.rows import set_rows
+from npt.base.rows import set_rows
 
 KINDS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
 EPS = 2.0**-24

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from npt.quant.half import compute_in
-from npt.quant.linear import quantized_linears
-from npt.quant.load import EMBEDDED_FOLDER, load_base
-from npt.quant.precision import audit_precision
+from npt.base.half import compute_in
+from npt.base.linear import quantized_linears
+from npt.base.load import EMBEDDED_FOLDER, load_base
+from npt.base.precision import audit_precision
 
 HALVES = [torch.bfloat16, torch.float16]
 IDS = torch.arange(3, 67).view(2, 32)

@@ -12,8 +12,8 @@ from accelerate.hooks import (
 )
 from torch import nn
 
+from npt.base.hooks import call_around, is_hooked, may_change, only_looks
 from npt.errors import ModelError
-from npt.quant.hooks import call_around, is_hooked, may_change, only_looks
 
 REGISTERS = (
     "register_forward_hook",

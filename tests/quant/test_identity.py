@@ -20,8 +20,8 @@ from rounded import flip_last_bit, round_otherwise
 from simulated_cuda import simulated_cuda, to_cuda
 
 import npt
-from npt.quant import identity as identity_module
-from npt.quant.identity import PARTS, source_hash
+from npt.base import identity as identity_module
+from npt.base.identity import PARTS, source_hash
 
 
 def change_code(model: Any) -> None:

@@ -6,16 +6,16 @@ from torch.testing import assert_close
 
 import npt
 from npt.adapters.attach import decoder_layers
-from npt.quant.hooks import is_hooked
-from npt.quant.linear import (
+from npt.base.hooks import is_hooked
+from npt.base.linear import (
     dense_weight,
     multiply,
     multiply_backward,
     product_weight,
     quantized_linears,
 )
-from npt.quant.precision import UpcastLinear
-from npt.quant.rows import set_rows
+from npt.base.precision import UpcastLinear
+from npt.base.rows import set_rows
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
 LINEARS = {"gate": (64, 128), "down": (128, 64), "key": (64, 32)}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import npt
 from npt.adapters.attach import adapter_parameters
+from npt.base.load import _check_pieces, read_config
 from npt.errors import ConfigError, ModelError
-from npt.quant.load import _check_pieces, read_config
 
 pytestmark = pytest.mark.usefixtures("real_loads")
 
@@ -437,7 +437,7 @@ def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(
 def test_a_weight_is_packed_on_the_device_that_was_named_and_brought_back(monkeypatch):
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
-    from npt.quant.load import _packing_on
+    from npt.base.load import _packing_on
 
     seen = []
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from npt.cost.hollow import Hollow
+from npt.base.linear import quantized_linears
+from npt.base.load import _check_pieces, _check_placed
 from npt.errors import ModelError
-from npt.quant.linear import quantized_linears
-from npt.quant.load import _check_pieces, _check_placed
+from npt.planning.fake_model import Hollow
 
 CONFIG = LlamaConfig(
     vocab_size=256,

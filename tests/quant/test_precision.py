@@ -6,9 +6,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
-from npt.errors import PrecisionError
-from npt.quant.linear import quantized_linears
-from npt.quant.precision import (
+from npt.base.linear import quantized_linears
+from npt.base.precision import (
     UpcastEmbedding,
     UpcastLinear,
     audit_precision,
@@ -17,6 +16,7 @@ from npt.quant.precision import (
     policy_dtype,
     quantization_of,
 )
+from npt.errors import PrecisionError
 
 NAME = "model.layers.1.mlp.gate_proj"
 

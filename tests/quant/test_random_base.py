@@ -5,14 +5,14 @@ from families import MAKE, save_base
 from transformers import GPT2Config, LlamaConfig
 
 import npt
-from npt.cost.measure import peak_bytes, storage_bytes, tensors_of
+from npt.base.attention import SDPA
+from npt.base.linear import dense_weight, quantized_linears
+from npt.base.random_base import random_base
 from npt.data.batch import batch_from_tensors
-from npt.distill.smoke import smoke_test
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, ModelError
-from npt.quant.attention import SDPA
-from npt.quant.linear import dense_weight, quantized_linears
-from npt.quant.random_base import random_base
+from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
+from npt.train.smoke import smoke_test
 
 FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]
 

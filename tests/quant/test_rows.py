@@ -4,10 +4,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
+from npt.base.linear import dense_weight, multiply_backward, product_weight, quantized_linears
+from npt.base.precision import UpcastLinear
+from npt.base.rows import RowScaled, rows_of, set_rows
 from npt.errors import ModelError
-from npt.quant.linear import dense_weight, multiply_backward, product_weight, quantized_linears
-from npt.quant.precision import UpcastLinear
-from npt.quant.rows import RowScaled, rows_of, set_rows
 
 NAME = "model.layers.1.mlp.gate_proj"
 

@@ -60,7 +60,7 @@ def test_json_holds_what_was_found(tmp_path, capsys) -> None:
 
 
 def test_a_run_that_was_killed_at_once_gets_a_page_and_can_still_be_resumed_in(tmp_path) -> None:
-    from npt.distill.run_folder import is_run
+    from npt.runs.run_folder import is_run
 
     folder = tmp_path / "run"
     folder.mkdir()

@@ -34,10 +34,10 @@ from npt.report.charts import (
 )
 from npt.report.page import page
 from npt.report.run import read_run
-from npt.sweep import figures
-from npt.sweep.analysis import Analysis, Cell, Effect, Map, stability_map
-from npt.sweep.page import Study
-from npt.sweep.page import page as study_page
+from npt.tools.sweep import figures
+from npt.tools.sweep.analysis import Analysis, Cell, Effect, Map, stability_map
+from npt.tools.sweep.page import Study
+from npt.tools.sweep.page import page as study_page
 
 LETTER = 6.6
 """Width of a letter of 11 px at most, on average over a line of a common sans-serif font."""

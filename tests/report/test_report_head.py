@@ -14,9 +14,9 @@ import pytest
 from made_runs import Reader, event, fidelity, make_run, metrics, modulation, refusal
 from rich.console import Console
 
-from npt.fidelity.evaluate import Fidelity
-from npt.fidelity.metrics import Figures
-from npt.fidelity.table import print_fidelity
+from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.metrics import Figures
+from npt.evaluation.table import print_fidelity
 from npt.report.page import page
 from npt.report.run import read_run
 from npt.report.summary import summary

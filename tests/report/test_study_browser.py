@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "sweep"))
 
 from made_study import table
 
-from npt.sweep.page import Study, page
+from npt.tools.sweep.page import Study, page
 
 pytestmark = pytest.mark.skipif(find() is None, reason="no browser on this machine")
 

@@ -15,7 +15,7 @@ from students import load_student, rows
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.distill.strategies import STRATEGIES
-from npt.generation.text import Decoding, write
+from npt.evaluation.generate import Decoding, write
 
 UNTIMED = {"tokens_per_second"}
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.distill.loop import fill_gradients, new_transaction
 from npt.distill.strategies import STRATEGIES, MicroBatch, drive
-from npt.distill.transaction import Transaction, WindowResult
 from npt.faults.bench import let_draw
+from npt.step.train_step import fill_gradients, new_transaction
+from npt.step.transaction import Transaction, WindowResult
 
 WAYS = {
     "local": {},

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from npt.sweep.lab import Lab
-from npt.sweep.spec import Trial, design_of
+from npt.tools.sweep.lab import Lab
+from npt.tools.sweep.spec import Trial, design_of
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from npt.sweep.spec import Design, design_of
-from npt.sweep.table import MEASURES, rows_of
+from npt.tools.sweep.spec import Design, design_of
+from npt.tools.sweep.table import MEASURES, rows_of
 
 RATES = [1e-4, 1e-3, 1e-2, 1e-1]
 

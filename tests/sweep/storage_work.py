@@ -8,8 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from npt.sweep.spec import design_of
-from npt.sweep.storage import Storage
+from npt.tools.sweep.spec import design_of
+from npt.tools.sweep.storage import Storage
 
 
 def trials(count: int):

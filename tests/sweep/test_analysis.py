@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_study import RATES, table
 
-from npt.sweep.analysis import (
+from npt.tools.sweep.analysis import (
     RATE_CLASSES,
     analyse,
     failure,

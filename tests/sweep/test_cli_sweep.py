@@ -19,11 +19,11 @@ import yaml
 from forked_work import Forked, forked_npt
 
 from npt.cli.main import main
-from npt.sweep import study
-from npt.sweep import worker as sweep_worker
-from npt.sweep.spec import read_design
-from npt.sweep.storage import Storage
-from npt.sweep.table import read_table
+from npt.tools.sweep import study
+from npt.tools.sweep import worker as sweep_worker
+from npt.tools.sweep.spec import read_design
+from npt.tools.sweep.storage import Storage
+from npt.tools.sweep.table import read_table
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_folder_of_something_else_is_left_alone(spec, tmp_path, capsys) -> Non
 def test_a_folder_that_was_killed_as_it_was_begun_is_gone_on_in(
     spec, tmp_path, monkeypatch, killed_at
 ) -> None:
-    import npt.sweep.study as module
+    import npt.tools.sweep.study as module
 
     folder, design = tmp_path / "study", read_design(str(spec))
 
@@ -151,7 +151,7 @@ def test_a_specification_alone_is_a_study_that_is_about_to_begin_if_it_is_this_o
     spec, tmp_path
 ) -> None:
     from npt.errors import ConfigError
-    from npt.sweep.study import check_folder
+    from npt.tools.sweep.study import check_folder
 
     folder, design = tmp_path / "study", read_design(str(spec))
     folder.mkdir()
@@ -195,7 +195,7 @@ def test_a_study_without_its_packages_is_refused_before_the_folder_is_made(
 def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_by_now(
     spec, tmp_path, small
 ) -> None:
-    from npt.sweep.study import open_folder, storage_url
+    from npt.tools.sweep.study import open_folder, storage_url
 
     content = {"name": "small", "settings": {**small, "max_steps": 2}, "parts": {"a": {}}}
     spec.write_text(yaml.safe_dump(content))
@@ -208,7 +208,7 @@ def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_b
 
 
 def test_a_worker_is_in_a_process_group_of_its_own(monkeypatch) -> None:
-    from npt.sweep.study import Crew
+    from npt.tools.sweep.study import Crew
 
     look_often(monkeypatch)
     code = "import os, sys; sys.exit(0 if os.getpgrp() == os.getpid() else 3)"

@@ -7,8 +7,8 @@ import torch
 
 import npt
 from npt.adapters.attach import npt_layers
-from npt.sweep.fault import enlarged
-from npt.sweep.settings import ProbeConfig
+from npt.tools.sweep.fault import enlarged
+from npt.tools.sweep.settings import ProbeConfig
 
 
 @pytest.mark.parametrize("place", ["attention", "embedding"])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.sweep.logistic import Logistic
+from npt.tools.sweep.logistic import Logistic
 
 
 def groups(*counts: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

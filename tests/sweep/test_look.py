@@ -7,7 +7,7 @@ import torch
 
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
-from npt.sweep.look import look
+from npt.tools.sweep.inspect_student import look
 
 
 def attached(load_model, **settings):

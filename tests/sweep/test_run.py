@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from npt.adapters.attach import is_attached
-from npt.distill.spikes import SpikeGuard
 from npt.errors import StoppedError
-from npt.sweep.run import run, run_trial
-from npt.sweep.spec import design_of
+from npt.step.spikes import SpikeGuard
+from npt.tools.sweep.run import run, run_trial
+from npt.tools.sweep.spec import design_of
 
 TIMES = ("seconds", "seconds_start", "seconds_training")
 
@@ -77,11 +77,11 @@ def test_a_loss_that_runs_away_ends_the_run_and_says_when_and_where(lab, trial) 
 def test_refusals_in_a_row_end_the_run_and_the_first_bad_number_is_found(
     lab, trial, monkeypatch
 ) -> None:
-    import npt.sweep.fault as fault
+    import npt.tools.sweep.fault as fault
 
     # Every window is faulted, with a size that no 16-bit number has.
     monkeypatch.setattr(
-        "npt.sweep.run.enlarged",
+        "npt.tools.sweep.run.enlarged",
         lambda model, probe, armed: fault.enlarged(model, probe, armed=True),
     )
     row = run_trial(lab, trial(compute_dtype="fp16", fault_step=2, fault_scale=1e30))
@@ -106,7 +106,7 @@ def test_a_run_begins_with_its_own_figures_and_is_judged_by_them(lab, trial) -> 
 
 
 def test_a_run_whose_loss_falls_and_whose_kl_grows_is_worse(lab, trial, monkeypatch) -> None:
-    import npt.sweep.run as module
+    import npt.tools.sweep.run as module
 
     real, kls = module._fidelity, iter([0.1, 0.1005, 0.1, 0.102])
 
@@ -125,12 +125,12 @@ def test_a_run_whose_loss_falls_and_whose_kl_grows_is_worse(lab, trial, monkeypa
 def test_the_first_loss_is_of_the_first_window_even_where_that_is_refused(
     lab, trial, monkeypatch
 ) -> None:
-    import npt.sweep.fault as fault
+    import npt.tools.sweep.fault as fault
 
     plain = run_trial(lab, trial(compute_dtype="fp16"))
     steps = iter([True] + [False] * 20)
     monkeypatch.setattr(
-        "npt.sweep.run.enlarged",
+        "npt.tools.sweep.run.enlarged",
         lambda model, probe, armed: fault.enlarged(model, probe, armed=next(steps)),
     )
     row = run_trial(lab, trial(compute_dtype="fp16", fault_step=6 - 1, fault_scale=1e30))
@@ -142,7 +142,7 @@ def test_the_first_loss_is_of_the_first_window_even_where_that_is_refused(
 
 
 def test_a_stage_has_a_spike_guard_of_its_own(lab, trial, monkeypatch) -> None:
-    import npt.sweep.run as module
+    import npt.tools.sweep.run as module
 
     made: list[int] = []
     monkeypatch.setattr(

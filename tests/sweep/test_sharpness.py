@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import npt
 from npt.adapters.attach import npt_layers
 from npt.config import TrainConfig
-from npt.sweep.sharpness import _loss, largest_eigenvalue, layer_sharpness
+from npt.tools.sweep.sharpness import _loss, largest_eigenvalue, layer_sharpness
 
 
 def quadratic(*eigenvalues: float):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from npt.errors import ConfigError
 from npt.presets import study_file
-from npt.sweep.settings import LEFT_OUT, Settings, fingerprint
-from npt.sweep.spec import design_of, read_design
+from npt.tools.sweep.settings import LEFT_OUT, Settings, fingerprint
+from npt.tools.sweep.spec import design_of, read_design
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"max_steps": 4, "use_quantization": True}
@@ -65,7 +65,7 @@ def test_keys_are_the_same_in_every_process_and_differ_with_any_setting() -> Non
         design(a={"grid": {"learning_rate": [rate]}}).trials[0].key for rate in (1e-3, 1e-2)
     )
     code = (
-        "from npt.sweep.spec import *; print(design_of({{'settings': {}, 'parts': {{'z': {{}}}}}},"
+        "from npt.tools.sweep.spec import *; print(design_of({{'settings': {}, 'parts': {{'z': {{}}}}}},"
         " 's.yaml').trials[0].key)"
     )
     command = [sys.executable, "-c", code.format({**SHORT, "learning_rate": 1e-3})]

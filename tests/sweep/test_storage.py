@@ -20,8 +20,8 @@ from forked_work import Forked
 from storage_work import trials, work
 
 from npt.errors import ConfigError
-from npt.sweep.spec import Design
-from npt.sweep.storage import ATTEMPTS, Storage
+from npt.tools.sweep.spec import Design
+from npt.tools.sweep.storage import ATTEMPTS, Storage
 
 SERVER = "NPT_TEST_DATABASE"
 """Environment variable with the address of a server's database to test against,
@@ -218,7 +218,7 @@ def test_silences_and_errors_are_counted_apart(file: str) -> None:
 
 
 def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, monkeypatch) -> None:
-    import npt.sweep.storage as module
+    import npt.tools.sweep.storage as module
 
     monkeypatch.setattr(module, "TRY_SECONDS", 0.0)
     storage, design = Storage(url, "work"), trials(1)

@@ -11,8 +11,8 @@ import sys
 import pytest
 from made_study import table
 
-from npt.sweep.page import Study, page
-from npt.sweep.table import MEASURES
+from npt.tools.sweep.page import Study, page
+from npt.tools.sweep.table import MEASURES
 
 
 @functools.cache
@@ -185,7 +185,7 @@ def test_seeds_without_any_kl_have_a_spread_all_the_same() -> None:
 
 
 def test_a_map_of_many_settings_draws_the_first_ones_and_lists_all(monkeypatch) -> None:
-    monkeypatch.setattr("npt.sweep.page.LINES", 1)
+    monkeypatch.setattr("npt.tools.sweep.page.LINES", 1)
     _, html = fresh()
     assert (
         "The first 1 of 2 settings are drawn." in html
@@ -202,8 +202,8 @@ def test_a_folder_is_reported_from_its_table_alone_and_by_its_figures(tmp_path) 
     from made_study import design
 
     from npt.files import write_json
-    from npt.sweep.report import write_study_report
-    from npt.sweep.table import write_table
+    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.table import write_table
 
     folder = tmp_path / "made"
     folder.mkdir()
@@ -229,8 +229,8 @@ def test_the_head_says_what_every_trial_has_in_common(tmp_path) -> None:
     from made_study import design
 
     from npt.files import write_json
-    from npt.sweep.report import write_study_report
-    from npt.sweep.table import write_table
+    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.table import write_table
 
     write_json(
         tmp_path / "study.json",

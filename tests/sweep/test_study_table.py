@@ -8,7 +8,7 @@ import pytest
 from made_study import design, result, table
 
 from npt.errors import ConfigError
-from npt.sweep.table import CSV, read_table, rows_of, write_table
+from npt.tools.sweep.table import CSV, read_table, rows_of, write_table
 
 
 def test_every_trial_has_its_row_in_the_designs_order_whether_it_was_run_or_not() -> None:

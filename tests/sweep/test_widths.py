@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import npt
-from npt.sweep.lab import check_design
-from npt.sweep.spec import design_of
+from npt.tools.sweep.lab import check_design
+from npt.tools.sweep.spec import design_of
 
 
 @pytest.fixture(scope="module")

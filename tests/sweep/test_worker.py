@@ -15,11 +15,11 @@ import pytest
 from made_study import result
 
 from npt.errors import ConfigError, StoppedError
-from npt.sweep.spec import Design, design_of
-from npt.sweep.storage import ATTEMPTS, Storage
-from npt.sweep.study import Display
-from npt.sweep.table import read_table, rows_of
-from npt.sweep.worker import Worker, label
+from npt.tools.sweep.spec import Design, design_of
+from npt.tools.sweep.storage import ATTEMPTS, Storage
+from npt.tools.sweep.study import Display
+from npt.tools.sweep.table import read_table, rows_of
+from npt.tools.sweep.worker import Worker, label
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_two_workers_come_to_the_same_figures_as_one(design, finished, tmp_path,
 def test_a_trial_that_cannot_be_computed_is_tried_again_then_left_with_its_reason_and_the_others_are_run(
     design, storage, tmp_path, lab, monkeypatch
 ) -> None:
-    import npt.sweep.worker as module
+    import npt.tools.sweep.worker as module
 
     real = module.run_trial
 
@@ -125,7 +125,7 @@ def test_a_trial_that_cannot_be_computed_is_tried_again_then_left_with_its_reaso
 def test_settings_that_cannot_work_are_the_trials_fault_and_trackers_that_cannot_the_workers(
     design, storage, tmp_path, lab, monkeypatch
 ) -> None:
-    import npt.sweep.worker as module
+    import npt.tools.sweep.worker as module
 
     def refused(*_: Any) -> None:
         raise ConfigError("--loss does not go with --strategy")
@@ -148,7 +148,7 @@ def test_settings_that_cannot_work_are_the_trials_fault_and_trackers_that_cannot
 def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(
     design, storage, tmp_path, lab, monkeypatch
 ) -> None:
-    import npt.sweep.worker as module
+    import npt.tools.sweep.worker as module
 
     order: list[str] = []
 
@@ -180,7 +180,7 @@ def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(
 def test_a_worker_that_gets_no_trial_waits_before_it_asks_again(
     design, tmp_path, lab, monkeypatch
 ) -> None:
-    import npt.sweep.worker as module
+    import npt.tools.sweep.worker as module
 
     # trials that nobody has let wait yet
     storage, slept = Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name), []
@@ -227,7 +227,7 @@ def test_a_stop_in_the_middle_of_a_trial_gives_it_back_at_once(
 
 
 def test_trials_on_the_base_that_is_loaded_come_first(small, tmp_path) -> None:
-    from npt.sweep.lab import Lab
+    from npt.tools.sweep.lab import Lab
 
     grid = {"compute_dtype": ["fp32", "bf16"], "learning_rate": [1e-3]}
     mixed = design_of(
@@ -248,7 +248,7 @@ def test_trials_on_the_base_that_is_loaded_come_first(small, tmp_path) -> None:
 def test_runs_are_grouped_for_weights_and_biases_where_the_study_asks(
     small, tmp_path, lab, monkeypatch
 ) -> None:
-    import npt.sweep.worker as module
+    import npt.tools.sweep.worker as module
 
     made: list[tuple[Any, ...]] = []
     logged: list[int] = []
@@ -323,8 +323,8 @@ def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_tabl
     import yaml
 
     from npt.files import write_json
-    from npt.sweep.study import refresh
-    from npt.sweep.table import write_table
+    from npt.tools.sweep.study import refresh
+    from npt.tools.sweep.table import write_table
 
     part = {"grid": {"mult_form": ["sigmoid", "unbounded"], "learning_rate": [1e-3, 30.0]}}
     settings = design.trials[0].given | {"divergence_factor": 2.0}

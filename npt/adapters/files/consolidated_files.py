@@ -1,0 +1,236 @@
+"""Consolidated updates on disk: `consolidated.safetensors` and the history `consolidated.json`,
+alone or beside an adapter's files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import decoder_layers
+from npt.adapters.consolidate import (
+    Place,
+    Update,
+    check_update,
+    consolidate,
+    consolidated,
+    product_of,
+)
+from npt.base.identity import BaseIdentity, base_identity
+from npt.base.rows import Rows
+from npt.config import TARGETS
+from npt.errors import AdapterFileError, ConfigError, ModelError
+from npt.files import new_folder, write_json
+from npt.stored import (
+    check_entries,
+    check_names,
+    described,
+    read_headers,
+    read_json,
+    read_tensors,
+    shown,
+)
+
+HISTORY_NAME = "consolidated.json"
+ROWS_NAME = "consolidated.safetensors"
+
+OTHER_BASE = (
+    "load the same model with the same quantisation, or pass --any_base (check_base=False) to use"
+    " it on this one all the same"
+)
+"""What to do about files of another base."""
+
+
+def save_consolidated(
+    model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None
+) -> Path:
+    """Write the model's updates and nothing else to `folder`, all or nothing. `npt.save_adapter`
+    writes them beside the adapter.
+
+    Args:
+        model: with updates.
+        folder: made anew; one that holds updates and nothing else is replaced, anything else is
+            refused.
+        base: `npt.base_identity(model)` where known already.
+
+    Raises:
+        AdapterFileError: the folder holds other things.
+        ModelError: the model has no updates.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (
+        folder.is_dir() and {item.name for item in folder.iterdir()} <= {HISTORY_NAME, ROWS_NAME}
+    ):
+        raise AdapterFileError(
+            f"{folder} holds something other than consolidated updates; choose another folder"
+        )
+    if not consolidated(model):
+        raise ModelError("the model has no consolidated updates; make one with npt.consolidate")
+    base = base if base is not None else base_identity(model)
+    with new_folder(folder) as temporary:
+        write_consolidated(model, temporary, base)
+    return folder
+
+
+def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity) -> None:
+    """Add the model's updates to a folder that is being made."""
+    history = consolidated(model)
+    tensors = {
+        _name(number, place, part): tensor.contiguous()
+        for number, update in enumerate(history)
+        for place, rows in update.rows.items()
+        for part, tensor in zip(("scale", "bias"), rows, strict=True)
+    }
+    save_file(tensors, folder / ROWS_NAME, metadata={"format": "pt"})
+    places = [[list(place) for place in update.rows] for update in history]
+    record = {
+        "base_model_name_or_path": getattr(model.config, "_name_or_path", "") or "unknown",
+        **base.as_record(),
+        "updates": [
+            {"places": where, "record": update.record}
+            for where, update in zip(places, history, strict=True)
+        ],
+    }
+    write_json(folder / HISTORY_NAME, record)
+
+
+def load_consolidated(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    base: BaseIdentity | None = None,
+    check_base: bool = True,
+) -> tuple[Update, ...]:
+    """Make the updates saved in `folder` part of the model, with adapters or without. A refused
+    folder leaves it as it was.
+
+    Args:
+        model: the base that they were made on, without updates of its own.
+        folder: of `save_consolidated`, or of `save_adapter` on a model with updates.
+        base: `npt.base_identity(model)` where known already; computed otherwise. It must be the
+            recorded one, as for `npt.load_adapter`.
+        check_base: False takes any base that they fit.
+
+    Raises:
+        AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen or
+            unusable, or the base differs.
+        ModelError: the model has updates already.
+    """
+    updates = read_consolidated(model, folder, base=base, check_base=check_base)
+    for update in updates:
+        consolidate(model, update)
+    return updates
+
+
+def read_consolidated(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    base: BaseIdentity | None = None,
+    check_base: bool = True,
+) -> tuple[Update, ...]:
+    """The updates saved in `folder`, once all are found to fit the model, which is not changed; as
+    for `load_consolidated`.
+    """
+    folder = Path(folder)
+    if consolidated(model):
+        raise ModelError(
+            "the model has consolidated updates already; call npt.unconsolidate(model, None)"
+            f" before {folder} is loaded"
+        )
+    path = folder / HISTORY_NAME
+    if not path.is_file():
+        raise AdapterFileError(
+            f"{folder} holds no {HISTORY_NAME}; name a folder that npt consolidate wrote"
+        )
+    record = read_json(path, AdapterFileError)
+    check_entries(
+        path, "", record, {"base_hash": (str,), "updates": (list,)}, AdapterFileError, exact=False
+    )
+    found = (
+        (base if base is not None else base_identity(model)).mismatch(record)
+        if check_base
+        else None
+    )
+    if found is not None:
+        raise AdapterFileError(f"{folder} was consolidated on another base: {found}; {OTHER_BASE}")
+    places = [_places(path, number, entry) for number, entry in enumerate(record["updates"])]
+    tensors = _read_rows(model, folder / ROWS_NAME, places)
+    updates = tuple(
+        Update({place: _rows(tensors, number, place) for place in where}, entry["record"])
+        for number, (where, entry) in enumerate(zip(places, record["updates"], strict=True))
+    )
+    for number, update in enumerate(updates):
+        try:
+            check_update(model, update)
+        except (ConfigError, ModelError) as error:
+            raise AdapterFileError(f"{folder}: update {number} cannot be used: {error}") from error
+    return updates
+
+
+def _places(path: Path, number: int, entry: Any) -> list[Place]:
+    """The places of one update of the history, checked one by one: they become names of tensors."""
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("record"), dict)
+        or not isinstance(entry.get("places"), list)
+    ):
+        raise AdapterFileError(
+            f"{path}: update {number} is {shown(entry)}, expected its places and record; copy it"
+            " again"
+        )
+    places: list[Place] = []
+    for place in entry["places"]:
+        fits = (
+            isinstance(place, list)
+            and len(place) == 2
+            and type(place[0]) is int
+            and place[1] in TARGETS
+        )
+        if not fits or (place[0], place[1]) in places:
+            raise AdapterFileError(
+                f"{path}: update {number} has the place {shown(place)}; expected a layer and a"
+                " target, each once"
+            )
+        places.append((place[0], place[1]))
+    return places
+
+
+def _read_rows(
+    model: PreTrainedModel, path: Path, places: list[list[Place]]
+) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise AdapterFileError(f"{path.parent} holds no {ROWS_NAME}; the updates are incomplete")
+    layers = decoder_layers(model)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, where in enumerate(places):
+        for index, target in where:
+            if not 0 <= index < len(layers):
+                raise AdapterFileError(
+                    f"{path.parent}: update {number} is of layer {index}, the model has layers 0 to"
+                    f" {len(layers) - 1}"
+                )
+            for part in ("scale", "bias"):
+                shapes[_name(number, (index, target), part)] = (
+                    product_of(layers[index], target).out_features,
+                )
+    headers = read_headers(path, AdapterFileError)
+    check_names(path, headers, shapes, AdapterFileError)
+    for name, shape in shapes.items():
+        if headers[name] != ("F32", shape):
+            raise AdapterFileError(
+                f"{path}: {name} is {described(headers[name])}, the model needs F32 {list(shape)}"
+            )
+    return read_tensors(path, headers, AdapterFileError)
+
+
+def _rows(tensors: dict[str, torch.Tensor], number: int, place: Place) -> Rows:
+    return tensors[_name(number, place, "scale")], tensors[_name(number, place, "bias")]
+
+
+def _name(number: int, place: Place, part: str) -> str:
+    return f"updates.{number}.layers.{place[0]}.{place[1]}.{part}"

@@ -1,0 +1,130 @@
+"""Publishing an adapter: the folder that `npt.save_adapter` writes, put into a repository of a
+model hub.
+
+What is pushed is looked through first, as loading would; a poisoned or incomplete adapter stays at
+home. The base itself never goes along.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from npt.adapters.files.adapter_files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    FILES,
+    WEIGHTS_NAME,
+    card,
+    find_adapter,
+    for_hub,
+    save_adapter,
+)
+from npt.adapters.files.consolidated_files import HISTORY_NAME
+from npt.adapters.files.hub import is_hub_id, on_hub
+from npt.errors import AdapterFileError, ConfigError
+from npt.files import write_json, write_text
+from npt.stored import read_headers, read_json, read_tensors
+
+
+def push_to_hub(
+    adapter: str | Path | nn.Module,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    fidelity: Mapping[str, Any] | None = None,
+    message: str = "NPT adapter",
+    token: str | None = None,
+) -> str:
+    """Put an adapter into a repository of the hub, which is made where it does not exist.
+
+    Args:
+        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a
+            checkpoint, or a model with adapters attached.
+        repo_id: USER/NAME.
+        private: whether a repository that is made is private; one that exists stays what it is.
+        revision: branch, which has to exist; default the main one.
+        fidelity: content of a run's `fidelity.json`, for the model card; default what the folder's
+            card says already.
+        message: of the commit.
+        token: of the hub; default the one of `hf auth login`.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        AdapterFileError: the folder holds no adapter that could be loaded.
+        ConfigError: the repository's name is none.
+        HubError: the hub cannot be reached, or refuses.
+    """
+    if not is_hub_id(repo_id):
+        raise ConfigError(
+            f"--repo_id is {repo_id!r}; write USER/NAME in letters, digits, '.', '-' and '_'"
+        )
+    with tempfile.TemporaryDirectory(prefix="npt-push-") as scratch:
+        folder = Path(scratch) / "adapter"
+        if isinstance(adapter, nn.Module):
+            save_adapter(adapter, folder, fidelity=fidelity)
+        else:
+            _copy(find_adapter(adapter).folder, folder)
+        _tell(folder, fidelity, repo_id)
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        api = HfApi(token=token)
+        added = [
+            CommitOperationAdd(path.name, path)
+            for path in sorted(folder.iterdir())
+            if path.name in FILES
+        ]
+        on_hub(f"{repo_id}:", lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+        # All or nothing: one commit.
+        commit = on_hub(
+            f"{repo_id}:",
+            lambda: api.create_commit(repo_id, added, commit_message=message, revision=revision),
+        )
+    return str(commit.commit_url)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """An adapter's files, found to be usable."""
+    weights = source / WEIGHTS_NAME
+    if not weights.is_file():
+        raise AdapterFileError(f"{source} holds no {WEIGHTS_NAME}; the adapter is incomplete")
+    headers = read_headers(weights, AdapterFileError)
+    for name, tensor in read_tensors(weights, headers, AdapterFileError).items():
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise AdapterFileError(
+                f"{weights}: {name} holds a non-finite value; the adapter is not pushed"
+            )
+    folder.mkdir()
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _tell(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
+    """The card, with the fidelity where that is given; and where a base lies on this machine's disk
+    stays here, but for its name.
+    """
+    record = dict(find_adapter(folder).record)
+    name = str(record["base_model_name_or_path"])
+    local = Path(name).is_absolute() or name.startswith((".", "~"))
+    if local:
+        record["base_model_name_or_path"] = Path(name).name
+        for file in (CONFIG_NAME, HISTORY_NAME):
+            if (folder / file).is_file():
+                stored = read_json(folder / file, AdapterFileError)
+                write_json(folder / file, {**stored, "base_model_name_or_path": Path(name).name})
+    if local or fidelity is not None or not (folder / CARD_NAME).is_file():
+        write_text(folder / CARD_NAME, card(record, fidelity, repo_id))
+    else:
+        write_text(
+            folder / CARD_NAME, for_hub((folder / CARD_NAME).read_text(encoding="utf-8"), repo_id)
+        )

@@ -1,0 +1,231 @@
+"""SDPA attention for fp32 on CUDA: in linear memory, with a backward that repeats its bits.
+
+Without a mask transformers' own function hands grouped queries to torch as they are (`enable_gqa`).
+In fp32 on CUDA that leaves the math kernel alone, which keeps the scores of every pair of tokens.
+Here K and V are repeated for every query head, so that the memory-efficient kernel takes them.
+Whatever is not fp32 on CUDA goes to transformers' function as it came.
+
+The backward of that kernel splits the keys among thread blocks that add to the same gradient in no
+fixed order. With one split the order is fixed. The call itself asks for it, so no global switch of
+torch is touched; with few rows and heads it is slower (not measured). K and V are saved as they
+were before they were repeated, and a mask as it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from npt.base.precision import policy_dtype
+
+SDPA = "npt_sdpa"
+"""The name under which transformers knows `sdpa_attention`. It is never saved: transformers writes
+no attention implementation to a configuration."""
+
+_HIDDEN = -1e30
+"""Added to a masked score. Finite, so that a padded query without keys gives numbers and not NaN.
+Its exponential is exactly 0 next to any unmasked score, and times log2(e), as the kernel takes it,
+it does not overflow."""
+
+_ALIGNED = 8
+"""A row of a mask starts at a multiple of so many numbers in memory, as the kernel reads it."""
+
+_THEIRS = ("position_bias", "cache", "softcap", "output_attentions")
+"""Arguments that transformers' function looks after."""
+
+
+def sdpa_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute what transformers' "sdpa" does, by the memory-efficient kernel for fp32 on CUDA.
+
+    Args:
+        module: the attention layer.
+        query: [B, H, T, d].
+        key, value: [B, H / groups, S, d].
+        attention_mask: [B, 1 or H, T, S], bool (True: may attend) or added to the scores; None for
+            causal attention alone.
+        dropout, scaling, is_causal, others: as transformers' function takes them.
+
+    Returns:
+        ([B, T, H, d], None).
+    """
+    length = query.shape[2]
+    square = attention_mask is not None or key.shape[2] == length
+    theirs = dropout or any(
+        others.get(name) is not None and others[name] is not False for name in _THEIRS
+    )
+    if theirs or length == 1 or not square or not _on_cuda_in_fp32(query, key, value):
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **others,
+        )
+    causal = attention_mask is None and bool(
+        getattr(module, "is_causal", True) if is_causal is None else is_causal
+    )
+    if (
+        torch.is_grad_enabled()
+        and any(x.requires_grad for x in (query, key, value))
+        and _has_exact_backward(query, causal)
+    ):
+        output = _Exact.apply(
+            query, key, value, attention_mask, causal, _scale(scaling, query.shape[-1])
+        )
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(SDPA, sdpa_attention)
+AttentionMaskInterface.register(SDPA, sdpa_mask)
+
+
+def implementation_of(name: str) -> str:
+    """Return the name to load a model with, from an `attn_implementation` as users name it."""
+    return SDPA if name == "sdpa" else name
+
+
+def attention_name(model: PreTrainedModel) -> str:
+    """Return a model's attention implementation as users name it."""
+    name = str(model.config._attn_implementation)
+    return "sdpa" if name == SDPA else name
+
+
+def repeats_exactly(model: PreTrainedModel) -> bool:
+    """Return whether a backward through the model's attention gives the same bits every time.
+
+    On one device, with the same versions; as torch's sources have it, not measured on a card.
+    Nothing is promised of flex_attention, nor of the flash kernels that "sdpa" reaches in fp16.
+    """
+    name = model.config._attn_implementation
+    if name == "eager" or all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        return name != "flex_attention"
+    return name == SDPA and policy_dtype(model) == torch.float32 and torch.version.hip is None
+
+
+def _on_cuda_in_fp32(*tensors: Tensor) -> bool:
+    return all(tensor.device.type == "cuda" and tensor.dtype == torch.float32 for tensor in tensors)
+
+
+def _has_exact_backward(query: Tensor, causal: bool) -> bool:
+    """Return whether the memory-efficient kernel takes such heads here, and its splits can be set."""
+    if torch.version.hip is not None or torch.compiler.is_compiling():
+        return False
+    found = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, causal, False)
+    return torch.backends.cuda.can_use_efficient_attention(found)
+
+
+def _scale(scaling: float | None, width: int) -> float | None:
+    """Return None for the kernel's default: torch's shape function of its backward takes no other."""
+    return None if scaling is None or math.isclose(scaling, width**-0.5, rel_tol=1e-12) else scaling
+
+
+class _Exact(torch.autograd.Function):
+    """Attention by the memory-efficient kernel, its backward in one split of the keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        heads = query.shape[1] // key.shape[1]
+        output, log_sum_exp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query,
+            repeat_kv(key, heads),
+            repeat_kv(value, heads),
+            _bias(mask, query, key),
+            True,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        ctx.save_for_backward(query, key, value, mask, output, log_sum_exp, seed, offset)
+        ctx.causal, ctx.scale = causal, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, output, log_sum_exp, seed, offset = ctx.saved_tensors
+        heads = query.shape[1] // key.shape[1]
+        by_token = [
+            x.transpose(1, 2)
+            for x in (gradient, query, repeat_kv(key, heads), repeat_kv(value, heads), output)
+        ]
+        given = {} if ctx.scale is None else {"scale": ctx.scale}
+        of_query, of_key, of_value, _ = torch.ops.aten._efficient_attention_backward(
+            *by_token[:4],
+            _bias(mask, query, key),
+            by_token[4],
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            log_sum_exp,
+            0.0,
+            seed,
+            offset,
+            int(ctx.causal),  # 1: causal from the top left, 0: no mask of the kernel's own
+            False,
+            num_splits_key=1,
+            **given,
+        )
+        return (
+            of_query.transpose(1, 2),
+            _summed(of_key, heads),
+            _summed(of_value, heads),
+            None,
+            None,
+            None,
+        )
+
+
+def _summed(gradient: Tensor, heads: int) -> Tensor:
+    """Sum the gradient of a repeated K or V, [B, S, H, d], to [B, H / heads, S, d]."""
+    return gradient.unflatten(2, (-1, heads)).sum(dim=3).transpose(1, 2)
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the mask as the kernel adds it to the scores, [B, H, T, S], shared by the heads."""
+    if mask is None:
+        return None
+    length = key.shape[2]
+    aligned = -(-length // _ALIGNED) * _ALIGNED
+    bias = query.new_zeros(*mask.shape[:-1], aligned)[..., :length]
+    if mask.dtype == torch.bool:
+        bias.masked_fill_(~mask, _HIDDEN)
+    else:
+        bias.copy_(mask)
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], length)

@@ -1,0 +1,435 @@
+"""`load_base`: a frozen base model and its tokenizer, quantised or not, computing in the dtype the
+policy asks for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.utils import logging as transformers_logging
+
+from npt.base.attention import implementation_of
+from npt.base.device import default_device
+from npt.base.families import check_family
+from npt.base.identity import note_source
+from npt.base.linear import quantized_linears, statistics_of
+from npt.base.precision import audit_precision, enforce_policy, quantization_of
+from npt.config import COMPUTE_DTYPES, DEVICE_MAPS, QUANT_TYPES, check_attention
+from npt.errors import ConfigError, ModelError, first_line
+
+EMBEDDED = "tiny"
+EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_QUANTISE = "add --use_quantization, or drop --compute_dtype"
+
+TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+# Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes
+# whatever is piped in for the answer.
+_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+
+
+@torch.inference_mode(False)  # whatever the caller is in: gradients pass the weights
+def load_base(
+    name: str = EMBEDDED,
+    *,
+    quantization: str | None = None,
+    device: str | torch.device | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    use_fp16: bool = False,
+    pack_on: str | torch.device | None = None,
+    attn_implementation: str = "sdpa",
+    compute_dtype: str = "fp32",
+) -> tuple[Any, Any]:
+    """Load a base model, frozen and in evaluation mode, and its tokenizer. Nothing that comes with
+    the weights is run: no code of the checkpoint's own, no pickle; weights are read from
+    safetensors alone.
+
+    Args:
+        name: `tiny` (embedded, nothing is downloaded), a folder, or a hub id.
+        quantization: `nf4`, `fp4` (both with double quantisation) or None. A checkpoint that is
+            stored in 4 bit stays so.
+        device: default the first CUDA device, else the CPU.
+        device_map: instead of one device, several: `auto`, `balanced`, `balanced_low_0` or
+            `sequential` spread the layers over all GPUs of this process, and a mapping of module
+            names to devices does as it says. A layer stays in one piece.
+        use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
+            all the same, with a warning.
+        pack_on: device on which each weight is packed, one after the other, if that is not the one
+            on which it stays; a GPU packs in seconds what takes a CPU the better part of an hour.
+        attn_implementation: `sdpa`, `eager` or `flex_attention`. Under `sdpa` the model's
+            configuration says `npt_sdpa`, which is transformers' own but for fp32 on CUDA
+            (npt/base/attention.py); what is saved of the model names neither.
+        compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
+            has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
+
+    Returns:
+        (model, tokenizer). The quantised model computes in fp32, or as `compute_dtype` says;
+        weights that the checkpoint keeps in 16
+        bit and that are not packed (embedding, norms, lm_head) stay stored so.
+
+    Raises:
+        ConfigError: unknown quantisation, attn_implementation, compute_dtype or device_map, a
+            device beside a device_map, or compute_dtype bf16 for a base that is not packed.
+        ModelError: no such model, of no known family, weights missing or unreadable, or a layer in
+            pieces, on disk or on the host beside GPUs.
+        PrecisionError: a module would compute in another dtype.
+    """
+    if quantization is not None and quantization not in QUANT_TYPES:
+        raise ConfigError(
+            f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None"
+        )
+    check_attention(attn_implementation)
+    if compute_dtype not in COMPUTE_DTYPES:
+        raise ConfigError(
+            f"compute_dtype is {compute_dtype!r}; choose from {', '.join(COMPUTE_DTYPES)}"
+        )
+    config = read_config(name)
+    source = _locate(name)
+    tokenizer = load_tokenizer(name)
+    places = _places(device, device_map)
+    packed = quantization is not None or getattr(config, "quantization_config", None) is not None
+    if compute_dtype != "fp32" and not packed:
+        raise ConfigError(
+            f"compute_dtype is {compute_dtype}, which is for 4-bit products, but {name} is not"
+            f" quantised; {_QUANTISE}"
+        )
+    if packed and use_fp16:
+        warnings.warn(
+            "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in"
+            f" {compute_dtype} (fp16 overflows inside 4-bit products)",
+            stacklevel=2,
+        )
+    arguments: dict[str, Any] = {
+        "device_map": places,
+        "attn_implementation": implementation_of(attn_implementation),
+    }
+    packing = quantization if getattr(config, "quantization_config", None) is None else None
+    if packed:
+        arguments["dtype"] = "auto"
+        if packing is not None:
+            arguments["quantization_config"] = packing_config(packing)
+    else:
+        arguments["dtype"] = torch.float16 if use_fp16 else torch.float32
+    with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
+        model = _read_weights(name, source, arguments)
+    _check_placed(name, model)
+    _check_pieces(name, model)
+    if quantization is not None and quantization_of(model) != quantization:
+        raise ModelError(
+            f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
+            " --quant_type accordingly"
+        )
+    if packed:
+        if not quantized_linears(model):
+            raise ModelError(
+                f"{name} is quantised, but not in bitsandbytes' 4 bit; load its unquantised"
+                " original"
+            )
+        if packing is not None:
+            note_source(model, source, packing, pack_on)
+        enforce_policy(model, COMPUTE[compute_dtype])
+    # what a saved adapter names as its base: not the folder of this installation
+    model.config._name_or_path = name
+    model.requires_grad_(False)
+    model.eval()
+    audit_precision(model, torch.float16 if use_fp16 and not packed else torch.float32)
+    return model, tokenizer
+
+
+@torch.inference_mode(False)
+def load_teacher(
+    name: str,
+    precision: str = "bf16",
+    *,
+    device: str | torch.device | None = None,
+    attn_implementation: str = "sdpa",
+) -> Any:
+    """Load an unquantised teacher for a quantised student: what quantisation has cost can only be
+    learnt from the model before it.
+
+    Args:
+        name: as in `load_base`; that of the student's base.
+        precision: what it is stored in, `bf16` (2 bytes a weight) or `fp32` (4). It computes in
+            fp32 either way.
+        device: where the student is.
+        attn_implementation: as in `load_base`.
+
+    Raises:
+        ConfigError: unknown precision or attn_implementation.
+        ModelError: as `load_base`, or the checkpoint is itself stored in 4 bit.
+    """
+    if precision not in TEACHERS:
+        raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(TEACHERS)}")
+    check_attention(attn_implementation)
+    check_teacher(name, read_config(name))
+    source = _locate(name)
+    attention = implementation_of(attn_implementation)
+    places = _places(device, None)
+    model = _read_weights(
+        name,
+        source,
+        {"device_map": places, "dtype": TEACHERS[precision], "attn_implementation": attention},
+    )
+    enforce_policy(model)
+    model.requires_grad_(False)
+    model.eval()
+    audit_precision(model, torch.float32)
+    return model
+
+
+def check_teacher(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a model that cannot be loaded unquantised, by its configuration alone.
+
+    Raises:
+        ModelError: it is stored in 4 bit.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{name} is itself stored in 4 bit and teaches nothing that its student has lost; name"
+            " its unquantised original"
+        )
+
+
+def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
+    """The configuration of a base model, without its weights.
+
+    Raises:
+        ModelError: no such model, or of no known family.
+    """
+    source = _locate(name)
+    config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
+    with _Quiet():
+        check_family(name, config)
+    return config
+
+
+def load_tokenizer(name: str = EMBEDDED) -> Any:
+    """The tokenizer of a base model, without its weights.
+
+    Raises:
+        ModelError: no such model, or no tokenizer beside it.
+    """
+    source = _locate(name)
+    return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
+
+
+def packing_config(quantization: str) -> BitsAndBytesConfig:
+    """How weights are packed: `nf4` or `fp4`, their scales quantised once more, products in fp32."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
+@contextmanager
+def _packing_on(device: torch.device) -> Iterator[None]:
+    """Within the context transformers packs weights on this device and puts them back where they
+    were read to.
+    """
+
+    class Elsewhere(Bnb4bitQuantize):
+        def convert(
+            self, input_dict: dict[str, Any], *arguments: Any, **named: Any
+        ) -> dict[str, Any]:
+            read = {
+                name: value[0] if isinstance(value, list) else value
+                for name, value in input_dict.items()
+            }
+            moved = {name: value.to(device) for name, value in read.items()}
+            packed = super().convert(moved, *arguments, **named)
+            return {name: value.to(read[name].device) for name, value in packed.items()}
+
+    before = Bnb4BitHfQuantizer.get_quantize_ops
+    Bnb4BitHfQuantizer.get_quantize_ops = lambda self: Elsewhere(self)
+    try:
+        yield
+    finally:
+        Bnb4BitHfQuantizer.get_quantize_ops = before
+
+
+def _places(device: str | torch.device | None, device_map: str | Mapping[str, Any] | None) -> Any:
+    """What transformers calls a device map."""
+    if device_map is None:
+        return {"": torch.device(device) if device is not None else default_device()}
+    if device is not None:
+        raise ConfigError(
+            f"device is {device} beside device_map {device_map!r}; drop one of the two"
+        )
+    if isinstance(device_map, Mapping):
+        return dict(device_map)
+    if device_map not in DEVICE_MAPS:
+        raise ConfigError(
+            f"device_map is {device_map!r}; choose from {', '.join(DEVICE_MAPS)}, or map module"
+            " names to devices"
+        )
+    return device_map
+
+
+def _check_placed(name: str, model: PreTrainedModel) -> None:
+    """Refuse weights that would have to be fetched from disk or host at every step.
+
+    Parameters, buffers and the statistics of 4-bit weights are looked at, not the state dict, which
+    has entries of bitsandbytes' own that it makes on the host.
+    """
+    places = {
+        key: tensor.device for key, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    for key, module in quantized_linears(model):
+        places |= {
+            f"{key}.weight.{part}": tensor.device for part, tensor in statistics_of(module).items()
+        }
+    on_gpu = any(place.type not in ("cpu", "meta") for place in places.values())
+    left = next(
+        (
+            key
+            for key, place in places.items()
+            if place.type == "meta" or (on_gpu and place.type == "cpu")
+        ),
+        None,
+    )
+    if left is not None:
+        raise ModelError(
+            f"{name} is not all on the GPUs: {left} was left to the host or the disk; load it in 4"
+            " bit, or take more GPUs"
+        )
+
+
+def _check_pieces(name: str, model: PreTrainedModel) -> None:
+    """Refuse layers of which no one device has all, statistics of 4-bit weights included."""
+    for index, layer in enumerate(model.model.layers):
+        tensors: list[torch.Tensor] = list(layer.parameters())
+        for _, module in quantized_linears(layer):
+            tensors += statistics_of(module).values()
+        devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+        if len(devices) > 1:
+            raise ModelError(
+                f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer has to"
+                " stay in one piece"
+            )
+
+
+def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
+    """A model whose weights are all there, read from safetensors alone, no code of the checkpoint's
+    run.
+
+    Raises:
+        ModelError: unreadable, or a weight is missing or misshapen.
+    """
+
+    def read() -> Any:
+        # Misshapen tensors are reported rather than raised on, so that the error can name them.
+        more = {
+            "ignore_mismatched_sizes": True,
+            "use_safetensors": True,
+            "output_loading_info": True,
+        }
+        return AutoModelForCausalLM.from_pretrained(source, **arguments, **more, **_NO_CODE)
+
+    with _Quiet():
+        model, report = _read("weights", name, read)
+    _check_complete(name, model, report)
+    return model
+
+
+def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
+    """Refuse a model of which a weight is missing or has another shape than its configuration says."""
+    absent = sorted(report["missing_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ModelError(
+            f"{name} lacks the weight {absent[0]}{more} that its configuration calls for; the"
+            " checkpoint is incomplete"
+        )
+    misshapen = [
+        (key, tuple(found), tuple(wanted))
+        for key, found, wanted in sorted(report["mismatched_keys"])
+    ]
+    # A misshapen tensor that is packed on loading is in no report: the packed bytes have a shape of
+    # their own.
+    for key, module in quantized_linears(model):
+        wanted = (module.out_features, module.in_features)
+        if tuple(module.weight.quant_state.shape) != wanted:
+            misshapen.append((f"{key}.weight", tuple(module.weight.quant_state.shape), wanted))
+    if misshapen:
+        key, found, wanted = misshapen[0]
+        raise ModelError(
+            f"{name}: the weight {key} has shape {found}, its configuration calls for {wanted}; the"
+            " two do not belong together"
+        )
+
+
+def _locate(name: str) -> str:
+    """The folder or hub id to hand to transformers."""
+    if name == EMBEDDED:
+        return str(EMBEDDED_FOLDER)
+    if not name.strip():
+        raise ModelError("the model's name is empty; pass --model_name tiny, a folder or a hub id")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"{name} holds no config.json; name a folder that a model was saved to"
+            )
+        return str(path)
+    if path.is_file():
+        raise ModelError(
+            f"{name} is a file; name the folder that holds config.json and the weights"
+        )
+    if (
+        path.is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+        or name.endswith("/")
+    ):
+        raise ModelError(
+            f"there is no model folder {name!r}; check --model_name ('tiny' is the embedded model)"
+        )
+    return name
+
+
+def _read(what: str, name: str, load: Any) -> Any:
+    try:
+        return load()
+    except torch.OutOfMemoryError:
+        raise
+    # whatever a broken file brings up: several libraries read it, each with its own classes
+    except Exception as error:
+        raise ModelError(
+            f"cannot load the {what} of {name!r}: {first_line(error)[:300]} (a local folder,"
+            " 'tiny', or a hub id with the network reachable and, for gated models, a login)"
+        ) from error
+
+
+class _Quiet:
+    """Transformers' progress bars and load report off: load problems are raised by name instead."""
+
+    def __enter__(self) -> None:
+        self.level = transformers_logging.get_verbosity()
+        self.bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self.level)
+        if self.bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,129 @@
+"""A base of any size with random weights, made where it is used: for speed and memory, which do not
+depend on the values.
+
+The model that it is a quantised form of never exists: each weight is drawn, packed and dropped by
+itself, so that a shape of 8 B parameters takes the 6 GB that it will keep, and one weight more.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations import replace_with_bnb_linear
+
+from npt.base.attention import implementation_of
+from npt.base.device import default_device
+from npt.base.families import check_family
+from npt.base.linear import quantized_linears
+from npt.base.load import packing_config
+from npt.base.precision import audit_precision, enforce_policy
+from npt.config import QUANT_TYPES, check_attention
+from npt.errors import ConfigError
+
+DENSE = ("lm_head",)
+"""What stays unpacked, as where a checkpoint is loaded."""
+
+STD = 0.02
+"""Of every weight matrix, as transformers starts them: no state overflows, and attention is near to
+even.
+"""
+
+
+@torch.inference_mode(False)
+def random_base(
+    config: PreTrainedConfig,
+    *,
+    quantization: str | None = "nf4",
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    attn_implementation: str = "sdpa",
+    compute_dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A frozen model in evaluation mode that is all that `load_base` promises, but for its values
+    and a tokenizer.
+
+    Args:
+        config: of a known family. It is copied.
+        quantization: `nf4`, `fp4` (both with double quantisation; what is not packed is stored in
+            bf16, as most checkpoints have it) or None for fp32.
+        device: default the first CUDA device, else the CPU.
+        seed: fixes the values, on each kind of device its own.
+        attn_implementation: as in `load_base`.
+        compute_dtype: of products of packed weights.
+
+    Returns:
+        The model. It computes in fp32, but for products of packed weights.
+
+    Raises:
+        ConfigError: unknown quantisation or attn_implementation.
+        ModelError: a configuration of an unknown family.
+    """
+    if quantization is not None and quantization not in QUANT_TYPES:
+        raise ConfigError(
+            f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None"
+        )
+    check_attention(attn_implementation)
+    check_family("a random base", config)
+    device = torch.device(device) if device is not None else default_device()
+    stored = torch.float32 if quantization is None else torch.bfloat16
+    with torch.device("meta"):
+        attention = implementation_of(attn_implementation)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=stored, attn_implementation=attention
+        )
+    if quantization is not None:
+        packing = packing_config(quantization)
+        replace_with_bnb_linear(
+            model, modules_to_not_convert=list(DENSE), quantization_config=packing
+        )
+        model.is_loaded_in_4bit = True  # by which PEFT finds its form of a layer
+    _draw_weights(model, stored, device, torch.Generator(device).manual_seed(seed))
+    rotary = type(model.model.rotary_emb)
+    # made on no device, it holds no frequencies
+    model.model.rotary_emb = rotary(model.config).to(device)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    if quantization is not None:
+        enforce_policy(model, compute_dtype)
+    model.config._name_or_path = "random"
+    model.requires_grad_(False)
+    model.eval()
+    audit_precision(model, torch.float32)
+    return model
+
+
+def _draw_weights(
+    model: Any, stored: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Put a drawn weight in the place of each one that has none yet; matrices are random, norms are
+    1, biases are 0.
+    """
+    packed = {id(module.weight) for _, module in quantized_linears(model)}
+
+    def values(name: str, shape: torch.Size) -> Tensor:
+        if len(shape) > 1:
+            return torch.randn(shape, dtype=stored, device=device, generator=generator).mul_(STD)
+        return (torch.zeros if name.endswith("bias") else torch.ones)(
+            shape, dtype=stored, device=device
+        )
+
+    # a tied weight comes once, at its first place
+    for name, parameter in list(model.named_parameters()):
+        owner, _, own_name = name.rpartition(".")
+        drawn: nn.Parameter
+        if id(parameter) in packed:
+            settings = {
+                key: value for key, value in vars(parameter).items() if key != "quant_state"
+            }
+            # here it is packed
+            drawn = bnb.nn.Params4bit(
+                values(name, parameter.shape), requires_grad=False, **settings
+            ).to(device)
+        else:
+            drawn = nn.Parameter(values(name, parameter.shape), requires_grad=False)
+        setattr(model.get_submodule(owner), own_name, drawn)
+    model.tie_weights()

@@ -1,0 +1,98 @@
+"""A scale and a bias for every row of a frozen linear layer, beside its product: what can be added
+to a 4-bit base exactly.
+
+    y = scale * (W x + b) + bias
+
+W stays packed as it is, not a byte of it is written, and taking the rows away gives the layer back
+bit for bit. The layer's class is swapped for a subclass of itself, as a decoder layer's is for its
+NPT form; the two vectors are buffers that no state dict knows, so that the base keeps its names and
+its hash.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import bitsandbytes as bnb
+import torch
+from torch import Tensor, nn
+
+from npt.base.linear import linear_kind
+from npt.base.precision import UpcastLinear
+from npt.errors import ModelError, kind_of
+
+Rows = tuple[Tensor, Tensor]
+"""scale and bias, [out] each, in fp32."""
+
+
+class RowScaled(nn.Module):
+    """Mix-in that puts the rows behind a linear layer's product; put in front of the layer's own
+    class.
+    """
+
+    row_scale: Tensor
+    row_bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of the layer's own product."""
+        y = super().forward(x)
+        with torch.autocast(y.device.type, enabled=False):
+            return (self.row_scale * y.to(torch.float32) + self.row_bias).to(y.dtype)
+
+
+@linear_kind
+class RowScaledLinear4bit(RowScaled, bnb.nn.Linear4bit):
+    """A packed layer with rows."""
+
+
+@linear_kind
+class RowScaledUpcastLinear(RowScaled, UpcastLinear):
+    """A layer stored in 16 bit, computed in fp32, with rows."""
+
+
+@linear_kind
+class RowScaledLinear(RowScaled, nn.Linear):
+    """A dense layer with rows."""
+
+
+_FORMS: dict[type[nn.Module], type[RowScaled]] = {
+    bnb.nn.Linear4bit: RowScaledLinear4bit,
+    UpcastLinear: RowScaledUpcastLinear,
+    nn.Linear: RowScaledLinear,
+}
+
+
+def set_rows(module: Any, rows: Rows | None) -> None:
+    """Give a linear layer these rows in place of any that it has, or with None take them away.
+
+    Raises:
+        ModelError: a layer of another class.
+    """
+    if isinstance(module, RowScaled):
+        plain = {form: base for base, form in _FORMS.items()}[type(module)]
+        cast(Any, module).__class__ = plain
+        del module.row_scale, module.row_bias
+    if rows is None:
+        return
+    check_row_scalable(module)
+    scale, bias = (part.to(module.weight.device, torch.float32) for part in rows)
+    assert scale.shape == bias.shape == (module.out_features,)
+    module.register_buffer("row_scale", scale, persistent=False)
+    module.register_buffer("row_bias", bias, persistent=False)
+    module.__class__ = _FORMS[type(module)]
+
+
+def check_row_scalable(module: Any) -> None:
+    """Refuse a layer that can have no rows.
+
+    Raises:
+        ModelError: its class.
+    """
+    if type(module) not in _FORMS and not isinstance(module, RowScaled):
+        names = ", ".join(c.__name__ for c in _FORMS)
+        raise ModelError(f"{kind_of(module)} takes no scale and bias by row; only {names} do")
+
+
+def rows_of(module: Any) -> Rows | None:
+    """The rows that a layer has."""
+    return (module.row_scale, module.row_bias) if isinstance(module, RowScaled) else None

@@ -1,0 +1,49 @@
+"""Watching the numbers of a model in training: what is found is said, nothing is steered.
+
+The public names are imported when they are first used, so that a look at one costs nothing for the
+others.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from npt.diagnostics.recorder.callback import RecorderCallback
+    from npt.diagnostics.recorder.ranking import explosions, gradients
+    from npt.diagnostics.recorder.record import Record, Row
+    from npt.diagnostics.recorder.recorder import Recorder
+    from npt.diagnostics.recorder.table import print_record
+
+_HOME = {
+    "Record": "npt.diagnostics.recorder.record",
+    "Recorder": "npt.diagnostics.recorder.recorder",
+    "RecorderCallback": "npt.diagnostics.recorder.callback",
+    "Row": "npt.diagnostics.recorder.record",
+    "explosions": "npt.diagnostics.recorder.ranking",
+    "gradients": "npt.diagnostics.recorder.ranking",
+    "print_record": "npt.diagnostics.recorder.table",
+}
+
+__all__ = [
+    "Record",
+    "Recorder",
+    "RecorderCallback",
+    "Row",
+    "explosions",
+    "gradients",
+    "print_record",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'npt.diagnostics.recorder' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,50 @@
+"""What a watchdog can say about a refused micro-batch: the first bad number in the adapters, the
+base or the logits.
+
+Run after a refusal only, so a clean step pays nothing for it. It reads the state as it is now,
+which the transaction has kept clean: a fault of the state is found here, one of the data shows in
+the logits, and a transient one in neither.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.stream import model_inputs
+from npt.data.batch import Batch
+from npt.diagnostics.guards import Finding, base_fault, logits_fault, target_fault, tensor_fault
+from npt.random_state import kept_random_state
+
+
+@kept_random_state()
+def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
+    """The first finding, or None: adapters, base, labels, then the teacher's and the student's
+    logits on this batch.
+
+    Args:
+        model: with adapters attached; weights, modes and random state are as before afterwards.
+        batch: the refused micro-batch, on any device.
+    """
+    finding = (
+        tensor_fault(adapter_parameters(model))
+        or base_fault(model)
+        or target_fault(batch.labels, model.config.vocab_size, name="label")
+    )
+    if finding is not None:
+        return finding
+    batch = batch.to(next(model.parameters()).device)
+    for mode in ("teacher", "student"):
+        with (
+            torch.no_grad(),
+            adapter_mode(model, mode),
+            torch.autocast(batch.input_ids.device.type, enabled=False),
+        ):
+            logits = model(**model_inputs(model, batch), use_cache=False).logits
+        # Padding is nobody's business: what stands there is replaced before it is looked at.
+        logits = torch.where(batch.attention_mask.unsqueeze(-1).bool(), logits, 0.0)
+        finding = logits_fault(logits, f"{mode} logits")
+        if finding is not None:
+            return finding
+    return None

@@ -1,0 +1,137 @@
+"""A look at the attention masks of a pass: does one leave a valid token without keys?
+
+Softmax over such a row gives NaN, zeros or, where masks are finfo.min, an even mixture of
+everything that was masked. The last two are finite and wrong and reach no loss as NaN, so the masks
+themselves are looked at, as modules are given them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npt.base.hooks import only_looks
+from npt.data.batch import Batch
+from npt.diagnostics.tracer import causes
+from npt.diagnostics.tracer.masks import mask_fault
+from npt.diagnostics.tracer.source_location import Tokens, layer_of
+from npt.diagnostics.tracer.verdict import Verdict, dtype_name
+
+
+class MaskLook:
+    """Within the context every attention mask that a module is given is looked at, once.
+
+    Args:
+        model: whose modules take `attention_mask` with a query axis.
+        batch: says which tokens are valid. Where it does not, a token is taken for padding if no
+            query may attend to it.
+        unpadded: a batch that says nothing has no padding.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, unpadded: bool = False):
+        self.model = model
+        given = (
+            batch.attention_mask
+            if isinstance(batch, Batch)
+            else batch.get("attention_mask")
+            if isinstance(batch, Mapping)
+            else None
+        )
+        self.valid: Tensor | None = (
+            given.bool() if isinstance(given, Tensor) and given.ndim == 2 else None
+        )
+        self.tokens = Tokens(batch)
+        if unpadded and given is None and self.tokens.shape is not None:
+            self.valid = torch.ones(self.tokens.shape, dtype=torch.bool)
+        self._seen: list[weakref.ref[Tensor]] = []
+        self._found: Verdict | None = None
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> MaskLook:
+        for name, module in self.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
+
+            def look(
+                _module: nn.Module, _args: Any, kwargs: dict[str, Any], name: str = name
+            ) -> None:
+                self._look(name, kwargs.get("attention_mask"))
+
+            self._hooks.callback(
+                module.register_forward_pre_hook(only_looks(look), with_kwargs=True).remove
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+        self._seen.clear()
+
+    def verdict(self) -> Verdict | None:
+        return self._found
+
+    def _look(self, name: str, mask: Any) -> None:
+        if (
+            self._found is not None
+            or not isinstance(mask, Tensor)
+            or mask.ndim != 4
+            or any(seen() is mask for seen in self._seen)
+        ):
+            return
+        self._seen.append(weakref.ref(mask))
+        if not (mask.dtype == torch.bool or mask.is_floating_point()) or 0 in mask.shape:
+            return
+        valid = self._valid(mask.detach())
+        if valid is None or _means_the_opposite(mask, valid):
+            return
+        finding = mask_fault(mask.detach(), valid)
+        if finding is None:
+            return
+        row, token = finding.index[0], finding.index[1]
+        samples = self.tokens.samples
+        self._found = Verdict(
+            cause="fully masked row",
+            phase="data",
+            layer=layer_of(name),
+            module=name,
+            operation="attention_mask",
+            source="",
+            tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
+            index=finding.index,
+            value=finding.value,
+            reached="the attention of a valid token, maybe as finite numbers",
+            explanation=finding.message,
+            remedy=causes.CAUSES["fully masked row"],
+            row=row,
+            token=token,
+            sample=samples[row] if row < len(samples) else None,
+        )
+
+    def _valid(self, mask: Tensor) -> Tensor | None:
+        """[B, T], which queries are of valid tokens; None where that cannot be told."""
+        rows, queries = mask.shape[0], mask.shape[2]
+        if self.valid is not None:
+            return (
+                self.valid.to(mask.device) if tuple(self.valid.shape) == (rows, queries) else None
+            )
+        if mask.shape[3] != queries:
+            return None
+        return _allowed(mask).any(dim=1).any(dim=1)
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+
+def _means_the_opposite(mask: Tensor, valid: Tensor) -> bool:
+    """Whether a boolean mask says True for what is masked, as some models have it: then every valid
+    token sees itself through it.
+    """
+    if mask.dtype != torch.bool or mask.shape[2] != mask.shape[3]:
+        return False
+    itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
+    return not bool((itself & valid.bool()).any())

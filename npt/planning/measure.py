@@ -1,0 +1,216 @@
+"""What a call really takes: the peak of live tensor memory, and the speed that the device reaches
+on plain matrix products.
+
+Memory is counted in bytes of live tensors, on every device alike: that is what fits or does not
+fit, while the size of the process also holds libraries, freed memory that the allocator keeps, and
+whatever else the process did before.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState
+from torch import Tensor, nn
+from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import FakeTensor
+
+from npt.base.device import wait_for
+
+# The profiler announces its start and end on the terminal at any level below; it reads this at its
+# first use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+"""Sides of the square products that are tried, by the device's type: large enough that nothing but
+arithmetic counts.
+"""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of live tensors on one device. baseline: when a call began. peak: at its highest
+    moment, the baseline included.
+    """
+
+    baseline: int
+    peak: int
+
+    @property
+    def added(self) -> int:
+        """What the call itself needed on top."""
+        return self.peak - self.baseline
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
+    """Run `call` once and see how high the live tensor memory of a device rises.
+
+    On a GPU the caching allocator counts. On the CPU every allocation of torch's allocator is
+    followed, among them those inside operations and in backward; scratch memory that a library
+    takes past torch's allocator is in neither figure. Memory that was live before and is freed by
+    the call is seen on a GPU only: on the CPU the peak is then too high by so much, and never too
+    low.
+
+    Args:
+        call: without arguments. It runs as it would otherwise, slower on the CPU.
+        device: whose memory is meant.
+    """
+    device = torch.device(device)
+    gc.collect()  # what only a cycle keeps alive would be freed at any moment
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        baseline = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return Peak(baseline, torch.cuda.max_memory_allocated(device))
+    baseline = live_bytes(device)
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        call()
+    return Peak(baseline, baseline + _highest(_allocations(profiler.kineto_results, device)))
+
+
+def live_bytes(device: torch.device | str) -> int:
+    """Bytes of all tensors that Python knows of on a device, those kept by a graph alone not among
+    them.
+    """
+    kind = torch.device(device).type
+    found = (o for o in gc.get_objects() if issubclass(type(o), Tensor))
+    return storage_bytes(t for t in _with_gradients(found) if t.device.type == kind)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind tensors; what several of them share counts once, and all of it
+    where one shows a part.
+    """
+    sizes: dict[tuple[torch.device, int], int] = {}
+    for tensor in tensors:
+        if (
+            tensor.layout == torch.strided
+            and tensor.device.type != "meta"
+            and not isinstance(tensor, FakeTensor)
+        ):
+            storage = tensor.untyped_storage()
+            sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def tensors_of(*owners: Any) -> Iterator[Tensor]:
+    """Every tensor that the owners hold: parameters and buffers of a module, packed weights'
+    statistics, gradients, an optimizer's moments, the fields of a dataclass, the members of a
+    container. A tensor that is held twice comes once.
+
+    With `storage_bytes` this is the memory of one of several models in a process.
+    """
+    seen: set[int] = set()
+    waiting = list(owners)
+    while waiting:
+        owner = waiting.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, Tensor):
+            yield owner
+            waiting += [*vars(owner).values(), *_gradient(owner)]
+        elif isinstance(owner, dict):
+            waiting += [*owner.keys(), *owner.values()]
+        elif isinstance(owner, list | tuple | set | frozenset):
+            waiting += list(owner)
+        elif isinstance(owner, nn.Module | torch.optim.Optimizer | QuantState):
+            waiting += list(vars(owner).values())
+        elif is_dataclass(owner) and not isinstance(owner, type):
+            waiting += [getattr(owner, field.name) for field in fields(owner)] + list(
+                vars(owner).values()
+            )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The highest speed of a plain matrix product. size: side of the square matrices that reached
+    it.
+    """
+
+    flops_per_second: float
+    size: int
+
+
+def matmul_roofline(
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    sizes: Iterable[int] | None = None,
+    seconds: float = 1.0,
+) -> Roofline:
+    """The speed that this device reaches, as it is set up now (threads, TF32), on square products
+    that nothing holds up.
+
+    What a training step reaches of it says how much of its time is arithmetic. The best of many
+    repetitions is taken: whatever else the machine does can only make a product slower.
+
+    Args:
+        device, dtype: of the matrices.
+        sizes: sides to try; by default those of `ROOFLINE_SIZES`.
+        seconds: spent on each size; it runs three times at least.
+    """
+    device = torch.device(device)
+    best = Roofline(0.0, 0)
+    for size in ROOFLINE_SIZES[device.type] if sizes is None else sizes:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        spent: list[float] = []
+        while len(spent) < 4 or sum(spent) < seconds:
+            wait_for(device)
+            started = time.perf_counter()
+            torch.mm(a, b, out=out)
+            wait_for(device)
+            spent.append(time.perf_counter() - started)
+        speed = 2 * size**3 / min(spent[1:])  # the first one also finds its kernel
+        best = max(best, Roofline(speed, size), key=lambda found: found.flops_per_second)
+    return best
+
+
+def _gradient(tensor: Tensor) -> list[Tensor]:
+    return [tensor.grad] if tensor.is_leaf and tensor.grad is not None else []
+
+
+def _with_gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Gradients too: one that nobody has looked at yet is no Python object."""
+    for tensor in tensors:
+        yield tensor
+        yield from _gradient(tensor)
+
+
+def _allocations(results: Any, device: torch.device) -> list[tuple[int, int]]:
+    """(address, bytes) of each allocation on the device in the order of time; negative bytes free
+    it again.
+    """
+    found, waiting = [], list(results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        tag, details = event.typed
+        if tag == _EventType.Allocation and details.device.type == device.type:
+            found.append((event.start_time_ns, event.id, details.ptr, details.alloc_size))
+    return [(address, size) for *_, address, size in sorted(found)]
+
+
+def _highest(allocations: Iterable[tuple[int, int]]) -> int:
+    """The highest sum of what is allocated and not yet freed. Freeing what was there before counts
+    for nothing.
+    """
+    live: dict[int, int] = {}
+    total = highest = 0
+    for address, size in allocations:
+        if size > 0:
+            live[address] = size
+            total += size
+            highest = max(highest, total)
+        else:
+            total -= live.pop(address, 0)
+    return highest

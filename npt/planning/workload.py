@@ -1,0 +1,214 @@
+"""What is to be planned: a base's configuration and the settings of a run on it, and small models
+that stand for the whole one.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from npt.adapters.attach import resolve_layers
+from npt.base.device import default_device
+from npt.base.load import COMPUTE, TEACHERS
+from npt.config import BaseConfig, NPTConfig, TrainConfig
+from npt.errors import ConfigError
+from npt.planning.shape import Shape
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How the layers of a model lie: `before` the first converted one, `converted` ones, others
+    `between` these, and `behind` the last.
+    """
+
+    before: int
+    converted: int
+    between: int
+    behind: int
+
+    @classmethod
+    def of(cls, converted: tuple[int, ...], layers: int) -> Depth:
+        first, last = converted[0], converted[-1]
+        return cls(first, len(converted), last + 1 - first - len(converted), layers - 1 - last)
+
+    @property
+    def layers(self) -> int:
+        return self.before + self.converted + self.between + self.behind
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Of the converted layers, where those between come behind the first one."""
+        first, rest = self.before, self.before + 1 + self.between
+        return (first, *range(rest, rest + self.converted - 1))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run that is planned.
+
+    config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of
+    what is not packed. teacher: dtype of a teacher of its own, None where the base teaches.
+    processes: that share a window. attn_implementation: as in `load_base`. compute_dtype: of
+    products of packed weights. teacher_attention: of such a teacher, None where it is the
+    student's.
+    """
+
+    config: PreTrainedConfig
+    adapter: NPTConfig
+    training: TrainConfig
+    length: int
+    quantization: str | None = None
+    stored: torch.dtype = torch.float32
+    teacher: torch.dtype | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    processes: int = 1
+    attn_implementation: str = "sdpa"
+    compute_dtype: torch.dtype = torch.float32
+    teacher_attention: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        base: BaseConfig,
+        config: PreTrainedConfig,
+        adapter: NPTConfig,
+        training: TrainConfig,
+        length: int,
+        device: torch.device | None = None,
+        *,
+        stored: torch.dtype | None = None,
+        processes: int = 1,
+    ) -> Workload:
+        """What these settings ask for.
+
+        Args:
+            base, adapter, training: the settings.
+            config: of the base.
+            length: tokens of a row.
+            device: default the GPU, if there is one.
+            stored: what a packed base's other weights are stored in, default what its configuration
+                says.
+            processes: that share a window.
+
+        Raises:
+            ConfigError: the base is spread over several devices.
+        """
+        for flag in ("device_map", "shard_base"):
+            if getattr(base, flag):
+                raise ConfigError(
+                    f"--{flag} spreads the base over several devices, and memory is planned for"
+                    " one; leave one of the two out"
+                )
+        quantization = (
+            base.quantization
+            if getattr(config, "quantization_config", None) is None
+            else base.quant_type
+        )
+        if quantization is None:
+            stored = torch.float16 if base.use_fp16 else torch.float32
+        elif stored is None:
+            stored = getattr(config, "dtype", None) or torch.float32
+        teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
+        return cls(
+            config,
+            adapter,
+            training,
+            length,
+            quantization,
+            stored,
+            teacher,
+            default_device() if device is None else device,
+            processes,
+            base.attn_implementation,
+            COMPUTE[base.compute_dtype],
+        )
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.config)
+
+    @property
+    def depth(self) -> Depth:
+        """Of the whole model."""
+        layers = self.config.num_hidden_layers
+        return Depth.of(resolve_layers(self.adapter.layers, layers), layers)
+
+    @property
+    def stages(self) -> dict[str, tuple[float, TrainConfig]]:
+        """By strategy its share of the steps and the settings as they are for it."""
+        return {
+            name: (share, self.training.in_stage(name))
+            for name, share in self.training.stage_shares
+        }
+
+    def small_config(self, layers: int, vocab: int | None = None) -> PreTrainedConfig:
+        """The base's configuration with other numbers of layers and of tokens, all else as it is."""
+        small: Any = copy.deepcopy(self.config)
+        small.num_hidden_layers = layers
+        for name in ("layer_types", "no_rope_layers"):
+            kinds = getattr(small, name, None)
+            if kinds is not None:
+                setattr(small, name, (list(kinds) * layers)[:layers])
+        if vocab is not None:
+            small.vocab_size = vocab
+        small.pad_token_id = None
+        return small
+
+    def narrowed(self, share: int) -> Workload | None:
+        """The workload on a base of 1/`share` of the width: of D, F, heads and vocabulary, with
+        heads as wide as they are. None where these cannot be divided so often."""
+        shape, narrow = self.shape, copy.deepcopy(self.config)
+        if (
+            any(size % share for size in (shape.hidden, shape.ffn, shape.heads))
+            or max(self.ranks) > shape.hidden // share
+        ):
+            return None
+        sizes: dict[str, int] = {
+            "hidden_size": shape.hidden // share,
+            "intermediate_size": shape.ffn // share,
+            "num_attention_heads": shape.heads // share,
+            "num_key_value_heads": max(1, shape.kv_heads // share),
+            "head_dim": shape.head_dim,
+            "vocab_size": max(1, shape.vocab // share),
+        }
+        if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
+            return None
+        for name, size in sizes.items():
+            setattr(narrow, name, size)
+        return replace(self, config=narrow)
+
+    def small_adapter(self, depth: Depth, rank: int) -> NPTConfig:
+        """The adapters' form on the converted layers of a small model."""
+        return replace(
+            self.form,
+            layers=",".join(map(str, depth.indices)),
+            rank=rank,
+            ranks=None,
+            init="random",
+        )
+
+    @property
+    def approximate(self) -> bool:
+        """Whether a budget of ranks is still to be spent, so that only the calibration will say
+        which layer gets how many.
+        """
+        return self.training.rank_budget is not None and self.adapter.ranks is None
+
+    @property
+    def form(self) -> NPTConfig:
+        """The adapters as they are planned: of a budget that is still to be spent, every layer has
+        an even share, rounded up.
+        """
+        budget = self.training.rank_budget
+        if budget is None or self.adapter.ranks is not None:
+            return self.adapter
+        return replace(self.adapter, rank=-(-budget // self.depth.converted))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of each converted layer, as they are planned."""
+        return self.form.ranks_of(self.depth.converted)

@@ -1,0 +1,235 @@
+"""The state of a bundle on its base again: whatever is tried starts from it, and leaves it as it
+was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_parameters, attach
+from npt.base.identity import base_hash
+from npt.base.load import load_base, load_teacher
+from npt.config import ATTENTIONS, QUANT_TYPES
+from npt.data.batch import Batch
+from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
+from npt.distill.strategies import MicroBatch, drive
+from npt.errors import BundleError, ConfigError, ModelError
+from npt.postmortem.bundle import Bundle
+from npt.random_state import kept_random_state, set_random_state
+from npt.step.splitting import Passes, added
+from npt.step.train_step import fill_gradients, new_transaction, try_micro_batch
+from npt.step.transaction import Kept, Refusal, Trace, draws_of
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a window. traces: of the micro-batches that were computed."""
+
+    refusals: tuple[Refusal, ...]
+    traces: tuple[Trace, ...]
+
+
+class Rebuilt:
+    """Model, optimizer, schedule and random state as the window of a bundle found them.
+
+    Args:
+        bundle: whose state it is.
+        model: its base, with adapters attached.
+        teacher: the run's teacher, where it had one of its own.
+
+    Raises:
+        BundleError: the bundle's tensors do not fit the model.
+    """
+
+    def __init__(
+        self, bundle: Bundle, model: PreTrainedModel, teacher: PreTrainedModel | None = None
+    ):
+        self.bundle, self.model, self.teacher = bundle, model.eval(), teacher
+        self.parameters = adapter_parameters(model)
+        self._kept = bundle.kept(self.parameters)
+        self.device = next(model.parameters()).device
+        self.restore()
+
+    def restore(self) -> None:
+        """Adapters and random state; gradients there are none."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self._kept[name][0])
+                parameter.grad = None
+        set_random_state(self.bundle.random_state)
+
+    def fill(self, batch: Batch) -> MicroBatch:
+        """Gradients and sums of one micro-batch, with the random numbers that the run drew for it
+        and in the parts that it was computed in there: an overflow may be a matter of their size.
+        """
+        strategy, config = partial(drive, teacher=self.teacher), self.bundle.train_config
+        parts = Passes(self.bundle.samples_at_once).parts(batch)
+        with draws_of(config.seed, batch.sample_ids, batch.offset):
+            return added([fill_gradients(strategy, self.model, part, config) for part in parts])
+
+    def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
+        """One window through a transaction of its own, as the run would have taken it; the state is
+        restored around it.
+
+        Args:
+            batches: its micro-batches, on the host.
+            limits: of the spike guard; None refuses no spike.
+        """
+        self.restore()
+        transaction = new_transaction(self.parameters, self.bundle.train_config, [self.bundle.rate])
+        made = transaction.snapshot()
+        transaction.restore(self._fresh(made))
+        transaction.spikes = transaction.spikes if limits is not None else None
+        if transaction.spikes is not None and limits is not None:
+            transaction.spikes.limits = limits
+        for batch in batches:
+            try_micro_batch(
+                transaction,
+                batch,
+                self.model.config.vocab_size,
+                lambda batch=batch: self.fill(batch),  # type: ignore[misc]
+            )
+        (result,) = [*transaction.commit(), *transaction.flush()]
+        self.restore()
+        return Tried(tuple(result.refusals), tuple(transaction.history))
+
+    def findings(self) -> dict[str, str | None]:
+        """What is not finite before anything is computed: of adapters, moments and base."""
+        transaction = new_transaction(self.parameters, self.bundle.train_config, [self.bundle.rate])
+        transaction.restore(self._fresh(transaction.snapshot()))
+        found = {
+            "adapters": tensor_fault(self.parameters),
+            "moments": moments_fault(self.parameters, transaction.optimizer),
+            "base": base_fault(self.model),
+        }
+        return {name: None if finding is None else str(finding) for name, finding in found.items()}
+
+    def _fresh(self, made: Kept) -> Kept:
+        """The bundle's state in tensors of its own, each on its parameter's device; moments it does
+        not hold as they are `made`.
+        """
+
+        def own(tensor: Tensor, parameter: Tensor) -> Tensor:
+            return tensor.to(parameter.device, copy=True)
+
+        return {
+            name: (
+                own(value, self.parameters[name]),
+                {k: own(v, self.parameters[name]) for k, v in state.items()} or made[name][1],
+            )
+            for name, (value, state) in self._kept.items()
+        }
+
+
+@contextmanager
+def rebuilt(
+    bundle: Bundle, *, model_name: str | None = None, device: str | torch.device | None = None
+) -> Iterator[Rebuilt]:
+    """Load the bundle's base, check that it is the one, and put the bundle's state on it.
+
+    Within the context torch's products and random state are the bundle's; afterwards they are as
+    before.
+
+    Args:
+        bundle: from `read_bundle`.
+        model_name: of the base, where it is not to be found under the recorded name.
+        device: default the recorded kind, where there is one, since statistics of 4-bit weights are
+            rounded otherwise on another.
+
+    Raises:
+        BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit
+            it.
+        ConfigError: there is no such kind of device.
+    """
+    precision = torch.get_float32_matmul_precision()
+    with kept_random_state():
+        try:
+            torch.set_float32_matmul_precision(bundle.base.matmul_precision)
+            name = model_name if model_name is not None else bundle.base.name
+            model = _load(bundle, name, device)
+            yield Rebuilt(bundle, model, _load_teacher(bundle, name, model.device))
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTrainedModel:
+    base = bundle.base
+    quantization = base.quantization if base.quantization in QUANT_TYPES else None
+    kind = bundle.device.split(":")[0]
+    if device is None and kind == "cpu":
+        device = "cpu"
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
+    half = base.quantization is None and base.dtype == "float16"
+    compute_dtype = "bf16" if base.quantization is not None and base.dtype == "bfloat16" else "fp32"
+    try:
+        model, _ = load_base(
+            name,
+            quantization=quantization,
+            device=device,
+            use_fp16=half,
+            compute_dtype=compute_dtype,
+            attn_implementation=_attention(bundle, "attn_implementation"),
+        )
+    except ModelError as error:
+        raise BundleError(
+            f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's"
+            " own --model_name"
+        ) from error
+    found = base_hash(model)
+    if found != base.hash:
+        here = next(model.parameters()).device.type
+        elsewhere = (
+            f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})"
+            if here != kind
+            else ""
+        )
+        raise BundleError(
+            f"{bundle.folder} was recorded on base {base.hash[:12]} ({base.name!r}), {name!r} is"
+            f" {found[:12]}; pass the run's own model with --model_name{elsewhere}"
+        )
+    try:
+        attach(model, bundle.adapter_config)
+    except ConfigError as error:
+        raise BundleError(f"{bundle.folder} does not fit its base: {error}") from error
+    return model
+
+
+def _attention(bundle: Bundle, *settings: str) -> str:
+    """The attention recorded under the first of the settings that is there; the default where none
+    is recorded, or one of a model that `load_base` did not load."""
+    recorded = next(
+        (bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]),
+        None,
+    )
+    return recorded if recorded in ATTENTIONS else "sdpa"
+
+
+def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrainedModel | None:
+    precision = bundle.said["settings"].get("teacher_precision")
+    if precision is None:
+        return None
+    try:
+        # earlier runs recorded one for both
+        attention = _attention(bundle, "teacher_attention", "attn_implementation")
+        teacher = load_teacher(name, precision, device=device, attn_implementation=attention)
+    except (ConfigError, ModelError) as error:
+        raise BundleError(
+            f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}"
+        ) from error
+    recorded, found = str(bundle.said["settings"].get("teacher")), base_hash(teacher)
+    if found != recorded:
+        raise BundleError(
+            f"{bundle.folder} was recorded with teacher {recorded[:12]}, {name!r} is {found[:12]};"
+            " pass its own --model_name"
+        )
+    return teacher

@@ -1,0 +1,329 @@
+"""The bundle written when training stops for numerical reasons: the state it stopped in and what it
+stopped on.
+
+safetensors and JSON only, written as a whole or not at all. Adapters, optimizer state and
+micro-batches are what a replay cannot do without: they are written first. What is looked at for the
+reader's sake (findings, the record and the trace of one micro-batch) means running that micro-batch
+again, which may fail in any way or be killed; it is added to a bundle that stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_parameters
+from npt.base.identity import base_hash
+from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
+from npt.config import TrainConfig
+from npt.data.batch import Batch
+from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
+from npt.diagnostics.tracer.trace import trace
+from npt.diagnostics.tracer.verdict import Verdict
+from npt.distill.strategies import MicroBatch
+from npt.errors import PrecisionError
+from npt.files import new_folder, write_json
+from npt.random_state import kept_random_state, random_state
+from npt.step.schedule import kind_of_run, rate_at
+from npt.step.transaction import Kept, Refusal, Trace, Transaction, WindowResult
+
+FORMAT = 1
+STATE_NAME, WINDOW_NAME, RECORD_NAME = "state.safetensors", "window.safetensors", "postmortem.json"
+
+ACCEPTED = 4
+"""Micro-batches at most that are kept of the last window in which nothing was refused, for
+comparison.
+"""
+
+EXPLOSION = 1e18
+"""A size whose square leaves fp32: what a trace looks for where no number was non-finite but a sum
+of squares.
+"""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where a run stands when it gives up.
+
+    model, transaction: as they are, with no window in flight. fill: gradients and sums of one
+    micro-batch. window: the micro-batches that ended the run, as collated. result: what became of
+    them. accepted: those of the last window of which nothing was refused. step: applied steps that
+    the state before the window has behind it. total_steps: of the run, None where unknown. record:
+    the content of `run.json`. samples_at_once: that `fill` computes of a micro-batch, None for all
+    of it.
+    """
+
+    model: PreTrainedModel
+    transaction: Transaction[MicroBatch]
+    fill: Callable[[Batch], MicroBatch]
+    window: Sequence[Batch]
+    result: WindowResult[MicroBatch]
+    reason: str
+    step: int
+    config: TrainConfig
+    record: Mapping[str, Any]
+    total_steps: int | None = None
+    accepted: Sequence[Batch] = ()
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    samples_at_once: int | None = None
+
+
+def write_postmortem(run: Path, situation: Situation) -> Path:
+    """Write `postmortem/step-XXXXXXXX` below the run folder. Model, optimizer and random state are
+    as before afterwards.
+
+    Args:
+        run: the run folder.
+        situation: what is written down.
+
+    Returns:
+        The bundle's folder: `state.safetensors` (adapters and optimizer state as the window found
+        them, random state),
+        `window.safetensors` (its micro-batches), `postmortem.json`.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    folder = run / "postmortem" / f"step-{situation.step:08d}"
+    known = _known(situation)
+    try:
+        with new_folder(folder) as temporary:
+            save_file(_state(situation), temporary / STATE_NAME)
+            save_file(_tokens(situation), temporary / WINDOW_NAME)
+            write_json(temporary / RECORD_NAME, known)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    try:
+        observed = _observed(situation)
+    except Exception as error:  # an observer takes nothing along with it
+        observed = {"failures": {"observation": f"{type(error).__name__}: {error}"}}
+    with contextlib.suppress(OSError):  # the bundle stands without it
+        write_json(folder / RECORD_NAME, known | observed)
+    return folder
+
+
+def suspect(refusals: Iterable[Refusal], traces: Iterable[Trace]) -> int | None:
+    """The micro-batch of a window to look into: the first that was refused for what it computed,
+    else, where the window was refused as a whole, the one with the largest gradient.
+
+    Args:
+        refusals: of the window.
+        traces: of its micro-batches that were computed.
+
+    Returns:
+        Its index; None where everything was refused before it was computed.
+    """
+    refusals = list(refusals)
+    own = [r.micro_batch for r in refusals if r.micro_batch is not None and r.kind != "data"]
+    if own:
+        return own[0]
+    computed = list(traces)
+    if not computed or all(r.kind == "data" for r in refusals):
+        return None
+    return max(computed, key=lambda t: t.grad_norm).micro_batch
+
+
+def first_fault(
+    model: PreTrainedModel, batch: Batch, run: Callable[[], Any], *, exploded: bool
+) -> Verdict | None:
+    """The operation that made a micro-batch's first bad number.
+
+    Args:
+        model: with adapters attached.
+        batch: the micro-batch.
+        run: computes it.
+        exploded: it, or its window, was refused. Where every number is finite the first one too
+            large to be squared is looked for then, since a norm overflows before its elements do.
+    """
+    verdict = trace(model, batch, run=run)
+    return (
+        trace(model, batch, run=run, limit=EXPLOSION) if verdict is None and exploded else verdict
+    )
+
+
+@contextmanager
+def untouched(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context the adapters have no gradients; afterwards theirs are as before, and so is
+    torch's random state.
+    """
+    parameters = adapter_parameters(model).values()
+    gradients = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        with kept_random_state():
+            yield
+    finally:
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+
+def _known(situation: Situation) -> dict[str, Any]:
+    """What needs nothing to be computed, and an empty place for what does."""
+    c, result, step = situation.config, situation.result, situation.step
+    kind = kind_of_run(c.scheduler_type, situation.total_steps)
+    return {
+        "format": FORMAT,
+        "step": step,
+        "reason": situation.reason,
+        "refusals": [asdict(r) for r in result.refusals],
+        "sample_ids": [list(b.sample_ids) for b in situation.window],
+        "accepted_sample_ids": [list(b.sample_ids) for b in situation.accepted[:ACCEPTED]],
+        "offsets": [b.offset for b in situation.window],
+        "accepted_offsets": [b.offset for b in situation.accepted[:ACCEPTED]],
+        "history": [asdict(t) for t in situation.transaction.history],
+        "counters": dict(situation.counters),
+        "schedule": {
+            "learning_rate": c.learning_rate,
+            "scheduler_type": kind,
+            "warmup_steps": c.warmup_steps,
+            "total_steps": situation.total_steps,
+            "next_rate": rate_at(
+                step, c.learning_rate, kind, c.warmup_steps, situation.total_steps
+            ),
+        },
+        "spike_limits": None if situation.transaction.spikes is None else list(result.limits),
+        "settings": {**situation.record["settings"], **asdict(c)},  # of this stage
+        "base": {
+            "name": getattr(situation.model.config, "_name_or_path", ""),
+            "hash": situation.record["base_hash"],
+            "quantization": quantization_of(situation.model),
+            "dtype": str(declared_dtype(situation.model)).removeprefix("torch."),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+        },
+        "versions": situation.record["versions"],
+        "device": situation.record["device"],
+        "base_hash_at_stop": None,
+        "precision": None,
+        "findings": {"adapters": None, "moments": None, "base": None},
+        "samples_at_once": (
+            c.batch_size if situation.samples_at_once is None else situation.samples_at_once
+        ),
+        "micro_batch": suspect(result.refusals, _traces(situation)),
+        "record": None,
+        "verdict": None,
+        "failures": {},
+    }
+
+
+def _traces(situation: Situation) -> list[Trace]:
+    return [t for t in situation.transaction.history if t.window == situation.result.index]
+
+
+def _state(situation: Situation) -> dict[str, Tensor]:
+    """Everything that a step depends on, on the host; non-finite numbers are stored like any other."""
+    kept: Kept = situation.result.before or situation.transaction.snapshot()
+    state = {f"rng.{name}": value for name, value in random_state().items()}
+    for name, (value, moments) in kept.items():
+        state[f"adapter.{name}"] = _stored(value)
+        state |= {
+            f"optimizer.{name}.{key}": _stored(moment)
+            for key, moment in moments.items()
+            if isinstance(moment, Tensor)
+        }
+    return state
+
+
+def _tokens(situation: Situation) -> dict[str, Tensor]:
+    named = [(str(index), batch) for index, batch in enumerate(situation.window)]
+    named += [
+        (f"accepted.{index}", batch) for index, batch in enumerate(situation.accepted[:ACCEPTED])
+    ]
+    return {
+        f"{place}.{name}": _stored(tensor)
+        for place, batch in named
+        for name, tensor in batch.row_tensors.items()
+    }
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _observed(situation: Situation) -> dict[str, Any]:
+    """What there is to see in the state that the window found; of what cannot be had the failure is
+    said.
+    """
+    model, index = situation.model, suspect(situation.result.refusals, _traces(situation))
+    failures: dict[str, str] = {}
+
+    def seen(name: str, look: Callable[[], Any]) -> Any:
+        try:
+            return look()
+        except Exception as error:  # the others are still to be seen
+            failures[name] = f"{type(error).__name__}: {error}"
+            return None
+
+    found: dict[str, Any] = {}
+    with _as_before(situation):
+        parameters = adapter_parameters(model)
+        looks = {
+            "adapters": lambda: _text(tensor_fault(parameters)),
+            "moments": lambda: _text(moments_fault(parameters, situation.transaction.optimizer)),
+            "base": lambda: _text(base_fault(model)),
+        }
+        found["findings"] = {name: seen(name, look) for name, look in looks.items()}
+        found["base_hash_at_stop"] = seen("base_hash_at_stop", lambda: base_hash(model))
+        found["precision"] = seen("precision", lambda: _precision(model))
+        if index is not None:
+            batch = situation.window[index]
+            found["record"] = seen("record", lambda: _recorded(situation, index))
+            verdict = seen(
+                "verdict",
+                lambda: first_fault(model, batch, lambda: situation.fill(batch), exploded=True),
+            )
+            found["verdict"] = None if verdict is None else verdict.as_dict()
+    return found | {"failures": failures}
+
+
+@contextmanager
+def _as_before(situation: Situation) -> Iterator[None]:
+    """Within the context the adapters are those that the window started from."""
+    before = situation.result.before
+    if before is None:
+        yield
+        return
+    parameters = adapter_parameters(situation.model)
+    now = {name: p.detach().clone() for name, p in parameters.items()}
+    with torch.no_grad():
+        for name, (value, _) in before.items():
+            parameters[name].copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in now.items():
+                parameters[name].copy_(value)
+
+
+def _text(finding: object) -> str | None:
+    return None if finding is None else str(finding)
+
+
+def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
+    """What the audit found, or what it refused."""
+    try:
+        return audit_precision(model, policy_dtype(model)).as_dict()
+    except PrecisionError as error:
+        return str(error)
+
+
+def _recorded(situation: Situation, micro_batch: int) -> dict[str, Any]:
+    """The health of every tensor of one micro-batch."""
+    from npt.diagnostics.recorder.recorder import (
+        Recorder,  # here, so that all else can be had without it
+    )
+
+    with untouched(situation.model), Recorder(situation.model) as recorder:
+        situation.fill(situation.window[micro_batch])
+    return replace(recorder.record(step=situation.step + 1), micro_batch=micro_batch).as_dict()

@@ -1,0 +1,367 @@
+"""The run folder: what a run leaves behind, each file complete at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from npt.adapters.files.adapter_files import save_adapter
+from npt.adapters.files.run_layout import ADAPTER, BEST, CHECKPOINTS, checkpoints, step_name
+from npt.base.identity import BaseIdentity
+from npt.errors import CheckpointError, ConfigError
+from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
+from npt.runs.checkpoint import verify_checkpoint
+from npt.version import __version__
+
+RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
+REPORT, MODULATION = "report.html", "modulation.json"
+TRACKED = frozenset({"wandb", "npt", ".aim", "dvclive", "swanlog"})
+"""Where trackers write, which start before anything else of a run is there."""
+
+_STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED
+"""What may stand in the folder of a run that was killed before it had a `run.json`."""
+
+BROKEN, SUPERSEDED = "broken", "superseded"
+"""What is put behind the name of a checkpoint that is kept for its owner and never picked again: it
+did not verify, or the run went on from one before it."""
+
+_PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those whose numerics a run depends on."""
+    return {
+        "python": platform.python_version(),
+        "npt": __version__,
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+@cache
+def _version(package: str) -> str:
+    """Looked up once: every checkpoint names it, and to read what a package says of itself takes as
+    long as to write a small one.
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+class RunFolder:
+    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `adapter/`,
+    `fidelity.json`, `modulation.json` below one folder.
+
+    One process writes it at a time. A line that the disk has no room for is lost and counted; the
+    run goes on. A folder that is removed or renamed under way is made anew with what comes from
+    then on.
+
+    Args:
+        path: made if missing; has to be empty otherwise.
+        resume_at: the folder is that of a run which goes on from this step: what its metrics say of
+            later ones is taken out.
+
+    Raises:
+        ConfigError: the folder holds something, cannot be written, or another process is writing
+            it.
+    """
+
+    def __init__(self, path: str | Path, resume_at: int | None = None):
+        self.path = Path(path)
+        self.lines_lost = 0
+        self._fresh = resume_at is None
+        self._closed = False
+        self._run: Any = None
+        if resume_at is None:
+            check_free(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            try:
+                if resume_at is not None:
+                    if (self.path / ADAPTER).is_dir():  # of an end that is none any more
+                        remove_folder(self.path / ADAPTER)
+                    _cut_log(self.path / METRICS, resume_at)
+                    _cut_log(self.path / EVENTS, None)
+                self._logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"--output_dir {self.path} cannot be written: {error.strerror}; choose another"
+                " folder"
+            ) from error
+
+    def write(self, name: str, value: Any) -> None:
+        """A JSON file below the folder, replaced atomically."""
+        if name == RUN:
+            self._run = value
+        write_json(self.path / name, value)
+
+    def metrics(self, values: dict[str, Any]) -> None:
+        """One line of `metrics.jsonl`."""
+        self._write(METRICS, values)
+
+    def event(self, event: str, /, **details: Any) -> None:
+        """One line of `events.jsonl`: what happened, and when (seconds since the epoch)."""
+        self._write(EVENTS, {"event": event, "time": round(time.time(), 3), **details})
+
+    def _write(self, log: str, values: dict[str, Any]) -> None:
+        if self._closed:
+            return
+        try:
+            self._make_anew_if_gone()
+            self._logs[log].write(to_json(values) + "\n")
+        except OSError:  # a full disk must neither end the run nor hide why it ends
+            self.lines_lost += 1
+
+    def _make_anew_if_gone(self) -> None:
+        """A run whose folder was removed or renamed has everything before it; what comes from here
+        on goes where it was told to.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            there, held = os.stat(self.path), os.fstat(self._lock)
+            if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+                return
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # whose it is now is not worth ending the run for
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
+        for log in self._logs.values():
+            log.close()
+        os.close(self._lock)
+        self._lock, self._logs = lock, logs
+        if self._run is not None:
+            write_json(self.path / RUN, self._run)
+        message = (
+            f"{self.path} was removed or renamed under way and has been made anew; what stood in it"
+            " is not here"
+        )
+        self.event("warning", message=message)
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
+        """`checkpoints/step-XXXXXXXX` as `write` fills it; older ones beyond `keep` go after this
+        one has verified.
+
+        Raises:
+            OSError: it could not be written.
+            CheckpointError: what was written does not read back as it was; it is set aside.
+        """
+        self._make_anew_if_gone()
+        folder = self.path / CHECKPOINTS / step_name(step)
+        write(folder)
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError:
+            self.set_aside(folder, BROKEN)
+            raise
+        if keep is not None:
+            others = [path for path in self.checkpoints() if path != folder]
+            for old in others[: max(0, len(others) + 1 - keep)]:
+                with contextlib.suppress(OSError):  # one too many is no reason to end
+                    remove_folder(old)
+        return folder
+
+    def save_best(
+        self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]
+    ) -> Path:
+        """`best`: the adapters, and the figures that make them the best so far. It takes no part in
+        rotation.
+        """
+        self._make_anew_if_gone()
+        folder = self.path / BEST
+        with new_folder(folder) as temporary:
+            save_adapter(model, temporary / ADAPTER, base=base)
+            write_json(temporary / "fidelity.json", figures)
+        return folder
+
+    def save_final(
+        self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]
+    ) -> Path:
+        """`adapter`: the student that the run ends with, and its fidelity in the card;
+        `npt.from_pretrained` takes the run's folder.
+        """
+        self._make_anew_if_gone()
+        return save_adapter(model, self.path / ADAPTER, base=base, fidelity=fidelity)
+
+    @property
+    def has_best(self) -> bool:
+        return (self.path / BEST).is_dir()
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint folders, oldest first; none where they cannot be looked for."""
+        try:
+            return checkpoints(self.path / CHECKPOINTS)
+        except OSError:
+            return []
+
+    def set_aside(self, checkpoint: Path, why: str) -> Path:
+        """Rename a checkpoint so that nobody picks it again; where that fails it stays as it is.
+
+        Args:
+            checkpoint: its folder.
+            why: BROKEN or SUPERSEDED.
+
+        Returns:
+            Where it is now.
+        """
+        aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
+        while aside.exists():
+            number += 1
+            aside = checkpoint.with_name(f"{checkpoint.name}.{why}-{number}")
+        try:
+            os.replace(checkpoint, aside)
+        except OSError:
+            return checkpoint
+        return aside
+
+    def discard(self) -> None:
+        """Remove the folder if it was made for a run that never started; that of a run which goes
+        on stays as it is.
+        """
+        self.close()
+        if self._fresh:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let go of the folder; doing so twice is doing it once."""
+        if not self._closed:
+            self._closed = True
+            for log in self._logs.values():
+                log.close()
+            os.close(self._lock)
+
+
+class _Log:
+    """A file of lines, each of which is there as a whole or not at all."""
+
+    def __init__(self, path: Path):
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, line: str) -> None:
+        content = line.encode("utf-8")
+        before = os.fstat(self._handle).st_size
+        try:
+            written = os.write(self._handle, content)
+            if written != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, before)
+            raise
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
+
+
+def _locked(path: Path) -> int:
+    """An exclusive lock on the folder, which ends with the process however that ends; none where
+    the file system has no locks.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return handle
+        os.close(handle)
+        raise ConfigError(
+            f"--output_dir {path} is being written by another process; wait for it, or choose"
+            " another folder"
+        ) from error
+    return handle
+
+
+def _cut_log(path: Path, last_step: int | None) -> None:
+    """Take out the lines of later steps, and one that was cut off in the middle of being written."""
+    if not path.is_file():
+        return
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict) and (last_step is None or _step_of(values) <= last_step):
+                lines.append(line + "\n")
+    write_text(path, "".join(lines))
+
+
+def _step_of(values: dict[str, Any]) -> float:
+    step = values.get("step", 0)
+    return step if isinstance(step, int | float) else 0
+
+
+def default_folder() -> Path:
+    """A run folder named by the time, to the second."""
+    return Path("outputs") / time.strftime("npt-%Y%m%d-%H%M%S")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run, one that was killed early included."""
+    names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
+    return RUN in names or CHECKPOINTS in names or (bool(names) and names <= _STARTED_WITH)
+
+
+def tidy(path: Path) -> None:
+    """Clear away what a killed process left half-written in the folder of a run, before anything is
+    looked for in it.
+
+    Raises:
+        ConfigError: another process is writing it.
+        OSError: it cannot be read.
+    """
+    lock = _locked(path)
+    try:
+        for folder in (path, path / CHECKPOINTS):
+            if folder.is_dir():
+                clean(folder)
+    finally:
+        os.close(lock)
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that is in use or cannot be made, before anything expensive is done.
+
+    Raises:
+        ConfigError: it is a file, a folder that holds something, or lies where nothing can be
+            written.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"--output_dir {path} is a file; name a folder")
+        if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
+            what = "another run" if (path / "run.json").exists() else "other files"
+            raise ConfigError(
+                f"--output_dir {path} holds {what}; choose another folder or remove it"
+            )
+        above = next(
+            folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--output_dir {path} cannot be used: {error.strerror}; choose another folder"
+        ) from error
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--output_dir {path} cannot be made: {above} is not a folder that may be written to;"
+            " choose another folder"
+        )

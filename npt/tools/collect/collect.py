@@ -1,0 +1,280 @@
+"""Disagreements of student and teacher as training data: where the student's greedy token leaves
+the teacher's.
+
+The teacher continues each prompt greedily. On its tokens the student is asked, position by
+position, what it would have written; a prompt at which it would have written something else becomes
+a record, with the teacher's continuation as the completion. The record holds the tokens themselves
+beside the texts, because text does not always encode back to the tokens it was decoded from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_mode, attached_config, check_length
+from npt.adapters.files.adapter_files import adapter_hash
+from npt.base.identity import BaseIdentity, base_identity
+from npt.config import DataConfig
+from npt.data.batch import IGNORE_INDEX
+from npt.data.following import text_behind
+from npt.data.prompts import read_prompts
+from npt.data.sample import Sample
+from npt.data.source import Record
+from npt.errors import ConfigError, DataError
+from npt.evaluation.greedy import continue_greedily, end_ids
+from npt.evaluation.greedy_divergence import Comparison, compare_prompts
+from npt.evaluation.metrics import COLUMNS
+from npt.runs.signals import StopOnSignal
+from npt.tools.collect.journal import Journal
+
+NUM_PROMPTS = 256
+MAX_NEW_TOKENS = 64
+
+_KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "acceptance"))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a collection has come to: prompts that are done, how many of them the student left, and
+    sums over the teacher's tokens. prompts_sha256: of the tokens of all prompts that are done, by
+    which other data are noticed."""
+
+    prompts: int = 0
+    disagreements: int = 0
+    tokens: int = 0
+    agreed_sum: float = 0.0
+    kl_sum: float = 0.0
+    acceptance_sum: float = 0.0
+    prompts_sha256: str = hashlib.sha256().hexdigest()
+
+
+@dataclass(frozen=True)
+class CollectResult:
+    """resumed: prompts that an earlier call had done. removed: bytes of an unfinished batch that it
+    had left. signal: number of the signal that ended this call early, if one did."""
+
+    output: Path
+    progress: Progress
+    resumed: int
+    removed: int
+    signal: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        return 0 if self.signal is None else 128 + self.signal
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: means are per token of the teacher's continuations."""
+        p, tokens = self.progress, max(1, self.progress.tokens)
+        return {
+            "output": str(self.output),
+            "prompts": p.prompts,
+            "disagreements": p.disagreements,
+            "tokens": p.tokens,
+            "top1": p.agreed_sum / tokens,
+            "kl": p.kl_sum / tokens,
+            "acceptance": p.acceptance_sum / tokens,
+            "resumed": self.resumed,
+            "removed": self.removed,
+            "signal": self.signal,
+        }
+
+
+def collect(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: Iterable[Record],
+    output: str | Path,
+    *,
+    data_config: DataConfig | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    num_prompts: int | None = NUM_PROMPTS,
+    batch_size: int = 8,
+    seed: int = 0,
+    base: BaseIdentity | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> CollectResult:
+    """Write the prompts at which the student leaves its teacher to `output`, a .jsonl file to train
+    on.
+
+    Called again with the same settings it goes on after the last batch that was finished; the file
+    is then the one that an uninterrupted call writes, byte for byte at the same batch size.
+
+    Args:
+        model: with adapters attached.
+        tokenizer: of the base model.
+        data: records with prompts or texts, see `read_prompts`.
+        output: the file; its state stands beside it, as `<output>.state`.
+        data_config: columns and `max_length`, which prompt and completion together stay within.
+        max_new_tokens: of a completion.
+        num_prompts: how many prompts in all, earlier calls included; None for all there are.
+        batch_size: prompts at a time.
+        seed: of the order of prompts.
+        base: `npt.base_identity(model)` where known already.
+        report: told after every batch.
+
+    Raises:
+        ConfigError: settings that cannot work, or an output that other settings or data were
+            written to.
+        DataError: no prompts.
+        NumericalError: logits that are not finite.
+        ModelError: no adapters are attached.
+    """
+    attached_config(model)
+    config = data_config if data_config is not None else DataConfig()
+    check_length(config.max_length, model.config)
+    length = prompt_length(config, max_new_tokens)
+    # the file promises the same bytes
+    base_hash = (base if base is not None else base_identity(model)).strict
+    student = adapter_hash(model)
+    settings = {
+        "base": base_hash,
+        "adapter": student,
+        "--max_new_tokens": max_new_tokens,
+        "--max_length": config.max_length,
+        "--text_column": config.text_column,
+        "--prompt_column": config.prompt_column,
+        "--seed": seed,
+    }
+    marks = {"base_hash": base_hash, "adapter_hash": student}
+    prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
+    first = next(prompts, None)  # before there is a file
+    if first is None:
+        raise DataError(
+            "no prompt of two tokens or more came out of the data; check --dataset_name and its"
+            " columns"
+        )
+    prompts = itertools.chain([first], prompts)
+    ends = end_ids(model, tokenizer)
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with Journal(output, settings, marks) as journal, StopOnSignal() as stop:
+            done = Progress(**journal.progress)
+            resumed = done.prompts
+            digest = _passed_over(prompts, done, journal.path)
+            while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
+                wanted = (
+                    batch_size
+                    if num_prompts is None
+                    else min(batch_size, num_prompts - done.prompts)
+                )
+                batch = list(itertools.islice(prompts, wanted))
+                if not batch:
+                    break
+                compared = compare_prompts(model, batch, max_new_tokens, ends)
+                left = [c for c in compared if c.position is not None]
+                records = [
+                    {**r, **marks} for r in _records(model, tokenizer, left, max_new_tokens, ends)
+                ]
+                for prompt in batch:
+                    digest.update(_bytes(prompt))
+                done = _advanced(done, compared, digest.hexdigest())
+                journal.commit(records, asdict(done))
+                report(done)
+    finally:
+        for module in in_training:
+            module.training = True
+    return CollectResult(journal.path, done, resumed, journal.removed, stop.number)
+
+
+def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
+    """Tokens of a prompt, at most, so that prompt and completion together are one sample of
+    `max_length`.
+
+    Raises:
+        ConfigError: there is no room for a prompt.
+    """
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
+    length = config.max_length - max_new_tokens
+    if length < 2:
+        raise ConfigError(
+            f"--max_new_tokens is {max_new_tokens} of --max_length {config.max_length}, which"
+            " leaves no room for a prompt of two tokens; lower one or raise the other"
+        )
+    return length
+
+
+def _records(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    left: Sequence[Comparison],
+    max_new_tokens: int,
+    ends: frozenset[int],
+) -> list[dict[str, Any]]:
+    """What is written of the prompts at which the student left, its own continuation among it."""
+    starts = [c.student_start for c in left]
+    limits = [0 if start[-1] in ends else max_new_tokens - len(start) for start in starts]
+    behind = [(*c.prompt.input_ids, *start) for c, start in zip(left, starts, strict=True)]
+    with adapter_mode(model, "student"):
+        rests = continue_greedily(model, behind, limits, ends, [c.prompt.id for c in left])
+
+    records = []
+    for c, start, rest in zip(left, starts, rests, strict=True):
+        assert c.position is not None
+        prompt = c.prompt.input_ids
+        records.append(
+            {
+                "id": c.prompt.id,
+                "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
+                "completion": text_behind(tokenizer, prompt, c.completion),
+                "student": text_behind(tokenizer, prompt, (*start, *rest)),
+                "position": c.position,
+                "teacher_token": c.completion[c.position],
+                "student_token": c.student_token,
+                "kl": float(c.figures[:, _KL].mean()),
+                "kl_at": float(c.figures[c.position, _KL]),
+                "acceptance": float(c.figures[:, _ACCEPTANCE].mean()),
+                "acceptance_at": float(c.figures[c.position, _ACCEPTANCE]),
+                "tokens": len(c.completion),
+                "input_ids": [*prompt, *c.completion],
+                "labels": [*[IGNORE_INDEX] * len(prompt), *c.completion],
+            }
+        )
+    return records
+
+
+def _passed_over(prompts: Iterable[Sample], done: Progress, path: Path) -> Any:
+    """The hash of the prompts that are done; they are read from the data once more.
+
+    Raises:
+        ConfigError: they are not those that were done.
+    """
+    digest = hashlib.sha256()
+    count = 0
+    for prompt in itertools.islice(prompts, done.prompts):
+        digest.update(_bytes(prompt))
+        count += 1
+    if count < done.prompts or digest.hexdigest() != done.prompts_sha256:
+        raise ConfigError(
+            f"--output {path} was begun on other data: its first {done.prompts} prompts are not"
+            " those of this call; choose another file, or the data of before"
+        )
+    return digest
+
+
+def _bytes(prompt: Sample) -> bytes:
+    return array("q", (len(prompt.input_ids), *prompt.input_ids)).tobytes()
+
+
+def _advanced(done: Progress, compared: Sequence[Comparison], digest: str) -> Progress:
+    sums = torch.stack([c.figures.sum(dim=0) for c in compared]).sum(dim=0)
+    return Progress(
+        prompts=done.prompts + len(compared),
+        disagreements=done.disagreements + sum(c.position is not None for c in compared),
+        tokens=done.tokens + sum(len(c.completion) for c in compared),
+        agreed_sum=done.agreed_sum + float(sums[_TOP1]),
+        kl_sum=done.kl_sum + float(sums[_KL]),
+        acceptance_sum=done.acceptance_sum + float(sums[_ACCEPTANCE]),
+        prompts_sha256=digest,
+    )

@@ -1,0 +1,375 @@
+"""What a consolidated fact is worth: recall of the fact without its context, against what is
+forgotten of everything else.
+
+Recall is the log-probability of the fact's tokens with nothing but the start token before them.
+What it is with the context in front, or with the fact read once before where it has no context,
+says how far there is to go. Forgetting is the change on held-out text: perplexity, and the
+divergence from the model as it was before. Both are measured of the student with its adapters live
+and of the teacher, which are one model with the same rows.
+
+To first order recall grows with alpha and the divergence with its square, so that a bound on what
+may be forgotten is a bound on alpha.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.adapter import Mode
+from npt.adapters.attach import adapter_mode, attached_config, format_layers
+from npt.adapters.consolidate import Update, consolidate, unconsolidate, update_from
+from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
+from npt.data.batch import Batch, batches, pad_id_of
+from npt.data.sample import Sample
+from npt.errors import ConfigError, DataError, NumericalError
+from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums
+from npt.evaluation.states import final_states, predicting
+
+STREAMS: tuple[Mode, ...] = ("student", "teacher")
+PROBE_ALPHA = 0.1
+PROBE_SAMPLES = 16
+ROUNDS = 6
+ERRORS_OF_MARGIN = 2.0
+"""Standard errors that the divergence stays below its bound, so that other held-out text stays
+below it too.
+"""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """alone: start token and fact. in_context: start token, context (or the fact once), fact.
+    scored: tokens of the fact, at the end.
+    """
+
+    text: str
+    context: str
+    alone: tuple[int, ...]
+    in_context: tuple[int, ...]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Log-probability of the fact, summed over its tokens, in nats."""
+
+    tokens: int
+    before: float
+    after: float
+    in_context: float
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+
+@dataclass(frozen=True)
+class Retention:
+    """By stream: recall, and the model after against the model before on held-out text, which takes
+    the teacher's place in the figures.
+    """
+
+    recall: dict[str, Recall]
+    forgetting: dict[str, Figures]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "recall": {stream: {**asdict(r), "gain": r.gain} for stream, r in self.recall.items()},
+            "forgetting": {
+                stream: {
+                    "tokens": f.tokens,
+                    "perplexity_before": f.perplexity / f.perplexity_ratio,
+                    "perplexity_after": f.perplexity,
+                    "perplexity_ratio": f.perplexity_ratio,
+                    "perplexity_ratio_se": f.perplexity_ratio_se,
+                    "kl": f.kl,
+                    "kl_se": f.kl_se,
+                }
+                for stream, f in self.forgetting.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a text is consolidated: one token's modulation, of some targets and layers, at a
+    strength; `gain` in the student's recall.
+    """
+
+    token: int
+    targets: tuple[str, ...]
+    layers: tuple[int, ...]
+    alpha: float
+    gain: float = math.nan
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "layers": format_layers(self.layers)}
+
+
+def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
+    """A fact and its context as tokens, the fact's own the same in both places.
+
+    Raises:
+        ConfigError: the fact has no token that could be predicted.
+    """
+    start = tokenizer.bos_token_id
+    begin = [] if start is None or list(tokenizer(text)["input_ids"])[:1] != [start] else [start]
+    own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    before = list(tokenizer(context, add_special_tokens=False)["input_ids"]) if context else []
+    scored = len(own) - (not begin)
+    if scored < 1:
+        raise ConfigError(
+            f"--text is {text!r}, of which no token can be predicted; give a fact of some words"
+        )
+    return Fact(text, context, (*begin, *own), (*begin, *(before or own), *own), scored)
+
+
+class Before:
+    """The model as it is now, which what becomes of it is measured against: final states on
+    held-out text, and the fact's recall.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        fact: Fact,
+        samples: Sequence[Sample],
+        batch_size: int = 8,
+    ):
+        """
+        Args:
+            model: with adapters attached; left as it was.
+            tokenizer: of the model.
+            fact: of `encode_fact`.
+            samples: held-out text.
+            batch_size: samples at a time.
+
+        Raises:
+            DataError: nothing to predict in the samples.
+            ModelError: no adapters are attached.
+        """
+        attached_config(model)
+        device = next(model.parameters()).device
+        self._batches = [
+            batch.to(device) for batch in batches(samples, batch_size, pad_id_of(tokenizer))
+        ]
+        if not any(predicting(batch).any() for batch in self._batches):
+            raise DataError("no held-out token to predict; check the data")
+        self.fact = fact
+        self._states = {
+            stream: [_final(model, batch, stream).cpu() for batch in self._batches]
+            for stream in STREAMS
+        }
+        self._recall = {
+            stream: log_probability(model, fact.alone, fact.scored, stream) for stream in STREAMS
+        }
+        self._in_context = {
+            stream: log_probability(model, fact.in_context, fact.scored, stream)
+            for stream in STREAMS
+        }
+
+    def recall(self, model: PreTrainedModel, stream: Mode) -> Recall:
+        after = log_probability(model, self.fact.alone, self.fact.scored, stream)
+        return Recall(self.fact.scored, self._recall[stream], after, self._in_context[stream])
+
+    @torch.no_grad()
+    def forgetting(self, model: PreTrainedModel, stream: Mode) -> Figures:
+        parts = []
+        for batch, states in zip(self._batches, self._states[stream], strict=True):
+            predicted = predicting(batch)
+            targets = batch.labels[:, 1:][predicted]
+            per_token = compare_tokens(
+                _final(model, batch, stream),
+                states.to(targets.device),
+                targets,
+                model.lm_head,
+                model.config.vocab_size,
+            )
+            parts.append(per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted)))
+        return figures(torch.cat(parts))
+
+    def against(self, model: PreTrainedModel) -> Retention:
+        """The model as it is now against the model as it was."""
+        return Retention(
+            {s: self.recall(model, s) for s in STREAMS},
+            {s: self.forgetting(model, s) for s in STREAMS},
+        )
+
+
+def largest_alpha(
+    model: PreTrainedModel,
+    before: Before,
+    make: Callable[[float], Update],
+    asked: float,
+    max_kl: float,
+) -> float:
+    """The strength, at most the one asked for, at which neither stream's divergence on held-out
+    text is above a bound.
+
+    Args:
+        model: left as it was.
+        before: of held-out text that the outcome is not reported on.
+        make: the update of a strength.
+        asked: alpha.
+        max_kl: nats per token, above 0; infinite for no bound.
+
+    Raises:
+        ConfigError: the bound is not above 0, or cannot be kept at any strength that counts.
+    """
+    if not max_kl > 0:
+        raise ConfigError(f"--max_kl is {max_kl}; it must be above 0 (inf for no bound)")
+    alpha, fitting = asked, 0.0
+    for _ in range(ROUNDS if math.isfinite(max_kl) else 0):
+        with made(model, make(alpha)):
+            reached = max(_upper(before.forgetting(model, stream)) for stream in STREAMS)
+        if not math.isfinite(reached):
+            alpha /= 8
+            continue
+        if reached <= max_kl:
+            fitting = alpha
+            if alpha == asked or reached >= 0.9 * max_kl:
+                break
+        alpha = min(asked, alpha * math.sqrt(0.95 * max_kl / max(reached, 1e-3 * max_kl)))
+    else:
+        if math.isfinite(max_kl) and not fitting:
+            raise ConfigError(
+                f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is"
+                " above it; raise it"
+            )
+    return fitting or asked
+
+
+def search(
+    model: PreTrainedModel,
+    before: Before,
+    start: Choice,
+    max_kl: float,
+    ids: Sequence[int],
+    report: Callable[[str], None] | None = None,
+) -> list[Choice]:
+    """Try what else of the same text could be consolidated at the same cost: other targets, then
+    other tokens, then other layers.
+
+    Each axis is searched from the best of the one before it, at the strength where the student's
+    divergence would reach the bound.
+
+    Args:
+        model: left as it was.
+        before: of held-out text that the outcome is not reported on.
+        start: where the search begins.
+        max_kl: nats per token; finite.
+        ids: of the text that modulations are read from.
+        report: told what is tried.
+
+    Returns:
+        What was tried, best first.
+    """
+    if not (max_kl > 0 and math.isfinite(max_kl)):
+        raise ConfigError(
+            f"--max_kl is {max_kl}; a search compares at one cost, so that it needs a finite bound"
+            " above 0"
+        )
+    read: dict[int, TokenModulation] = {}
+    tried: dict[tuple[Any, ...], Choice] = {}
+
+    def gain(choice: Choice) -> Choice:
+        key = (choice.token, choice.targets, choice.layers)
+        if key in tried:
+            return tried[key]
+        if report is not None:
+            report(
+                f"token {choice.token}, {', '.join(choice.targets)}, layers"
+                f" {format_layers(choice.layers)}"
+            )
+        if choice.token not in read:
+            read[choice.token] = modulation_of(model, ids, choice.token)
+        modulation = read[choice.token]
+        with made(
+            model,
+            update_from(modulation, PROBE_ALPHA, layers=choice.layers, targets=choice.targets),
+        ):
+            reached = before.forgetting(model, "student").kl
+        alpha = (
+            min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9)))
+            if math.isfinite(reached)
+            else PROBE_ALPHA / 8
+        )
+        with made(
+            model, update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)
+        ):
+            tried[key] = replace(choice, alpha=alpha, gain=before.recall(model, "student").gain)
+        return tried[key]
+
+    best = gain(start)
+    single = [(target,) for target in start.targets] if len(start.targets) > 1 else []
+    best = max([best, *(gain(replace(best, targets=targets)) for targets in single)], key=_worth)
+    best = max([best, *(gain(replace(best, token=token)) for token in range(len(ids)))], key=_worth)
+    layers = start.layers
+    parts = [(index,) for index in layers] + [layers[cut:] for cut in range(1, len(layers) - 1)]
+    best = max(
+        [best, *(gain(replace(best, layers=part)) for part in parts if part != layers)], key=_worth
+    )
+    return sorted(tried.values(), key=_worth, reverse=True)
+
+
+@contextmanager
+def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
+    """Within the context the update is part of the model."""
+    consolidate(model, update)
+    try:
+        yield
+    finally:
+        unconsolidate(model)
+
+
+@torch.no_grad()
+def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, stream: Mode) -> float:
+    """Of the last `scored` tokens, each given all before it: the sum, in nats.
+
+    Raises:
+        NumericalError: it is no number.
+    """
+    row = as_row(model, list(ids))
+    with _evaluating(model), adapter_mode(model, stream):
+        states = model.model(row, use_cache=False).last_hidden_state[0, -scored - 1 : -1]
+    log_p = torch.log_softmax(model.lm_head(states).to(torch.float32), dim=-1)
+    value = float(log_p.gather(-1, row[0, -scored:].unsqueeze(-1)).sum(dtype=torch.float64))
+    if math.isnan(value):
+        raise NumericalError(
+            f"the {stream}'s log-probability of the fact is not a number; look with npt trace"
+        )
+    return value
+
+
+@torch.no_grad()
+def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
+    """The states, after the final norm, that held-out tokens are predicted from: [P, D]."""
+    with _evaluating(model), adapter_mode(model, stream):
+        return final_states(model, batch)
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _upper(f: Figures) -> float:
+    return f.kl + ERRORS_OF_MARGIN * (f.kl_se if math.isfinite(f.kl_se) else 0.0)
+
+
+def _worth(choice: Choice) -> float:
+    return choice.gain if math.isfinite(choice.gain) else -math.inf

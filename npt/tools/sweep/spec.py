@@ -1,0 +1,393 @@
+"""A study's specification: one YAML file becomes a list of trials, the same one in every process
+that reads it.
+
+    name: study                      default: the file's name
+    settings: {model_name: tiny, use_quantization: true, max_steps: 40}       of every trial, by
+        flag name
+    seeds: [0, 1]                    each trial once with each
+    parts:
+      map:
+        note: what this part is for
+        settings: {layers: all}      of every trial of this part
+        arms: {plain: {}, safe: {safe_mode: true}}                            bundles of settings
+            with a name
+        grid: {learning_rate: [1.0e-3, 1.0e-2], adapter_rank: [4, 16]}        every combination
+        random: {count: 8, seed: 0, over: {learning_rate: {low: 1.0e-4, high: 1.0, log: true}, loss:
+            [nmse, mse]}}
+        bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   a trial seeks the
+            largest value that trains
+
+A part's trials are all arms with all points of the grid, all draws and all seeds. Two places that
+come to the same settings are one trial, done once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from npt.config import SEED_MAX
+from npt.errors import ConfigError, kind_of
+from npt.flags import checked_settings, yaml_content
+from npt.tools.sweep.settings import CLASSES, LEFT_OUT, Settings, fingerprint
+
+_TOP = ("name", "wandb", "settings", "seeds", "parts")
+_PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
+_EXTRA = {"safe_mode": bool}
+NAME = 200
+"""Letters of a study's name, which files and databases have to hold."""
+
+TRIALS = 100_000
+"""Trials that a study may have: more are a slip of the pen in a grid."""
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """Seek the largest value of a setting that trains: between `low` and `high`, halving the
+    bracket by its logarithm `rounds` times.
+    """
+
+    setting: str
+    low: float
+    high: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the specification a trial stands. point: of the part's grid, or what was drawn."""
+
+    part: str
+    arm: str
+    point: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a study, or with `bisect` a few that seek a limit.
+
+    given: what its settings were made of, by flag name. key: what every worker knows it by; equal
+    settings have equal keys.
+    """
+
+    key: str
+    settings: Settings
+    given: Mapping[str, Any]
+    bisect: Bisection | None = None
+    places: tuple[Place, ...] = ()
+
+    def at(self, value: float) -> Settings:
+        """Its settings with another value of the setting that it seeks the limit of."""
+        assert self.bisect is not None
+        return Settings.of({**self.given, self.bisect.setting: value}, self.settings.training.seed)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question of a study. varied: the settings that its trials differ in."""
+
+    name: str
+    note: str
+    varied: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Design:
+    """All trials of a study, in the order of the specification."""
+
+    name: str
+    wandb: bool
+    parts: tuple[Part, ...]
+    trials: tuple[Trial, ...]
+    varied: tuple[str, ...] = field(default=())
+
+    @property
+    def by_key(self) -> dict[str, Trial]:
+        return {trial.key: trial for trial in self.trials}
+
+
+def read_design(path: str) -> Design:
+    """The design that a file describes, every trial's settings checked.
+
+    Raises:
+        ConfigError: the file cannot be read, has an unknown name in it, or a trial's settings
+            cannot work; the trial is named.
+    """
+    return design_of(yaml_content(path, path), path)
+
+
+def design_of(content: Any, where: str) -> Design:
+    """The design of a specification's content.
+
+    Args:
+        content: as YAML gives it.
+        where: it stands, for messages; its stem is the default name.
+
+    Raises:
+        ConfigError: as `read_design`.
+    """
+    top = _mapping(where, content, _TOP)
+    parts = _mapping(f"{where}: parts", top.get("parts"), None)
+    if not parts:
+        raise ConfigError(
+            f"{where} has no parts; write at least one, like parts: {{first: {{grid:"
+            " {learning_rate: [1.0e-4, 1.0e-3]}}}"
+        )
+    name = _study_name(where, top.get("name"))
+    wandb = top.get("wandb", False)
+    if not isinstance(wandb, bool):
+        raise ConfigError(f"{where}: wandb is {wandb!r}; write true or false")
+    shared = _settings(f"{where}: settings", top.get("settings"))
+    seeds = _seeds(where, top.get("seeds", [0]))
+    trials: dict[str, Trial] = {}
+    found = []
+    for part, written in parts.items():
+        _check_name(f"{where}: part {part}", str(part))
+        own = list(_part(f"{where}: part {part}", str(part), written, shared, seeds))
+        for trial in own:
+            before = trials.get(trial.key)
+            trials[trial.key] = (
+                trial
+                if before is None
+                else replace(before, places=tuple(dict.fromkeys(before.places + trial.places)))
+            )
+        note = written.get("note", "") if isinstance(written, Mapping) else ""
+        found.append(Part(str(part), str(note), _varied(own)))
+    return Design(name, wandb, tuple(found), tuple(trials.values()), _varied(list(trials.values())))
+
+
+def _part(
+    where: str, name: str, written: Any, shared: Mapping[str, Any], seeds: list[int]
+) -> Iterator[Trial]:
+    own = _mapping(where, written, _PART)
+    settings = {**shared, **_settings(f"{where}: settings", own.get("settings"))}
+    arms = {
+        str(arm): _settings(f"{where}, arm {arm}", part)
+        for arm, part in _mapping(f"{where}: arms", own.get("arms"), None).items()
+    }
+    for arm in arms:
+        _check_name(f"{where}, arm {arm}", arm)
+    grid = _grid(where, own.get("grid"))
+    draws = _draws(where, own.get("random"))
+    bisect = _bisection(where, own.get("bisect"))
+    count = (
+        max(1, len(arms))
+        * math.prod(len(values) for values in grid.values())
+        * max(1, len(draws))
+        * len(seeds)
+    )
+    if count > TRIALS:
+        raise ConfigError(
+            f"{where} has {count:,} trials, more than {TRIALS:,}; draw some at random instead"
+        )
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    for (arm, bundle), point, draw in itertools.product(
+        (arms or {"": {}}).items(), points, draws or [{}]
+    ):
+        for seed in _seeds(where, own["seeds"]) if "seeds" in own else seeds:
+            given = {**settings, **bundle, **point, **draw}
+            varied = ", ".join(f"{k} {v}" for k, v in {**point, **draw, "seed": seed}.items())
+            said = f"{where}{f', arm {arm}' if arm else ''}, {varied}"
+            try:
+                if bisect is not None:  # both ends have to be settings that can be run
+                    for end in (bisect.low, bisect.high):
+                        resolved = Settings.of({**given, bisect.setting: end}, seed)
+                    given[bisect.setting] = bisect.low
+                resolved = Settings.of(given, seed)
+            except ConfigError as error:
+                raise ConfigError(f"{said}: {error}") from error
+            # Defaults are part of it: where a version changes one, what was found under the old one
+            # is of another trial.
+            what = [
+                resolved.values(),
+                (
+                    None
+                    if bisect is None
+                    else [bisect.setting, bisect.low, bisect.high, bisect.rounds]
+                ),
+            ]
+            yield Trial(
+                fingerprint(what), resolved, given, bisect, (Place(name, arm, {**point, **draw}),)
+            )
+
+
+def _study_name(where: str, value: Any) -> str:
+    """What a study is called: its folder is, too."""
+    name = Path(where).stem if value is None else str(value)
+    if (
+        isinstance(value, list | dict)
+        or "/" in name
+        or "\\" in name
+        or name in (".", "..")
+        or not name.strip()
+        or not name.isprintable()
+    ):
+        raise ConfigError(
+            f"{where}: name is {value!r}, which no folder can be called; use letters, digits and"
+            " spaces"
+        )
+    if len(name) > NAME:
+        raise ConfigError(f"{where}: name has {len(name)} letters, more than {NAME}; shorten it")
+    return name
+
+
+def _check_name(where: str, name: str) -> None:
+    if ";" in name or not name.strip() or not name.isprintable():
+        raise ConfigError(
+            f"{where} is no name that a table can hold; use letters, digits and spaces, and no"
+            " semicolon"
+        )
+
+
+def _mapping(where: str, value: Any, known: tuple[str, ...] | None) -> dict[Any, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {kind_of(value)}; write names with values")
+    odd = [name for name in value if known is not None and name not in known]
+    if odd:
+        raise ConfigError(
+            f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known or ())}"
+        )
+    return value
+
+
+def _settings(where: str, value: Any) -> dict[str, Any]:
+    given = checked_settings(where, _mapping(where, value, None), CLASSES, _EXTRA)
+    for name in given:
+        _check_taken(where, name)
+    return given
+
+
+def _check_taken(where: str, name: str) -> None:
+    if name in LEFT_OUT:
+        raise ConfigError(f"{where}: {name} is no setting of a study: {LEFT_OUT[name]}")
+
+
+def _values(where: str, name: str, value: Any) -> list[Any]:
+    """A list of values of one setting, none twice."""
+    _check_taken(where, name)
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where}: {name} is {value!r}; write a list of values")
+    found = [checked_settings(where, {name: entry}, CLASSES, _EXTRA)[name] for entry in value]
+    if len({repr(entry) for entry in found}) < len(found):
+        raise ConfigError(f"{where}: {name} has a value twice; drop one")
+    return found
+
+
+def _grid(where: str, value: Any) -> dict[str, list[Any]]:
+    return {
+        str(name): _values(f"{where}: grid", str(name), entry)
+        for name, entry in _mapping(f"{where}: grid", value, None).items()
+    }
+
+
+def _draws(where: str, value: Any) -> list[dict[str, Any]]:
+    """The random points; the same ones for the same seed."""
+    if value is None:
+        return []
+    where = f"{where}: random"
+    written = _mapping(where, value, ("count", "seed", "over"))
+    count, seed, over = (
+        written.get("count"),
+        written.get("seed", 0),
+        _mapping(f"{where}: over", written.get("over"), None),
+    )
+    if type(count) is not int or not 1 <= count <= TRIALS or type(seed) is not int or not over:
+        raise ConfigError(
+            f"{where} needs a count of trials, a whole seed and settings to draw from, under over"
+        )
+    source = random.Random(seed)
+    ranges = {str(name): _range(where, str(name), entry) for name, entry in over.items()}
+    found = []
+    for _ in range(count):
+        point = {}
+        for name, entry in ranges.items():
+            if isinstance(entry, list):
+                drawn = entry[source.randrange(len(entry))]
+            else:
+                low, high, log, whole = entry
+                drawn = (
+                    math.exp(source.uniform(math.log(low), math.log(high)))
+                    if log
+                    else source.uniform(low, high)
+                )
+                drawn = round(drawn) if whole else float(f"{drawn:.6g}")
+            point[name] = drawn
+        found.append(point)
+    return found
+
+
+def _range(where: str, name: str, value: Any) -> list[Any] | tuple[float, float, bool, bool]:
+    """A list to choose from; or the ends of a range, whether it is drawn from by its logarithm, and
+    whether numbers are whole.
+    """
+    if isinstance(value, list):
+        return _values(where, name, value)
+    _check_taken(where, name)
+    ends = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
+    low, high = (
+        checked_settings(where, {name: ends.get(end)}, CLASSES)[name] for end in ("low", "high")
+    )
+    log = ends.get("log", False)
+    numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
+    if not numbers or not low < high or (log and low <= 0) or not isinstance(log, bool):
+        raise ConfigError(
+            f"{where}: {name} is {value!r}; write a list of values, or low and high, and log: true"
+            " for a range above 0"
+        )
+    return low, high, log, isinstance(low, int) and isinstance(high, int)
+
+
+def _seeds(where: str, value: Any) -> list[int]:
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in value)
+    ):
+        raise ConfigError(
+            f"{where}: seeds is {value!r}; write a list of whole numbers like [0, 1, 2]"
+        )
+    return list(dict.fromkeys(value))
+
+
+def _bisection(where: str, value: Any) -> Bisection | None:
+    if value is None:
+        return None
+    where = f"{where}: bisect"
+    written = _mapping(where, value, ("setting", "low", "high", "rounds"))
+    name = written.get("setting", "learning_rate")
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: setting is {name!r}; write the name of one setting")
+    _check_taken(where, name)
+    low, high = (
+        checked_settings(where, {name: written.get(end)}, CLASSES)[name] for end in ("low", "high")
+    )
+    rounds = written.get("rounds", 4)
+    if not (
+        isinstance(low, float)
+        and isinstance(high, float)
+        and 0 < low < high
+        and type(rounds) is int
+        and 1 <= rounds <= 20
+    ):
+        raise ConfigError(
+            f"{where} is {value!r}; write a setting that is a number, low and high above 0, and 1"
+            " to 20 rounds"
+        )
+    return Bisection(name, low, high, rounds)
+
+
+def _varied(trials: list[Trial]) -> tuple[str, ...]:
+    """The settings in which trials differ, the seed left out."""
+    values = [trial.settings.values() for trial in trials]
+    return tuple(
+        name
+        for name in (values[0] if values else {})
+        if name != "seed" and len({repr(found[name]) for found in values}) > 1
+    )

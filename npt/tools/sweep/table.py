@@ -1,0 +1,123 @@
+"""A study's table: one row for each trial of its design, in the design's order, as Parquet and as
+CSV.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from npt.errors import ConfigError
+from npt.files import write_bytes
+from npt.tools.sweep.spec import Design
+
+PARQUET, CSV = "trials.parquet", "trials.csv"
+
+SETTINGS = ("learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed")
+"""Settings that have a column in every study."""
+
+_WHOLE = (
+    "runs", "parameters", "steps", "applied", "refused", "tokens", "stopped_at", "recovered_after", "bad_layer", "trial", "fault_step",
+)  # fmt: skip
+
+MEASURES = (
+    "outcome", "reason", "stopped_at", "detail", "bad_layer", "bad_stage", "bad_finite", "kl", "kl_start", "kl_se", "perplexity_ratio",
+    "top1", "acceptance", "floor_kl", "nmse", "loss_first", "loss_last", "loss_end", "loss_max", "steps", "applied", "refused",
+    "refused_kinds",
+    "grad_norm_first", "grad_norm_last", "grad_norm_max", "grad_growth", "residual_ratio", "saturated", "dead", "m_min", "m_max",
+    "additive_to_residual", "additive_to_product", "sharpness_start", "sharpness_end", "limit_low", "limit_high", "fault_refused",
+    "fault_loss", "fault_grad_norm", "fault_harm", "loss_before_fault", "loss_worst_behind", "loss_after_fault", "recovered_after",
+    "runs", "parameters", "tokens", "seconds_start", "seconds_training", "seconds", "heldout", "trial", "worker", "started", "ended",
+    "curve",
+)  # fmt: skip
+"""Columns of what came out, in their order; a row of a trial that has not been run has none of
+them.
+"""
+
+Row = dict[str, Any]
+
+
+def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
+    """The rows of a design, finished or not.
+
+    Args:
+        design: the study's.
+        found: what came out, by key.
+    """
+    names = list(dict.fromkeys([*SETTINGS, *design.varied]))
+    rows = []
+    for trial in design.trials:
+        values = trial.settings.values()
+        row: Row = {
+            "key": trial.key,
+            # a part and an arm for each place of the trial
+            "parts": ";".join(place.part for place in trial.places),
+            "arms": ";".join(place.arm for place in trial.places),
+        }
+        row |= {name: _cell(values[name]) for name in names}
+        came = found.get(trial.key, {})
+        row |= {name: came.get(name) for name in MEASURES}
+        if trial.bisect is not None:
+            row[trial.bisect.setting] = row["limit_low"]
+        rows.append(row)
+    return rows
+
+
+def write_table(folder: Path, rows: list[Row]) -> None:
+    """`trials.parquet` and `trials.csv` in a folder, each replaced atomically. The same rows give
+    the same bytes of CSV.
+    """
+    frame = _frame(rows)
+    stream = io.BytesIO()
+    frame.to_parquet(stream, index=False)
+    write_bytes(folder / PARQUET, stream.getvalue())
+    write_bytes(folder / CSV, frame.drop(columns="curve").to_csv(index=False).encode())
+
+
+def read_table(folder: Path) -> list[Row]:
+    """The rows that `write_table` wrote; what a row does not have is None.
+
+    Raises:
+        ConfigError: there is no table, or it cannot be read.
+    """
+    import pandas
+
+    path = folder / PARQUET
+    try:
+        frame = pandas.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {str(error)[:200]}; run npt sweep again, which repeats no"
+            " finished trial"
+        ) from error
+    return [
+        {name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")
+    ]
+
+
+def _frame(rows: list[Row]) -> Any:
+    import pandas
+
+    frame = pandas.DataFrame(rows)
+    for name in frame.columns:
+        if name in _WHOLE:
+            frame[name] = frame[name].astype("Int64")
+    return frame
+
+
+def _cell(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON would have it."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return None if type(value).__name__ in ("NAType", "NaTType") else value

@@ -1,0 +1,166 @@
+"""A worker: takes one trial after the other until none is left, alone or beside others that it
+never talks to but through the storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from npt.config import TrainConfig
+from npt.errors import ConfigError, NPTError, StoppedError
+from npt.runs.signals import StopOnSignal
+from npt.runs.trackers import Trackers
+from npt.tools.sweep.analysis import level_text
+from npt.tools.sweep.lab import Lab
+from npt.tools.sweep.run import Row, run_trial
+from npt.tools.sweep.spec import Design, Trial
+from npt.tools.sweep.storage import Claim, Progress, Storage
+
+WAIT_SECONDS = 2.0
+"""Between two looks for a trial while other workers have the last ones: one of them may be killed.
+"""
+
+Say = Callable[[str], None]
+
+
+class Worker:
+    """One process's part in a study.
+
+    Args:
+        design: the study's.
+        storage: that it shares with others.
+        folder: for trackers' files.
+        lab: bases and data.
+        say: told of every trial that has ended.
+        parent: a process without which to go on is not wanted; None where there is none.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        storage: Storage,
+        folder: Path,
+        lab: Lab,
+        say: Say,
+        parent: int | None = None,
+    ):
+        self.design, self.storage, self.folder, self.lab = design, storage, folder, lab
+        self._say, self._parent = say, parent
+        self._trials = design.by_key
+        self._stop = StopOnSignal()
+        self.done = 0
+
+    def work(self) -> Progress:
+        """Run trials until all have ended, here or elsewhere.
+
+        Raises:
+            StoppedError: a signal came, or the parent is gone; the trial in flight waits again.
+        """
+        with self._stop:
+            while True:
+                self._check()
+                claim = self.storage.claim(self._trials, self._preferred())
+                if claim is not None:
+                    self._run(claim, self._trials[claim.key])
+                    continue
+                progress = self.storage.progress(self._trials)
+                if not progress.open:
+                    return progress
+                time.sleep(WAIT_SECONDS)
+
+    def _preferred(self) -> list[str]:
+        """Trials on bases that are loaded, before those that would have another one loaded."""
+        return [key for key, trial in self._trials.items() if self.lab.loaded(trial.settings)]
+
+    def _run(self, claim: Claim, trial: Trial) -> None:
+        trackers = None
+        try:
+            with self.storage.alive(claim):  # until what came out is on record
+                trackers = self._trackers(trial)
+                self._try(claim, trial, trackers)
+        except BaseException as error:  # of the worker and not of the trial
+            own = isinstance(error, StoppedError | KeyboardInterrupt)
+            # out of reach; the trial is taken up when it has been silent for long
+            with contextlib.suppress(ConfigError):
+                self.storage.give_back(
+                    claim, None if own else f"{type(error).__name__}: {error}"[:500]
+                )
+            raise
+        finally:
+            if trackers is not None:
+                trackers.close()
+
+    def _try(self, claim: Claim, trial: Trial, trackers: Trackers) -> None:
+        try:
+            row = run_trial(self.lab, trial, self._check, _watch(trackers))
+            trackers.log(
+                {name: value for name, value in row.items() if not isinstance(value, str)},
+                row["steps"] + 1,
+            )
+        # its settings', its data's or the machine's: other trials may do
+        except (NPTError, RuntimeError) as error:
+            self.storage.give_back(claim, f"{type(error).__name__}: {error}"[:500])
+            self._say(f"{label(trial)}: {type(error).__name__}: {error}")
+            return
+        kl = row["kl"]
+        if self.storage.finish(claim, row, float("nan") if kl is None else kl):
+            self.done += 1
+            self._say(f"{label(trial)}: {told(row)}")
+
+    def _trackers(self, trial: Trial) -> Trackers:
+        config = TrainConfig(
+            use_wandb=self.design.wandb, run_name=f"{self.design.name}-{trial.key}"
+        )
+        where = self.folder / "wandb"
+        if self.design.wandb:
+            where.mkdir(parents=True, exist_ok=True)
+        trackers = Trackers(config, where, group=self.design.name)
+        trackers.describe(trial.settings.values())
+        return trackers
+
+    def _check(self) -> None:
+        """
+        Raises:
+            StoppedError: to end here.
+        """
+        self._stop.check()
+        if self._parent is not None and os.getppid() != self._parent:
+            raise StoppedError(15)
+
+
+def _watch(trackers: Trackers) -> Callable[[int, float | None, float | None], None]:
+    return lambda step, loss, norm: trackers.log({"loss": loss, "grad_norm": norm}, step)
+
+
+def label(trial: Trial) -> str:
+    """A trial in a few words: its first place in the specification, and its seed."""
+    place = trial.places[0]
+    words = [place.part, place.arm] if place.arm else [place.part]
+    for name, value in place.point.items():
+        words.append(f"{'lr' if name == 'learning_rate' else name} {level_text(value)}")
+    return ", ".join([*words, f"seed {trial.settings.training.seed}"])
+
+
+def told(row: Row) -> str:
+    """What came out, in a few words."""
+    words: list[Any] = [row["outcome"]]
+    if row["outcome"] != "stable":
+        at = f" at step {row['stopped_at']}" if row.get("stopped_at") else ""
+        words[0] += f"{at} ({row['reason']})"
+    if row.get("limit_low") is not None or row.get("limit_high") is not None:
+        words.append(
+            f"trains up to {_number(row.get('limit_low'))}, not at {_number(row.get('limit_high'))}"
+        )
+    words.append(f"KL {_number(row['kl'])}")
+    if row["refused"]:
+        words.append(f"{row['refused']} refused")
+    return ", ".join([*words, f"{row['seconds']:.1f} s"])
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,30 @@
+"""`report.html` of a run: made at its end, and again whenever it is wanted, from its folder alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from npt.files import write_text
+from npt.report.page import page
+from npt.report.run import RunRecord, read_run
+from npt.runs.checkpoint import verify_checkpoint
+from npt.runs.run_folder import REPORT
+
+
+def write_report(run: Path, output: Path | None = None) -> RunRecord:
+    """Read the run folder, verify its checkpoints, and write the page about it.
+
+    Args:
+        run: the folder of a run that has ended in any way, or not yet.
+        output: where to; default `report.html` in the folder.
+
+    Returns:
+        What was read.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    record = read_run(run, verify_checkpoint)
+    place = run / REPORT if output is None else output
+    write_text(place, page(record, place))
+    return record
