@@ -26,9 +26,9 @@ from npt.data.batch import Batch
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OBSERVERS = tuple(
-    _HERE + name for name in ("operations.py", "badness.py", "memory.py", "place.py")
+    _HERE + name for name in ("operations.py", "nonfinite.py", "memory.py", "source_location.py")
 )
-_TRACER = (_HERE + "trace.py", _HERE + "passes.py")
+_TRACER = (_HERE + "trace.py", _HERE + "layer_passes.py")
 """Where the walk ends: who asked for the trace tells nothing about what runs in it."""
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
