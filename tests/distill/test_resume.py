@@ -302,7 +302,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_only_lacks_that(runs, mon
     here = runs()
     here.run("whole")
     trainer = here.trainer("part")
-    original, calls = trainer._evaluate, iter(range(9))
+    original, calls = trainer.evaluate, iter(range(9))
 
     def evaluate() -> Any:
         if next(calls) == 1:
@@ -320,7 +320,7 @@ def test_an_evaluation_that_a_signal_ended_is_made_up_for(runs, monkeypatch) -> 
     here = runs(settings={"batch_size": 2, "eval_steps": 2})
     here.run("whole")
     trainer = here.trainer("part")
-    original, calls = trainer._evaluate, iter(range(9))
+    original, calls = trainer.evaluate, iter(range(9))
 
     def evaluate() -> Any:
         if next(calls) == 1:  # the first one inside the run
