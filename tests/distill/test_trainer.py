@@ -39,6 +39,7 @@ from npt.errors import (
 from npt.step.train_step import TrainStep
 from npt.train import trainer as trainer_module
 from npt.train.run_context import Window
+from npt.train.run_data import RunData
 from npt.train.trainer import Trainer
 
 MAX_LENGTH = 12
@@ -498,14 +499,14 @@ def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(
     trainer = build(texts(10), **config)
     assert trainer.total_steps == steps
     seen: list[int] = []
-    original = Trainer._windows
+    original = RunData.windows
 
-    def counted(self: Trainer) -> Iterator[Window]:
+    def counted(self: RunData) -> Iterator[Window]:
         for window in original(self):
             seen.append(len(window.batches))
             yield window
 
-    monkeypatch.setattr(Trainer, "_windows", counted)
+    monkeypatch.setattr(RunData, "windows", counted)
     result = trainer.train()
     assert result.steps == steps
     assert seen == windows
@@ -983,7 +984,7 @@ def test_a_windows_position_finds_the_batches_behind_it(build) -> None:
     settings = {"gradient_accumulation_steps": 3, "num_epochs": 2, "replay_data": texts(7, seed=5)}
     first, other = build(texts(20), **settings), build(texts(20), folder="other", **settings)
     windows = list(first.data.windows())
-    behind = [loaded.batch.sample_ids for loaded in other.loader.batches(windows[2].position)]
+    behind = [loaded.batch.sample_ids for loaded in other.data.loader.batches(windows[2].position)]
     assert behind == [batch.sample_ids for window in windows[3:] for batch in window.batches]
 
 
