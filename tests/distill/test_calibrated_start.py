@@ -292,10 +292,10 @@ def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path)
     assert again.total_steps == whole.total_steps
     rest = seen_by(again)
     assert seen[-len(rest) :] == rest
-    expected = adapter_parameters(whole.model)
+    expected = adapter_parameters(whole.setup.model)
     assert all(
         torch.equal(value, expected[name])
-        for name, value in adapter_parameters(again.model).items()
+        for name, value in adapter_parameters(again.setup.model).items()
     )
 
 
@@ -329,10 +329,10 @@ def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_thr
     result = again.train()
     assert json.loads(record.read_text())["calibration"] == solved
     assert len(calls) == 2 and result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
-    expected = adapter_parameters(whole.model)
+    expected = adapter_parameters(whole.setup.model)
     assert all(
         torch.equal(value, expected[name])
-        for name, value in adapter_parameters(again.model).items()
+        for name, value in adapter_parameters(again.setup.model).items()
     )
 
 

@@ -309,7 +309,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_only_lacks_that(runs, mon
             os.kill(os.getpid(), signal.SIGTERM)
         return original()
 
-    monkeypatch.setattr(trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
     result = trainer.train()
     assert (result.steps, result.exit_status, result.fidelity) == (5, 143, None)
     here.run("part", lambda number, batch: pytest.fail("a micro-batch was computed"), resume="auto")
@@ -327,7 +327,7 @@ def test_an_evaluation_that_a_signal_ended_is_made_up_for(runs, monkeypatch) -> 
             os.kill(os.getpid(), signal.SIGTERM)
         return original()
 
-    monkeypatch.setattr(trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
     assert (trainer.train().steps, len(events(here.place / "part", "evaluation"))) == (2, 0)
     here.run("part", resume="auto")
     here.outcome("part").assert_equal(here.outcome("whole"))

@@ -581,8 +581,8 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(
     random_states, trainers, results = [], [], []
     for present in (True, False):
         monkeypatch.setattr(
-            Trainer,
-            "_windows",
+            RunData,
+            "windows",
             lambda self, present=present: (w for w in windows_of(4, bad if present else None)),
         )
         trainer = build(
@@ -652,8 +652,8 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
     """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows begin."""
     rows = {1: Sample("good", (5, 6, 7)), 0: Sample("broken", (5, 999))}
     monkeypatch.setattr(
-        Trainer,
-        "_windows",
+        RunData,
+        "windows",
         lambda self: (Window(0, [collate([rows[i]], 2) for i in window]) for window in windows),
     )
     trainer = build(max_consecutive_bad=3)
@@ -910,7 +910,7 @@ def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
         trainer.data.loader.samples._config = replace(
             trainer.data.loader.samples._config, max_length=40
         )
-        trainer.total_steps = trainer.data.count_steps()
+        trainer.data.total_steps = trainer.data.count_steps()
         results[packing] = trainer.train()
         assert ("smoke test passed" in said(trainer)) == packing
         assert results[packing].steps == trainer.total_steps
@@ -1211,11 +1211,11 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(
     monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late))
     rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
 
-    def breaking(self: Trainer) -> Iterator[Window]:
+    def breaking(self: RunData) -> Iterator[Window]:
         yield from (Window(0, [row]) for row in rows)
         raise DataError("line 5 is broken")
 
-    monkeypatch.setattr(Trainer, "_windows", breaking)
+    monkeypatch.setattr(RunData, "windows", breaking)
     trainer = build()
     with pytest.raises(DataError, match="line 5 is broken"):
         trainer.train()

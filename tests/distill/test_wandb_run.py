@@ -225,7 +225,7 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
     assert all(torch.equal(one[name], other[name]) for name in other)
     # steps, layers, targets
     assert tracker.asked["add_text"] == 3 and tracker.asked["add_histogram_raw"] == 3 * 2 * 3
-    said = watched.console.file.getvalue()
+    said = watched.setup.console.file.getvalue()
     assert "no texts" not in said and "failed" not in said
 
 
