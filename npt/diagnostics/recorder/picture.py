@@ -34,7 +34,6 @@ from npt.diagnostics.recorder.grid import (
 )
 from npt.diagnostics.recorder.page import page
 from npt.diagnostics.recorder.record import Direction, Record, Row
-from npt.extras import installed, lacking
 from npt.files import write_bytes
 
 PANELS = 6
@@ -51,8 +50,7 @@ _HEADINGS: dict[Direction, str] = {"forward": "Forward: values", "gradient": "Ba
 def write_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
     """Draw the records as `health.png` and `health.html` in `folder`, each replaced atomically.
 
-    The same records give the same bytes. Without matplotlib the page alone is written, with a
-    warning.
+    The same records give the same bytes.
 
     Args:
         records: of one run, in any order.
@@ -67,10 +65,7 @@ def write_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
     records = _drawable(records)
     folder = Path(folder)
     contents: dict[str, bytes] = {}
-    if installed("matplotlib"):
-        contents["health.png"] = draw(records)
-    else:
-        warnings.warn(f"health.png is left out: it {lacking('matplotlib')}", stacklevel=2)
+    contents["health.png"] = draw(records)
     contents["health.html"] = page(records).encode("utf-8")
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
