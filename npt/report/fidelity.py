@@ -35,6 +35,8 @@ _LOOKS = {
     "teacher": ("|", INK, False),
 }
 
+_SHORT = {"initial": "before training"}
+
 _COMPARISONS = {
     "unquantized_to_4bit": "unquantised to 4-bit",
     "4bit_to_npt": "4-bit to NPT",
@@ -113,8 +115,7 @@ def _picture(ways: Mapping[str, Mapping[str, tuple[float, float]]]) -> Markup:
             [None if x is None else x + sign * 100 * e for x, (_, e) in zip(at, found, strict=True)]
             for sign in (-1, 1)
         )
-        name = kind if kind != "initial" else "before training"
-        marks.append(Marks(name, look, at, low, high))
+        marks.append(Marks(_SHORT.get(kind, kind), look, at, low, high))
     students = {key: way["student"][0] for key, way in ways.items() if "student" in way}
     said = "; ".join(
         f"{FIGURES[key].name}: the student has gone {_share(share)}"
@@ -199,7 +200,7 @@ def _layer_picture(
             [None if x is None else x + sign * e for x, e in zip(values, errors, strict=True)]
             for sign in (-1, 1)
         )
-        marks.append(Marks(MODELS[kind], _LOOKS[kind], values, low, high))
+        marks.append(Marks(_SHORT.get(kind, kind), _LOOKS[kind], values, low, high))
     if not any(x and 0 < x < math.inf for each in marks for x in each.values):
         return ""
     label = f"NMSE of {len(rows)} layers: {', '.join(MODELS[kind] for kind in kinds)}."

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def render(template: str, *, script: str = "", **data: Any) -> str:
+def render(template: str, *, script: str = "", css: str = "", **data: Any) -> str:
     """Return a whole HTML page.
 
     Args:
         template: name of one that extends `frame.html.j2`.
-        script: name of the page's script, if it has one.
+        script: name of the page's script, if it has one, which reads `json` from the data.
+        css: style that only this page has.
         data: what the template shows.
     """
-    style, code = _file("style.css"), _file(script) if script else ""
+    style, code = _file("style.css") + css, _file(script) if script else ""
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src '{_hash(style)}'"
     policy += f"; script-src '{_hash(code)}'" if code else ""
     page = _environment().get_template(template)
