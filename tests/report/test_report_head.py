@@ -22,6 +22,8 @@ from npt.report.page import page
 from npt.report.run import read_run
 from npt.report.summary import summary
 
+pytestmark = pytest.mark.usefixtures("plain_charts")
+
 
 def read(folder: Path) -> Reader:
     return Reader(page(read_run(folder), folder / "report.html"))

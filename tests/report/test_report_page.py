@@ -18,6 +18,8 @@ from npt.report.page import page
 from npt.report.run import read_run
 from npt.report.summary import status, summary
 
+pytestmark = pytest.mark.usefixtures("plain_charts")
+
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
 
 
@@ -80,7 +82,7 @@ def test_every_picture_has_words_and_every_chart_a_table(tmp_path) -> None:
     )
 
 
-def test_refusals_stand_at_their_steps_with_their_reasons(tmp_path) -> None:
+def test_refusals_stand_at_their_steps_with_their_reasons(tmp_path, drawn) -> None:
     lines = [
         event("start"),
         refusal(3),
@@ -98,7 +100,7 @@ def test_refusals_stand_at_their_steps_with_their_reasons(tmp_path) -> None:
     assert "a.txt@0, b.txt@64" in reader.sections["training"]
 
 
-def test_what_a_resume_undid_is_hollow_and_not_counted(tmp_path) -> None:
+def test_what_a_resume_undid_is_hollow_and_not_counted(tmp_path, drawn) -> None:
     saved = event("save", step=4, folder="checkpoints/step-00000004")
     resumed = event(
         "resume",
@@ -266,7 +268,7 @@ def test_one_step_makes_a_page(tmp_path) -> None:
     assert "1 logged step." in reader.text and len(reader.of("svg", class_="chart")) == 10
 
 
-def test_numbers_that_are_not_finite_are_said_and_drawn_as_such(tmp_path) -> None:
+def test_numbers_that_are_not_finite_are_said_and_drawn_as_such(tmp_path, drawn) -> None:
     lines = [
         metrics(step, loss=None, grad_norm=math.nan, **{"layers.1.nmse": None})
         for step in (1, 2, 3)
@@ -356,7 +358,7 @@ def test_saturated_multipliers_are_said(tmp_path) -> None:
 
 
 def test_a_run_of_a_hundred_thousand_steps_and_eighty_layers_keeps_its_spike_and_stays_small(
-    tmp_path,
+    tmp_path, drawn
 ) -> None:
     lines = [
         metrics(step, layers=80, loss=900.0 if step == 54_321 else 1.0)
@@ -482,7 +484,7 @@ def hostile(value: Any) -> Any:
     return HOSTILE if isinstance(value, str) else value
 
 
-def test_no_text_of_a_run_becomes_markup(tmp_path) -> None:
+def test_no_text_of_a_run_becomes_markup(tmp_path, drawn) -> None:
     events = [
         event("start"),
         refusal(3),
@@ -537,7 +539,7 @@ def test_no_text_of_a_run_becomes_markup(tmp_path) -> None:
     ]
 
 
-def test_the_policy_lets_only_the_pages_own_style_in(tmp_path) -> None:
+def test_the_policy_lets_only_the_pages_own_style_in(tmp_path, drawn) -> None:
     import base64
     import hashlib
 
@@ -571,7 +573,7 @@ def test_no_secret_and_no_variable_of_the_environment_stands_in_it(tmp_path, mon
         assert secret not in text
 
 
-def test_the_same_folder_makes_the_same_page(tmp_path) -> None:
+def test_the_same_folder_makes_the_same_page(tmp_path, drawn) -> None:
     folder = make_run(
         tmp_path / "run", events=[event("start"), refusal(3), event("done", steps=12)]
     )
