@@ -14,7 +14,7 @@ import math
 import re
 import warnings
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,12 +67,10 @@ _SETTINGS: Any = {
     "grid.color": RULE,
     "grid.linewidth": 1,
     "axes.labelcolor": SOFT,
-    "axes.labelpad": 2,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
     "legend.frameon": False,
     "legend.fontsize": 11,
-    "legend.handlelength": 1.2,
     "legend.borderaxespad": 0,
     "lines.linewidth": 1.6,
     **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
@@ -449,28 +447,4 @@ def rows_chart(
     """Return a chart of rows alone."""
     with picture(rows_height(names, any(each.name for each in marks)), label) as made:
         paint_rows(made, 0, names, marks, what, **more)
-    return made.svg
-
-
-def histograms(
-    by_line: Mapping[str, Sequence[int]], ends: tuple[float, float], label: str
-) -> Markup:
-    """Return a histogram for each line, its counts over equal parts of a range drawn by the root of
-    their share, so that what is rare is still seen; a dashed line is at 1.
-    """
-    names = list(by_line)
-    room = layer_height(len(names))
-    with picture(room * len(names) + 24, label) as made:
-        axes = made.axes(0, room * len(names))
-        for line, counts in enumerate(by_line.values()):
-            shares = np.sqrt(np.maximum(0, np.asarray(counts, np.float64)))
-            if not shares.any():
-                continue
-            edges = np.linspace(*ends, len(shares) + 1)
-            heights = line + 0.45 - 0.9 * shares / shares.max()
-            axes.stairs(heights, edges, baseline=line + 0.45, fill=True, color=LINE)
-        axes.axvline(1.0, color=SECOND, linestyle=":", linewidth=1, zorder=3)
-        axes.set_xlim(*ends)
-        axes.xaxis.set_major_formatter(lambda value, _: number(value))
-        paint_layers(axes, names)
     return made.svg

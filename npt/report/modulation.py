@@ -5,13 +5,14 @@ the size of the additive terms.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 from npt.evaluation.formatting import percent
-from npt.report.charts import histograms
+from npt.report import charts
 from npt.report.lines import count
 from npt.report.lines import number as as_number
 from npt.report.run import RunRecord, mapping
@@ -80,8 +81,32 @@ def _pictures(
                 found[name] = [n for x in counts[:BINS] if (n := count(x)) is not None]
         if any(map(any, found.values())):
             label = f"{target}: how the multipliers of {len(found)} layers lie around 1"
-            pictures[target] = histograms(found, (1 - bound, 1 + bound), label)
+            pictures[target] = _histograms(found, (1 - bound, 1 + bound), label)
     return pictures
+
+
+def _histograms(
+    by_line: Mapping[str, Sequence[int]], ends: tuple[float, float], label: str
+) -> Markup:
+    """Return a histogram for each line, its counts over equal parts of a range drawn by the root of
+    their share, so that what is rare is still seen; a dashed line is at 1.
+    """
+    names = list(by_line)
+    room = charts.layer_height(len(names))
+    with charts.picture(room * len(names) + 24, label) as made:
+        axes = made.axes(0, room * len(names))
+        for line, counts in enumerate(by_line.values()):
+            shares = np.sqrt(np.maximum(0, np.asarray(counts, np.float64)))
+            if not shares.any():
+                continue
+            edges = np.linspace(*ends, len(shares) + 1)
+            heights = line + 0.45 - 0.9 * shares / shares.max()
+            axes.stairs(heights, edges, baseline=line + 0.45, fill=True, color=charts.LINE)
+        axes.axvline(1.0, color=charts.SECOND, linestyle=":", linewidth=1, zorder=3)
+        axes.set_xlim(*ends)
+        axes.xaxis.set_major_formatter(lambda value, _: number(value))
+        charts.paint_layers(axes, names)
+    return made.svg
 
 
 def _cells(cell: Mapping[str, Any]) -> list[Any]:

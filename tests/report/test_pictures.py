@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "sweep"))
 from made_study import table
 
 from npt.report import charts
-from npt.report.charts import LINE, Marks, columns, histograms, picture, rows_chart, scale
+from npt.report.charts import LINE, Marks, columns, picture, rows_chart, scale
 from npt.report.page import page
 from npt.report.run import read_run
 from npt.tools.sweep import figures
@@ -136,7 +136,7 @@ def test_the_same_numbers_give_the_same_bytes_and_settings_of_users_stay_out() -
     import matplotlib
 
     def drawn() -> str:
-        return histograms({"0": [1, 4, 1]}, (0.5, 1.5), "a histogram")
+        return rows_chart(["4"], [Marks("one", DOT, [0.1], [0.05], [0.15])], "NMSE", "one layer")
 
     first = drawn()
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": False}):
