@@ -17,14 +17,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import npt
+from faults.bench import Base, Fill, Setting, Student, difference, run
+from faults.runs import NoTokenizer
 from gpu_sections.models import LENGTHS, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.attach import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.faults.bench import Base, Fill, Setting, Student, difference, run
-from npt.faults.runs import NoTokenizer
 from npt.planning.waits import HostWaitError, no_waits
 from npt.step.transaction import Transaction
 

@@ -16,14 +16,9 @@ import torch
 from rich.console import Console
 
 import npt
-from npt.adapters import trained
-from npt.base import linear
-from npt.data import encoding
-from npt.distill import strategies
-from npt.evaluation import greedy
-from npt.faults import bench, campaign, cases, loops, runs, sight
-from npt.faults.bench import SMALL, clean_run, difference, run
-from npt.faults.campaign import (
+from faults import bench, campaign, cases, loops, runs, sight
+from faults.bench import SMALL, clean_run, difference, run
+from faults.campaign import (
     clean_steps,
     comparison,
     find,
@@ -32,7 +27,12 @@ from npt.faults.campaign import (
     print_scorecard,
     summary,
 )
-from npt.faults.cases import all_cases
+from faults.cases import all_cases
+from npt.adapters import trained
+from npt.base import linear
+from npt.data import encoding
+from npt.distill import strategies
+from npt.evaluation import greedy
 from npt.step import spikes
 from npt.step.transaction import Transaction
 from npt.train import loop

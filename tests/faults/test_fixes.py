@@ -19,6 +19,10 @@ import torch
 from rich.console import Console
 
 import npt
+from faults import bench, check_maths, check_training
+from faults.bench import Base
+from faults.check import Check, check
+from faults.fixes import CHECKS, describe, open_base, print_checks, summary, verify
 from npt.adapters import adapter, modulation, stream
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import is_attached
@@ -27,10 +31,6 @@ from npt.distill import hidden_losses as losses
 from npt.distill import strategies
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, ModelError
-from npt.faults import bench, check_maths, check_training
-from npt.faults.bench import Base
-from npt.faults.check import Check, check
-from npt.faults.fixes import CHECKS, describe, open_base, print_checks, summary, verify
 from npt.step.transaction import Transaction, _MicroBatch, _norms
 from npt.train import loop
 from npt.train.loop import Loop

@@ -15,10 +15,8 @@ import pytest
 from rich.console import Console
 
 import npt
-from npt.diagnostics.tracer.causes import CAUSES
-from npt.diagnostics.tracer.verdict import Verdict
-from npt.faults import traced
-from npt.faults.traced import (
+from faults import traced
+from faults.traced import (
     Case,
     Line,
     Truth,
@@ -28,6 +26,8 @@ from npt.faults.traced import (
     print_lines,
     summary,
 )
+from npt.diagnostics.tracer.causes import CAUSES
+from npt.diagnostics.tracer.verdict import Verdict
 
 CASES = all_cases()
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "debug_nan.py"

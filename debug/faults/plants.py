@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from faults.bench import Fill, Plant, Student, module_of
 from npt.adapters.attach import adapters_disabled, decoder_layers
 from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors
 from npt.distill.strategies import MicroBatch
-from npt.faults.bench import Fill, Plant, Student, module_of
 
 TENSOR = "model.layers.1.npt.B.up"
 """The adapter tensor that faults of single tensors are planted in."""

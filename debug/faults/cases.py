@@ -17,12 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.stream import open_stream
-from npt.diagnostics.diagnose import diagnose
-from npt.diagnostics.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
-from npt.diagnostics.tracer.masks import mask_fault
-from npt.faults import plants, poisons, runs
-from npt.faults.bench import (
+from faults import plants, poisons, runs
+from faults.bench import (
     SMALL,
     Outcome,
     Plant,
@@ -37,7 +33,7 @@ from npt.faults.bench import (
     run,
     whole_window,
 )
-from npt.faults.patterns import (
+from faults.patterns import (
     Case,
     Expected,
     costs_its_window,
@@ -47,9 +43,13 @@ from npt.faults.patterns import (
     judge,
     stops_everything,
 )
-from npt.faults.plants import TENSOR
-from npt.faults.sight import as_called, sight_cases
-from npt.faults.verdict import Check, Verdict
+from faults.plants import TENSOR
+from faults.sight import as_called, sight_cases
+from faults.verdict import Check, Verdict
+from npt.adapters.stream import open_stream
+from npt.diagnostics.diagnose import diagnose
+from npt.diagnostics.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
+from npt.diagnostics.tracer.masks import mask_fault
 
 END_TO_END = Setting(strategy="end_to_end", logit_kl_weight=1.0)
 STUDENT_STREAM = Setting(strategy="end_to_end")

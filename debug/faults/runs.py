@@ -20,6 +20,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from faults.bench import SMALL, Setting, Student, difference, embedded, module_of
+from faults.verdict import Verdict, verdict_of
 from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
@@ -27,8 +29,6 @@ from npt.data.batch import Batch
 from npt.diagnostics.guards import tensor_fault
 from npt.distill.strategies import STRATEGIES, MicroBatch, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
-from npt.faults.bench import SMALL, Setting, Student, difference, embedded, module_of
-from npt.faults.verdict import Verdict, verdict_of
 from npt.files import to_json
 from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder

@@ -13,6 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import MistralConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from faults.bench import SMALL, Setting, Student, embedded
+from faults.patterns import Case
+from faults.verdict import Verdict, verdict_of
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import open_stream
@@ -23,9 +26,6 @@ from npt.data.samples import cut
 from npt.distill.hidden_losses import hidden_loss
 from npt.distill.strategies import drive
 from npt.evaluation.greedy import continue_greedily
-from npt.faults.bench import SMALL, Setting, Student, embedded
-from npt.faults.patterns import Case
-from npt.faults.verdict import Verdict, verdict_of
 
 _WINDOW = 4
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from faults import plants
+from faults.bench import Base, Student
+from faults.check import CannotLook, adapters_of, check, rounding, setting_of, student_of
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapters_disabled, detach
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import audit_precision
 from npt.distill import strategies
 from npt.errors import PrecisionError
-from npt.faults import plants
-from npt.faults.bench import Base, Student
-from npt.faults.check import CannotLook, adapters_of, check, rounding, setting_of, student_of
 
 # --- the modulation
 # --------------------------------------------------------------------------------------------------

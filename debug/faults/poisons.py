@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from npt.faults.bench import PAD_ID, Student, module_of
+from faults.bench import PAD_ID, Student, module_of
 
 Poison = Callable[[Student], Any]
 """Done to a student, and not undone."""

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from faults.bench import FIRST_ID, Base, Run, Setting, Student
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import detach, npt_layers
 from npt.data.batch import Batch
 from npt.data.samples import Sample
 from npt.distill.strategies import MicroBatch
-from npt.faults.bench import FIRST_ID, Base, Run, Setting, Student
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,9 @@ from typing import Any
 
 import torch
 
-from npt.adapters.stream import open_stream
-from npt.base.linear import quantized_linears
-from npt.data.batch import Batch, batch_from_tensors, collate, find_fault
-from npt.diagnostics.guards import base_fault, logits_fault, target_fault, tensor_fault
-from npt.diagnostics.tracer.masks import mask_fault
-from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.errors import SmokeTestError
-from npt.faults import plants
-from npt.faults.bench import FIRST_ID, PAD_ID, Base, Plant, difference, run
-from npt.faults.check import (
+from faults import plants
+from faults.bench import FIRST_ID, PAD_ID, Base, Plant, difference, run
+from faults.check import (
     CannotLook,
     check,
     filled,
@@ -29,7 +22,14 @@ from npt.faults.check import (
     setting_of,
     student_of,
 )
-from npt.faults.runs import looped
+from faults.runs import looped
+from npt.adapters.stream import open_stream
+from npt.base.linear import quantized_linears
+from npt.data.batch import Batch, batch_from_tensors, collate, find_fault
+from npt.diagnostics.guards import base_fault, logits_fault, target_fault, tensor_fault
+from npt.diagnostics.tracer.masks import mask_fault
+from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.errors import SmokeTestError
 from npt.step.transaction import WindowResult
 from npt.train.smoke import smoke_test
 

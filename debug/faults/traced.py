@@ -24,12 +24,8 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn import functional as F
 
-from npt.base.linear import dense_weight
-from npt.data.batch import Batch
-from npt.diagnostics.tracer.trace import trace
-from npt.diagnostics.tracer.verdict import Verdict
-from npt.faults.bench import Fill, Plant, Setting, Student, module_of
-from npt.faults.plants import (
+from faults.bench import Fill, Plant, Setting, Student, module_of
+from faults.plants import (
     batch_fault,
     cross_entropy_of_nothing,
     extra_loss,
@@ -39,7 +35,11 @@ from npt.faults.plants import (
     reverse_kl,
     trained_head,
 )
-from npt.faults.poisons import Poison, frozen, statistic, weight
+from faults.poisons import Poison, frozen, statistic, weight
+from npt.base.linear import dense_weight
+from npt.data.batch import Batch
+from npt.diagnostics.tracer.trace import trace
+from npt.diagnostics.tracer.verdict import Verdict
 
 LOCAL = Setting(layers="2,5", windows=1)
 END_TO_END = replace(LOCAL, strategy="end_to_end")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from faults.bench import Place, Plant, Setting, Student, difference, no_fault
 from npt.diagnostics.guards import moments_fault, tensor_fault
-from npt.faults.bench import Place, Plant, Setting, Student, difference, no_fault
 
 if TYPE_CHECKING:
-    from npt.faults.cases import Case
+    from faults.cases import Case
 
 OUTCOMES: dict[str, str] = {
     "survives": "equal, bit for bit, to the same loop without the bad micro-batch",

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from npt.diagnostics.guards import Finding
-from npt.faults import runs
-from npt.faults.bench import (
+from faults import runs
+from faults.bench import (
     SMALL,
     Act,
     Outcome,
@@ -26,7 +25,8 @@ from npt.faults.bench import (
     run,
     whole_window,
 )
-from npt.faults.verdict import Check, Verdict
+from faults.verdict import Check, Verdict
+from npt.diagnostics.guards import Finding
 
 Expected = tuple[int, str, int | None, tuple[str, ...]]
 """A refusal that has to come: window, kind, micro-batch (None: the whole window), and what its

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from npt.faults.bench import run
-from npt.faults.cases import LONG, Case, all_cases
-from npt.faults.loops import OUTCOMES, compare
-from npt.faults.verdict import Verdict, together
+from faults.bench import run
+from faults.cases import LONG, Case, all_cases
+from faults.loops import OUTCOMES, compare
+from faults.verdict import Verdict, together
 
 CLEAN_STEPS = 1000
 
