@@ -30,6 +30,7 @@ FOLDERS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "debug")]
 sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
 import torch  # noqa: E402
+
 from gpu_sections import SECTIONS  # noqa: E402
 from gpu_sections.numbers import machine  # noqa: E402
 from gpu_sections.runner import Bench, Report, Section, run_sections  # noqa: E402

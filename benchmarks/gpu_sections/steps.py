@@ -21,11 +21,11 @@ from faults.bench import Base, Fill, Setting, Student, difference, run
 from faults.runs import NoTokenizer
 from gpu_sections.models import LENGTHS, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
+from host_waits import HostWaitError, no_waits
 from npt.adapters.attach import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.planning.waits import HostWaitError, no_waits
 from npt.step.transaction import Transaction
 
 FIRST = 3

@@ -49,7 +49,7 @@ from faults.verdict import Check, Verdict
 from npt.adapters.stream import open_stream
 from npt.diagnostics.diagnose import diagnose
 from npt.diagnostics.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
-from npt.diagnostics.tracer.masks import mask_fault
+from npt.diagnostics.tracer.mask_check import mask_fault
 
 END_TO_END = Setting(strategy="end_to_end", logit_kl_weight=1.0)
 STUDENT_STREAM = Setting(strategy="end_to_end")

@@ -27,7 +27,7 @@ from npt.adapters.stream import open_stream
 from npt.base.linear import quantized_linears
 from npt.data.batch import Batch, batch_from_tensors, collate, find_fault
 from npt.diagnostics.guards import base_fault, logits_fault, target_fault, tensor_fault
-from npt.diagnostics.tracer.masks import mask_fault
+from npt.diagnostics.tracer.mask_check import mask_fault
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import SmokeTestError
 from npt.step.transaction import WindowResult

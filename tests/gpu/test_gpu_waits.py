@@ -7,10 +7,10 @@ import torch
 from gpu_student import LENGTHS, micro_batch, student
 
 import npt
+from host_waits import HostWaitError, count_waits, no_waits
 from npt.adapters.attach import adapter_parameters
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.planning.waits import HostWaitError, count_waits, no_waits
 from npt.step.transaction import Transaction
 
 pytestmark = pytest.mark.gpu
