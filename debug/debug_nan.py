@@ -16,7 +16,8 @@ import sys
 
 import torch
 
-from faults.traced import all_cases, false_alarms, find_fault, print_lines, summary
+from faults.tracer_cases import all_cases
+from faults.tracer_demo import false_alarms, find_fault, print_lines, summary
 from npt.cli.main import main as npt
 from npt.console import make_console
 from npt.files import to_json

@@ -87,9 +87,9 @@ def check_bits(bench: Bench, found: Findings) -> None:
         base = Base(model, npt.NPTConfig(rank=4, layers="2,5"), setting.train_config)
         late = replace(setting, late=True)
         runs = {
-            "late": run(late, base, plants={place: _bad_gradient})[1],
-            "late, again": run(late, base, plants={place: _bad_gradient})[1],
-            "at once": run(setting, base, plants={place: _bad_gradient})[1],
+            "late": run(late, base, faults={place: _bad_gradient})[1],
+            "late, again": run(late, base, faults={place: _bad_gradient})[1],
+            "at once": run(setting, base, faults={place: _bad_gradient})[1],
             "without the refused one": run(late, base, absent=[place])[1],
         }
         refused = [(window, refusal.micro_batch) for window, refusal in runs["late"].refusals]

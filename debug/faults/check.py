@@ -43,25 +43,38 @@ class CannotLook(Exception):
     """This model or these settings leave nothing to look at, and why."""
 
 
-Look = Callable[[Base], tuple[bool, str]]
+class Wrong(Exception):
+    """A check found what it looks for, and what it is."""
+
+
+def ensure(good: bool, detail: str) -> str:
+    """Return the figures of a check, or raise `Wrong` with them."""
+    if not good:
+        raise Wrong(detail)
+    return detail
+
+
+Look = Callable[[Base], str]
 
 
 def check(name: str, earlier: str) -> Callable[[Look], Callable[[Base], Check]]:
-    """Make a check of a function that says whether all is in order, and with what figures."""
+    """Make a check of a function that returns its figures if all is in order, and else raises."""
 
     def made(look: Look) -> Callable[[Base], Check]:
         @functools.wraps(look)
         def checked(base: Base) -> Check:
             try:
-                passed, detail = look(base)
+                return Check(name, earlier, True, look(base))
+            except Wrong as reason:
+                detail = str(reason)
             except CannotLook as reason:
-                passed, detail = False, f"cannot be checked: {reason}"
+                detail = f"cannot be checked: {reason}"
             except Exception as error:
                 first = str(error).splitlines()[0] if str(error) else ""
-                passed, detail = False, f"cannot be checked: {type(error).__name__}: {first}"
+                detail = f"cannot be checked: {type(error).__name__}: {first}"
             finally:
                 detach(base.model)
-            return Check(name, earlier, passed, detail)
+            return Check(name, earlier, False, detail)
 
         return checked
 
@@ -73,15 +86,8 @@ def setting_of(base: Base, **changes: Any) -> Setting:
     them.
     """
     late = next(base.model.parameters()).device.type == "cuda"
-    return Setting(
-        **{
-            "late": late,
-            "vocabulary": base.model.config.vocab_size,
-            "windows": 2,
-            "size": 2,
-            **changes,
-        }
-    )
+    usual = {"late": late, "vocabulary": base.model.config.vocab_size, "windows": 2, "size": 2}
+    return Setting(**{**usual, **changes})
 
 
 def student_of(base: Base, modulation: str | None = None, **changes: Any) -> Run:

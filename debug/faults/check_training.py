@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from faults import plants
-from faults.bench import FIRST_ID, PAD_ID, Base, Plant, difference, run
+from faults.bench import FIRST_ID, PAD_ID, Base, Fault, difference, run
 from faults.check import (
     CannotLook,
+    Wrong,
     check,
+    ensure,
     filled,
     planted,
     rounding,
@@ -23,6 +24,7 @@ from faults.check import (
     student_of,
 )
 from faults.runs import looped
+from faults.transient_faults import extra_loss, gradient_spoilt
 from npt.adapters.stream import open_stream
 from npt.base.linear import quantized_linears
 from npt.data.batch import Batch, batch_from_tensors, collate, find_fault
@@ -40,7 +42,7 @@ from npt.train.smoke import smoke_test
 @check(
     "every valid token has a key", "a query whose keys were all padding made softmax divide 0 by 0"
 )
-def keyed(base: Base) -> tuple[bool, str]:
+def keyed(base: Base) -> str:
     seen = 0
     for side in ("left", "right"):
         batch = collate(samples_of(base), PAD_ID, side=side, length=20).to(
@@ -48,32 +50,26 @@ def keyed(base: Base) -> tuple[bool, str]:
         )
         mask = open_stream(base.model, batch).context["attention_mask"]
         if mask is None:
-            return False, f"padded on the {side} there is no mask at all"
+            raise Wrong(f"padded on the {side} there is no mask at all")
         if mask.ndim != 4:
             raise CannotLook(
                 f"the attention mask has shape {list(mask.shape)}, no row of keys for each query"
             )
         finding = mask_fault(mask, batch.attention_mask)
         if finding is not None:
-            return False, f"padded on the {side}: {finding}"
+            raise Wrong(f"padded on the {side}: {finding}")
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
         valid = batch.attention_mask.bool()
         open_padding = allowed & valid[:, None, :, None] & ~valid[:, None, None, :]
         if bool(open_padding.any()):
-            return (
-                False,
-                (
-                    f"padded on the {side}, valid tokens may attend to padding in"
-                    f" {int(open_padding.any(dim=1).sum())} places"
-                ),
+            raise Wrong(
+                f"padded on the {side}, valid tokens may attend to padding in"
+                f" {int(open_padding.any(dim=1).sum())} places"
             )
         seen += batch.tokens
     return (
-        True,
-        (
-            f"{seen} valid tokens, padded on the left and on the right: each has a key, and none of"
-            " them is padding"
-        ),
+        f"{seen} valid tokens, padded on the left and on the right: each has a key, and none of"
+        " them is padding"
     )
 
 
@@ -81,7 +77,7 @@ def keyed(base: Base) -> tuple[bool, str]:
     "padded content reaches nothing",
     "whatever stood at padding went into attention, the loss and its gradient",
 )
-def padding_unseen(base: Base) -> tuple[bool, str]:
+def padding_unseen(base: Base) -> str:
     tensors = 0
     for side in ("left", "right"):
         student = student_of(base)
@@ -98,25 +94,22 @@ def padding_unseen(base: Base) -> tuple[bool, str]:
         sums, gradients = filled(student, batch)
         other_sums, other_gradients = filled(student, changed)
         if not torch.equal(sums.loss, other_sums.loss):
-            return (
-                False,
-                (
-                    f"other ids at padding on the {side} took the loss from {float(sums.loss):.9g}"
-                    f" to {float(other_sums.loss):.9g}"
-                ),
+            raise Wrong(
+                f"other ids at padding on the {side} took the loss from {float(sums.loss):.9g}"
+                f" to {float(other_sums.loss):.9g}"
             )
         different = difference(gradients, other_gradients)
         if different is not None:
-            return False, f"other ids at padding on the {side} changed the gradient of {different}"
+            raise Wrong(f"other ids at padding on the {side} changed the gradient of {different}")
         tensors = len(gradients)
-    return True, f"other ids at padding, left and right: the loss and {tensors} gradients bit-equal"
+    return f"other ids at padding, left and right: the loss and {tensors} gradients bit-equal"
 
 
 @check(
     "padding is never counted",
     "means over padded positions shrank the loss and its gradient with the padding",
 )
-def padding_uncounted(base: Base) -> tuple[bool, str]:
+def padding_uncounted(base: Base) -> str:
     samples = samples_of(base)
     student = student_of(base)
     alone = [filled(student, collate([sample], PAD_ID))[0] for sample in samples]
@@ -134,7 +127,7 @@ def padding_uncounted(base: Base) -> tuple[bool, str]:
     )
     padded = ", ".join(f"{loss:.9g} padded to {width}" for width, loss in losses.items())
     counts = " and ".join(map(str, sorted(counted)))
-    return (
+    return ensure(
         good,
         f"loss per token {expected:.9g} one by one, {padded}; {counts} of {tokens} tokens counted",
     )
@@ -144,7 +137,7 @@ def padding_uncounted(base: Base) -> tuple[bool, str]:
     "the same batch gives the same bits",
     "runs that differ by themselves hide what a fault has changed",
 )
-def repeatable(base: Base) -> tuple[bool, str]:
+def repeatable(base: Base) -> str:
     student = student_of(base)
     batch = collate(samples_of(base), PAD_ID)
     (sums, gradients), (again, gradients_again) = filled(student, batch), filled(student, batch)
@@ -152,19 +145,13 @@ def repeatable(base: Base) -> tuple[bool, str]:
         {"the loss": sums.loss, **gradients}, {"the loss": again.loss, **gradients_again}
     )
     if different is not None:
-        return (
-            False,
-            (
-                f"{different} differs the second time; checks for bit equality cannot pass here,"
-                " whatever else is in order"
-            ),
+        raise Wrong(
+            f"{different} differs the second time; checks for bit equality cannot pass here,"
+            " whatever else is in order"
         )
     return (
-        True,
-        (
-            f"the loss {float(sums.loss) / sums.tokens:.6g} and {len(gradients)} gradients twice,"
-            " bit-equal"
-        ),
+        f"the loss {float(sums.loss) / sums.tokens:.6g} and {len(gradients)} gradients twice,"
+        " bit-equal"
     )
 
 
@@ -176,7 +163,7 @@ def repeatable(base: Base) -> tuple[bool, str]:
     "the logged loss is a mean per token",
     "sums over micro-batches grew with the accumulation, means of means leant to short texts",
 )
-def logged(base: Base) -> tuple[bool, str]:
+def logged(base: Base) -> str:
     samples = samples_of(base)
     found: dict[int, dict[str, Any]] = {}
     for size in (4, 2, 1):
@@ -192,7 +179,7 @@ def logged(base: Base) -> tuple[bool, str]:
     good = tokens == {sum(len(s.input_ids) for s in samples)} and all(
         abs(x / first - 1) <= 1e3 * rounding() for x in losses.values()
     )
-    return (
+    return ensure(
         good,
         "logged "
         + ", ".join(f"{loss:.9g} from {k}" for k, loss in losses.items())
@@ -204,7 +191,7 @@ def logged(base: Base) -> tuple[bool, str]:
     "samples without a valid token are refused",
     "a loss of 0 tokens divided by 0, and the NaN was stepped on",
 )
-def empty_refused(base: Base) -> tuple[bool, str]:
+def empty_refused(base: Base) -> str:
     setting = setting_of(base)
     good_batch, other = setting.batch((0, 0)), setting.batch((0, 1))
     empty = batch_from_tensors(
@@ -218,61 +205,53 @@ def empty_refused(base: Base) -> tuple[bool, str]:
     different = difference(with_empty, twin.state())
     refused, steps = dict(loop.refused_by_kind), loop.steps
     if different is not None:
-        return False, f"they changed {different}"
+        raise Wrong(f"they changed {different}")
     if refused != {"data": 3} or steps != 1 or len(lines) != 1:
-        return (
-            False,
-            (
-                f"3 micro-batches without a valid token: refused {refused}, {steps} steps,"
-                f" {len(lines)} logged"
-            ),
+        raise Wrong(
+            f"3 micro-batches without a valid token: refused {refused}, {steps} steps,"
+            f" {len(lines)} logged"
         )
     if _figures(lines[0]) != _figures(twin_lines[0]):
-        return False, f"logged {_figures(lines[0])} instead of {_figures(twin_lines[0])}"
-    return (
-        True,
-        "3 of 4 micro-batches refused and counted; 1 step, bit-equal to the run without them",
-    )
+        raise Wrong(f"logged {_figures(lines[0])} instead of {_figures(twin_lines[0])}")
+    return "3 of 4 micro-batches refused and counted; 1 step, bit-equal to the run without them"
 
 
 @check(
     "NaN and Inf are refused without a trace", "one NaN batch poisoned weights and moments for good"
 )
-def refused(base: Base) -> tuple[bool, str]:
+def refused(base: Base) -> str:
     tensor = next(reversed(student_of(base).parameters))
     setting = setting_of(base)
     clean = run(setting, base, absent=[(1, 0)])[1]
-    faults: dict[str, Plant] = {
-        "loss": plants.extra_loss(lambda student, _: student.parameters[tensor].sum() * math.nan),
-        "gradient NaN": plants.gradient_fault((0, 0), math.nan, tensor),
-        "gradient Inf": plants.gradient_fault((0, 0), math.inf, tensor),
-        "gradient 1e30": plants.gradient_fault((0, 0), 1e30, tensor),
+    faults: dict[str, Fault] = {
+        "loss": extra_loss(lambda student, _: student.parameters[tensor].sum() * math.nan),
+        "gradient NaN": gradient_spoilt((0, 0), math.nan, tensor),
+        "gradient Inf": gradient_spoilt((0, 0), math.inf, tensor),
+        "gradient 1e30": gradient_spoilt((0, 0), 1e30, tensor),
     }
-    for name, plant in faults.items():
-        outcome = run(setting, base, plants={(1, 0): plant})[1]
+    for name, fault in faults.items():
+        outcome = run(setting, base, faults={(1, 0): fault})[1]
         kinds = [
             (window, refusal.kind, refusal.micro_batch) for window, refusal in outcome.refusals
         ]
         if kinds != [(1, name.split()[0], 0)]:
-            return (
-                False,
-                f"{name}: refused {kinds or 'nothing'} instead of micro-batch 0 of window 1",
+            raise Wrong(
+                f"{name}: refused {kinds or 'nothing'} instead of micro-batch 0 of window 1"
             )
         different = outcome.difference(clean)
         if different is not None:
-            return False, f"{name}: {different} differs from the run that never saw it"
-    detail = (
+            raise Wrong(f"{name}: {different} differs from the run that never saw it")
+    return (
         f"a NaN loss, gradients of NaN, Inf and 1e30: {len(clean.state)} tensors of weights and"
         " moments bit-equal to the run without"
     )
-    return True, detail
 
 
 @check(
     "averages are over the steps that counted",
     "a skipped batch left a NaN, or a 0, in the averages that were logged",
 )
-def averaged(base: Base) -> tuple[bool, str]:
+def averaged(base: Base) -> str:
     setting = setting_of(base, windows=2, size=2)
     windows = [[setting.batch((window, micro)) for micro in range(2)] for window in range(2)]
     student = student_of(base)
@@ -291,22 +270,16 @@ def averaged(base: Base) -> tuple[bool, str]:
         1,
         1,
     ]:
-        return (
-            False,
-            (
-                f"one NaN loss: counted {dict(loop.refused_by_kind)}, logged"
-                f" {[line.get('refused_total') for line in lines]}"
-            ),
+        raise Wrong(
+            f"one NaN loss: counted {dict(loop.refused_by_kind)}, logged"
+            f" {[line.get('refused_total') for line in lines]}"
         )
     for line, twin in zip(lines, twin_lines, strict=True):
         if _figures(line) != _figures(twin):
-            return False, f"step {line['step']} logged {_figures(line)} instead of {_figures(twin)}"
+            raise Wrong(f"step {line['step']} logged {_figures(line)} instead of {_figures(twin)}")
     return (
-        True,
-        (
-            f"1 refusal counted; losses {lines[0]['loss']:.6g} and {lines[1]['loss']:.6g} logged,"
-            " those of the run without it"
-        ),
+        f"1 refusal counted; losses {lines[0]['loss']:.6g} and {lines[1]['loss']:.6g} logged,"
+        " those of the run without it"
     )
 
 
@@ -325,13 +298,13 @@ SAFE_STEPS = 6
     "safe mode is additive only, and trains",
     "the multiplicative term was the one that overflowed, and could not be left out",
 )
-def safe_mode(base: Base) -> tuple[bool, str]:
+def safe_mode(base: Base) -> str:
     student = student_of(
         base, modulation="additive", windows=SAFE_STEPS, size=1, learning_rate=1e-3
     )
     others = [name for name in student.parameters if ".npt.A" not in name and ".npt.B." not in name]
     if others:
-        return False, f"{len(others)} tensors are neither A nor B, {others[0]} first"
+        raise Wrong(f"{len(others)} tensors are neither A nor B, {others[0]} first")
     batch = collate(samples_of(base), PAD_ID)
     results: list[WindowResult[MicroBatch]] = []
     for _ in range(SAFE_STEPS):
@@ -340,21 +313,16 @@ def safe_mode(base: Base) -> tuple[bool, str]:
     results += student.transaction.flush()
     losses = [result.loss for result in results]
     if None in losses or not all(result.applied for result in results):
-        return (
-            False,
-            (
-                f"losses {losses}, {sum(result.applied for result in results)} of {SAFE_STEPS}"
-                " steps applied"
-            ),
+        raise Wrong(
+            f"losses {losses}, {sum(result.applied for result in results)} of {SAFE_STEPS}"
+            " steps applied"
         )
     first, last = losses[0], losses[-1]
     assert first is not None and last is not None
-    return (
+    return ensure(
         last < first,
-        (
-            f"{len(student.parameters)} tensors, all of them A or B; loss {first:.6g} to {last:.6g}"
-            f" in {SAFE_STEPS} steps"
-        ),
+        f"{len(student.parameters)} tensors, all of them A or B; loss {first:.6g} to {last:.6g}"
+        f" in {SAFE_STEPS} steps",
     )
 
 
@@ -366,7 +334,7 @@ def safe_mode(base: Base) -> tuple[bool, str]:
     "watchdogs name what is planted",
     "a NaN was noticed many steps after it arose, and nobody knew where",
 )
-def watched(base: Base) -> tuple[bool, str]:
+def watched(base: Base) -> str:
     student = student_of(base)
     model, vocabulary = base.model, base.model.config.vocab_size
     batch = setting_of(base).batch((0, 0))
@@ -382,7 +350,7 @@ def watched(base: Base) -> tuple[bool, str]:
         if finding is not None
     ]  # fmt: skip
     if alarms:
-        return False, f"an alarm where nothing was planted: {alarms[0]}"
+        raise Wrong(f"an alarm where nothing was planted: {alarms[0]}")
     missed = []
     logits[1, 3, vocabulary - 1] = math.nan
     finding = logits_fault(logits)
@@ -411,14 +379,11 @@ def watched(base: Base) -> tuple[bool, str]:
         if finding is None or (finding.name, finding.index) != (where, index):
             missed.append(f"NaN in {where}{list(index)} ({finding})")
     if missed:
-        return False, f"missed: {'; '.join(missed)}"
+        raise Wrong(f"missed: {'; '.join(missed)}")
     parts = "a norm" + " and the statistics of a 4-bit weight" * (len(places) > 1)
     return (
-        True,
-        (
-            f"NaN in logits, an adapter, {parts}, and an id outside the vocabulary, each named with"
-            " its index; no false alarm"
-        ),
+        f"NaN in logits, an adapter, {parts}, and an id outside the vocabulary, each named with"
+        " its index; no false alarm"
     )
 
 
@@ -442,20 +407,20 @@ def _statistic(model: Any) -> list[tuple[str, torch.Tensor, tuple[int, ...]]]:
     "the smoke test tells a sound model from a poisoned one",
     "runs of hours started on a model that could not train",
 )
-def smoke_tested(base: Base) -> tuple[bool, str]:
+def smoke_tested(base: Base) -> str:
     student = student_of(base)
     batch = collate(samples_of(base), PAD_ID)
     strategy = STRATEGIES[student.config.strategy]
     before = student.state()
     if torch.is_anomaly_enabled():
-        return False, "anomaly mode was on before"
+        raise Wrong("anomaly mode was on before")
     try:
         verdict = smoke_test(base.model, batch, strategy, student.config)
     except SmokeTestError as error:
-        return False, f"it failed on the model as it is: {error}"
+        raise Wrong(f"it failed on the model as it is: {error}") from error
     different = difference(before, student.state())
     if different is not None:
-        return False, f"the smoke test changed {different}"
+        raise Wrong(f"the smoke test changed {different}")
     name = next(iter(student.parameters))
     said = None
     with planted(student.parameters[name], (0, 0)):
@@ -464,13 +429,10 @@ def smoke_tested(base: Base) -> tuple[bool, str]:
         except SmokeTestError as error:
             said = str(error)
     if said is None:
-        return False, f"it passed with NaN in {name}"
+        raise Wrong(f"it passed with NaN in {name}")
     if torch.is_anomaly_enabled():
-        return False, "anomaly mode is still on behind it, and slows every step"
+        raise Wrong("anomaly mode is still on behind it, and slows every step")
     return (
-        True,
-        (
-            f"{verdict.removeprefix('smoke test ')}; failed with NaN in {name}; anomaly mode off"
-            " behind both"
-        ),
+        f"{verdict.removeprefix('smoke test ')}; failed with NaN in {name}; anomaly mode off"
+        " behind both"
     )

@@ -3,34 +3,27 @@
 - `costs_itself`: a micro-batch is refused, and the run equals the one without it;
 - `costs_nothing`: no alarm, and the run equals the one without the fault;
 - `costs_its_window`: a whole step is refused, and the run equals the one without the window;
-- `stops_everything`: state is poisoned for good, so everything is refused and nothing changes any
+- `stops_everything`: state is spoilt for good, so everything is refused and nothing changes any
   more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from faults import runs
-from faults.bench import (
-    SMALL,
-    Act,
-    Outcome,
-    Place,
-    Plant,
-    Run,
-    Setting,
-    clean_run,
-    run,
-    whole_window,
-)
-from faults.verdict import Check, Verdict
+from faults.bench import SMALL, Fault, Outcome, Place, Run, Setting, clean_run, run, whole_window
+from faults.persistent_faults import PersistentFault
+from faults.verdict import Verdict
 from npt.diagnostics.guards import Finding
 
+Check = Callable[[Setting], Verdict]
+"""Judges a case in a setting, which says how the transaction reads its flags."""
+
 Expected = tuple[int, str, int | None, tuple[str, ...]]
-"""A refusal that has to come: window, kind, micro-batch (None: the whole window), and what its
-detail has to say.
+"""A refusal that must come: window, kind, micro-batch (None: the whole window), and parts of its
+detail.
 """
 
 
@@ -38,18 +31,18 @@ detail has to say.
 class Case:
     """One fault and its ground truth.
 
-    truth: what has to be located or what has to happen, for people. check: judges it in one reading
-    mode. modes: those that it runs in. plant: the fault itself, for the comparison with plain
-    loops; None where they cannot meet it.
+    truth: what must be located or must happen, for people. check: judges it. modes: of reading
+    flags, late or not, that it runs in. fault: itself, for the comparison with plain loops; None if
+    they cannot meet it. places: of the fault.
     """
 
     id: str
     name: str
     truth: str
     check: Check
-    modes: tuple[bool, ...] = (False, True)
-    plant: Plant | None = None
     setting: Setting = SMALL
+    modes: tuple[bool, ...] = (False, True)
+    fault: Fault | None = None
     places: tuple[Place, ...] = ((1, 1),)
 
     @property
@@ -58,7 +51,9 @@ class Case:
 
 
 def match(outcome: Outcome, expected: Sequence[Expected]) -> tuple[bool, int]:
-    """Whether exactly the expected was refused and said, and how many refusals nobody planted."""
+    """Return whether exactly the expected was refused and said, and how many refusals nobody
+    planted.
+    """
     left = list(expected)
     strangers = 0
     for window, refusal in outcome.refusals:
@@ -67,7 +62,7 @@ def match(outcome: Outcome, expected: Sequence[Expected]) -> tuple[bool, int]:
             for e in left
             if e[:3] == (window, refusal.kind, refusal.micro_batch)
             and all(part in refusal.detail for part in e[3])
-            # The samples are those of the planted micro-batch, wherever a refusal is of one.
+            # The samples are those of the spoilt micro-batch, if a refusal is of one.
             and all(name.startswith(f"w{window}-m{e[2]}-") for name in refusal.sample_ids)
         ]
         if fits:
@@ -81,7 +76,7 @@ def judge(
     outcome: Outcome,
     counterfactual: Outcome,
     expected: Sequence[Expected],
-    word: str,
+    word: str = "survived",
     also: Sequence[str] = (),
 ) -> Verdict:
     """Compare with the counterfactual and with what had to be said; `also` are complaints of
@@ -93,47 +88,56 @@ def judge(
     if different is not None:
         complaints.append(f"differs from the counterfactual in {different}")
     if not found:
-        said = (
-            "; ".join(f"window {window}, {refusal}" for window, refusal in outcome.refusals)
-            or "nothing"
-        )
-        complaints.append(f"refused: {said}")
+        said = [f"window {window}, {refusal}" for window, refusal in outcome.refusals]
+        complaints.append(f"refused: {'; '.join(said) or 'nothing'}")
     survived = different is None and not also
-    return Verdict(word if survived else "harmed", located=found and not also, passed=survived and found, false_alarms=strangers,
-                   detail="; ".join(complaints))  # fmt: skip
+    return Verdict(
+        word if survived else "harmed",
+        located=found and not also,
+        passed=survived and found,
+        false_alarms=strangers,
+        detail="; ".join(complaints),
+    )
+
+
+def survived(
+    fault: Fault, kind: str, says: Sequence[str] = (), places: Sequence[Place] = ((1, 1),)
+) -> Check:
+    """Every place is refused for `kind` (empty: not refused), its detail saying `says`, nothing
+    else is, and the run equals the one without the places.
+    """
+
+    def check(setting: Setting) -> Verdict:
+        _, outcome = run(setting, faults=dict.fromkeys(places, fault))
+        expected = [(window, kind, micro, tuple(says)) for window, micro in places if kind]
+        return judge(outcome, clean_run(setting, places), expected)
+
+    return check
 
 
 # --- the patterns
-# ----------------------------------------------------------------------------------------------------
 
 
 def costs_itself(
     id: str,
     name: str,
-    plant: Plant,
+    fault: Fault,
     kind: str,
-    says: Sequence[str],
+    *says: str,
     setting: Setting = SMALL,
     places: Sequence[Place] = ((1, 1),),
     compare: bool = False,
 ) -> Case:
     """Every place is refused for `kind`, its detail saying `says`; nothing else is."""
-
-    def check(late: bool) -> Verdict:
-        chosen = replace(setting, late=late)
-        _, outcome = run(chosen, plants=dict.fromkeys(places, plant))
-        expected: list[Expected] = [(window, kind, micro, tuple(says)) for window, micro in places]
-        return judge(outcome, clean_run(chosen, frozenset(places)), expected, "survived")
-
     where = " and ".join(f"micro-batch {micro} of window {window}" for window, micro in places)
     truth = f"{where}: {kind}" + (f", saying {', '.join(says)}" if says else "")
     return Case(
         id,
         name,
         truth,
-        check,
-        plant=plant if compare else None,
-        setting=setting,
+        survived(fault, kind, says, places),
+        setting,
+        fault=fault if compare else None,
         places=tuple(places),
     )
 
@@ -141,117 +145,95 @@ def costs_itself(
 def costs_nothing(
     id: str,
     name: str,
+    fault: Fault | PersistentFault,
     setting: Setting = SMALL,
-    plant: Plant | None = None,
-    before: Act | None = None,
-    instead: Plant | None = None,
+    instead: Fault | None = None,
 ) -> Case:
-    """No alarm, and the run equals the clean one, or the one with `instead` planted in its place."""
+    """No alarm, and the run equals the clean one, or the one with `instead` for the fault."""
 
-    def check(late: bool) -> Verdict:
-        chosen = replace(setting, late=late)
-        _, outcome = run(
-            chosen,
-            plants={} if plant is None else {(1, 1): plant},
-            before={} if before is None else {0: before},
-        )
-        twin = clean_run(chosen) if instead is None else run(chosen, plants={(1, 1): instead})[1]
+    def check(setting: Setting) -> Verdict:
+        if isinstance(fault, PersistentFault):
+            _, outcome = run(setting, before={0: fault})
+        else:
+            _, outcome = run(setting, faults={(1, 1): fault})
+        twin = clean_run(setting) if instead is None else run(setting, faults={(1, 1): instead})[1]
         return judge(outcome, twin, [], "unharmed")
 
+    truth = "no alarm, and the same run"
     return Case(
-        id,
-        name,
-        "no alarm, and the same run"
-        + ("" if instead is None else " as with the clamped value itself"),
-        check,
+        id, name, truth + (" as with the clamped value itself" if instead else ""), check, setting
     )
 
 
-def costs_its_window(
-    id: str, name: str, act: Act, kind: str, says: Sequence[str], setting: Setting = SMALL
-) -> Case:
-    """`act` in front of window 1 makes its step go wrong, once; the run equals the one without the
-    window.
+def costs_its_window(id: str, name: str, fault: PersistentFault, setting: Setting = SMALL) -> Case:
+    """A fault before window 1 makes its step go wrong, once, so the window is refused for what it
+    names.
     """
 
-    def check(late: bool) -> Verdict:
-        chosen = replace(setting, late=late)
-        _, outcome = run(chosen, before={1: act})
-        return judge(
-            outcome,
-            clean_run(chosen, whole_window(chosen, 1)),
-            [(1, kind, None, tuple(says))],
-            "survived",
-        )
+    def check(setting: Setting) -> Verdict:
+        _, outcome = run(setting, before={1: fault})
+        twin = clean_run(setting, whole_window(setting, 1))
+        return judge(outcome, twin, [(1, "update", None, (fault.name,))])
 
-    return Case(
-        id,
-        name,
-        f"window 1: {kind}, saying {', '.join(says)}; neither schedule nor counters move",
-        check,
-    )
+    truth = f"window 1: update, saying {fault.name}; neither schedule nor counters move"
+    return Case(id, name, truth, check, setting)
 
 
 def stops_everything(
     id: str,
     name: str,
-    act: Act,
+    fault: PersistentFault,
     kind: str,
-    says: Sequence[str],
+    says: str,
     guard: Callable[[Run], Finding | None],
-    named: str,
-    index: tuple[int, ...],
+    *,
     unsaved: bool = False,
     whole: bool = False,
 ) -> Case:
-    """`act` poisons the state in front of window 1: everything is refused from there on, and
-    nothing changes any more.
+    """A fault before window 1 spoils the state: everything is refused, nothing changes any more.
 
     Args:
         kind, says: of every refusal.
-        guard: the watchdog that has to name `named`, at `index`.
+        guard: the watchdog that must name the fault and its index.
         unsaved: saving is refused too, and leaves no file.
         whole: the windows are refused, not their micro-batches.
     """
 
-    def check(late: bool) -> Verdict:
-        chosen = replace(SMALL, late=late)
+    def check(setting: Setting) -> Verdict:
         kept: list[Outcome] = []
 
-        def poison(made: Run) -> None:
-            act(made)
+        def spoil(made: Run) -> None:
+            fault(made)
             kept.append(made.outcome())
 
-        made, outcome = run(chosen, before={1: poison})
-        expected: list[Expected] = []
-        for window in range(1, chosen.windows):
-            micros: list[int | None] = [None] if whole else list(range(chosen.size))
-            expected += [(window, kind, micro, tuple(says)) for micro in micros]
+        made, outcome = run(setting, before={1: spoil})
+        micros: list[int | None] = [None] if whole else [*range(setting.size)]
+        windows = range(1, setting.windows)
+        expected: list[Expected] = [(w, kind, micro, (says,)) for w in windows for micro in micros]
         complaints = []
         finding = guard(made)
-        if finding is None or finding.name != named or finding.index != index:
+        if finding is None or (finding.name, finding.index) != (fault.name, fault.index):
             complaints.append(f"the guard says {finding}")
         if unsaved:
-            complaints += runs.saving_goes_wrong(made, named)
+            complaints += runs.saving_goes_wrong(made, fault.name)
         return judge(outcome, kept[0], expected, "stopped", complaints)
 
-    truth = f"everything refused for {kind}, nothing changes; the guard names {named}{list(index)}"
+    named = f"{fault.name}{list(fault.index)}"
+    truth = f"everything refused for {kind}, nothing changes; the guard names {named}"
     return Case(id, name, truth + ("; saving is refused" if unsaved else ""), check)
 
 
-def found(id: str, name: str, truth: str, look: Callable[[], tuple[str | None, str]]) -> Case:
-    """A fault that a watchdog has to find by itself, outside training. `look` gives what was said
+def found(
+    id: str, name: str, truth: str, look: Callable[[Setting], tuple[str | None, str]]
+) -> Case:
+    """A fault that a watchdog must find by itself, outside training; `look` returns what was said
     and what it must hold.
     """
 
-    def check(late: bool) -> Verdict:
-        said, part = look()
+    def check(setting: Setting) -> Verdict:
+        said, part = look(setting)
         good = said is not None and part in said
-        return Verdict(
-            "found" if good else "missed",
-            located=good,
-            passed=good,
-            detail="" if good else f"said: {said}; expected: {part}",
-        )
+        detail = "" if good else f"said: {said}; expected: {part}"
+        return Verdict("found" if good else "missed", good, good, detail=detail)
 
     return Case(id, name, truth, check, modes=(False,))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import npt
+from faults.agreement import by_calls
 from faults.bench import Around
-from faults.sight import by_calls
 from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.base.hooks import only_looks
 from npt.config import NPTConfig, TrainConfig

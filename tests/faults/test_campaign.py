@@ -4,7 +4,6 @@ cries wolf does not.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import io
 import json
@@ -16,8 +15,8 @@ import torch
 from rich.console import Console
 
 import npt
-from faults import bench, campaign, cases, loops, runs, sight
-from faults.bench import SMALL, clean_run, difference, run
+from faults import bench, campaign, loops, runs
+from faults.bench import clean_run, difference, run
 from faults.campaign import (
     clean_steps,
     comparison,
@@ -28,35 +27,31 @@ from faults.campaign import (
     summary,
 )
 from faults.cases import all_cases
+from faults.patterns import Case
 from npt.adapters import trained
 from npt.base import linear
 from npt.data import encoding
 from npt.distill import strategies
 from npt.evaluation import greedy
-from npt.step import spikes
+from npt.step import train_step
 from npt.step.transaction import Transaction
-from npt.train import loop
-
-CASES = all_cases()
-SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def four_layers():
-    """The bench's model without its last two layers, behind every place in which a case plants
-    something, and shorter rows in long runs.
+def smaller(case: Case) -> Case:
+    """The case on a base of four layers, which is as far as any fault reaches, its long runs
+    shorter.
     """
-    model = copy.deepcopy(bench.embedded())
-    model.config.num_hidden_layers = 4
-    model.model.layers = model.model.layers[:4]
-    bench._clean_run.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (bench, sight, runs):
-            patch.setattr(module, "embedded", lambda: model)
-        patch.setattr(cases, "LONG", replace(cases.LONG, rows=1, length=8))
-        patch.setattr(campaign, "LONG", cases.LONG)
-        yield
-    bench._clean_run.cache_clear()
+    changes: dict[str, object] = {"base_layers": 4}
+    if case.setting.spikes:
+        changes |= {"rows": 1, "length": 8}
+    if case.id == "run-after-nan":
+        changes |= {"spike_history": 40, "windows": 42}
+    return replace(case, setting=replace(case.setting, **changes))
+
+
+CASES = [smaller(case) for case in all_cases()]
+SMALL = replace(bench.SMALL, base_layers=4)
+SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
 def case(id: str):
@@ -104,15 +99,9 @@ TURNS = [
 @pytest.mark.parametrize(
     ("chosen", "late"),
     TURNS,
-    ids=lambda v: v.id if isinstance(v, campaign.Case) else "late" if v else "at-once",
+    ids=lambda v: v.id if isinstance(v, Case) else "late" if v else "at-once",
 )
-def test_the_case_passes(chosen, late, monkeypatch) -> None:
-    # statistics of fewer windows, and as many fewer of them behind the fault
-    if chosen.id == "run-after-nan":
-        monkeypatch.setattr(spikes, "HISTORY", 40)
-        monkeypatch.setattr(
-            cases, "replace", lambda of, **changes: replace(of, **{**changes, "windows": 42})
-        )
+def test_the_case_passes(chosen, late) -> None:
     verdict = judged(replace(chosen, modes=(late,))).verdict
     assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (
         True,
@@ -126,7 +115,7 @@ def test_clean_steps_raise_no_alarm() -> None:
     """More of them, than the statistics of spikes hold, are in the case run-after-nan, read at
     once.
     """
-    verdict = judged(replace(clean_steps(40), modes=(True,))).verdict
+    verdict = judged(replace(smaller(clean_steps(40)), modes=(True,))).verdict
     assert verdict.passed and verdict.false_alarms == 0
 
 
@@ -144,7 +133,7 @@ def sound_twins():
 
 
 def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None:
-    monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
     verdict = judged(at_once("data-label")).verdict
     assert not verdict.passed and not verdict.located
 
@@ -175,12 +164,12 @@ def test_a_random_state_that_moved_is_harm(monkeypatch, sound_twins) -> None:
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:
-    honest = loop.find_fault
+    honest = train_step.find_fault
 
     def nervous(batch, vocabulary):
         return "a feeling" if batch.sample_ids[:1] == ("w2-m0-r0",) else honest(batch, vocabulary)
 
-    monkeypatch.setattr(loop, "find_fault", nervous)
+    monkeypatch.setattr(train_step, "find_fault", nervous)
     verdict = judged(case("data-label")).verdict
     # one in each reading mode
     assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)
@@ -194,10 +183,10 @@ def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -
 
 
 def test_a_case_that_raises_has_failed_and_says_what() -> None:
-    def check(late: bool):
+    def check(setting):
         raise RuntimeError("boom")
 
-    line = judged(campaign.Case("x", "x", "x", check))
+    line = judged(Case("x", "x", "x", check))
     assert not line.verdict.passed and "RuntimeError: boom" in line.verdict.detail
 
 
@@ -284,10 +273,10 @@ def test_both_reading_modes_are_the_same_run(late) -> None:
 
 
 def test_the_shared_base_is_never_changed() -> None:
-    before = npt.base_hash(bench.embedded())
+    before = npt.base_hash(bench.embedded(4))
     for id in ("weight-absmax", "weight-packed", "data-padding-nan"):
         judged(at_once(id))
-    assert npt.base_hash(bench.embedded()) == before
+    assert npt.base_hash(bench.embedded(4)) == before
 
 
 # --- the plain loops
@@ -296,7 +285,7 @@ def test_the_shared_base_is_never_changed() -> None:
 
 @pytest.mark.parametrize("name", loops.LOOPS)
 def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> None:
-    setting = bench.Setting(windows=1)
+    setting = replace(SMALL, windows=1)
     student, aborted, zeros = loops.train(setting, loops.LOOPS[name], {})
     assert not aborted and not zeros
     ours, _ = run(setting)
@@ -335,9 +324,7 @@ def test_the_figures_have_their_keys_and_add_up() -> None:
     lines = [
         judged(at_once("data-label")),
         judged(
-            campaign.Case(
-                "bad", "[x]", "-", lambda late: campaign.Verdict("harmed", False, False, 3)
-            )
+            Case("bad", "[x]", "-", lambda setting: campaign.Verdict("harmed", False, False, 3))
         ),
     ]
     figures = summary(lines)
@@ -377,7 +364,7 @@ def test_the_script_lists_every_case_with_its_truth(monkeypatch, capsys) -> None
 def test_the_script_runs_one_case_and_tells_by_its_exit_status(monkeypatch, capsys) -> None:
     assert script(monkeypatch, "--case", "data-label", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"] == 1
-    monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
     assert script(monkeypatch, "--case", "data-label") == 1
     assert "FAILED" in capsys.readouterr().out
 

@@ -31,8 +31,8 @@ from npt.distill import hidden_losses as losses
 from npt.distill import strategies
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, ModelError
+from npt.step import train_step
 from npt.step.transaction import Transaction, _MicroBatch, _norms
-from npt.train import loop
 from npt.train.loop import Loop
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "verify_fixes.py"
@@ -396,7 +396,7 @@ MISTAKES: dict[str, tuple[Sabotage, set[str]]] = {
         {"averaged", "empty_refused"},
     ),
     "empty rows let through": (
-        replaced(loop, "find_fault", lambda batch, vocabulary: None),
+        replaced(train_step, "find_fault", lambda batch, vocabulary: None),
         {"empty_refused"},
     ),
     "gating by multiplication": (gated(by_multiplication, trusting=False), {"refused"}),
@@ -527,7 +527,7 @@ def test_the_figures_say_what_is_wrong(monkeypatch, load_model, mistake, chosen,
 
 def test_a_check_that_raises_has_failed_and_says_what(base) -> None:
     @check("x", "y")
-    def raising(base: Base) -> tuple[bool, str]:
+    def raising(base: Base) -> str:
         bench.Run(bench.Setting(vocabulary=128), base)
         raise RuntimeError("boom\nand more")
 
