@@ -19,9 +19,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from operator import attrgetter
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
@@ -37,7 +35,8 @@ from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.hidden_losses import SumAndCount
 from npt.distill.logit_losses import through_head, token_cross_entropy
-from npt.step.transaction import Transaction
+from npt.step.gradient_window import GradientWindow
+from npt.step.guarded_update import GuardedUpdate
 
 BATCH_SIZE, WINDOW, LENGTH, RATE = 4, 2, 64, 3e-3
 
@@ -92,8 +91,8 @@ def _row_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> SumAnd
     return token_cross_entropy(logits, targets, weights=weights)
 
 
-def fill(model: PreTrainedModel, heads: nn.ModuleList, batch: Batch) -> Sums:
-    """Leave the heads' gradients of one micro-batch in `.grad`; return its sums."""
+def forward_backward(model: PreTrainedModel, heads: nn.ModuleList, batch: Batch) -> Sums:
+    """Add the heads' gradients of one micro-batch to `.grad`; return its sums."""
     with torch.no_grad():
         hidden = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state
     per_head = prediction_losses(hidden, batch, list(heads), model.config.vocab_size)
@@ -119,14 +118,14 @@ def train(count: int, steps: int) -> list[list[float]]:
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
     heads = nn.ModuleList(Head(model.lm_head, model.config.hidden_size) for _ in range(count))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, fused=True)
-    transaction: Transaction[Sums] = Transaction(
-        dict(heads.named_parameters()), optimizer, 1.0, [RATE], report=attrgetter("report")
-    )
+    update = GuardedUpdate(dict(heads.named_parameters()), optimizer)
+    window: GradientWindow[Sums] = GradientWindow(update, max_grad_norm=1.0, rates=[RATE])
     batches, curve = text(tokenizer, pad_id_of(tokenizer)), []
     for _ in range(steps):
         for batch in islice(batches, WINDOW):
-            transaction.micro_batch(partial(fill, model, heads, batch), batch.sample_ids)
-        (result,) = transaction.commit()
+            window.begin()
+            window.add(forward_backward(model, heads, batch), batch.sample_ids)
+        (result,) = window.commit()
         for refusal in result.refusals:
             print(f"refused: {refusal}")
         sums, counts = torch.tensor(result.reports).reshape(-1, 2, count).sum(dim=0)

@@ -27,9 +27,9 @@ from npt.data.batch import Batch, collate
 from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.step.schedule import rate_table
-from npt.step.spikes import HISTORY, SpikeGuard
-from npt.step.train_step import ADAM_BETAS, fill_gradients, try_micro_batch
-from npt.step.transaction import Refusal, Transaction, WindowResult
+from npt.step.spikes import HISTORY
+from npt.step.train_step import ADAM_BETAS, TrainStep, forward_backward
+from npt.step.window_result import Refusal, WindowResult
 
 PAD_ID = 2
 FIRST_ID = 3
@@ -204,7 +204,8 @@ class Student:
 
     def fill(self, batch: Batch) -> MicroBatch:
         """Add one micro-batch's gradients to `.grad` and return its sums."""
-        return fill_gradients(STRATEGIES[self.config.strategy], self.model, batch, self.config)
+        strategy = STRATEGIES[self.config.strategy]
+        return forward_backward(self.model, strategy, batch, self.config)
 
     def state(self) -> dict[str, Tensor]:
         """Return weights, moments and step counts as bytes: NaN equals itself, 0 is not -0."""
@@ -274,27 +275,22 @@ class Run(Student):
 
     def __init__(self, setting: Setting, base: Base | None = None):
         super().__init__(setting, base)
-        self.transaction = self._transaction()
+        # Every step has a rate of its own, so a schedule that moved by one is seen.
+        rates = setting.rates or rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows)
+        strategy = STRATEGIES[self.config.strategy]
+        with mock.patch("npt.step.spikes.HISTORY", setting.spike_history):
+            self.step = TrainStep(self.model, strategy, self.config, rates, late=setting.late)
+        self.optimizer = self.step.update.optimizer
         self.results: list[WindowResult[MicroBatch]] = []
 
-    def _transaction(self) -> Transaction[MicroBatch]:
-        setting = self.setting
-        with mock.patch("npt.step.spikes.HISTORY", setting.spike_history):
-            guard = SpikeGuard(self.config.spike_sigmas) if setting.spikes else None
-        # Every step has a rate of its own, so a schedule that moved by one is seen.
-        falling = rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows)
-        return Transaction(
-            self.parameters,
-            self.optimizer,
-            self.config.max_grad_norm,
-            setting.rates or falling,
-            late=setting.late,
-            spikes=guard,
-        )
-
     def micro_batch(self, batch: Batch, fill: Fill | None = None) -> None:
-        fill = fill if fill is not None else functools.partial(self.fill, batch)
-        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
+        strategy = self.step.strategy
+        if fill is not None:
+            self.step.strategy = lambda *_: fill()
+        try:
+            self.step.add(batch)
+        finally:
+            self.step.strategy = strategy
 
     def window(
         self,
@@ -307,11 +303,11 @@ class Run(Student):
                 fault = (faults or {}).get(place, no_fault)
                 with fault(self, self.setting.batch(place)) as (batch, fill):
                     self.micro_batch(batch, fill)
-        self.results += self.transaction.commit()
+        self.results += self.step.window.commit()
 
     def outcome(self) -> Outcome:
         """Return the state once every window's result is known."""
-        self.results += self.transaction.flush()
+        self.results += self.step.window.flush()
         return Outcome(self.state(), torch.get_rng_state(), list(self.results))
 
 

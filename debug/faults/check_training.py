@@ -32,7 +32,7 @@ from npt.diagnostics.guards import base_fault, logits_fault, target_fault, tenso
 from npt.diagnostics.tracer.mask_check import mask_fault
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import SmokeTestError
-from npt.step.transaction import WindowResult
+from npt.step.window_result import WindowResult
 from npt.train.smoke import smoke_test
 
 # --- masks and padding
@@ -203,7 +203,7 @@ def empty_refused(base: Base) -> str:
     twin = student_of(base)
     _, twin_lines = looped(twin, [[good_batch]])
     different = difference(with_empty, twin.state())
-    refused, steps = dict(loop.refused_by_kind), loop.steps
+    refused, steps = dict(loop.refusals.by_kind), loop.steps
     if different is not None:
         raise Wrong(f"they changed {different}")
     if refused != {"data": 3} or steps != 1 or len(lines) != 1:
@@ -266,12 +266,12 @@ def averaged(base: Base) -> str:
 
     loop, lines = looped(student, windows, poisoned)
     _, twin_lines = looped(student_of(base), [windows[0][:1], windows[1]])
-    if dict(loop.refused_by_kind) != {"loss": 1} or [line["refused_total"] for line in lines] != [
+    if dict(loop.refusals.by_kind) != {"loss": 1} or [line["refused_total"] for line in lines] != [
         1,
         1,
     ]:
         raise Wrong(
-            f"one NaN loss: counted {dict(loop.refused_by_kind)}, logged"
+            f"one NaN loss: counted {dict(loop.refusals.by_kind)}, logged"
             f" {[line.get('refused_total') for line in lines]}"
         )
     for line, twin in zip(lines, twin_lines, strict=True):
@@ -309,8 +309,8 @@ def safe_mode(base: Base) -> str:
     results: list[WindowResult[MicroBatch]] = []
     for _ in range(SAFE_STEPS):
         student.micro_batch(batch)
-        results += student.transaction.commit()
-    results += student.transaction.flush()
+        results += student.step.window.commit()
+    results += student.step.window.flush()
     losses = [result.loss for result in results]
     if None in losses or not all(result.applied for result in results):
         raise Wrong(

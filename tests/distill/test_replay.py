@@ -31,7 +31,7 @@ from npt.errors import BundleError, ConfigError
 from npt.postmortem import restore as rebuilt
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
-from npt.step.transaction import Refusal
+from npt.step.window_result import Refusal
 
 ROOT = Path(npt.__file__).parent.parent
 

@@ -33,8 +33,8 @@ from npt.base import linear
 from npt.data import encoding
 from npt.distill import strategies
 from npt.evaluation import greedy
-from npt.step import train_step
-from npt.step.transaction import Transaction
+from npt.step import launched_window, train_step
+from npt.step.gradient_window import GradientWindow
 
 
 def smaller(case: Case) -> Case:
@@ -139,27 +139,27 @@ def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None
 
 
 def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, sound_twins) -> None:
-    refuse = Transaction.refuse
+    refuse = GradientWindow.refuse
 
     def careless(self, *arguments) -> None:
         refuse(self, *arguments)
         with torch.no_grad():
-            self.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+            self.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
 
-    monkeypatch.setattr(Transaction, "refuse", careless)
+    monkeypatch.setattr(GradientWindow, "refuse", careless)
     verdict = judged(at_once("data-label")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
     assert "model.layers.1.npt.A" in verdict.detail
 
 
 def test_a_random_state_that_moved_is_harm(monkeypatch, sound_twins) -> None:
-    refuse = Transaction.refuse
+    refuse = GradientWindow.refuse
 
     def careless(self, *arguments) -> None:
         refuse(self, *arguments)
         torch.rand(1)
 
-    monkeypatch.setattr(Transaction, "refuse", careless)
+    monkeypatch.setattr(GradientWindow, "refuse", careless)
     assert "random state" in judged(at_once("data-label")).verdict.detail
 
 
@@ -176,8 +176,9 @@ def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_tw
 
 
 def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -> None:
-    explain = Transaction._first_bad
-    monkeypatch.setattr(Transaction, "_first_bad", lambda self, norms: explain(self, norms.flip(0)))
+    explain = launched_window._first_bad
+    careless = lambda norms, names: explain(norms.flip(0), names)  # noqa: E731
+    monkeypatch.setattr(launched_window, "_first_bad", careless)
     verdict = judged(at_once("gradient-nan")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("survived", False, False)
 
