@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faults.bench import FIRST_ID, Base, Run, Setting, Student
+from faults.bench import FIRST_ID, Base, Run, Setting, Student, difference
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import detach, npt_layers
 from npt.data.batch import Batch
@@ -81,11 +81,34 @@ def check(name: str, earlier: str) -> Callable[[Look], Callable[[Base], Check]]:
     return made
 
 
+def device_of(base: Base) -> torch.device:
+    return next(base.model.parameters()).device
+
+
+def logits_of(base: Base, batch: Batch) -> Tensor:
+    batch = batch.to(device_of(base))
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    with torch.no_grad():
+        return base.model(**inputs, use_cache=False).logits
+
+
+def random(seed: int, *shape: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return normal noise, made on the host."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], wrong: str) -> None:
+    """Raise `Wrong` if a tensor differs in a bit; `wrong` says {} for its name."""
+    different = difference(one, other)
+    if different is not None:
+        raise Wrong(wrong.format(different))
+
+
 def setting_of(base: Base, **changes: Any) -> Setting:
     """The bench's setting on this base: its token ids, and flags read as a run on its device reads
     them.
     """
-    late = next(base.model.parameters()).device.type == "cuda"
+    late = device_of(base).type == "cuda"
     usual = {"late": late, "vocabulary": base.model.config.vocab_size, "windows": 2, "size": 2}
     return Setting(**{**usual, **changes})
 

@@ -18,7 +18,10 @@ from faults.check import (
     Wrong,
     adapters_of,
     check,
+    device_of,
     ensure,
+    logits_of,
+    random,
     rounding,
     setting_of,
     student_of,
@@ -32,7 +35,6 @@ from npt.distill import strategies
 from npt.errors import PrecisionError
 
 # --- the modulation
-# --------------------------------------------------------------------------------------------------
 
 EXTREME_CODES = (0.0, 1e-38, 1e-3, 1.0, 9.0, 17.0, 1e4, 1e19, 1e38)
 """Up to where a code times a weight overflows, with 9 and 17 where fp32's tanh is about to round to
@@ -56,14 +58,10 @@ def bounded(base: Base) -> str:
         for size in (1.0, 1e3):  # 1e3 makes the largest code overflow to infinity
             with torch.no_grad():
                 weight[:, 0] = size
-                _, m, _ = adapter.apply_to(
-                    target, torch.ones(len(codes), len(weight), device=z.device), z
-                )
-            assert m is not None
+            m = _multipliers(adapter, target, z)
             if not bool(torch.isfinite(m).all()):
-                raise Wrong(
-                    f"m of {target} is not finite for a code of size {float(codes.abs().max()):g}"
-                )
+                largest = float(codes.abs().max())
+                raise Wrong(f"m of {target} is not finite for a code of size {largest:g}")
             low, high = min(low, float(m.min())), max(high, float(m.max()))
     # One rounding of fp32 at the ends.
     good = low > 0 and low >= 1 - beta - 1e-6 and high <= 1 + beta + 1e-6
@@ -83,14 +81,10 @@ def neutral(base: Base) -> str:
     seen = wrong = 0
     value = 1.0
     for adapter in adapters_of(student):
-        z = torch.randn(8, adapter.config.rank, generator=torch.Generator().manual_seed(2)).to(
-            adapter.A.device
-        )
+        z = random(2, 8, adapter.config.rank, device=adapter.A.device)
         z = z * torch.logspace(-30, 30, 8, device=z.device)[:, None]
-        for target, weight in adapter.M.items():
-            with torch.no_grad():
-                _, m, _ = adapter.apply_to(target, torch.ones(8, len(weight), device=z.device), z)
-            assert m is not None
+        for target in adapter.M:
+            m = _multipliers(adapter, target, z)
             seen += m.numel()
             off = m != 1.0
             if bool(off.any()):
@@ -103,6 +97,14 @@ def neutral(base: Base) -> str:
     return f"{seen:,} multipliers, each exactly 1, for codes of size 1e-30 to 1e30"
 
 
+@torch.no_grad()
+def _multipliers(adapter: NPTAdapter, target: str, z: Tensor) -> Tensor:
+    ones = torch.ones(len(z), len(adapter.M[target]), device=z.device)
+    _, m, _ = adapter.apply_to(target, ones, z)
+    assert m is not None
+    return m
+
+
 @check("the start is small, as configured", "large random starts made the first losses overflow")
 def start(base: Base) -> str:
     student = student_of(base, modulation="both")
@@ -112,23 +114,18 @@ def start(base: Base) -> str:
         raise Wrong("M is not 0 at the start")
     said = []
     good = True
+    std_b = 0.0 if config.residual == "keep" else config.init_std_b
     groups = {
         "A": (config.init_std_a, [adapter.A for adapter in adapters]),
-        "B": (
-            0.0 if config.residual == "keep" else config.init_std_b,
-            [b for adapter in adapters for b in adapter.B.values()],
-        ),
+        "B": (std_b, [b for adapter in adapters for b in adapter.B.values()]),
     }
     for name, (std, tensors) in groups.items():
         values = torch.cat([t.detach().flatten() for t in tensors]).to(torch.float64)
         found, n = float(values.square().mean().sqrt()), values.numel()
         # Six standard errors of a standard deviation, sigma / sqrt(2 n): a sound start falls
         # outside once in 5e8.
-        good = (
-            good
-            and abs(found - std) <= 6 * std / math.sqrt(2 * n)
-            and float(values.abs().max()) <= 8 * std
-        )
+        close = abs(found - std) <= 6 * std / math.sqrt(2 * n)
+        good = good and close and float(values.abs().max()) <= 8 * std
         said.append(f"{name} {found:.3g} for {std:g} over {n:,}")
     return ensure(good, f"standard deviation of {', of '.join(said)}; M all 0")
 
@@ -145,17 +142,13 @@ def scaled_additive(base: Base) -> str:
     terms = _additive_terms(student)
     for adapter, target, z, y, out, s in terms:
         weight = adapter.B[target].detach().to(torch.float64)
-        expected, size = (
-            alpha * (z.double() @ weight.T),
-            alpha * (z.double().abs() @ weight.abs().T),
-        )
+        expected = alpha * (z.double() @ weight.T)
+        size = alpha * (z.double().abs() @ weight.abs().T)
         worst = max(worst, float(((s.double() - expected).abs() / size.clamp_min(1e-300)).max()))
         if not torch.equal(out, y + s):
             raise Wrong(f"what is added to {target} is not s")
-    twice = student_of(
-        replace(base, adapter=replace(base.adapter, additive_scale=2 * alpha)),
-        modulation="additive",
-    )
+    other = replace(base, adapter=replace(base.adapter, additive_scale=2 * alpha))
+    twice = student_of(other, modulation="additive")
     for (_, _, _, _, _, s), (_, _, _, _, _, t) in zip(terms, _additive_terms(twice), strict=True):
         doubled = doubled and torch.equal(2 * s, t)
     # The error of a sum of R products, each rounded once, and one rounding for alpha.
@@ -185,7 +178,6 @@ def _additive_terms(
 
 
 # --- the loss
-# --------------------------------------------------------------------------------------------------------
 
 
 @check(
@@ -193,15 +185,10 @@ def _additive_terms(
     "one loud token drowned all others, and a silent one divided by 0",
 )
 def normalised(base: Base) -> str:
-    device = next(base.model.parameters()).device
-    width = base.model.config.hidden_size
-    direction = nn.functional.normalize(
-        torch.randn(width, generator=torch.Generator().manual_seed(4)), dim=0
-    ).to(device)
-    loud, silent = (
-        torch.logspace(-3, 12, 16, device=device),
-        torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1e-12], device=device),
-    )
+    device, width = device_of(base), base.model.config.hidden_size
+    direction = nn.functional.normalize(random(4, width), dim=0).to(device)
+    loud = torch.logspace(-3, 12, 16, device=device)
+    silent = torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1e-12], device=device)
     teacher = torch.cat([loud, silent])[:, None] * direction
     student = (1.1 * teacher).requires_grad_(True)
     nmse = strategies.nmse_per_token(student, teacher)
@@ -261,20 +248,15 @@ def clipped(base: Base) -> str:
 
 
 def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
-    """The window's norm as reported before clipping, and that of the gradients that the optimizer
-    is given.
-    """
+    """Return the window's norm before clipping, and that of the gradients the optimizer is given."""
     made = student_of(base, windows=1, size=1)
     norms: list[float] = []
-    made.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(
-            float(
-                torch.nn.utils.get_total_norm(
-                    [p.grad for p in made.parameters.values() if p.grad is not None]
-                )
-            )
-        )
-    )
+
+    def look(*_: object) -> None:
+        grads = [p.grad for p in made.parameters.values() if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    made.optimizer.register_step_pre_hook(look)
     made.window(0, {(0, 0): scaled(factor)})
     (result,) = made.outcome().results
     if result.grad_norm is None or len(norms) != 1:
@@ -283,7 +265,6 @@ def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
 
 
 # --- precision and the base
-# ------------------------------------------------------------------------------------------
 
 LARGE = 1e6
 """Activations that fp16 has no numbers for."""
@@ -336,22 +317,14 @@ def in_fp32(base: Base) -> str:
     "a second copy of embeddings and base took the memory, and drifted from the first",
 )
 def shared(base: Base) -> str:
-    batch = setting_of(base).batch((0, 0)).to(next(base.model.parameters()).device)
-    model = base.model
-
-    def logits() -> Tensor:
-        with torch.no_grad():
-            return model(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-            ).logits
-
-    before, size, teacher = _addresses(model), _bytes(model), logits()
+    batch, model = setting_of(base).batch((0, 0)), base.model
+    before, size, teacher = _addresses(model), _bytes(model), logits_of(base, batch)
     student = student_of(base)
     student.window(0)
     student.outcome()
     added = sum(p.numel() * p.element_size() for p in student.parameters.values())
     with adapters_disabled(model):
-        during, same = _addresses(model), torch.equal(logits(), teacher)
+        during, equal = _addresses(model), torch.equal(logits_of(base, batch), teacher)
     moved = [name for name, address in before.items() if during.get(name) != address]
     extra = _bytes(model) - size - added
     if moved:
@@ -364,15 +337,8 @@ def shared(base: Base) -> str:
         f"{len(before)} tensors of the base at their addresses, {added:,} bytes of adapters beside"
         f" {size:,}"
     )
-    return ensure(
-        same,
-        detail
-        + (
-            ", teacher bit-equal after a step"
-            if same
-            else "; the teacher's logits CHANGED in a step of the student"
-        ),
-    )
+    changed = "; the teacher's logits CHANGED in a step of the student"
+    return ensure(equal, detail + (", teacher bit-equal after a step" if equal else changed))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -385,9 +351,6 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Of all distinct storages of the model's tensors."""
-    return sum(
-        {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in _tensors(model)
-        }.values()
-    )
+    """Return the size of all distinct storages of the model's tensors."""
+    storages = (tensor.untyped_storage() for _, tensor in _tensors(model))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

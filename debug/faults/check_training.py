@@ -10,25 +10,28 @@ from typing import Any
 
 import torch
 
-from faults.bench import FIRST_ID, PAD_ID, Base, Fault, difference, run
+from faults.bench import FIRST_ID, PAD_ID, Base, Fault, run
 from faults.check import (
     CannotLook,
     Wrong,
     check,
+    device_of,
     ensure,
     filled,
+    logits_of,
     planted,
     rounding,
+    same,
     samples_of,
     setting_of,
     student_of,
 )
 from faults.runs import looped
-from faults.transient_faults import extra_loss, gradient_spoilt
+from faults.transient_faults import Index, extra_loss, gradient_spoilt
 from npt.adapters.stream import open_stream
 from npt.base.linear import quantized_linears
 from npt.data.batch import Batch, batch_from_tensors, collate, find_fault
-from npt.diagnostics.guards import base_fault, logits_fault, target_fault, tensor_fault
+from npt.diagnostics.guards import Finding, base_fault, logits_fault, target_fault, tensor_fault
 from npt.diagnostics.tracer.mask_check import mask_fault
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import SmokeTestError
@@ -36,7 +39,6 @@ from npt.step.window_result import WindowResult
 from npt.train.smoke import smoke_test
 
 # --- masks and padding
-# -----------------------------------------------------------------------------------------------
 
 
 @check(
@@ -45,9 +47,7 @@ from npt.train.smoke import smoke_test
 def keyed(base: Base) -> str:
     seen = 0
     for side in ("left", "right"):
-        batch = collate(samples_of(base), PAD_ID, side=side, length=20).to(
-            next(base.model.parameters()).device
-        )
+        batch = collate(samples_of(base), PAD_ID, side=side, length=20).to(device_of(base))
         mask = open_stream(base.model, batch).context["attention_mask"]
         if mask is None:
             raise Wrong(f"padded on the {side} there is no mask at all")
@@ -98,9 +98,8 @@ def padding_unseen(base: Base) -> str:
                 f"other ids at padding on the {side} took the loss from {float(sums.loss):.9g}"
                 f" to {float(other_sums.loss):.9g}"
             )
-        different = difference(gradients, other_gradients)
-        if different is not None:
-            raise Wrong(f"other ids at padding on the {side} changed the gradient of {different}")
+        wrong = f"other ids at padding on the {side} changed the gradient of {{}}"
+        same(gradients, other_gradients, wrong)
         tensors = len(gradients)
     return f"other ids at padding, left and right: the loss and {tensors} gradients bit-equal"
 
@@ -141,22 +140,15 @@ def repeatable(base: Base) -> str:
     student = student_of(base)
     batch = collate(samples_of(base), PAD_ID)
     (sums, gradients), (again, gradients_again) = filled(student, batch), filled(student, batch)
-    different = difference(
-        {"the loss": sums.loss, **gradients}, {"the loss": again.loss, **gradients_again}
-    )
-    if different is not None:
-        raise Wrong(
-            f"{different} differs the second time; checks for bit equality cannot pass here,"
-            " whatever else is in order"
-        )
-    return (
-        f"the loss {float(sums.loss) / sums.tokens:.6g} and {len(gradients)} gradients twice,"
-        " bit-equal"
-    )
+    wrong = "{} differs the second time; checks for bit equality cannot pass here, whatever else is"
+    wrong += " in order"
+    one, other = {"the loss": sums.loss}, {"the loss": again.loss}
+    same({**one, **gradients}, {**other, **gradients_again}, wrong)
+    loss = float(sums.loss) / sums.tokens
+    return f"the loss {loss:.6g} and {len(gradients)} gradients twice, bit-equal"
 
 
 # --- training
-# --------------------------------------------------------------------------------------------------------
 
 
 @check(
@@ -168,10 +160,8 @@ def logged(base: Base) -> str:
     found: dict[int, dict[str, Any]] = {}
     for size in (4, 2, 1):
         student = student_of(base)
-        _, lines = looped(
-            student, [[collate(samples[i : i + size], PAD_ID) for i in range(0, 4, size)]]
-        )
-        (found[4 // size],) = lines
+        batches = [collate(samples[i : i + size], PAD_ID) for i in range(0, 4, size)]
+        (found[4 // size],) = looped(student, [batches])[1]
     losses = {k: line["loss"] for k, line in found.items()}
     tokens = {line["tokens"] for line in found.values()}
     first = losses[1]
@@ -179,12 +169,8 @@ def logged(base: Base) -> str:
     good = tokens == {sum(len(s.input_ids) for s in samples)} and all(
         abs(x / first - 1) <= 1e3 * rounding() for x in losses.values()
     )
-    return ensure(
-        good,
-        "logged "
-        + ", ".join(f"{loss:.9g} from {k}" for k, loss in losses.items())
-        + " micro-batches of the same samples",
-    )
+    each = ", ".join(f"{loss:.9g} from {k}" for k, loss in losses.items())
+    return ensure(good, f"logged {each} micro-batches of the same samples")
 
 
 @check(
@@ -193,19 +179,16 @@ def logged(base: Base) -> str:
 )
 def empty_refused(base: Base) -> str:
     setting = setting_of(base)
-    good_batch, other = setting.batch((0, 0)), setting.batch((0, 1))
-    empty = batch_from_tensors(
-        other.input_ids, torch.zeros_like(other.attention_mask), other.sample_ids
-    )
+    good, other = setting.batch((0, 0)), setting.batch((0, 1))
+    no_token = torch.zeros_like(other.attention_mask)
+    empty = batch_from_tensors(other.input_ids, no_token, other.sample_ids)
     student = student_of(base)
-    loop, lines = looped(student, [[good_batch, empty], [empty, empty]])
+    loop, lines = looped(student, [[good, empty], [empty, empty]])
     with_empty = student.state()
     twin = student_of(base)
-    _, twin_lines = looped(twin, [[good_batch]])
-    different = difference(with_empty, twin.state())
+    _, twin_lines = looped(twin, [[good]])
     refused, steps = dict(loop.refusals.by_kind), loop.steps
-    if different is not None:
-        raise Wrong(f"they changed {different}")
+    same(with_empty, twin.state(), "they changed {}")
     if refused != {"data": 3} or steps != 1 or len(lines) != 1:
         raise Wrong(
             f"3 micro-batches without a valid token: refused {refused}, {steps} steps,"
@@ -231,13 +214,10 @@ def refused(base: Base) -> str:
     }
     for name, fault in faults.items():
         outcome = run(setting, base, faults={(1, 0): fault})[1]
-        kinds = [
-            (window, refusal.kind, refusal.micro_batch) for window, refusal in outcome.refusals
-        ]
+        kinds = [(window, r.kind, r.micro_batch) for window, r in outcome.refusals]
         if kinds != [(1, name.split()[0], 0)]:
-            raise Wrong(
-                f"{name}: refused {kinds or 'nothing'} instead of micro-batch 0 of window 1"
-            )
+            said = kinds or "nothing"
+            raise Wrong(f"{name}: refused {said} instead of micro-batch 0 of window 1")
         different = outcome.difference(clean)
         if different is not None:
             raise Wrong(f"{name}: {different} differs from the run that never saw it")
@@ -260,20 +240,14 @@ def averaged(base: Base) -> str:
 
     def poisoned(model: Any, batch: Batch, config: Any) -> MicroBatch:
         sums = honest(model, batch, config)
-        return (
-            replace(sums, loss=sums.loss * math.nan) if batch.sample_ids == bad.sample_ids else sums
-        )
+        factor = math.nan if batch.sample_ids == bad.sample_ids else 1.0
+        return replace(sums, loss=sums.loss * factor)
 
     loop, lines = looped(student, windows, poisoned)
     _, twin_lines = looped(student_of(base), [windows[0][:1], windows[1]])
-    if dict(loop.refusals.by_kind) != {"loss": 1} or [line["refused_total"] for line in lines] != [
-        1,
-        1,
-    ]:
-        raise Wrong(
-            f"one NaN loss: counted {dict(loop.refusals.by_kind)}, logged"
-            f" {[line.get('refused_total') for line in lines]}"
-        )
+    counted, totals = dict(loop.refusals.by_kind), [line.get("refused_total") for line in lines]
+    if counted != {"loss": 1} or totals != [1, 1]:
+        raise Wrong(f"one NaN loss: counted {counted}, logged {totals}")
     for line, twin in zip(lines, twin_lines, strict=True):
         if _figures(line) != _figures(twin):
             raise Wrong(f"step {line['step']} logged {_figures(line)} instead of {_figures(twin)}")
@@ -284,11 +258,9 @@ def averaged(base: Base) -> str:
 
 
 def _figures(line: dict[str, Any]) -> dict[str, Any]:
-    """What of a metrics line the data decide."""
-    return {
-        key: line[key]
-        for key in ("step", "loss", "loss_nmse", "loss_reg", "grad_norm", "lr", "tokens")
-    }
+    """Return what of a metrics line the data decide."""
+    keys = ("step", "loss", "loss_nmse", "loss_reg", "grad_norm", "lr", "tokens")
+    return {key: line[key] for key in keys}
 
 
 SAFE_STEPS = 6
@@ -327,7 +299,6 @@ def safe_mode(base: Base) -> str:
 
 
 # --- those who watch
-# -------------------------------------------------------------------------------------------------
 
 
 @check(
@@ -338,46 +309,35 @@ def watched(base: Base) -> str:
     student = student_of(base)
     model, vocabulary = base.model, base.model.config.vocab_size
     batch = setting_of(base).batch((0, 0))
-    with torch.no_grad():
-        on_device = batch.to(next(model.parameters()).device)
-        logits = model(
-            input_ids=on_device.input_ids, attention_mask=on_device.attention_mask, use_cache=False
-        ).logits
-    name = next(iter(student.parameters))
-    norm = "model.norm.weight"
-    alarms = [
-        finding for finding in (logits_fault(logits), tensor_fault(student.parameters), base_fault(model), find_fault(batch, vocabulary))
-        if finding is not None
-    ]  # fmt: skip
-    if alarms:
-        raise Wrong(f"an alarm where nothing was planted: {alarms[0]}")
-    missed = []
-    logits[1, 3, vocabulary - 1] = math.nan
-    finding = logits_fault(logits)
-    if finding is None or finding.index != (1, 3, vocabulary - 1):
-        missed.append(f"NaN in the logits at [1, 3, {vocabulary - 1}] ({finding})")
+    logits = logits_of(base, batch)
+    named = tensor_fault(student.parameters)
+    for alarm in (logits_fault(logits), named, base_fault(model), find_fault(batch, vocabulary)):
+        if alarm is not None:
+            raise Wrong(f"an alarm where nothing was planted: {alarm}")
+    missed: list[str] = []
+
+    def expect(planted: str, finding: Finding | None, index: Index, name: str = "") -> None:
+        named = finding is not None and finding.index == index and name in ("", finding.name)
+        missed.extend([] if named else [f"{planted} ({finding})"])
+
+    last = (1, 3, vocabulary - 1)
+    logits[last] = math.nan
+    expect(f"NaN in the logits at {list(last)}", logits_fault(logits), last)
     outside = replace(batch, input_ids=batch.input_ids.clone())
     outside.input_ids[1, 2] = vocabulary
-    fault = find_fault(outside, vocabulary)
-    if (
-        fault is None
-        or f"token id {vocabulary} outside" not in fault
-        or "row 1, position 2" not in fault
-    ):
-        missed.append(f"an id of {vocabulary} at [1, 2] ({fault})")
-    finding = target_fault(outside.input_ids, vocabulary)
-    if finding is None or finding.index != (1, 2):
-        missed.append(f"a target of {vocabulary} at [1, 2] ({finding})")
+    fault = find_fault(outside, vocabulary) or ""
+    if f"token id {vocabulary} outside" not in fault or "row 1, position 2" not in fault:
+        missed.append(f"an id of {vocabulary} at [1, 2] ({fault or None})")
+    target = target_fault(outside.input_ids, vocabulary)
+    expect(f"a target of {vocabulary} at [1, 2]", target, (1, 2))
+    name = next(iter(student.parameters))
     with planted(student.parameters[name], (0, 2)):
-        finding = tensor_fault(student.parameters)
-    if finding is None or (finding.name, finding.index) != (name, (0, 2)):
-        missed.append(f"NaN in {name}[0, 2] ({finding})")
+        expect(f"NaN in {name}[0, 2]", tensor_fault(student.parameters), (0, 2), name)
+    norm = "model.norm.weight"
     places = [(norm, model.get_parameter(norm), (3,)), *_statistic(model)]
     for where, tensor, index in places:
         with planted(tensor, index):
-            finding = base_fault(model)
-        if finding is None or (finding.name, finding.index) != (where, index):
-            missed.append(f"NaN in {where}{list(index)} ({finding})")
+            expect(f"NaN in {where}{list(index)}", base_fault(model), index, where)
     if missed:
         raise Wrong(f"missed: {'; '.join(missed)}")
     parts = "a norm" + " and the statistics of a 4-bit weight" * (len(places) > 1)
@@ -387,20 +347,14 @@ def watched(base: Base) -> str:
     )
 
 
-def _statistic(model: Any) -> list[tuple[str, torch.Tensor, tuple[int, ...]]]:
-    """Name, tensor and index of a floating-point statistic of the first 4-bit weight, if there is
-    one.
-    """
-    packed = quantized_linears(model)
-    if not packed:
-        return []
-    name, module = packed[0]
-    state = module.weight.quant_state
-    return (
-        [(f"{name}: offset", state.offset, ())]
-        if state.nested
-        else [(f"{name}: absmax", state.absmax, (0,))]
-    )
+def _statistic(model: Any) -> list[tuple[str, torch.Tensor, Index]]:
+    """Return name, tensor and index of a statistic of the first 4-bit weight, if there is one."""
+    for name, module in quantized_linears(model):
+        state = module.weight.quant_state
+        if state.nested:
+            return [(f"{name}: offset", state.offset, ())]
+        return [(f"{name}: absmax", state.absmax, (0,))]
+    return []
 
 
 @check(
@@ -418,9 +372,7 @@ def smoke_tested(base: Base) -> str:
         verdict = smoke_test(base.model, batch, strategy, student.config)
     except SmokeTestError as error:
         raise Wrong(f"it failed on the model as it is: {error}") from error
-    different = difference(before, student.state())
-    if different is not None:
-        raise Wrong(f"the smoke test changed {different}")
+    same(before, student.state(), "the smoke test changed {}")
     name = next(iter(student.parameters))
     said = None
     with planted(student.parameters[name], (0, 0)):

@@ -120,7 +120,6 @@ def test_clean_steps_raise_no_alarm() -> None:
 
 
 # --- the campaign finds what is wrong
-# --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -192,7 +191,6 @@ def test_a_case_that_raises_has_failed_and_says_what() -> None:
 
 
 # --- the cases of what is seen find the earlier mistakes
-# ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("id", ["foreign-lora", "foreign-hook", "foreign-hook-whole"])
@@ -256,7 +254,6 @@ def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:
 
 
 # --- the counterfactual is worth something
-# ---------------------------------------------------------------------------
 
 
 def test_the_run_without_a_micro_batch_is_another_run() -> None:
@@ -281,7 +278,6 @@ def test_the_shared_base_is_never_changed() -> None:
 
 
 # --- the plain loops
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", loops.LOOPS)
@@ -318,7 +314,6 @@ def test_a_plain_loop_equals_itself() -> None:
 
 
 # --- what is printed
-# -------------------------------------------------------------------------------------------------
 
 
 def test_the_figures_have_their_keys_and_add_up() -> None:

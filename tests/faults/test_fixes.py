@@ -62,7 +62,6 @@ def failing(
 
 
 # --- a sound package
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,6 @@ def test_what_is_looked_at_is_left_as_it_was(load_model) -> None:
 
 
 # --- the earlier mistakes, made again
-# --------------------------------------------------------------------------------
 
 Sabotage = Callable[[pytest.MonkeyPatch, Base], Any]
 
@@ -520,7 +518,6 @@ def test_the_figures_say_what_is_wrong(monkeypatch, load_model, mistake, chosen,
 
 
 # --- what cannot be looked at
-# ----------------------------------------------------------------------------------------
 
 
 def test_a_check_that_raises_has_failed_and_says_what(base) -> None:
@@ -586,7 +583,6 @@ def test_what_could_not_be_trained_is_refused(arguments, error, message) -> None
 
 
 # --- what a user sees
-# ------------------------------------------------------------------------------------------------
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -603,7 +599,7 @@ def small(load_model, llama_folder) -> tuple[str, ...]:
     return ("--model_name", str(llama_folder), "--adapter_rank", "4", "--layers", "1")
 
 
-def test_the_script_prints_every_check_and_ends_with_0_when_the_embedded_model_passed_all(
+def test_the_script_prints_every_check_and_ends_with_0(
     monkeypatch, capsys
 ) -> None:
     assert script(monkeypatch, "--adapter_rank", "4", "--layers", "1", "--json") == 0

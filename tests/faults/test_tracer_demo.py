@@ -78,7 +78,6 @@ def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
 
 
 # --- a verdict that is wrong anywhere does not pass
-# -------------------------------------------------------------------
 
 TRUTH = Truth("forward", "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
 RIGHT = Verdict(
@@ -143,7 +142,7 @@ def test_nothing_found_and_a_tracer_that_breaks_do_not_pass(monkeypatch) -> None
     assert not line.passed and line.found == line.error == "RuntimeError: no idea"
 
 
-def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(
+def test_a_tracer_that_always_names_one_fault_does_not_pass(
     shared_student, monkeypatch
 ) -> None:
     monkeypatch.setattr(tracer_demo, "Student", shared_student)
@@ -164,7 +163,6 @@ def test_a_plant_is_what_makes_the_fault() -> None:
 
 
 # --- the script
-# -------------------------------------------------------------------------------------------------------
 
 
 def script(
