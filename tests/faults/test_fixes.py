@@ -599,9 +599,7 @@ def small(load_model, llama_folder) -> tuple[str, ...]:
     return ("--model_name", str(llama_folder), "--adapter_rank", "4", "--layers", "1")
 
 
-def test_the_script_prints_every_check_and_ends_with_0(
-    monkeypatch, capsys
-) -> None:
+def test_the_script_prints_every_check_and_ends_with_0(monkeypatch, capsys) -> None:
     assert script(monkeypatch, "--adapter_rank", "4", "--layers", "1", "--json") == 0
     read = json.loads(capsys.readouterr().out)
     assert (

@@ -142,9 +142,7 @@ def test_nothing_found_and_a_tracer_that_breaks_do_not_pass(monkeypatch) -> None
     assert not line.passed and line.found == line.error == "RuntimeError: no idea"
 
 
-def test_a_tracer_that_always_names_one_fault_does_not_pass(
-    shared_student, monkeypatch
-) -> None:
+def test_a_tracer_that_always_names_one_fault_does_not_pass(shared_student, monkeypatch) -> None:
     monkeypatch.setattr(tracer_demo, "Student", shared_student)
     verdict = find_fault(case("forward-log")).verdict
     monkeypatch.setattr(tracer_demo, "trace", lambda *_, **__: verdict)
