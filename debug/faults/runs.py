@@ -20,7 +20,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from faults.bench import Setting, Student, difference, embedded, module_of
+from faults.bench import Setting, Student, difference, embedded, module_of, whole_window
 from faults.verdict import Verdict, verdict_of
 from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
@@ -52,24 +52,24 @@ class NoTokenizer:
 
 
 def saving_goes_wrong(student: Student, name: str) -> list[str]:
-    """Complaints, unless saving is refused for the tensor `name` and leaves nothing behind."""
+    """Return complaints, unless saving is refused for the tensor `name` and leaves nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            save_adapter(student.model, Path(folder) / "adapter")
-        except AdapterFileError as error:
-            complaints = [] if name in str(error) else [f"saving was refused with: {error}"]
-        else:
-            complaints = ["the adapter was saved"]
+        said = error_of(AdapterFileError, save_adapter, student.model, Path(folder) / "adapter")
+        complaints = [] if said is not None and name in said else [f"saving says: {said}"]
         return complaints + [f"saving left {path.name}" for path in Path(folder).iterdir()]
 
 
-def audit_message(model: Any) -> str | None:
-    """What the precision audit says, if anything."""
+def error_of(kind: type[Exception], act: Callable[..., Any], *arguments: Any) -> str | None:
+    """Return what `act` is refused with, None if it is not."""
     try:
-        audit_precision(model, policy_dtype(model))
-    except PrecisionError as error:
+        act(*arguments)
+    except kind as error:
         return str(error)
     return None
+
+
+def audit_message(model: Any) -> str | None:
+    return error_of(PrecisionError, audit_precision, model, policy_dtype(model))
 
 
 def dtype_flipped(setting: Setting) -> tuple[str | None, str]:
@@ -100,10 +100,8 @@ def autocast(setting: Setting) -> Verdict:
 
 def _looped(setting: Setting) -> dict[str, Tensor]:
     """The state after three windows of the training loop itself."""
-    windows = [
-        [setting.batch((window, micro)) for micro in range(setting.size)]
-        for window in range(setting.windows)
-    ]
+    places = [whole_window(setting, window) for window in range(setting.windows)]
+    windows = [[setting.batch(place) for place in window] for window in places]
     student = Student(setting)
     looped(student, windows, late=setting.late)
     return student.state()
@@ -185,13 +183,9 @@ def trainer(
 
 def records(good: int, bad: int) -> list[dict[str, Any]]:
     """Records of eight token ids, those called `bad-...` with one outside the vocabulary."""
-    made = [
-        {"id": f"good-{i}", "input_ids": [3 + (7 * i + j) % 2000 for j in range(8)]}
-        for i in range(good)
-    ]
-    return made + [
-        {"id": f"bad-{i}", "input_ids": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i]} for i in range(bad)
-    ]
+    ids = {f"good-{i}": [3 + (7 * i + j) % 2000 for j in range(8)] for i in range(good)}
+    ids |= {f"bad-{i}": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i] for i in range(bad)}
+    return [{"id": id, "input_ids": input_ids} for id, input_ids in ids.items()]
 
 
 def stopped(
@@ -210,9 +204,8 @@ def stopped(
         return Verdict("went on", False, False, detail="the run was not stopped")
     bundles = sorted((run / "postmortem").iterdir()) if (run / "postmortem").is_dir() else []
     if len(bundles) != 1 or (step is not None and bundles[0].name != f"step-{step:08d}"):
-        return verdict_of(
-            "stopped", [*complaints, f"bundles: {[b.name for b in bundles]}"], located=False
-        )
+        complaints.append(f"bundles: {[b.name for b in bundles]}")
+        return verdict_of("stopped", complaints, located=False)
     events = _lines(run / "events.jsonl")
     stops = [event for event in events if event["event"] == "stopped"]
     if len(stops) != 1 or reason not in stops[0]["reason"]:
@@ -220,9 +213,8 @@ def stopped(
     files = {path.name for path in bundles[0].iterdir()}
     missing = {"state.safetensors", "window.safetensors", "postmortem.json"} - files
     if missing:
-        return verdict_of(
-            "stopped", [*complaints, f"the bundle lacks {sorted(missing)}"], located=False
-        )
+        complaints.append(f"the bundle lacks {sorted(missing)}")
+        return verdict_of("stopped", complaints, located=False)
     state = load_file(bundles[0] / "state.safetensors")
     for part in ("adapter.", "optimizer.", "rng.cpu"):
         if not any(key.startswith(part) for key in state):
@@ -236,15 +228,11 @@ def stopped(
 
 
 def _planted(event: dict[str, Any]) -> bool:
-    """A data refusal is of a bad record, whose bad id it names; any other is of the poisoned
-    weight.
-    """
-    if event["kind"] == "data":
-        return (
-            all("bad-" in name for name in event["sample_ids"])
-            and f"token id {BAD_ID}" in event["detail"]
-        )
-    return event["kind"] == "loss"
+    """A data refusal is of a bad record and names its bad id; any other is of the spoilt weight."""
+    if event["kind"] != "data":
+        return event["kind"] == "loss"
+    bad = all("bad-" in name for name in event["sample_ids"])
+    return bad and f"token id {BAD_ID}" in event["detail"]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -348,13 +336,9 @@ def dtype_flipped_in_a_run(setting: Setting) -> Verdict:
             model.get_submodule(name).compute_dtype = torch.float16
 
         _before_the_third(made, flip)
-        try:
-            made.train()
-        except PrecisionError as error:
-            named = f"{name} computes in float16" in str(error)
-            complaints = [] if named else [f"stopped with: {error}"]
-        else:
-            complaints = ["the run went on"]
+        said = error_of(PrecisionError, made.train)
+        named = said is not None and f"{name} computes in float16" in said
+        complaints = [] if named else [f"stopped with: {said}"]
         saved = sorted(path.name for path in (made.folder_path / "checkpoints").iterdir())
     if saved != ["step-00000002"]:
         complaints.append(f"saved: {saved}")
@@ -373,12 +357,8 @@ def refused_save(setting: Setting) -> Verdict:
         before = (path / WEIGHTS_NAME).read_bytes()
         with torch.no_grad():
             student.parameters[name][0, 3] = math.inf
-        try:
-            save_adapter(student.model, path)
-        except AdapterFileError as error:
-            complaints = [] if name in str(error) else [f"refused with: {error}"]
-        else:
-            complaints = ["it was saved"]
+        said = error_of(AdapterFileError, save_adapter, student.model, path)
+        complaints = [] if said is not None and name in said else [f"refused with: {said}"]
         if (path / WEIGHTS_NAME).read_bytes() != before or len(list(Path(folder).iterdir())) != 1:
             complaints.append("the good adapter was touched")
     return verdict_of("refused", complaints)
