@@ -131,7 +131,9 @@ Sabotage = Callable[[pytest.MonkeyPatch, Base], Any]
 
 
 def multiplier(form: Callable[[torch.Tensor], torch.Tensor]) -> Sabotage:
-    return lambda patch, base: patch.setattr(modulation, "multiplier", lambda u, bound: form(u))
+    sound = modulation.MULTIPLIERS["sigmoid"]
+    other = replace(sound, function=lambda u, bound: form(u))
+    return lambda patch, base: patch.setitem(modulation.MULTIPLIERS, "sigmoid", other)
 
 
 def after_init(change: Callable[[NPTAdapter], None]) -> Sabotage:
