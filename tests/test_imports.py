@@ -35,7 +35,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("tools",),
     ("__init__",),
-    ("cli", "demo", "faults"),
+    ("cli", "demo"),
 )
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))
