@@ -17,7 +17,8 @@ from typing import Any
 from npt.report import charts
 from npt.report.charts import PALETTE, Scale, brief
 from npt.report.markup import clean, number, text
-from npt.tools.sweep.analysis import Analysis, Map, frontier, training_seconds
+from npt.tools.sweep.analysis import Map, frontier, training_seconds
+from npt.tools.sweep.effects import Analysis
 
 WIDTH, EDGE = 400.0, 22.0
 """Of a picture, and of its margin on each side: half of a tick's number has room there."""
