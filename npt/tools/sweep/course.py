@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from npt.step.train_step import bad_in_a_row
-from npt.step.transaction import WindowResult
+from npt.step.window_result import WindowResult
 from npt.tools.sweep.settings import Settings
 
 CURVE = 64
@@ -50,7 +49,7 @@ class Course:
         self.refused.update(refusal.kind for refusal in result.refusals)
         self.applied += result.applied
         self.tokens += result.tokens
-        longest, self.in_a_row = bad_in_a_row(self.in_a_row, result)
+        longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
         loss, most = self.losses[-1], self.settings.probe.divergence_factor
         first = next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
         if result.refusals:

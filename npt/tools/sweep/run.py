@@ -1,5 +1,5 @@
-"""One short run, and everything that a study wants to know of it. Windows go through the
-transaction that every run has, so what is measured is what a run would do; nothing is written."""
+"""One short run, and everything that a study wants to know of it. Windows go through
+the step that every run makes, so what is measured is what a run would do; nothing is written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npt.adapters.attach import adapter_parameters, attach, detach
 from npt.calibration.calibrate import calibrate
 from npt.data.batch import Batch, collate, pad_id_of
 from npt.distill.stages import stage_at, stages_of
-from npt.distill.strategies import MicroBatch, drive
+from npt.distill.strategies import drive
 from npt.evaluation.evaluate import evaluate
 from npt.step.schedule import rate_table
 from npt.step.spikes import SpikeGuard
-from npt.step.train_step import fill_gradients, new_transaction, try_micro_batch
+from npt.step.train_step import TrainStep, forward_backward
 from npt.tools.sweep.course import Course, Row
 from npt.tools.sweep.fault import enlarged
 from npt.tools.sweep.inspect_student import Inspection, inspect_student
@@ -160,7 +160,7 @@ class _Student:
         run's first stage; nothing is stepped.
         """
         config, window = self.stages[0].config, self.windows[0]
-        sums = [fill_gradients(self.strategy, self.model, batch, config) for batch in window]
+        sums = [forward_backward(self.model, self.strategy, batch, config) for batch in window]
         for parameter in adapter_parameters(self.model).values():
             parameter.grad = None
         return sum(float(part.loss) for part in sums) / sum(part.tokens for part in sums)
@@ -204,34 +204,31 @@ def _train(student: _Student, watch: Watch) -> tuple[Course, tuple[list[Batch], 
     """Run the loop. Return its course, and the last window of which something was refused, with
     whether it was faulted.
     """
-    settings, model, strategy = student.settings, student.model, student.strategy
-    config, probe = settings.training, settings.probe
+    config, probe = student.settings.training, student.settings.probe
     assert config.max_steps is not None
     rates = rate_table(
         config.learning_rate, config.scheduler_type, config.warmup_steps, config.max_steps
     )
-    transaction = new_transaction(adapter_parameters(model), config, rates)
-    course, last = Course(settings), None
+    train_step = TrainStep(student.model, student.strategy, config, rates)
+    guarded = train_step.window
+    course, last = Course(student.settings), None
     for step, window in enumerate(student.windows, 1):
         student.between()
         stage, faulted = stage_at(student.stages, step - 1), step == probe.fault_step
         # losses of another kind are not measured by those before
-        if stage.start != course.stage_from and transaction.spikes is not None:
-            transaction.spikes = SpikeGuard(config.spike_sigmas)
-        course.stage_from = stage.start
+        if stage.start != course.stage_from and guarded.spikes is not None:
+            guarded.spikes = SpikeGuard(config.spike_sigmas)
+        course.stage_from, train_step.config = stage.start, stage.config
         before = student.loss() if faulted else math.nan
         for index, batch in enumerate(window):
-            with enlarged(model, probe, armed=faulted and index == 0):
-                fill: Callable[[], MicroBatch] = partial(
-                    fill_gradients, strategy, model, batch, stage.config
-                )
-                try_micro_batch(transaction, batch, model.config.vocab_size, fill)
-        (result,) = (*transaction.commit(), *transaction.flush())
+            with enlarged(student.model, probe, armed=faulted and index == 0):
+                train_step.add(batch)
+        (result,) = (*guarded.commit(), *guarded.flush())
         if result.refusals:
             last = window, faulted
         course.take(result, faulted)
         if faulted:  # as it came out, refused or not
-            trace = next(trace for trace in reversed(transaction.history) if trace.micro_batch == 0)
+            trace = next(trace for trace in reversed(guarded.history) if trace.micro_batch == 0)
             course.fault = {
                 "fault_refused": bool(result.refusals),
                 "fault_loss": trace.loss,
