@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from npt.errors import ConfigError
 from npt.presets import study_file
-from npt.tools.sweep.settings import LEFT_OUT, Settings, fingerprint
-from npt.tools.sweep.spec import design_of, read_design
+from npt.tools.sweep.settings import LEFT_OUT, Settings
+from npt.tools.sweep.spec import _fingerprint, design_of, read_design
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"max_steps": 4, "use_quantization": True}
@@ -35,7 +35,7 @@ def test_a_grid_is_every_combination_once_with_each_seed() -> None:
         for t in found.trials
     ]
     assert got == [(lr, rank, seed) for lr in (1e-3, 1e-2) for rank in (2, 4) for seed in (0, 7)]
-    assert found.parts[0].varied == ("adapter_rank", "learning_rate")
+    assert found.varied == ("adapter_rank", "learning_rate")
 
 
 def test_arms_are_bundles_that_the_grid_is_laid_over() -> None:
@@ -237,7 +237,7 @@ def test_a_changed_default_makes_another_trial() -> None:
         and values["seed"] == 3
         and not values.keys() & (LEFT_OUT.keys() - {"seed"})
     )
-    assert fingerprint(values) != fingerprint({**values, "adapter_rank": 8})
+    assert _fingerprint(values) != _fingerprint({**values, "adapter_rank": 8})
 
 
 def test_the_study_of_make_stability_has_its_hundred_runs() -> None:
