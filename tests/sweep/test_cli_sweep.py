@@ -200,11 +200,11 @@ def test_a_worker_does_the_study_of_the_folder(spec, tmp_path, small) -> None:
 
 
 def test_a_worker_is_in_a_process_group_of_its_own(monkeypatch) -> None:
-    from npt.tools.sweep.study import Crew
+    from npt.tools.sweep.study import run_workers
 
     look_often(monkeypatch)
     code = "import os, sys; sys.exit(0 if os.getpgrp() == os.getpid() else 3)"
-    assert Crew([sys.executable, "-c", code], 2, 1).wait(lambda: None) == 0
+    assert run_workers([sys.executable, "-c", code], 2, 1, lambda: None) == 0
 
 
 def children(pid: int) -> list[int]:

@@ -282,12 +282,12 @@ def test_a_display_says_how_far_a_study_is_and_writes_its_table(
 ) -> None:
     said: list[str] = []
     display = Display(storage, design, tmp_path, said.append, seconds=0.0)
-    display.look()
+    display.update()
     claim = storage.claim(design.by_key)
     assert claim is not None
     worker(design, storage, tmp_path, lab)[0]._run(claim, design.by_key[claim.key])
-    display.look()
-    display.look()
+    display.update()
+    display.update()
     assert (
         said[0] == "0 of 4 trials, 0 under way"
         and said[1].startswith("1 of 4 trials, 0 under way, ")
