@@ -220,4 +220,5 @@ def _pure(rows: Sequence[Row], names: Sequence[str], y: np.ndarray) -> tuple[flo
     groups: dict[tuple[str, ...], list[float]] = {}
     for row, value in zip(rows, y, strict=True):
         groups.setdefault(tuple(repr(row.get(name)) for name in names), []).append(float(value))
-    return sum(np.var(group) * len(group) for group in groups.values()), len(y) - len(groups)
+    squares = sum(float(np.var(group)) * len(group) for group in groups.values())
+    return squares, len(y) - len(groups)

@@ -117,20 +117,22 @@ def inspect_student(model: PreTrainedModel, batch: Batch) -> Inspection:
                 layer.npt.observer = observer
     ratios = {index: _over(student[index], teacher[index]) for index in seen}
     worst = max(ratios, key=lambda index: _distance(ratios[index]))
-    layer, stage, finite = _bad(seen, worst)
-    m = list(zip(*(entry for one in seen.values() for entry in one.m), strict=True))
+    bad_layer, bad_stage, finite = _bad(seen, worst)
+    m = [entry for one in seen.values() for entry in one.m]
+    total = sum(entry[4] for entry in m)
     return Inspection(
-        ratios[worst],
-        *(
-            (min(m[0]), max(m[1]), sum(m[2]) / sum(m[4]), sum(m[3]) / sum(m[4]))
-            if m
-            else [None] * 4
+        residual_ratio=ratios[worst],
+        m_min=min((entry[0] for entry in m), default=None),
+        m_max=max((entry[1] for entry in m), default=None),
+        saturated=sum(entry[2] for entry in m) / total if total else None,
+        dead=sum(entry[3] for entry in m) / total if total else None,
+        additive_to_residual=max(
+            (x for one in seen.values() for x in one.to_residual), default=None
         ),
-        max((ratio for one in seen.values() for ratio in one.to_residual), default=None),
-        max((ratio for one in seen.values() for ratio in one.to_product), default=None),
-        layer,
-        stage,
-        finite,
+        additive_to_product=max((x for one in seen.values() for x in one.to_product), default=None),
+        bad_layer=bad_layer,
+        bad_stage=bad_stage,
+        finite=finite,
     )
 
 

@@ -97,7 +97,8 @@ class Lab:
     def base(self, settings: Settings) -> Base:
         """Return the base, without adapters; fp32 products are then as these settings want them."""
         key = _base_key(settings)
-        found = self._bases[key] = self._bases.pop(key, None) or self._load(settings)
+        found = self._bases.pop(key) if key in self._bases else self._load(settings)
+        self._bases[key] = found
         while len(self._bases) > 1 and sum(b.bytes for b in self._bases.values()) > BASES_BYTES:
             del self._bases[next(iter(self._bases))]
         set_matmul_precision(settings.base.matmul_precision, found.model)

@@ -82,11 +82,11 @@ class _Attempts:
     """What one trial of the design has come to. trials: Optuna's, in the order of their numbers."""
 
     def __init__(self, trials: list[Any]):
-        self.done = next((trial for trial in trials if trial.state.name == "COMPLETE"), None)
+        self.done: Any = next((trial for trial in trials if trial.state.name == "COMPLETE"), None)
         # of two that were added at once everybody takes the first
         open_ = [trial for trial in trials if trial.state.name in ("WAITING", "RUNNING")]
-        self.current = next(iter(open_), None)
-        self.last = trials[-1] if trials else None
+        self.current: Any = next(iter(open_), None)
+        self.last = trials[-1]
         failed = [trial for trial in trials if trial.state.name == "FAIL"]
         silent = [trial for trial in failed if _fell_silent(trial)]
         anew = max((trial.number for trial in trials if trial.user_attrs.get("again")), default=0)
@@ -151,7 +151,7 @@ class Storage:
     """
 
     def __init__(
-        self, url: str, name: str, *, grace: float = GRACE_SECONDS, beat: float = BEAT_SECONDS
+        self, url: str, name: str, *, grace: Any = GRACE_SECONDS, beat: Any = BEAT_SECONDS
     ):
         try:
             import optuna
@@ -274,9 +274,11 @@ class Storage:
             self._wait(trials[key])
         attempts = self._attempts() if gone else attempts
         for key in (*prefer, *trials):
-            own = attempts.get(key)
-            if own is not None and own.state == "waiting" and self._take(own.current._trial_id):
-                return Claim(key, own.current._trial_id)
+            found = attempts.get(key)
+            if found is None or found.state != "waiting":
+                continue
+            if self._take(found.current._trial_id):
+                return Claim(key, found.current._trial_id)
         return None
 
     def _take(self, id_: int) -> bool:
