@@ -53,7 +53,11 @@ def report(given: dict[str, Any]) -> int:
 
 
 def _study(folder: Path, output: Path, json: bool) -> int:
+    from npt.extras import require
     from npt.files import to_json
+
+    for package in ("pandas", "pyarrow", "scipy"):
+        require(package, "the page about a study")
     from npt.tools.sweep.report import write_study_report
 
     found = write_study_report(folder, output)

@@ -22,7 +22,7 @@ def sweep(given: dict[str, Any]) -> int:
     from npt.tools.sweep.lab import check_design
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
-    from npt.tools.sweep.study import Crew, Display, check_folder, open_folder, storage_url
+    from npt.tools.sweep.study import Display, check_folder, open_folder, run_workers, storage_url
     from npt.tools.sweep.worker import label
 
     if given["parent"] is not None:
@@ -53,20 +53,11 @@ def sweep(given: dict[str, Any]) -> int:
     display.table()
     count = given["workers"]
     threads = max(1, (os.cpu_count() or 1) // count)
-    command = [
-        sys.executable,
-        "-m",
-        "npt.cli",
-        "sweep",
-        str(spec),
-        "--study",
-        str(folder),
-        "--parent",
-        str(os.getpid()),
-    ]
+    command = [sys.executable, "-m", "npt.cli", "sweep", str(spec), "--study", str(folder)]
+    command += ["--parent", str(os.getpid())]
     command += ["--storage", given["storage"]] if given["storage"] is not None else []
     command += ["--json"] if given["json"] else []
-    status = Crew(command, count, threads).wait(display.look)
+    status = run_workers(command, count, threads, display.update)
     rows = display.table()
     if given["json"]:
         print(

@@ -25,7 +25,8 @@ from npt.report.charts import LINE, Marks, columns, picture, rows_chart, scale
 from npt.report.page import page
 from npt.report.run import read_run
 from npt.tools.sweep import figures
-from npt.tools.sweep.analysis import Analysis, Cell, Effect, Map, stability_map
+from npt.tools.sweep.analysis import Cell, Map, stability_map
+from npt.tools.sweep.effects import Analysis, Effect
 from npt.tools.sweep.page import Study
 from npt.tools.sweep.page import page as study_page
 

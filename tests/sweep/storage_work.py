@@ -23,7 +23,7 @@ def trials(count: int):
 def work(url: str, count: int, log: Path, how: str = "") -> None:
     """Take trials until none is left; `how` "hang" stays with the first."""
     design = trials(count)
-    storage = Storage(url, "work", grace=1.0, beat=0.2)
+    storage = Storage(url, "work", grace=2.0, beat=0.2)
     storage.enqueue(design.trials)
     while storage.progress(design.by_key).open:
         claim = storage.claim(design.by_key)
@@ -33,6 +33,5 @@ def work(url: str, count: int, log: Path, how: str = "") -> None:
         with storage.alive(claim):
             with open(log, "a") as stream:
                 stream.write(f"{claim.key} {os.getpid()}\n")
-            if how == "hang":
-                time.sleep(600)
+            time.sleep(600 if how == "hang" else 0.1)  # the others come to their turn
             storage.finish(claim, {"kl": 0.5, "outcome": "stable"}, 0.5)

@@ -12,15 +12,14 @@ from made_study import RATES, table
 
 from npt.tools.sweep.analysis import (
     RATE_CLASSES,
-    analyse,
     failure,
     frontier,
     log_kl,
     of_part,
     parts_of,
     stability_map,
-    student,
 )
+from npt.tools.sweep.effects import analyse
 
 COLUMNS = [
     "learning_rate",
@@ -122,9 +121,7 @@ def test_the_chance_to_fail_and_its_interval_lie_between_0_and_1(trials) -> None
         )
 
 
-def test_the_chance_to_fail_of_one_setting_is_that_of_its_groups_with_half_a_trial_on_each_side() -> (
-    None
-):
+def test_half_a_trial_of_each_kind_is_added_to_each_group() -> None:
     """Two rates of six trials of which none and all fail: least squares would say 0 and 1 for
     certain.
     """
@@ -136,15 +133,13 @@ def test_the_chance_to_fail_of_one_setting_is_that_of_its_groups_with_half_a_tri
         share=True,
     )
     assert found is not None
-    assert [effect.mean for effect in found.effects] == pytest.approx([0.5 / 7, 6.5 / 7], abs=1e-8)
+    assert [effect.mean for effect in found.effects] == pytest.approx([0.5 / 7, 6.5 / 7], abs=1e-7)
     low, high = found.effects
     assert low.high is not None and high.low is not None
     assert low.high == pytest.approx(1 - high.low) and low.high > 0.3
 
 
-def test_a_setting_that_does_nothing_has_the_same_chance_at_every_level_however_uneven_the_design() -> (
-    None
-):
+def test_an_uneven_design_does_not_tilt_the_chance_to_fail() -> None:
     """Level 1 of b was mostly tried where a fails: more of its trials failed, and not by its doing."""
     # failures and trials; b changes no odds
     cells = {(0, 0): (2, 8), (0, 1): (1, 4), (1, 0): (3, 4), (1, 1): (6, 8)}
@@ -175,7 +170,7 @@ def test_what_settings_do_together_is_told_from_the_noise_of_seeds() -> None:
     assert max(found.shares.values()) < 0.01
 
 
-def test_noise_is_told_by_degrees_of_freedom_and_not_taken_for_what_settings_do_together() -> None:
+def test_noise_is_counted_by_degrees_of_freedom() -> None:
     noise = random.Random(3)
     a, b = [i // 2 % 6 for i in range(24)], [i // 12 for i in range(24)]
     # nothing but noise: the additive model leaves 17 degrees of freedom, of which seeds have 12
@@ -214,7 +209,7 @@ def test_without_seeds_what_is_left_is_called_both() -> None:
     assert found is not None and found.seeds is None and found.rest == "together and noise"
 
 
-def test_an_effect_that_the_trials_cannot_tell_from_another_is_left_out() -> None:
+def test_an_effect_that_cannot_be_told_from_another_is_left_out() -> None:
     a, c = ["x", "x", "y", "y", "z", "z"] * 2, [0, 1] * 6
     b = ["p", "p", "q", "q", "q", "q"] * 2  # p is x: what it does nobody can say
     y = [10.0 * (p == "x") + 3.0 * (p == "z") + q for p, q in zip(a, c, strict=True)]
@@ -246,7 +241,7 @@ def test_where_there_is_nothing_to_tell_nothing_is_told(values) -> None:
     )
 
 
-def test_every_response_has_the_same_classes_of_a_number_in_the_same_order() -> None:
+def test_every_response_has_the_same_classes_of_a_number() -> None:
     found = [
         {**row, "a": 0.1 * i, "b": "xy"[i % 2]}
         for i, row in enumerate(rows([float(i % 7) for i in range(40)]))
@@ -262,15 +257,6 @@ def test_every_response_has_the_same_classes_of_a_number_in_the_same_order() -> 
     assert [effect.level for effect in of_some.effects] == [
         effect.level for effect in of_all.effects
     ]
-
-
-# Of published tables of Student's t.
-@pytest.mark.parametrize(
-    ("free", "t"),
-    [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)],
-)
-def test_the_t_quantiles_are_those_of_the_tables(free, t) -> None:
-    assert student(free) == pytest.approx(t, rel=5e-3)
 
 
 def test_a_map_has_its_edge_between_what_trains_and_what_does_not() -> None:
@@ -323,9 +309,7 @@ def test_a_map_keeps_settings_apart_that_are_laid_over_arms() -> None:
 @given(
     st.lists(st.floats(1e-6, 10.0), min_size=14, max_size=40, unique=True), st.floats(1e-6, 10.0)
 )
-def test_many_rates_are_put_into_classes_and_their_edges_are_rates_that_were_tried(
-    rates, limit
-) -> None:
+def test_many_rates_are_put_into_classes_with_true_edges(rates, limit) -> None:
     drawn = stability_map(trained(rates, limit), "a", ["learning_rate"])
     assert drawn is not None and len(drawn.heads) == RATE_CLASSES
     assert sum(cell.count for cell in drawn.cells.values()) == len(rates) and {
@@ -364,7 +348,7 @@ def test_the_lines_of_a_map_go_by_size_and_names_as_they_come() -> None:
     assert [drawn.cells[i, 0].count for i in range(4)] == [1] * 4
 
 
-def test_a_random_design_whose_settings_have_one_rate_each_has_no_map() -> None:
+def test_a_random_design_with_one_rate_a_setting_has_no_map() -> None:
     rates, ranks = [1e-3, 1e-2, 1e-1], [4, 8, 16]
     assert stability_map(trained(rates, rank=ranks), "a", ["learning_rate", "rank"]) is None
     again = trained([*rates, 1e-2], rank=[*ranks, 4])
@@ -389,9 +373,7 @@ def test_failures_and_stable_runs_are_two_responses() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=20))
-def test_nothing_is_better_in_both_than_a_point_of_the_frontier_and_something_is_than_any_other(
-    points,
-) -> None:
+def test_the_frontier_is_what_no_other_point_beats_in_both(points) -> None:
     best = frontier(points)
     for i, point in enumerate(points):
         beaten = any(

@@ -91,7 +91,7 @@ def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, mo
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_no_run_could_start_with_is_refused_before_anything_is_made(
+def test_what_no_run_could_start_with_makes_no_folder(
     spec, tmp_path, capsys, small, change, said
 ) -> None:
     content = yaml.safe_load(spec.read_text())
@@ -147,9 +147,7 @@ def test_a_folder_that_was_killed_as_it_was_begun_is_gone_on_in(
     assert module.design_in(folder).by_key.keys() == design.by_key.keys()
 
 
-def test_a_specification_alone_is_a_study_that_is_about_to_begin_if_it_is_this_one(
-    spec, tmp_path
-) -> None:
+def test_a_folder_with_this_specification_alone_is_this_study(spec, tmp_path) -> None:
     from npt.errors import ConfigError
     from npt.tools.sweep.study import check_folder
 
@@ -166,9 +164,7 @@ def test_a_specification_alone_is_a_study_that_is_about_to_begin_if_it_is_this_o
     "storage",
     ["nonsense", "postgresql://u:secret@host:port/x", "mars://x", "sqlite:////proc/nowhere/x.db"],
 )
-def test_a_storage_that_cannot_be_used_is_refused_before_the_folder_is_made(
-    spec, tmp_path, capsys, storage
-) -> None:
+def test_a_storage_that_cannot_be_used_makes_no_folder(spec, tmp_path, capsys, storage) -> None:
     folder = tmp_path / "study"
     assert main(["sweep", str(spec), "--study", str(folder), "--storage", storage]) == 2
     error = capsys.readouterr().err
@@ -180,9 +176,7 @@ def test_a_storage_that_cannot_be_used_is_refused_before_the_folder_is_made(
     )
 
 
-def test_a_study_without_its_packages_is_refused_before_the_folder_is_made(
-    spec, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_study_without_its_packages_makes_no_folder(spec, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     for more in ([], ["--storage", "postgresql://host/x"]):
         assert main(["sweep", str(spec), "--study", str(tmp_path / "study"), *more]) == 2
@@ -192,9 +186,7 @@ def test_a_study_without_its_packages_is_refused_before_the_folder_is_made(
         )
 
 
-def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_by_now(
-    spec, tmp_path, small
-) -> None:
+def test_a_worker_does_the_study_of_the_folder(spec, tmp_path, small) -> None:
     from npt.tools.sweep.study import open_folder, storage_url
 
     content = {"name": "small", "settings": {**small, "max_steps": 2}, "parts": {"a": {}}}
@@ -208,11 +200,11 @@ def test_a_worker_does_the_study_of_the_folder_whatever_the_specification_says_b
 
 
 def test_a_worker_is_in_a_process_group_of_its_own(monkeypatch) -> None:
-    from npt.tools.sweep.study import Crew
+    from npt.tools.sweep.study import run_workers
 
     look_often(monkeypatch)
     code = "import os, sys; sys.exit(0 if os.getpgrp() == os.getpid() else 3)"
-    assert Crew([sys.executable, "-c", code], 2, 1).wait(lambda: None) == 0
+    assert run_workers([sys.executable, "-c", code], 2, 1, lambda: None) == 0
 
 
 def children(pid: int) -> list[int]:
@@ -243,7 +235,7 @@ def wait_for(count: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_study_whose_processes_are_killed_goes_on_where_it_was_and_repeats_nothing(
+def test_a_killed_study_continues_and_repeats_nothing(
     spec, tmp_path, capsys, monkeypatch, forked_workers
 ) -> None:
     content = yaml.safe_load(spec.read_text())

@@ -23,7 +23,7 @@ def figures(row):
     return {name: value for name, value in row.items() if name not in TIMES}
 
 
-def test_equal_settings_give_equal_figures_and_another_seed_gives_others(lab, trial) -> None:
+def test_equal_settings_give_equal_figures(lab, trial) -> None:
     one, again, other = (
         run_trial(lab, trial(seeds=[seed], learning_rate=1e-2)) for seed in (0, 0, 1)
     )
@@ -32,7 +32,7 @@ def test_equal_settings_give_equal_figures_and_another_seed_gives_others(lab, tr
     assert one["heldout"] and one["tokens"] == 6 * 2 * 16
 
 
-def test_the_base_is_given_back_bit_for_bit_whatever_becomes_of_the_run(lab, trial) -> None:
+def test_the_base_is_given_back_bit_for_bit(lab, trial) -> None:
     base = lab.base(trial().settings).model
     before = {
         name: tensor.clone()
@@ -51,9 +51,7 @@ def test_the_base_is_given_back_bit_for_bit_whatever_becomes_of_the_run(lab, tri
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_one_base_serves_all_trials_that_have_it_and_each_number_format_has_its_own(
-    lab, trial
-) -> None:
+def test_one_base_serves_all_trials_of_its_number_format(lab, trial) -> None:
     plain, fp32, half = (
         lab.base(trial(**extra).settings).model
         for extra in ({}, {"compute_dtype": "fp32"}, {"compute_dtype": "fp16"})
@@ -74,9 +72,7 @@ def test_a_loss_that_runs_away_ends_the_run_and_says_when_and_where(lab, trial) 
     assert row["bad_layer"] in (2, 3) and row["bad_stage"]
 
 
-def test_refusals_in_a_row_end_the_run_and_the_first_bad_number_is_found(
-    lab, trial, monkeypatch
-) -> None:
+def test_refusals_in_a_row_end_the_run(lab, trial, monkeypatch) -> None:
     import npt.tools.sweep.fault as fault
 
     # Every window is faulted, with a size that no 16-bit number has.
@@ -108,12 +104,12 @@ def test_a_run_begins_with_its_own_figures_and_is_judged_by_them(lab, trial) -> 
 def test_a_run_whose_loss_falls_and_whose_kl_grows_is_worse(lab, trial, monkeypatch) -> None:
     import npt.tools.sweep.run as module
 
-    real, kls = module._fidelity, iter([0.1, 0.1005, 0.1, 0.102])
+    real, kls = module._Student.fidelity, iter([0.1, 0.1005, 0.1, 0.102])
 
-    def fidelity(*given: Any) -> Any:
-        return real(*given) | {"kl": next(kls)}
+    def fidelity(student: Any) -> Any:
+        return real(student) | {"kl": next(kls)}
 
-    monkeypatch.setattr(module, "_fidelity", fidelity)
+    monkeypatch.setattr(module._Student, "fidelity", fidelity)
     small, large = (run_trial(lab, trial(learning_rate=1e-3)) for _ in range(2))
     assert small["outcome"] == "stable" and (large["outcome"], large["reason"]) == (
         "worse",
@@ -122,9 +118,7 @@ def test_a_run_whose_loss_falls_and_whose_kl_grows_is_worse(lab, trial, monkeypa
     assert large["loss_end"] < large["loss_first"]
 
 
-def test_the_first_loss_is_of_the_first_window_even_where_that_is_refused(
-    lab, trial, monkeypatch
-) -> None:
+def test_the_first_loss_is_of_the_first_window_even_if_refused(lab, trial, monkeypatch) -> None:
     import npt.tools.sweep.fault as fault
 
     plain = run_trial(lab, trial(compute_dtype="fp16"))
@@ -156,7 +150,7 @@ def test_a_stage_has_a_spike_guard_of_its_own(lab, trial, monkeypatch) -> None:
     assert len(made) == 1
 
 
-def test_the_norm_of_a_faults_gradient_is_per_token_as_those_of_windows_are(lab, trial) -> None:
+def test_the_norm_of_a_faults_gradient_is_per_token(lab, trial) -> None:
     # With a scale of 1 nothing is changed, and a window of one batch has that batch's norm.
     row = run_trial(lab, trial(fault_step=4, fault_scale=1.0, learning_rate=1e-3))
     usual = run_trial(lab, trial(learning_rate=1e-3))
@@ -190,7 +184,7 @@ def test_a_fault_is_planted_in_its_step_alone(lab, trial) -> None:
     assert not hit["fault_refused"] and hit["fault_harm"] > 0 and hit["outcome"] == "stable"
 
 
-def test_half_precision_overflows_where_fp32_does_not_and_the_batch_is_refused(lab, trial) -> None:
+def test_half_precision_overflows_where_fp32_does_not(lab, trial) -> None:
     half = run_trial(lab, trial(compute_dtype="fp16", fault_step=4, fault_scale=1e6))
     full = run_trial(lab, trial(fault_step=4, fault_scale=1e6))
     assert (
@@ -256,7 +250,7 @@ EMBEDDED = {
 }  # fmt: skip
 
 
-def test_at_a_rate_at_which_the_sigmoid_form_trains_the_forms_that_reach_zero_fail(lab) -> None:
+def test_the_sigmoid_form_trains_where_forms_that_reach_zero_fail(lab) -> None:
     forms = ["sigmoid", "one_plus_tanh", "unbounded"]
     design = design_of(
         {"settings": EMBEDDED, "parts": {"a": {"grid": {"mult_form": forms}}}}, "forms.yaml"

@@ -36,9 +36,7 @@ def test_the_largest_eigenvalue_is_found_whatever_the_others_are(eigenvalues) ->
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.integers(1, 8))
-def test_the_estimate_is_never_above_the_largest_eigenvalue_and_grows_towards_it(
-    eigenvalues, iterations
-) -> None:
+def test_the_estimate_grows_towards_the_largest_eigenvalue(eigenvalues, iterations) -> None:
     loss, parameters = quadratic(*eigenvalues)
     estimates = [largest_eigenvalue(loss, parameters, n) for n in (iterations, iterations + 1)]
     assert estimates[0] <= estimates[1] + 1e-6 and estimates[1] <= max(eigenvalues) + 1e-6

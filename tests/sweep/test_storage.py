@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
@@ -100,9 +101,7 @@ def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None
     assert rows.keys() == design.by_key.keys() and all(row["kl"] == 0.5 for row in rows.values())
 
 
-def test_the_trial_of_a_killed_worker_is_taken_up_and_nothing_else_is_repeated(
-    url: str, tmp_path: Path
-) -> None:
+def test_the_trial_of_a_killed_worker_alone_is_run_again(url: str, tmp_path: Path) -> None:
     log, count = tmp_path / "log", 2
     hanging = worker(url, count, log, "hang")
     (lost,) = (line.split()[0] for line in wait_for(log, 1))
@@ -129,7 +128,7 @@ def test_filling_a_study_twice_adds_what_is_new_alone(file: str) -> None:
     assert storage.progress(larger.by_key).waiting == 5
 
 
-def test_trials_are_taken_in_the_order_of_the_design_but_for_those_preferred(file: str) -> None:
+def test_trials_are_taken_in_order_but_for_those_preferred(file: str) -> None:
     storage, design = Storage(file, "work"), trials(4)
     storage.enqueue(design.trials)
     keys = list(design.by_key)
@@ -154,7 +153,7 @@ def test_a_trial_given_back_waits_again_as_if_nobody_had_had_it(file: str) -> No
     assert storage.progress(design.by_key).waiting == 1
 
 
-def test_a_trial_that_fails_again_and_again_is_left_alone_with_its_reason(file: str) -> None:
+def test_a_trial_that_fails_again_and_again_is_left_alone(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
     storage.enqueue(design.trials)
     for _ in range(ATTEMPTS):
@@ -169,42 +168,116 @@ def test_a_trial_that_fails_again_and_again_is_left_alone_with_its_reason(file: 
     assert (row["outcome"], row["reason"]) == ("failed", "RuntimeError: no")
 
 
-def taken_by_workers_that_fall_silent(url: str, design: Design, times: int) -> None:
+def fall_silent(storage: Storage) -> None:
+    """Set every heartbeat back to long ago."""
+    with storage._storage.engine.begin() as connection:
+        connection.execute(
+            sqlalchemy.text("update trial_heartbeats set heartbeat = '2000-01-01 00:00:00'")
+        )
+
+
+def taken_by_workers_that_fall_silent(storage: Storage, design: Design, times: int) -> None:
     for _ in range(times):
-        watch = Storage(url, "work", grace=0.0)
-        # seen for the first time, it may yet move
-        assert watch.claim(design.by_key) is not None and watch.claim(design.by_key) is None
-        time.sleep(0.001)
-        watch._revive(watch._trials())
+        assert storage.claim(design.by_key) is not None
+        fall_silent(storage)
 
 
-def test_a_trial_over_which_workers_fall_silent_is_left_alone_until_the_study_is_started_anew(
-    file: str,
-) -> None:
+def test_a_trial_over_which_workers_fall_silent_is_left_alone(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
     storage.enqueue(design.trials)
-    taken_by_workers_that_fall_silent(file, design, ATTEMPTS)
+    taken_by_workers_that_fall_silent(storage, design, ATTEMPTS)
     assert storage.claim(design.by_key) is None and storage.progress(design.by_key).lost == 1
     (row,) = storage.rows().values()
     assert row["outcome"] == "failed" and "was not heard of" in row["reason"]
     assert storage.enqueue(design.trials) == 0 and storage.progress(design.by_key).lost == 1
-    assert (
-        storage.enqueue(design.trials, again=True) == 1
-        and storage.progress(design.by_key).waiting == 1
-    )
-    assert storage.enqueue(design.trials, again=True) == 0 and not storage.rows()
+
+
+def test_a_study_started_anew_runs_what_workers_fell_silent_over(file: str) -> None:
+    storage, design = Storage(file, "work"), trials(1)
+    storage.enqueue(design.trials)
+    taken_by_workers_that_fall_silent(storage, design, ATTEMPTS)
+    assert storage.claim(design.by_key) is None
+    for tried in range(ATTEMPTS):  # as often as at first
+        assert storage.enqueue(design.trials, again=True) == (tried == 0)
+        assert not storage.rows()
+        taken_by_workers_that_fall_silent(storage, design, 1)
+    assert storage.claim(design.by_key) is None and storage.progress(design.by_key).lost == 1
+    assert storage.enqueue(design.trials, again=True) == 1
     claim = storage.claim(design.by_key)
     assert claim is not None and storage.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
-    assert (
-        storage.enqueue(design.trials, again=True) == 0
-        and storage.rows()[claim.key]["outcome"] == "stable"
-    )
+    assert storage.enqueue(design.trials, again=True) == 0
+    assert storage.rows()[claim.key]["outcome"] == "stable"
+
+
+def test_of_attempts_that_were_added_at_once_one_is_run(url: str) -> None:
+    design = trials(1)
+    one, other = Storage(url, "work"), Storage(url, "work")
+    for storage in (one, other):
+        storage._wait(design.trials[0])
+    claim = one.claim(design.by_key)
+    assert claim is not None and other.claim(design.by_key) is None
+    assert one.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
+    assert other.claim(design.by_key) is None and one.progress(design.by_key).open == 0
+
+
+def test_processes_that_make_a_study_at_once_all_open_it(url: str) -> None:
+    started = time.monotonic() + 0.3
+
+    def open_() -> None:
+        time.sleep(started - time.monotonic())
+        Storage(url, "work").enqueue(trials(2).trials)
+
+    processes = [Forked(open_) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
+    assert Storage(url, "work").progress(trials(2).by_key).waiting == 2
+
+
+def test_two_workers_that_take_an_attempt_at_once_do_not_both_get_it(url: str) -> None:
+    """Optuna reads a state and then writes it: the other worker comes in between."""
+    one, other, design = Storage(url, "work"), Storage(url, "work"), trials(1)
+    one.enqueue(design.trials)
+    id_ = one._attempts()[design.trials[0].key].current._trial_id
+    took: list[bool] = []
+    between = threading.Thread(target=lambda: took.append(other._take(id_)))
+
+    def before_write(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("UPDATE trials ") and between.ident is None:
+            between.start()
+            between.join(0.5)  # it must wait for this transaction
+
+    sqlalchemy.event.listen(one._storage.engine, "before_cursor_execute", before_write)
+    took.append(one._take(id_))
+    between.join()
+    assert sorted(took) == [False, True]
+
+
+def test_a_study_of_a_version_without_heartbeats_is_gone_on_with(file: str) -> None:
+    storage, design = Storage(file, "work"), trials(4)
+    keys, rdb, states = list(design.by_key), storage._storage, storage._states
+    create = storage._optuna.create_trial
+    old = {"settings": {}, "errors": 0, "silences": 0}
+    for key, said in zip(keys, (None, "", "RuntimeError: no", None), strict=True):
+        attributes = {"key": key, **old} | ({} if said is None else {"error": said})
+        storage._study.add_trial(create(state=states.WAITING, user_attrs=attributes))
+    ids = {trial.user_attrs["key"]: trial._trial_id for trial in storage._study.get_trials()}
+    for key in keys[1:3]:  # given back, and failed: what was tried again came next
+        rdb.set_trial_state_values(ids[key], states.FAIL)
+        storage._study.add_trial(create(state=states.WAITING, user_attrs={"key": key, **old}))
+    rdb.set_trial_state_values(ids[keys[3]], states.RUNNING)
+    rdb.set_trial_user_attr(ids[keys[3]], "sign", "host:1:ab:7")  # killed
+    assert storage.enqueue(design.trials, again=True) == 0
+    claims = [storage.claim(design.by_key) for _ in keys]
+    assert [claim and claim.key for claim in claims] == [*keys[:3], None]
+    fall_silent(storage)
+    again = [storage.claim(design.by_key) for _ in keys]
+    assert {claim.key for claim in again if claim} == set(keys)
 
 
 def test_silences_and_errors_are_counted_apart(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
     storage.enqueue(design.trials)
-    taken_by_workers_that_fall_silent(file, design, ATTEMPTS - 1)
+    taken_by_workers_that_fall_silent(storage, design, ATTEMPTS - 1)
+    storage.claim({})
     for left in range(ATTEMPTS, 0, -1):
         assert storage.progress(design.by_key).waiting == 1, left
         claim = storage.claim(design.by_key)
@@ -222,15 +295,15 @@ def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, mo
 
     monkeypatch.setattr(module, "TRY_SECONDS", 0.0)
     storage, design = Storage(url, "work"), trials(1)
-    real, left = storage._trials, [0]
+    real, left = storage._attempts, [0]
 
-    def unsteady() -> list[Any]:
+    def unsteady() -> dict[str, Any]:
         if left[0]:
             left[0] -= 1
             raise sqlalchemy.exc.OperationalError("select", {}, Exception("database is locked"))
         return real()
 
-    monkeypatch.setattr(storage, "_trials", unsteady)
+    monkeypatch.setattr(storage, "_attempts", unsteady)
     left[0] = module.TRIES - 1
     assert storage.enqueue(design.trials) == 1
     left[0] = module.TRIES - 1
@@ -243,15 +316,12 @@ def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, mo
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_worker_brings_that_was_thought_lost_does_not_count_beside_the_other_one(
-    url: str,
-) -> None:
-    slow, quick, design = Storage(url, "work"), Storage(url, "work", grace=0.0), trials(1)
+def test_the_result_of_a_worker_that_was_thought_lost_does_not_count(url: str) -> None:
+    slow, quick, design = Storage(url, "work"), Storage(url, "work"), trials(1)
     slow.enqueue(design.trials)
     late = slow.claim(design.by_key)
-    # seen for the first time, it may yet move
     assert late is not None and quick.claim(design.by_key) is None
-    time.sleep(0.01)
+    fall_silent(slow)
     again = quick.claim(design.by_key)
     assert again is not None and again.key == late.key
     assert not slow.finish(late, {"kl": 1.0, "outcome": "stable"}, 1.0)
@@ -261,16 +331,32 @@ def test_what_a_worker_brings_that_was_thought_lost_does_not_count_beside_the_ot
     assert slow.progress(design.by_key).finished == 1
 
 
-def test_a_worker_that_gives_signs_of_life_keeps_its_trial(url: str) -> None:
-    own, other, design = Storage(url, "work", beat=0.05), Storage(url, "work", grace=0.5), trials(1)
+def test_a_worker_that_sends_heartbeats_keeps_its_trial(url: str) -> None:
+    own, other, design = Storage(url, "work", beat=0.05), Storage(url, "work"), trials(1)
     own.enqueue(design.trials)
     claim = own.claim(design.by_key)
     assert claim is not None
+    fall_silent(own)
     with own.alive(claim):
-        for _ in range(15):
-            assert other.claim(design.by_key) is None
-            time.sleep(0.05)
+        time.sleep(0.3)
+        assert other.claim(design.by_key) is None
     assert own.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
+
+
+def test_a_heartbeat_that_does_not_arrive_is_followed_by_others(file: str, monkeypatch) -> None:
+    own, design, tried = Storage(file, "work", beat=0.01), trials(1), []
+    own.enqueue(design.trials)
+    claim = own.claim(design.by_key)
+    assert claim is not None
+
+    def refuse(id_: int) -> None:
+        tried.append(id_)
+        raise sqlalchemy.exc.OperationalError("insert", {}, Exception("database is locked"))
+
+    monkeypatch.setattr(own._storage, "record_heartbeat", refuse)
+    with own.alive(claim):
+        time.sleep(0.2)
+    assert len(tried) > 1
 
 
 def test_numbers_that_are_not_finite_come_back_as_none(url: str) -> None:
@@ -294,9 +380,7 @@ def test_numbers_that_are_not_finite_come_back_as_none(url: str) -> None:
         ("postgresql://user:secret@localhost:1/x", "cannot be opened"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_refused_in_one_line_without_its_password(
-    url: str, said: str
-) -> None:
+def test_a_database_that_cannot_be_used_is_refused_in_one_line(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         Storage(url, "work")
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)

@@ -11,7 +11,7 @@ from npt.errors import ConfigError
 from npt.tools.sweep.table import CSV, read_table, rows_of, write_table
 
 
-def test_every_trial_has_its_row_in_the_designs_order_whether_it_was_run_or_not() -> None:
+def test_every_trial_has_its_row_in_the_designs_order() -> None:
     found = design()
     first = found.trials[0].key
     rows = rows_of(found, {first: result(kl=0.25)})
@@ -19,7 +19,7 @@ def test_every_trial_has_its_row_in_the_designs_order_whether_it_was_run_or_not(
     assert rows[0]["kl"] == 0.25 and rows[1]["kl"] is None and rows[1]["outcome"] is None
 
 
-def test_settings_that_vary_have_columns_and_a_limit_stands_in_the_column_of_its_setting() -> None:
+def test_a_limit_is_in_the_column_of_its_setting() -> None:
     rows = table()
     assert {
         "mult_form",

@@ -100,7 +100,7 @@ def test_two_workers_come_to_the_same_figures_as_one(design, finished, tmp_path,
     ]
 
 
-def test_a_trial_that_cannot_be_computed_is_tried_again_then_left_with_its_reason_and_the_others_are_run(
+def test_a_trial_that_cannot_be_computed_is_left_with_its_reason(
     design, storage, tmp_path, lab, monkeypatch
 ) -> None:
     import npt.tools.sweep.worker as module
@@ -122,7 +122,7 @@ def test_a_trial_that_cannot_be_computed_is_tried_again_then_left_with_its_reaso
     assert rows[2]["reason"] == "RuntimeError: out of everything"
 
 
-def test_settings_that_cannot_work_are_the_trials_fault_and_trackers_that_cannot_the_workers(
+def test_bad_settings_fail_the_trial_and_bad_trackers_the_worker(
     design, storage, tmp_path, lab, monkeypatch
 ) -> None:
     import npt.tools.sweep.worker as module
@@ -145,7 +145,7 @@ def test_settings_that_cannot_work_are_the_trials_fault_and_trackers_that_cannot
     assert other.progress(design.by_key).waiting == 4
 
 
-def test_what_came_out_is_on_record_before_signs_of_life_end_and_trackers_close(
+def test_the_outcome_is_on_record_before_heartbeats_end(
     design, storage, tmp_path, lab, monkeypatch
 ) -> None:
     import npt.tools.sweep.worker as module
@@ -282,12 +282,12 @@ def test_a_display_says_how_far_a_study_is_and_writes_its_table(
 ) -> None:
     said: list[str] = []
     display = Display(storage, design, tmp_path, said.append, seconds=0.0)
-    display.look()
+    display.update()
     claim = storage.claim(design.by_key)
     assert claim is not None
     worker(design, storage, tmp_path, lab)[0]._run(claim, design.by_key[claim.key])
-    display.look()
-    display.look()
+    display.update()
+    display.update()
     assert (
         said[0] == "0 of 4 trials, 0 under way"
         and said[1].startswith("1 of 4 trials, 0 under way, ")
@@ -297,7 +297,7 @@ def test_a_display_says_how_far_a_study_is_and_writes_its_table(
     assert [row["outcome"] for row in read_table(tmp_path)] == ["stable", None, None, None]
 
 
-def test_a_trial_is_called_by_its_place_and_everything_that_varies_there() -> None:
+def test_a_trial_is_called_by_its_place_and_what_varies_there() -> None:
     parts = {
         "faults": {
             "settings": {"fault_step": 3},
@@ -317,9 +317,7 @@ def test_a_trial_is_called_by_its_place_and_everything_that_varies_there() -> No
     ]
 
 
-def test_a_report_takes_what_a_killed_study_has_but_never_gives_up_what_its_table_has(
-    design, finished, tmp_path
-) -> None:
+def test_a_report_of_a_killed_study_never_shrinks_its_table(design, finished, tmp_path) -> None:
     import yaml
 
     from npt.files import write_json

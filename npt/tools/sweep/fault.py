@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import npt_layers
@@ -17,27 +16,25 @@ from npt.tools.sweep.settings import ProbeConfig
 
 @contextmanager
 def enlarged(model: PreTrainedModel, probe: ProbeConfig, armed: bool = True) -> Iterator[None]:
-    """Within the context the base's activations are `fault_scale` times as large, for teacher and
+    """Make the base's activations `fault_scale` times as large within the context, for teacher and
     student alike.
 
     Args:
         model: with adapters attached.
-        probe: `fault_scale`, and `fault_place`: `attention` is the output of every converted
-            layer's attention, which the student's modulation is made of and the teacher's stream
-            has added; `embedding` is the stream's beginning.
+        probe: `fault_scale`, and `fault_place`: the output of every converted layer's attention,
+            which modulates the student and is part of the teacher's stream, or the embedding.
         armed: False does nothing.
     """
 
-    def attention(_module: Any, _inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (output[0] * probe.fault_scale, *output[1:])
-
-    def embedding(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+    def enlarge(_module: Any, _inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # of attention
+            return (output[0] * probe.fault_scale, *output[1:])
         return output * probe.fault_scale
 
+    hit = [layer.self_attn for _, layer in npt_layers(model)]
+    if probe.fault_place == "embedding":
+        hit = [model.get_input_embeddings()]
     with ExitStack() as stack:
-        if armed and probe.fault_place == "attention":
-            for _, layer in npt_layers(model):
-                stack.callback(layer.self_attn.register_forward_hook(attention).remove)
-        elif armed:
-            stack.callback(model.get_input_embeddings().register_forward_hook(embedding).remove)
+        for module in hit if armed else ():
+            stack.callback(module.register_forward_hook(enlarge).remove)
         yield

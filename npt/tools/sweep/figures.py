@@ -16,7 +16,8 @@ from markupsafe import Markup
 from npt.report import charts, pages
 from npt.report.charts import BAD, INK, LINE, RIGHT, RULE, SOFT, WIDTH, ZERO, Marks, picture
 from npt.report.words import clean, number
-from npt.tools.sweep.analysis import Analysis, Map, frontier, training_seconds
+from npt.tools.sweep.analysis import Map, frontier, training_seconds
+from npt.tools.sweep.effects import Analysis
 
 CELL, ROW = 44.0, 38.0
 """Least width of a map's cell, which holds a number of three digits, and height of its row."""

@@ -31,16 +31,14 @@ from npt.tools.sweep.spec import Design
 from npt.train.run_checks import check_trainable
 
 BASES_BYTES = 2 << 30
-"""Bases are kept while they take no more than this together; the one that is in use is kept in any
-case.
-"""
+"""Bases are kept while they take no more than this together; the one in use is always kept."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Base:
-    """A base without adapters, and its teacher where that is another model."""
+    """A base without adapters, and its teacher if that is another model."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -58,13 +56,13 @@ def check_design(design: Design) -> None:
     Raises:
         ConfigError, DataError, ModelError: the first trial that cannot work, by its place.
     """
-    seen: set[Any] = set()
+    seen: set[DataConfig] = set()
     for trial in design.trials:
         s = trial.settings
         try:
-            if _data_key(s.data) not in seen:
+            if s.data not in seen:
                 check_source(s.data)
-                seen.add(_data_key(s.data))
+                seen.add(s.data)
             config = read_config(s.base.model_name)
             layers = check_fit(s.adapter, config, s.data.max_length)
             check_calibration(s.adapter, None, len(layers), config.hidden_size)
@@ -73,9 +71,8 @@ def check_design(design: Design) -> None:
             stages_of(s.training, s.training.max_steps)
         except NPTError as error:
             place = trial.places[0]
-            raise type(error)(
-                f"part {place.part}{f', arm {place.arm}' if place.arm else ''}: {error}"
-            ) from error
+            arm = f", arm {place.arm}" if place.arm else ""
+            raise type(error)(f"part {place.part}{arm}: {error}") from error
 
 
 class Lab:
@@ -88,30 +85,31 @@ class Lab:
 
     def __init__(self, device: Any = None, say: Callable[[str], None] = lambda line: None):
         self._device, self._say = device, say
-        self._bases: dict[Any, Base] = {}  # the one used last stands last
+        self._bases: dict[Any, Base] = {}  # the one used last is the last
         self._heldout: dict[Any, tuple[list[Sample], bool]] = {}
         self._training: dict[Any, list[Sample]] = {}
         self._references: dict[Any, Reference] = {}
 
     def loaded(self, settings: Settings) -> bool:
-        """Whether the base is here already."""
+        """Return whether the base is loaded already."""
         return _base_key(settings) in self._bases
 
     def base(self, settings: Settings) -> Base:
-        """The base, without adapters; fp32 products are from here on as these settings want them."""
-        found = self._base(settings)
+        """Return the base, without adapters; fp32 products are then as these settings want them."""
+        key = _base_key(settings)
+        found = self._bases.pop(key) if key in self._bases else self._load(settings)
+        self._bases[key] = found
+        while len(self._bases) > 1 and sum(b.bytes for b in self._bases.values()) > BASES_BYTES:
+            del self._bases[next(iter(self._bases))]
         set_matmul_precision(settings.base.matmul_precision, found.model)
         return found
 
-    def _base(self, settings: Settings) -> Base:
-        key = _base_key(settings)
-        if key in self._bases:
-            found = self._bases[key] = self._bases.pop(key)
-            return found
+    def _load(self, settings: Settings) -> Base:
         wanted, dtype = settings.base, settings.probe.compute_dtype
+        half = wanted.use_fp16 and not wanted.use_quantization
         self._say(
             f"loading {wanted.model_name}, {wanted.quantization or 'unquantised'}, computing in"
-            f" {_dtype_name(settings)}"
+            f" {dtype or ('fp16' if half else 'fp32')}"
         )
         model, tokenizer = load_base(
             wanted.model_name,
@@ -124,47 +122,39 @@ class Lab:
             compute_in(model, _DTYPES[dtype])
         teacher = None
         if wanted.teacher_precision is not None:
-            attention = wanted.attn_implementation
             teacher = load_teacher(
                 wanted.model_name,
                 wanted.teacher_precision,
                 device=model.device,
-                attn_implementation=attention,
+                attn_implementation=wanted.attn_implementation,
             )
-        base = self._bases[key] = Base(model, tokenizer, teacher)
-        while len(self._bases) > 1 and sum(b.bytes for b in self._bases.values()) > BASES_BYTES:
-            del self._bases[next(iter(self._bases))]
-        return base
+        return Base(model, tokenizer, teacher)
 
     def windows(self, base: Base, settings: Settings) -> list[list[Batch]]:
-        """The batches of every step, on the host."""
+        """Return the batches of every step, on the host."""
         training = settings.training
         assert training.max_steps is not None
-        size = training.batch_size
-        count = training.max_steps * training.gradient_accumulation_steps * size
-        samples = self._samples(base, settings, count)
-        pad = pad_id_of(base.tokenizer)
-        side = settings.data.padding_side
+        size, k = training.batch_size, training.gradient_accumulation_steps
+        samples = self._samples(base, settings, training.max_steps * k * size)
+        pad, side = pad_id_of(base.tokenizer), settings.data.padding_side
         batches = [
             replace(collate(samples[i : i + size], pad, side=side), offset=i)
-            for i in range(0, count, size)
+            for i in range(0, len(samples), size)
         ]
-        k = training.gradient_accumulation_steps
         return [batches[i : i + k] for i in range(0, len(batches), k)]
 
     def training_samples(self, base: Base, settings: Settings) -> Iterable[Sample]:
-        """The data in the order of the run, for a calibrated start."""
+        """Return the data in the order of the run, for a calibrated start."""
         return self._source(base, settings).epoch(0)
 
     def heldout(self, base: Base, settings: Settings) -> tuple[list[Sample], bool]:
-        """Samples to evaluate on, the same ones in every run on these data, and whether they are
-        held out.
+        """Return samples to evaluate on, the same ones in every run on these data, and whether they
+        are held out.
         """
-        key = (_data_key(settings.data), settings.training.eval_samples, settings.base.model_name)
+        key = (settings.data, settings.training.eval_samples, settings.base.model_name)
         if key not in self._heldout:
-            records = open_source(settings.data)
             self._heldout[key] = evaluation_samples(
-                records,
+                open_source(settings.data),
                 base.tokenizer,
                 settings.data,
                 settings.training.eval_samples,
@@ -174,24 +164,20 @@ class Lab:
         return self._heldout[key]
 
     def reference(self, base: Base, settings: Settings) -> Reference | None:
-        """What a teacher of its own says of the held-out samples."""
+        """Return the outputs of a teacher of its own on the held-out samples; None without one."""
         samples, _ = self.heldout(base, settings)
         if base.teacher is None:
             return None
-        key = (_base_key(settings), _data_key(settings.data), len(samples))
+        key = (_base_key(settings), settings.data, len(samples))
         if key not in self._references:
             size, pad = settings.training.batch_size, pad_id_of(base.tokenizer)
             self._references[key] = refer(base.teacher, samples, batch_size=size, pad_id=pad)
         return self._references[key]
 
     def _samples(self, base: Base, settings: Settings, count: int) -> list[Sample]:
-        """The first `count` training samples, epoch after epoch."""
-        key = (
-            _data_key(settings.data),
-            settings.training.seed,
-            settings.training.eval_samples,
-            settings.base.model_name,
-        )
+        """Return the first `count` training samples, epoch after epoch."""
+        training = settings.training
+        key = (settings.data, training.seed, training.eval_samples, settings.base.model_name)
         found = self._training.get(key, [])
         if len(found) < count:
             source = self._source(base, settings)
@@ -221,13 +207,3 @@ class Lab:
 def _base_key(settings: Settings) -> Any:
     dtype = settings.probe.compute_dtype
     return settings.base, dtype if dtype in _DTYPES else None
-
-
-def _data_key(config: DataConfig) -> Any:
-    return config
-
-
-def _dtype_name(settings: Settings) -> str:
-    return settings.probe.compute_dtype or (
-        "fp16" if settings.base.use_fp16 and not settings.base.use_quantization else "fp32"
-    )

@@ -21,9 +21,7 @@ from npt.report.words import clean, figure, number
 from npt.tools.sweep import figures
 from npt.tools.sweep.analysis import (
     RATE,
-    Analysis,
     Map,
-    analyse,
     factors,
     failure,
     finished,
@@ -37,6 +35,7 @@ from npt.tools.sweep.analysis import (
     stability_map,
     training_seconds,
 )
+from npt.tools.sweep.effects import Analysis, analyse
 from npt.tools.sweep.table import MEASURES
 
 LINES = 40

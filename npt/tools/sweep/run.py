@@ -1,16 +1,13 @@
-"""One short run, and everything that a study wants to know of it. Windows go through the
-transaction that every run has, so what is measured is what a run would do; nothing is written."""
+"""One short run, and everything that a study wants to know of it. Windows go through
+the step that every run makes, so what is measured is what a run would do; nothing is written."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,58 +15,26 @@ from npt.adapters.attach import adapter_parameters, attach, detach
 from npt.calibration.calibrate import calibrate
 from npt.data.batch import Batch, collate, pad_id_of
 from npt.distill.stages import stage_at, stages_of
-from npt.distill.strategies import MicroBatch, drive
+from npt.distill.strategies import drive
 from npt.evaluation.evaluate import evaluate
 from npt.step.schedule import rate_table
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep, forward_backward
-from npt.step.window_result import WindowResult
+from npt.tools.sweep.course import Course, Row
 from npt.tools.sweep.fault import enlarged
-from npt.tools.sweep.inspect_student import Look, look
-from npt.tools.sweep.lab import Base, Lab
+from npt.tools.sweep.inspect_student import Inspection, inspect_student
+from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.settings import Settings
 from npt.tools.sweep.sharpness import layer_sharpness
 from npt.tools.sweep.spec import Trial
-
-CURVE = 64
-"""Points of a loss curve that are kept."""
-
-AROUND = 3
-"""Steps before a fault, and at the end of a run, whose mean loss is taken as the loss there."""
 
 GROWN = 1.01
 """A run's KL has grown when it is more than this many times what it was at the start; less is the
 choice of the held-out tokens.
 """
 
-RECOVERED = 1.5
-"""A run has recovered from a fault when its loss is no more than this many times the loss before.
-"""
-
-Row = dict[str, Any]
 Watch = Callable[[int, float | None, float | None], None]
 """Told of each step its number, loss and gradient norm."""
-
-
-@dataclass
-class _Course:
-    """What has become of the windows so far. losses, norms: None where nothing of a window was
-    finite.
-    """
-
-    losses: list[float | None] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-    applied: int = 0
-    tokens: int = 0
-    in_a_row: int = 0
-    reason: str | None = None
-    detail: str | None = None
-    fault: Row = field(default_factory=dict)
-    stage_from: int = 0  # a loss is compared with those of its own stage
-
-    def first(self) -> float | None:
-        return next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
 
 
 def run_trial(
@@ -78,12 +43,12 @@ def run_trial(
     between: Callable[[], None] = lambda: None,
     watch: Watch = lambda *_: None,
 ) -> Row:
-    """Run a trial: once, or where it seeks a limit as often as that takes.
+    """Run a trial: once, or if it seeks a limit as often as that takes.
 
     Args:
         lab: bases and data.
         trial: which.
-        between: called in front of every step; what it raises ends the trial.
+        between: called before every step; what it raises ends the trial.
         watch: told of every step.
 
     Returns:
@@ -105,8 +70,9 @@ def run_trial(
         return stable
 
     low, high = trial.bisect.low, trial.bisect.high
+    bracket: tuple[float | None, float | None]
     if not trains(low):
-        bracket: tuple[float | None, float | None] = (None, low)
+        bracket = (None, low)
     elif trains(high):
         bracket = (high, None)
     else:
@@ -135,231 +101,176 @@ def run(
         lab, between, watch: as `run_trial`.
         settings: of the run.
     """
-    base = lab.base(settings)
-    windows = lab.windows(base, settings)
-    lab.reference(base, settings)  # and the held-out samples: what runs share is not one run's time
+    student = _Student(lab, settings, between)
+    lab.reference(student.base, settings)  # what runs share is not one run's time
     started = time.perf_counter()
-    attach(base.model, settings.adapter, seed=settings.training.seed)
+    attach(student.model, settings.adapter, seed=settings.training.seed)
     try:
-        base.model.eval()
-        torch.manual_seed(settings.training.seed)
-        _start(lab, base, settings)
+        student.start()
         row: Row = {"runs": 1, "seconds_start": time.perf_counter() - started}
-        row["parameters"] = sum(p.numel() for p in adapter_parameters(base.model).values())
-        batch = windows[0][0].to(base.model.device)
-        row |= {
-            "sharpness_start": _sharpness(base, batch, settings),
-            "loss_first": _loss(base, settings, windows[0]),
-        }
-        row["kl_start"] = _fidelity(lab, base, settings, between)["kl"]
+        row["parameters"] = sum(p.numel() for p in adapter_parameters(student.model).values())
+        row["sharpness_start"] = student.sharpness()
+        row["loss_first"] = student.loss()
+        row["kl_start"] = student.fidelity()["kl"]
         training = time.perf_counter()
-        course, last = _train(base, settings, windows, between, watch)
-        row |= {
-            "seconds_training": time.perf_counter() - training,
-            **_course_figures(course, settings),
-        }
-        row["loss_end"] = _loss(base, settings, windows[0])
-        row["sharpness_end"] = _sharpness(base, batch, settings)
-        seen = _heldout_look(lab, base, settings)
-        row |= (
-            seen.measures() | {"look_finite": seen.finite} | _fidelity(lab, base, settings, between)
-        )
-        row |= _outcome(course, settings, row)
+        course, last = _train(student, watch)
+        row["seconds_training"] = time.perf_counter() - training
+        row |= course.figures() | {"loss_end": student.loss()}
+        row["sharpness_end"] = student.sharpness()
+        seen = student.inspect()
+        row |= seen.measures() | student.fidelity()
+        row |= _outcome(course, row, seen.finite)
         if row["outcome"] == "diverged":
-            row |= _post_mortem(base, settings, course, last, seen)
+            row |= _post_mortem(student, course, last, seen)
         return {**row, "seconds": time.perf_counter() - started}
     finally:
-        detach(base.model)
+        detach(student.model)
 
 
-def _start(lab: Lab, base: Base, settings: Settings) -> None:
-    c = settings.training
-    if settings.adapter.init == "calibrated":
-        calibrate(
-            base.model,
-            base.tokenizer,
-            lab.training_samples(base, settings),
-            c.calibration_tokens,
-            inputs=c.calibration_inputs,
-            rounds=c.calibration_rounds,
-            batch_size=c.batch_size,
-            seed=c.seed,
+class _Student:
+    """A run's student, and its measures."""
+
+    def __init__(self, lab: Lab, settings: Settings, between: Callable[[], None]):
+        self.lab, self.settings, self.between = lab, settings, between
+        self.base = lab.base(settings)
+        self.model = self.base.model
+        self.windows = lab.windows(self.base, settings)
+        teacher = self.base.teacher
+        self.strategy = drive if teacher is None else partial(drive, teacher=teacher)
+        self.stages = stages_of(settings.training, settings.training.max_steps)
+
+    def start(self) -> None:
+        c = self.settings.training
+        self.model.eval()
+        torch.manual_seed(c.seed)
+        if self.settings.adapter.init == "calibrated":
+            calibrate(
+                self.model,
+                self.base.tokenizer,
+                self.lab.training_samples(self.base, self.settings),
+                c.calibration_tokens,
+                inputs=c.calibration_inputs,
+                rounds=c.calibration_rounds,
+                batch_size=c.batch_size,
+                seed=c.seed,
+            )
+
+    def loss(self) -> float:
+        """Return the mean loss per token of the first window with the adapters as they are, in the
+        run's first stage; nothing is stepped.
+        """
+        config, window = self.stages[0].config, self.windows[0]
+        sums = [forward_backward(self.model, self.strategy, batch, config) for batch in window]
+        for parameter in adapter_parameters(self.model).values():
+            parameter.grad = None
+        return sum(float(part.loss) for part in sums) / sum(part.tokens for part in sums)
+
+    def sharpness(self) -> float | None:
+        steps = self.settings.probe.sharpness_steps
+        batch = self.windows[0][0].to(self.model.device)
+        training = self.settings.training
+        return layer_sharpness(self.model, batch, training, steps) if steps else None
+
+    def inspect(self) -> Inspection:
+        """Measure the student on held-out samples."""
+        samples, _ = self.lab.heldout(self.base, self.settings)
+        batch = collate(
+            samples[: self.settings.training.batch_size],
+            pad_id_of(self.base.tokenizer),
+            side=self.settings.data.padding_side,
         )
+        return inspect_student(self.model, batch.to(self.model.device))
+
+    def fidelity(self) -> Row:
+        samples, heldout = self.lab.heldout(self.base, self.settings)
+        found = evaluate(
+            self.model,
+            self.base.tokenizer,
+            samples,
+            batch_size=self.settings.training.batch_size,
+            unquantized=self.lab.reference(self.base, self.settings),
+            between=self.between,
+        )
+        names = ("kl", "kl_se", "perplexity_ratio", "top1", "acceptance")
+        return {
+            **{name: getattr(found.aim, name) for name in names},
+            "floor_kl": found.floor.kl,
+            "nmse": statistics.fmean(layer["nmse_student"] for layer in found.layers.values()),
+            "heldout": heldout,
+        }
 
 
-def _train(
-    base: Base,
-    settings: Settings,
-    windows: list[list[Batch]],
-    between: Callable[[], None],
-    watch: Watch,
-) -> tuple[_Course, tuple[list[Batch], bool] | None]:
-    """The loop; the last window of which something was refused, and whether it was faulted."""
-    config, probe, model = settings.training, settings.probe, base.model
+def _train(student: _Student, watch: Watch) -> tuple[Course, tuple[list[Batch], bool] | None]:
+    """Run the loop. Return its course, and the last window of which something was refused, with
+    whether it was faulted.
+    """
+    config, probe = student.settings.training, student.settings.probe
     assert config.max_steps is not None
-    strategy = drive if base.teacher is None else partial(drive, teacher=base.teacher)
     rates = rate_table(
         config.learning_rate, config.scheduler_type, config.warmup_steps, config.max_steps
     )
-    train_step = TrainStep(model, strategy, config, rates)
+    train_step = TrainStep(student.model, student.strategy, config, rates)
     guarded = train_step.window
-    stages = stages_of(config, config.max_steps)
-    course, last = _Course(), None
-    for step, window in enumerate(windows, 1):
-        between()
-        stage, faulted = stage_at(stages, step - 1), step == probe.fault_step
+    course, last = Course(student.settings), None
+    for step, window in enumerate(student.windows, 1):
+        student.between()
+        stage, faulted = stage_at(student.stages, step - 1), step == probe.fault_step
         # losses of another kind are not measured by those before
         if stage.start != course.stage_from and guarded.spikes is not None:
             guarded.spikes = SpikeGuard(config.spike_sigmas)
         course.stage_from, train_step.config = stage.start, stage.config
-        before = _loss(base, settings, windows[0]) if faulted else math.nan
+        before = student.loss() if faulted else math.nan
         for index, batch in enumerate(window):
-            with enlarged(model, probe, armed=faulted and index == 0):
+            with enlarged(student.model, probe, armed=faulted and index == 0):
                 train_step.add(batch)
         (result,) = (*guarded.commit(), *guarded.flush())
         if result.refusals:
             last = window, faulted
-        _account(course, result, settings, step, faulted)
+        course.take(result, faulted)
         if faulted:  # as it came out, refused or not
             trace = next(trace for trace in reversed(guarded.history) if trace.micro_batch == 0)
-            # per token, as the norms of windows are
-            norm = trace.grad_norm / sum(batch.tokens for batch in window)
-            course.fault |= {
+            course.fault = {
                 "fault_refused": bool(result.refusals),
                 "fault_loss": trace.loss,
-                "fault_grad_norm": norm,
+                # per token, as the norms of windows are
+                "fault_grad_norm": trace.grad_norm / sum(batch.tokens for batch in window),
+                "fault_harm": student.loss() / before,
             }
-            course.fault["fault_harm"] = _loss(base, settings, windows[0]) / before
         watch(step, result.loss, result.grad_norm)
         if course.reason is not None:
             break
     return course, last
 
 
-def _account(
-    course: _Course, result: WindowResult[MicroBatch], settings: Settings, step: int, faulted: bool
-) -> None:
-    config = settings.training
-    finite = result.loss is not None and math.isfinite(result.loss)
-    course.losses.append(result.loss if finite else None)
-    course.norms.append(
-        result.grad_norm
-        if result.grad_norm is not None and math.isfinite(result.grad_norm)
-        else None
-    )
-    course.refused.update(refusal.kind for refusal in result.refusals)
-    course.applied += result.applied
-    course.tokens += result.tokens
-    longest, course.in_a_row = result.bad_in_a_row(course.in_a_row)
-    first, loss = course.first(), course.losses[-1]
-    if result.refusals:
-        course.detail = str(result.refusals[-1])
-    if longest >= config.max_consecutive_bad:
-        course.reason = f"{longest} refusals in a row"
-    elif (
-        not faulted
-        and loss is not None
-        and first is not None
-        and loss > settings.probe.divergence_factor * first
-    ):
-        course.reason, course.detail = "loss", f"loss {loss:.4g} after {first:.4g} at the start"
-
-
-def _course_figures(course: _Course, settings: Settings) -> Row:
-    losses = [loss for loss in course.losses if loss is not None]
-    norms = [norm for norm in course.norms if norm is not None]
-    quarter = max(1, len(norms) // 4)
-    first, last = (
-        (statistics.median(norms[:quarter]), statistics.median(norms[-quarter:]))
-        if norms
-        else (None, None)
-    )
-    return {
-        "steps": len(course.losses),
-        "applied": course.applied,
-        "refused": course.refused.total(),
-        "refused_kinds": ",".join(
-            f"{kind} {count}" for kind, count in sorted(course.refused.items())
-        ),
-        "tokens": course.tokens,
-        "loss_last": statistics.fmean(losses[-AROUND:]) if losses else None,
-        "loss_max": max(losses) if losses else None,
-        "grad_norm_first": first,
-        "grad_norm_last": last,
-        "grad_norm_max": max(norms) if norms else None,
-        "grad_growth": last / first if first and last is not None else None,
-        "curve": [course.losses[i] for i in _spread(len(course.losses), CURVE)],
-        **_recovery(course, settings.probe.fault_step),
-    }
-
-
-def _loss(base: Base, settings: Settings, window: list[Batch]) -> float:
-    """The mean loss per token of a window with the adapters as they are, in the run's first stage;
-    nothing is stepped.
-    """
-    config = stages_of(settings.training, settings.training.max_steps)[0].config
-    strategy = drive if base.teacher is None else partial(drive, teacher=base.teacher)
-    sums = [forward_backward(base.model, strategy, batch, config) for batch in window]
-    for parameter in adapter_parameters(base.model).values():
-        parameter.grad = None
-    return sum(float(part.loss) for part in sums) / sum(part.tokens for part in sums)
-
-
-def _recovery(course: _Course, at: int | None) -> Row:
-    """How a run took the fault: mean loss before it, the largest and the mean of the last behind
-    it, and steps until it was as before.
-    """
-    if at is None:
-        return {}
-    before = [loss for loss in course.losses[max(0, at - 1 - AROUND) : at - 1] if loss is not None]
-    after = [(i, loss) for i, loss in enumerate(course.losses[at:], 1) if loss is not None]
-    if not before or not after:
-        return course.fault
-    usual = statistics.fmean(before)
-    return {
-        **course.fault,
-        "loss_before_fault": usual,
-        "loss_worst_behind": max(loss for _, loss in after),
-        "loss_after_fault": statistics.fmean([loss for _, loss in after][-AROUND:]),
-        "recovered_after": next((i for i, loss in after if loss <= RECOVERED * usual), None),
-    }
-
-
-def _outcome(course: _Course, settings: Settings, row: Row) -> Row:
-    """`diverged` (stopped, or what came out is not finite), `worse` (the loss of the first window
-    or the KL is larger in the end than at the start), `stable`."""
-    kl, kl_start = row["kl"], row["kl_start"]
-    if course.reason is not None:
-        return {"outcome": "diverged", "reason": course.reason, "stopped_at": len(course.losses)}
-    if not row["look_finite"] or kl is None or not math.isfinite(kl):
-        return {
-            "outcome": "diverged",
-            "reason": "the student is not finite",
-            "stopped_at": len(course.losses),
-        }
-    end = row["loss_end"]
-    if not course.applied or not math.isfinite(end) or end > row["loss_first"]:
-        reason = "the loss has grown" if course.applied else "no step was applied"
-        return {"outcome": "worse", "reason": reason, "stopped_at": None}
-    if kl_start is not None and kl > GROWN * kl_start:
-        return {"outcome": "worse", "reason": "the KL has grown", "stopped_at": None}
-    return {"outcome": "stable", "reason": None, "stopped_at": None}
+def _outcome(course: Course, row: Row, finite: bool) -> Row:
+    """Return `diverged` (stopped, or the student is not finite), `worse` (the loss of the first
+    window or the KL is larger in the end than at the start) or `stable`, with the reason."""
+    kl, kl_start, end = row["kl"], row["kl_start"], row["loss_end"]
+    reason = course.reason
+    if reason is None and not (finite and kl is not None and math.isfinite(kl)):
+        reason = "the student is not finite"
+    if reason is not None:
+        return {"outcome": "diverged", "reason": reason, "stopped_at": len(course.losses)}
+    if not course.applied:
+        reason = "no step was applied"
+    elif not math.isfinite(end) or end > row["loss_first"]:
+        reason = "the loss has grown"
+    elif kl_start is not None and kl > GROWN * kl_start:
+        reason = "the KL has grown"
+    outcome = "stable" if reason is None else "worse"
+    return {"outcome": outcome, "reason": reason, "stopped_at": None}
 
 
 def _post_mortem(
-    base: Base,
-    settings: Settings,
-    course: _Course,
-    last: tuple[list[Batch], bool] | None,
-    seen: Look,
+    student: _Student, course: Course, last: tuple[list[Batch], bool] | None, seen: Inspection
 ) -> Row:
-    """Where it went wrong: the first number that is not finite on the batch that was refused last,
+    """Return the place of the first number that is not finite on the batch that was refused last,
     else the layer that is furthest off.
     """
     if last is not None:
         window, faulted = last
-        with enlarged(base.model, settings.probe, armed=faulted):
-            found = look(base.model, window[0].to(base.model.device))
+        with enlarged(student.model, student.settings.probe, armed=faulted):
+            found = inspect_student(student.model, window[0].to(student.model.device))
         seen = found if not found.finite else seen
     return {
         "detail": course.detail,
@@ -367,49 +278,3 @@ def _post_mortem(
         "bad_stage": seen.bad_stage,
         "bad_finite": seen.finite,
     }
-
-
-def _heldout_look(lab: Lab, base: Base, settings: Settings) -> Look:
-    samples, _ = lab.heldout(base, settings)
-    batch = collate(
-        samples[: settings.training.batch_size],
-        pad_id_of(base.tokenizer),
-        side=settings.data.padding_side,
-    )
-    return look(base.model, batch.to(base.model.device))
-
-
-def _fidelity(lab: Lab, base: Base, settings: Settings, between: Callable[[], None]) -> Row:
-    samples, heldout = lab.heldout(base, settings)
-    reference = lab.reference(base, settings)
-    found = evaluate(
-        base.model,
-        base.tokenizer,
-        samples,
-        batch_size=settings.training.batch_size,
-        unquantized=reference,
-        between=between,
-    )
-    aim = found.aim
-    return {
-        "kl": aim.kl,
-        "kl_se": aim.kl_se,
-        "perplexity_ratio": aim.perplexity_ratio,
-        "top1": aim.top1,
-        "acceptance": aim.acceptance,
-        "floor_kl": found.floor.kl,
-        "nmse": statistics.fmean(layer["nmse_student"] for layer in found.layers.values()),
-        "heldout": heldout,
-    }
-
-
-def _sharpness(base: Base, batch: Batch, settings: Settings) -> float | None:
-    steps = settings.probe.sharpness_steps
-    return layer_sharpness(base.model, batch, settings.training, steps) if steps else None
-
-
-def _spread(count: int, at_most: int) -> list[int]:
-    """Indices of a curve's points, the first and the last among them."""
-    if count <= at_most:
-        return list(range(count))
-    return [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]

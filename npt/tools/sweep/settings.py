@@ -1,11 +1,8 @@
-"""What one trial of a study is: settings of the base, the adapters, the data and the training, and
-what is done to the run and looked at beside. They are checked by the classes that a run's own
-settings are checked by."""
+"""The settings of one trial: of the base, the adapters, the data and the training, checked as those
+of a run are, and of the probes that are made in addition."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -20,7 +17,7 @@ FAULT_PLACES = ("attention", "embedding")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """What is done to a study's run, and looked at, beside training it."""
+    """Faults that are planted in a study's run, and measures in addition to training."""
 
     compute_dtype: str | None = setting(
         None,
@@ -48,23 +45,23 @@ class ProbeConfig:
                 raise ConfigError(
                     f"--{name} is {value}; it must be a whole number of at least {low}"
                 )
-        for name, choices in (("compute_dtype", COMPUTE_DTYPES), ("fault_place", FAULT_PLACES)):
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise ConfigError(f"--{name} is {value!r}; choose from {', '.join(choices)}")
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices and value is not None and value not in choices:
+                raise ConfigError(f"--{f.name} is {value!r}; choose from {', '.join(choices)}")
         if not 0 < self.fault_scale < float("inf"):
             raise ConfigError(f"--fault_scale is {self.fault_scale}; it must be a positive number")
         if not 1 < self.divergence_factor < float("inf"):
             raise ConfigError(
                 f"--divergence_factor is {self.divergence_factor}; it must be a number above 1"
             )
-        if self.fault_step is None:
-            for name, default in (("fault_scale", 1e4), ("fault_place", "attention")):
-                if getattr(self, name) != default:
-                    raise ConfigError(
-                        f"--{name} {getattr(self, name)} means nothing without --fault_step; add it"
-                        " or drop the other"
-                    )
+        for f in fields(self):
+            unset = self.fault_step is None and f.name in ("fault_scale", "fault_place")
+            if unset and getattr(self, f.name) != f.default:
+                raise ConfigError(
+                    f"--{f.name} {getattr(self, f.name)} means nothing without --fault_step; add it"
+                    " or drop the other"
+                )
 
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig, ProbeConfig)
@@ -82,22 +79,16 @@ LEFT_OUT = {
         "a study's runs are as long as max_steps and save nothing",
     ),
     **dict.fromkeys(
-        (
-            "output_dir",
-            "log_steps",
-            "eval_steps",
-            "trace_steps",
-            "trace_every",
-            "smoke_test",
-            "use_tensorboard",
-            "run_name",
-            "sample_steps",
-        ),
+        ("output_dir", "run_name", "log_steps", "eval_steps", "sample_steps", "smoke_test"),
+        "a study's runs write no folder of their own",
+    ),
+    **dict.fromkeys(
+        ("trace_steps", "trace_every", "use_tensorboard"),
         "a study's runs write no folder of their own",
     ),
     "max_memory": "a study's runs compute a batch at once",
     "max_refused_share": "a study's runs are too short for a share; max_consecutive_bad ends them",
-    **dict.fromkeys(("use_wandb", "report_to"), "write wandb: true beside the study's name"),
+    **dict.fromkeys(("use_wandb", "report_to"), "write wandb: true next to the study's name"),
     **dict.fromkeys(
         ("project", "wandb_entity", "wandb_group", "wandb_tags"),
         "WANDB_PROJECT and the like say it, and the group is the study",
@@ -123,65 +114,47 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], seed: int) -> Settings:
-        """From values by flag name, `safe_mode` among them.
+        """Return the settings of values by flag name, `safe_mode` among them.
 
         Raises:
             ConfigError: a value or a combination that cannot work, here or in a study at all.
         """
         given = with_safe_mode({**given, "seed": seed})
-        # A study's compute_dtype is the probe's, of the whole base; the base's own, of packed
-        # products alone, keeps its default.
+        # a study's compute_dtype is the probe's, of the whole base, not of packed products alone
         of_base = {name: value for name, value in given.items() if name != "compute_dtype"}
         settings = cls(*(build(kind, of_base if kind is BaseConfig else given) for kind in CLASSES))
         settings._check()
         return settings
 
     def _check(self) -> None:
-        steps, probe = self.training.max_steps, self.probe
+        steps, base, probe = self.training.max_steps, self.base, self.probe
+        fault, dtype = probe.fault_step, probe.compute_dtype
         if steps is None:
             raise ConfigError("--max_steps is unset; say how long a study's runs are")
-        if probe.fault_step is not None and probe.fault_step >= steps:
+        if fault is not None and fault >= steps:
             raise ConfigError(
-                f"--fault_step is {probe.fault_step} of {steps} steps; some have to be left"
-                " behind it"
+                f"--fault_step is {fault} of {steps} steps; some have to be left after it"
             )
-        if probe.fault_step is not None and self.base.teacher_precision is not None:
+        if fault is not None and base.teacher_precision is not None:
             raise ConfigError(
                 "--fault_step does not go with --teacher_precision, whose teacher it would not"
                 " reach; drop one of the two"
             )
-        if probe.compute_dtype is not None and self.base.use_fp16:
+        if dtype is not None and base.use_fp16:
+            raise ConfigError(f"--use_fp16 with --compute_dtype {dtype}; drop one of the two")
+        if dtype in ("bf16", "fp16") and base.teacher_precision is not None:
             raise ConfigError(
-                f"--use_fp16 beside --compute_dtype {probe.compute_dtype}; drop one of the two"
-            )
-        if probe.compute_dtype in ("bf16", "fp16") and self.base.teacher_precision is not None:
-            raise ConfigError(
-                f"--teacher_precision does not go with --compute_dtype {probe.compute_dtype}; drop"
-                " one of the two"
+                f"--teacher_precision does not go with --compute_dtype {dtype}; drop one of the two"
             )
 
     def values(self) -> dict[str, Any]:
-        """Every setting by flag name, as JSON takes it."""
+        """Return every setting by flag name, as JSON takes it."""
         found: dict[str, Any] = {}
-        for part in self._parts:
+        for part in (self.base, self.adapter, self.data, self.training, self.probe):
             plain = asdict(part)
-            found |= {
-                flag_of(f): (
-                    list(plain[f.name]) if isinstance(plain[f.name], tuple) else plain[f.name]
-                )
-                for f in fields(part)
-            }
+            for f in fields(part):
+                value = plain[f.name]
+                found[flag_of(f)] = list(value) if isinstance(value, tuple) else value
         return {
             name: value for name, value in found.items() if name not in LEFT_OUT or name == "seed"
         }
-
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        return self.base, self.adapter, self.data, self.training, self.probe
-
-
-def fingerprint(value: Any) -> str:
-    """16 hexadecimal digits that equal values share, in every process and on every machine."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[
-        :16
-    ]

@@ -3,9 +3,8 @@
 Gradient descent at rate r is stable in a direction of curvature c as long as r c < 2; the largest
 curvature says which rates can work at all (Cohen et al., "Gradient Descent on Neural Networks
 Typically Occurs at the Edge of Stability", ICLR 2021). Adam rescales each parameter, so the figure
-compares runs, and is no limit of Adam's rate. The Hessian is never formed: what is needed are its
-products with vectors alone, which two backward passes give (Pearlmutter, "Fast Exact Multiplication
-by the Hessian", 1994).
+compares runs, and is no limit of Adam's rate. The Hessian is never formed: two backward passes give
+its product with a vector (Pearlmutter, "Fast Exact Multiplication by the Hessian", 1994).
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ ROUNDING = 1e-6
 def largest_eigenvalue(
     loss: Callable[[], Tensor], parameters: Sequence[Tensor], iterations: int, seed: int = 0
 ) -> float:
-    """The largest eigenvalue of the loss's Hessian in these parameters, from below.
+    """Return the largest eigenvalue of the loss's Hessian in these parameters, from below; NaN if
+    loss or curvature are not finite.
 
-    Of the space that so many power iterations walk through the largest Ritz value is taken
-    (Lanczos), not their last vector: that comes near much sooner, and near the right end where the
+    It is the largest Ritz value of the space that so many power iterations walk through (Lanczos),
+    not the size of their last vector: that comes near much sooner, and near the right end if the
     largest eigenvalue and the most negative one are of one size, as they are at the saddle that a
     product of A and M starts from.
 
@@ -46,75 +46,58 @@ def largest_eigenvalue(
         parameters: that it depends on, leaves that require gradients.
         iterations: products with the Hessian.
         seed: of the first vector.
-
-    Returns:
-        NaN where loss or curvature are not finite.
     """
     gradients = torch.autograd.grad(loss(), parameters, create_graph=True, allow_unused=True)
-    used = [
-        (g, p)
-        for g, p in zip(gradients, parameters, strict=True)
-        if g is not None and g.requires_grad
-    ]
+    pairs = zip(gradients, parameters, strict=True)
+    used = [(g, p) for g, p in pairs if g is not None and g.requires_grad]
     if not used:
         return 0.0
-    shapes, own = [p.shape for _, p in used], used[0][1]
+    sloped, own = [g for g, _ in used], [p for _, p in used]
+    sizes = [p.numel() for p in own]
 
     def product(vector: Tensor) -> Tensor:
-        parts = [
-            part.view(shape)
-            for part, shape in zip(vector.split([s.numel() for s in shapes]), shapes, strict=True)
-        ]
+        parts = [part.view_as(p) for part, p in zip(vector.split(sizes), own, strict=True)]
         found = torch.autograd.grad(
-            [g for g, _ in used], [p for _, p in used], parts, retain_graph=True, allow_unused=True
+            sloped, own, parts, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        return torch.cat(
-            [
-                (torch.zeros_like(v) if f is None else f).flatten()
-                for v, f in zip(parts, found, strict=True)
-            ]
-        )
+        return torch.cat([part.flatten() for part in found])
 
-    count = sum(shape.numel() for shape in shapes)
-    vector = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(own)
+    vector = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)).to(own[0])
     basis: list[Tensor] = []
     diagonal: list[float] = []
-    beside: list[float] = []
-    for _ in range(min(iterations, count)):
+    off: list[float] = []
+    for _ in range(min(iterations, sum(sizes))):
         size = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
         if not math.isfinite(size):
             return math.nan
-        if basis and size <= ROUNDING * max(map(abs, [*diagonal, *beside]), default=0.0):
+        if basis and size <= ROUNDING * max(map(abs, [*diagonal, *off])):
             break  # the space is closed: nothing of the Hessian's largest part lies outside
-        beside += [size] if basis else []
+        off += [size] if basis else []
         basis.append(vector / size)
         vector = product(basis[-1])
         diagonal.append(float(torch.dot(basis[-1].double(), vector.double())))
-        # rounding lets what was taken out come back; the second time takes out that
+        # rounding lets components that were removed come back; the second time removes those
         for _ in range(2):
             for other in basis:
                 vector = vector - torch.dot(other, vector) * other
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    if beside:
-        matrix += torch.diag(torch.tensor(beside, dtype=torch.float64), 1) + torch.diag(
-            torch.tensor(beside, dtype=torch.float64), -1
-        )
-    return (
-        float(torch.linalg.eigvalsh(matrix)[-1]) if bool(torch.isfinite(matrix).all()) else math.nan
-    )
+    if off:
+        side = torch.diag(torch.tensor(off, dtype=torch.float64), 1)
+        matrix = matrix + side + side.T
+    return float(torch.linalg.eigvalsh(matrix)[-1]) if matrix.isfinite().all() else math.nan
 
 
 def layer_sharpness(
     model: PreTrainedModel, batch: Batch, config: TrainConfig, iterations: int
 ) -> float:
-    """Sharpness of the first converted layer's loss per valid token, the layer being fed the base's
-    state and aiming at its output.
+    """Return the sharpness of the first converted layer's loss per valid token; the layer is fed
+    the base's state and aims at its output.
 
     Args:
         model: with adapters attached.
         batch: on the model's device.
         config: the loss.
-        iterations: of the power iteration.
+        iterations: products with the Hessian.
     """
     index, layer = npt_layers(model)[0]
     with torch.no_grad(), adapters_disabled(model):
@@ -122,12 +105,9 @@ def layer_sharpness(
         hidden = stream.hidden
         for below in decoder_layers(model)[:index]:
             hidden = stream.clean(below(hidden, **stream.context_of(below)))
-        h, a = (
-            stream.rows(hidden),
-            stream.rows(attention_output(layer, hidden, **stream.context_of(layer))),
-        )
-        behind = h + a
-        t = behind + layer.mlp(layer.post_attention_layernorm(behind))
+        h = stream.rows(hidden)
+        a = stream.rows(attention_output(layer, hidden, **stream.context_of(layer)))
+        t = h + a + layer.mlp(layer.post_attention_layernorm(h + a))
     return largest_eigenvalue(
         lambda: _loss(layer, h, a, t, config) / len(h),
         [p for p in layer.npt.parameters() if p.requires_grad],
@@ -136,8 +116,8 @@ def layer_sharpness(
 
 
 def _loss(layer: NPTLayer, h: Tensor, a: Tensor, t: Tensor, config: TrainConfig) -> Tensor:
-    """The layer's summed loss, of plain operations that can be differentiated twice; the training's
-    own products cannot all be.
+    """Return the layer's summed loss, of plain operations that can be differentiated twice; the
+    training's own products cannot all be.
     """
     adapter, mlp = layer.npt, layer.mlp
     own = adapter.config

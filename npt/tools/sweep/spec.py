@@ -17,24 +17,26 @@ that reads it.
         bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   a trial seeks the
             largest value that trains
 
-A part's trials are all arms with all points of the grid, all draws and all seeds. Two places that
-come to the same settings are one trial, done once.
+A part's trials are all arms with all points of the grid, all draws and all seeds. Equal settings in
+two places are one trial, run once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from npt.config import SEED_MAX
 from npt.errors import ConfigError, kind_of
 from npt.flags import checked_settings, yaml_content
-from npt.tools.sweep.settings import CLASSES, LEFT_OUT, Settings, fingerprint
+from npt.tools.sweep.settings import CLASSES, LEFT_OUT, Settings
 
 _TOP = ("name", "wandb", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
@@ -48,8 +50,8 @@ TRIALS = 100_000
 
 @dataclass(frozen=True)
 class Bisection:
-    """Seek the largest value of a setting that trains: between `low` and `high`, halving the
-    bracket by its logarithm `rounds` times.
+    """A search for the largest value of a setting that trains: between `low` and `high`, halving
+    the bracket by its logarithm `rounds` times.
     """
 
     setting: str
@@ -60,7 +62,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the specification a trial stands. point: of the part's grid, or what was drawn."""
+    """A trial's place in the specification. point: of the part's grid, or what was drawn."""
 
     part: str
     arm: str
@@ -71,7 +73,7 @@ class Place:
 class Trial:
     """One run of a study, or with `bisect` a few that seek a limit.
 
-    given: what its settings were made of, by flag name. key: what every worker knows it by; equal
+    given: its settings as they were written, by flag name. key: its name to every worker; equal
     settings have equal keys.
     """
 
@@ -82,23 +84,22 @@ class Trial:
     places: tuple[Place, ...] = ()
 
     def at(self, value: float) -> Settings:
-        """Its settings with another value of the setting that it seeks the limit of."""
+        """Return its settings with another value of the setting that it seeks the limit of."""
         assert self.bisect is not None
         return Settings.of({**self.given, self.bisect.setting: value}, self.settings.training.seed)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One question of a study. varied: the settings that its trials differ in."""
+    """One question of a study."""
 
     name: str
     note: str
-    varied: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Design:
-    """All trials of a study, in the order of the specification."""
+    """All trials of a study, in the order of the specification. varied: settings that differ."""
 
     name: str
     wandb: bool
@@ -112,7 +113,7 @@ class Design:
 
 
 def read_design(path: str) -> Design:
-    """The design that a file describes, every trial's settings checked.
+    """Return the design that a file describes, every trial's settings checked.
 
     Raises:
         ConfigError: the file cannot be read, has an unknown name in it, or a trial's settings
@@ -122,11 +123,11 @@ def read_design(path: str) -> Design:
 
 
 def design_of(content: Any, where: str) -> Design:
-    """The design of a specification's content.
+    """Return the design of a specification's content.
 
     Args:
         content: as YAML gives it.
-        where: it stands, for messages; its stem is the default name.
+        where: its file, for messages; its stem is the default name.
 
     Raises:
         ConfigError: as `read_design`.
@@ -150,14 +151,11 @@ def design_of(content: Any, where: str) -> Design:
         _check_name(f"{where}: part {part}", str(part))
         own = list(_part(f"{where}: part {part}", str(part), written, shared, seeds))
         for trial in own:
-            before = trials.get(trial.key)
-            trials[trial.key] = (
-                trial
-                if before is None
-                else replace(before, places=tuple(dict.fromkeys(before.places + trial.places)))
-            )
+            places = trials[trial.key].places if trial.key in trials else ()
+            first = trials.get(trial.key, trial)
+            trials[trial.key] = replace(first, places=tuple(dict.fromkeys(places + trial.places)))
         note = written.get("note", "") if isinstance(written, Mapping) else ""
-        found.append(Part(str(part), str(note), _varied(own)))
+        found.append(Part(str(part), str(note)))
     return Design(name, wandb, tuple(found), tuple(trials.values()), _varied(list(trials.values())))
 
 
@@ -166,67 +164,56 @@ def _part(
 ) -> Iterator[Trial]:
     own = _mapping(where, written, _PART)
     settings = {**shared, **_settings(f"{where}: settings", own.get("settings"))}
-    arms = {
-        str(arm): _settings(f"{where}, arm {arm}", part)
-        for arm, part in _mapping(f"{where}: arms", own.get("arms"), None).items()
+    seeds = _seeds(where, own["seeds"]) if "seeds" in own else seeds
+    arms: dict[str, dict[str, Any]] = {}
+    for arm, bundle in _mapping(f"{where}: arms", own.get("arms"), None).items():
+        arms[str(arm)] = _settings(f"{where}, arm {arm}", bundle)
+        _check_name(f"{where}, arm {arm}", str(arm))
+    arms = arms or {"": {}}
+    grid = {
+        str(setting): _values(f"{where}: grid", str(setting), values)
+        for setting, values in _mapping(f"{where}: grid", own.get("grid"), None).items()
     }
-    for arm in arms:
-        _check_name(f"{where}, arm {arm}", arm)
-    grid = _grid(where, own.get("grid"))
-    draws = _draws(where, own.get("random"))
+    draws = _draws(where, own.get("random")) or [{}]
     bisect = _bisection(where, own.get("bisect"))
-    count = (
-        max(1, len(arms))
-        * math.prod(len(values) for values in grid.values())
-        * max(1, len(draws))
-        * len(seeds)
-    )
+    count = len(arms) * math.prod(map(len, grid.values())) * len(draws) * len(seeds)
     if count > TRIALS:
         raise ConfigError(
             f"{where} has {count:,} trials, more than {TRIALS:,}; draw some at random instead"
         )
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    for (arm, bundle), point, draw in itertools.product(
-        (arms or {"": {}}).items(), points, draws or [{}]
-    ):
-        for seed in _seeds(where, own["seeds"]) if "seeds" in own else seeds:
-            given = {**settings, **bundle, **point, **draw}
-            varied = ", ".join(f"{k} {v}" for k, v in {**point, **draw, "seed": seed}.items())
-            said = f"{where}{f', arm {arm}' if arm else ''}, {varied}"
-            try:
-                if bisect is not None:  # both ends have to be settings that can be run
-                    for end in (bisect.low, bisect.high):
-                        resolved = Settings.of({**given, bisect.setting: end}, seed)
-                    given[bisect.setting] = bisect.low
-                resolved = Settings.of(given, seed)
-            except ConfigError as error:
-                raise ConfigError(f"{said}: {error}") from error
-            # Defaults are part of it: where a version changes one, what was found under the old one
-            # is of another trial.
-            what = [
-                resolved.values(),
-                (
-                    None
-                    if bisect is None
-                    else [bisect.setting, bisect.low, bisect.high, bisect.rounds]
-                ),
-            ]
-            yield Trial(
-                fingerprint(what), resolved, given, bisect, (Place(name, arm, {**point, **draw}),)
-            )
+    for (arm, bundle), point, draw, seed in itertools.product(arms.items(), points, draws, seeds):
+        place = Place(name, arm, {**point, **draw})
+        try:
+            yield _trial({**settings, **bundle, **point, **draw}, seed, bisect, place)
+        except ConfigError as error:
+            varied = ", ".join(f"{k} {v}" for k, v in {**place.point, "seed": seed}.items())
+            raise ConfigError(
+                f"{where}{f', arm {arm}' if arm else ''}, {varied}: {error}"
+            ) from error
+
+
+def _trial(given: dict[str, Any], seed: int, bisect: Bisection | None, place: Place) -> Trial:
+    if bisect is not None:
+        Settings.of({**given, bisect.setting: bisect.high}, seed)  # both ends must work
+        given[bisect.setting] = bisect.low
+    settings = Settings.of(given, seed)
+    # defaults too: if a version changes one, the results of the old one are of another trial
+    key = _fingerprint([settings.values(), None if bisect is None else list(astuple(bisect))])
+    return Trial(key, settings, given, bisect, (place,))
+
+
+def _fingerprint(value: Any) -> str:
+    """Return 16 hexadecimal digits that equal values share, in every process and on every machine."""
+    text = json.dumps(value, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _study_name(where: str, value: Any) -> str:
-    """What a study is called: its folder is, too."""
+    """Return the study's name; its folder has it, too."""
     name = Path(where).stem if value is None else str(value)
-    if (
-        isinstance(value, list | dict)
-        or "/" in name
-        or "\\" in name
-        or name in (".", "..")
-        or not name.strip()
-        or not name.isprintable()
-    ):
+    odd = isinstance(value, list | dict) or "/" in name or "\\" in name or name in (".", "..")
+    if odd or not name.strip() or not name.isprintable():
         raise ConfigError(
             f"{where}: name is {value!r}, which no folder can be called; use letters, digits and"
             " spaces"
@@ -270,7 +257,7 @@ def _check_taken(where: str, name: str) -> None:
 
 
 def _values(where: str, name: str, value: Any) -> list[Any]:
-    """A list of values of one setting, none twice."""
+    """Return a list of values of one setting, none twice."""
     _check_taken(where, name)
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {name} is {value!r}; write a list of values")
@@ -280,60 +267,30 @@ def _values(where: str, name: str, value: Any) -> list[Any]:
     return found
 
 
-def _grid(where: str, value: Any) -> dict[str, list[Any]]:
-    return {
-        str(name): _values(f"{where}: grid", str(name), entry)
-        for name, entry in _mapping(f"{where}: grid", value, None).items()
-    }
-
-
 def _draws(where: str, value: Any) -> list[dict[str, Any]]:
-    """The random points; the same ones for the same seed."""
+    """Return the random points; the same ones for the same seed."""
     if value is None:
         return []
     where = f"{where}: random"
     written = _mapping(where, value, ("count", "seed", "over"))
-    count, seed, over = (
-        written.get("count"),
-        written.get("seed", 0),
-        _mapping(f"{where}: over", written.get("over"), None),
-    )
+    count, seed = written.get("count"), written.get("seed", 0)
+    over = _mapping(f"{where}: over", written.get("over"), None)
     if type(count) is not int or not 1 <= count <= TRIALS or type(seed) is not int or not over:
         raise ConfigError(
             f"{where} needs a count of trials, a whole seed and settings to draw from, under over"
         )
     source = random.Random(seed)
-    ranges = {str(name): _range(where, str(name), entry) for name, entry in over.items()}
-    found = []
-    for _ in range(count):
-        point = {}
-        for name, entry in ranges.items():
-            if isinstance(entry, list):
-                drawn = entry[source.randrange(len(entry))]
-            else:
-                low, high, log, whole = entry
-                drawn = (
-                    math.exp(source.uniform(math.log(low), math.log(high)))
-                    if log
-                    else source.uniform(low, high)
-                )
-                drawn = round(drawn) if whole else float(f"{drawn:.6g}")
-            point[name] = drawn
-        found.append(point)
-    return found
+    draws = {str(name): _draw(where, str(name), entry) for name, entry in over.items()}
+    return [{name: draw(source) for name, draw in draws.items()} for _ in range(count)]
 
 
-def _range(where: str, name: str, value: Any) -> list[Any] | tuple[float, float, bool, bool]:
-    """A list to choose from; or the ends of a range, whether it is drawn from by its logarithm, and
-    whether numbers are whole.
-    """
+def _draw(where: str, name: str, value: Any) -> Callable[[random.Random], Any]:
+    """Return what draws a setting: from a list, or from a range, perhaps by its logarithm."""
     if isinstance(value, list):
-        return _values(where, name, value)
-    _check_taken(where, name)
+        values = _values(where, name, value)
+        return lambda source: values[source.randrange(len(values))]
     ends = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
-    low, high = (
-        checked_settings(where, {name: ends.get(end)}, CLASSES)[name] for end in ("low", "high")
-    )
+    low, high = _ends(where, name, ends)
     log = ends.get("log", False)
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
     if not numbers or not low < high or (log and low <= 0) or not isinstance(log, bool):
@@ -341,15 +298,28 @@ def _range(where: str, name: str, value: Any) -> list[Any] | tuple[float, float,
             f"{where}: {name} is {value!r}; write a list of values, or low and high, and log: true"
             " for a range above 0"
         )
-    return low, high, log, isinstance(low, int) and isinstance(high, int)
+
+    def draw(source: random.Random) -> float:
+        ends = (math.log(low), math.log(high)) if log else (low, high)
+        drawn = math.exp(source.uniform(*ends)) if log else source.uniform(*ends)
+        whole = isinstance(low, int) and isinstance(high, int)
+        return round(drawn) if whole else float(f"{drawn:.6g}")
+
+    return draw
+
+
+def _ends(where: str, name: str, written: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the low and the high end of a range of a setting, each of its type."""
+    _check_taken(where, name)
+    low, high = (
+        checked_settings(where, {name: written.get(end)}, CLASSES)[name] for end in ("low", "high")
+    )
+    return low, high
 
 
 def _seeds(where: str, value: Any) -> list[int]:
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in value)
-    ):
+    known = isinstance(value, list) and value
+    if not known or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in value):
         raise ConfigError(
             f"{where}: seeds is {value!r}; write a list of whole numbers like [0, 1, 2]"
         )
@@ -364,18 +334,10 @@ def _bisection(where: str, value: Any) -> Bisection | None:
     name = written.get("setting", "learning_rate")
     if not isinstance(name, str):
         raise ConfigError(f"{where}: setting is {name!r}; write the name of one setting")
-    _check_taken(where, name)
-    low, high = (
-        checked_settings(where, {name: written.get(end)}, CLASSES)[name] for end in ("low", "high")
-    )
+    low, high = _ends(where, name, written)
     rounds = written.get("rounds", 4)
-    if not (
-        isinstance(low, float)
-        and isinstance(high, float)
-        and 0 < low < high
-        and type(rounds) is int
-        and 1 <= rounds <= 20
-    ):
+    numbers = isinstance(low, float) and isinstance(high, float) and 0 < low < high
+    if not numbers or type(rounds) is not int or not 1 <= rounds <= 20:
         raise ConfigError(
             f"{where} is {value!r}; write a setting that is a number, low and high above 0, and 1"
             " to 20 rounds"
@@ -384,7 +346,7 @@ def _bisection(where: str, value: Any) -> Bisection | None:
 
 
 def _varied(trials: list[Trial]) -> tuple[str, ...]:
-    """The settings in which trials differ, the seed left out."""
+    """Return the settings in which trials differ, the seed left out."""
     values = [trial.settings.values() for trial in trials]
     return tuple(
         name

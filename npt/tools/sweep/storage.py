@@ -1,26 +1,28 @@
 """A study's storage, by Optuna: an SQLite file, or a server's database for workers on many
-machines. Trials wait in it as Optuna's own, so that its tools can look at them.
+machines.
 
-What Optuna leaves open is settled here. Taking a waiting trial is no single operation in SQLite,
-nor is filling a new study anywhere: both are done in turn, under a lock that the system takes from
-a killed worker. A worker that runs a trial counts a number up in it; one whose number has stood
-still for `grace` seconds, by the clock of whoever watches, is gone, and its trial waits again. No
-two machines' clocks are compared.
+Each attempt at a trial is a trial of Optuna's, so that its tools can look at them; `key` says of
+which trial of the design. What a trial has come to is read off its attempts, so that no killed
+process can leave it half said. Optuna gives a waiting attempt to one worker alone. It sends
+Optuna's heartbeats; attempts whose last one is older than `grace` seconds by the database's clock
+have failed, and their trial waits again. Optuna's own callback for that (RetryFailedTrialCallback,
+later RetryHeartbeatStaleTrialCallback) is not used: a process killed between the failure and the
+next attempt would lose the trial, and errors are counted apart from silences here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import json
 import logging
 import math
 import os
+import re
 import secrets
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +33,10 @@ from npt.extras import install_command
 from npt.files import finite_or_null
 from npt.tools.sweep.spec import Trial
 
-BEAT_SECONDS = 5.0
-GRACE_SECONDS = 45.0
-"""A trial whose worker has not been heard of for so long is taken up again: many beats, since a
-busy database may delay some.
+BEAT_SECONDS = 5
+GRACE_SECONDS = 45
+"""A trial whose worker has not been heard of for so long is run again: many beats, since a busy
+database may delay some.
 """
 
 ATTEMPTS = 3
@@ -47,8 +49,7 @@ TRY_SECONDS = 1.0
 doubles.
 """
 
-_ERROR, _SILENCE = "error", "silence"
-
+_SILENT = "its worker {} was not heard of for {:.0f} s"
 _LOCK_SECONDS = 60.0
 
 P = ParamSpec("P")
@@ -57,11 +58,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Claim:
-    """A trial that this worker has taken. number: Optuna's, of this attempt."""
+    """A trial that this worker has taken. id: Optuna's, of this attempt."""
 
     key: str
-    settings: dict[str, Any]
-    number: int
     id: int
 
 
@@ -79,11 +78,42 @@ class Progress:
         return self.running + self.waiting
 
 
+class _Attempts:
+    """What one trial of the design has come to. trials: Optuna's, in the order of their numbers."""
+
+    def __init__(self, trials: list[Any]):
+        self.done: Any = next((trial for trial in trials if trial.state.name == "COMPLETE"), None)
+        # of two that were added at once everybody takes the first
+        open_ = [trial for trial in trials if trial.state.name in ("WAITING", "RUNNING")]
+        self.current: Any = next(iter(open_), None)
+        self.last = trials[-1]
+        failed = [trial for trial in trials if trial.state.name == "FAIL"]
+        silent = [trial for trial in failed if _fell_silent(trial)]
+        anew = max((trial.number for trial in trials if trial.user_attrs.get("again")), default=0)
+        self.silences = sum(trial.number >= anew for trial in silent)
+        self.errors = [
+            trial for trial in failed if trial.user_attrs.get("error") and trial not in silent
+        ]
+
+    @property
+    def state(self) -> str:
+        if self.done is not None:
+            return "finished"
+        if self.current is not None:
+            return self.current.state.name.lower()
+        return "lost" if max(len(self.errors), self.silences) >= ATTEMPTS else "waiting"
+
+
+def _fell_silent(trial: Any) -> bool:
+    # Optuna gives no reason; versions before this one wrote theirs
+    return trial.user_attrs.get("error", _SILENT).startswith(_SILENT.partition("{")[0])
+
+
 def _patiently(
     method: Callable[Concatenate[Storage, P], T],
 ) -> Callable[Concatenate[Storage, P], T]:
-    """A method of a storage that outlasts a database which is out of reach for a moment. What it
-    does may be done twice.
+    """Wrap a method of a storage so that it outlasts a database that is out of reach for a moment.
+    It may be run twice.
     """
 
     @functools.wraps(method)
@@ -95,9 +125,9 @@ def _patiently(
                 return method(self, *arguments, **named)
             except self._passing as error:
                 last = error
-        said = f"the study's database {self._shown} cannot be reached: {_reason(last)}"
         raise ConfigError(
-            f"{said}; run npt sweep again when it can be, which repeats no finished trial"
+            f"the study's database {self._shown} cannot be reached: {_reason(last)}; run npt sweep"
+            " again when it can be, which repeats no finished trial"
         ) from last
 
     return wrapped
@@ -113,18 +143,20 @@ class Storage:
     Args:
         url: SQLAlchemy's address of the database: sqlite:///study.db, postgresql://..., mysql://...
         name: of the study; workers that name the same one share it.
-        grace: seconds without a sign of life after which a trial is taken up again.
-        beat: seconds between signs of life.
+        grace: seconds without a heartbeat after which a trial is run again.
+        beat: seconds between heartbeats.
 
     Raises:
         ConfigError: Optuna is not installed, or the database cannot be opened.
     """
 
     def __init__(
-        self, url: str, name: str, *, grace: float = GRACE_SECONDS, beat: float = BEAT_SECONDS
+        self, url: str, name: str, *, grace: Any = GRACE_SECONDS, beat: Any = BEAT_SECONDS
     ):
         try:
             import optuna
+            import pandas  # noqa: F401 - of the table, which is written last
+            import pyarrow  # noqa: F401
             import sqlalchemy
         except ImportError as error:
             raise ConfigError(
@@ -132,11 +164,11 @@ class Storage:
             ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
-        self._state = optuna.trial.TrialState
-        self._grace, self._beat = grace, beat
+        self._optuna, self._beat, self._grace = optuna, beat, grace
+        self._states = optuna.trial.TrialState
+        self._over = optuna.exceptions.UpdateFinishedTrialError
+        self._passing = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
-        # by trial, its last sign of life and when it was new to this worker
-        self._seen: dict[int, tuple[str | None, float]] = {}
         try:
             place = sqlalchemy.make_url(url)
         # a port that is no number is the latter
@@ -145,31 +177,17 @@ class Storage:
                 f"--storage {url.split('://')[0]}... is no address of a database; write one like"
                 " sqlite:///study.db"
             ) from error
-        shown = place.render_as_string(hide_password=True)
+        self._shown = place.render_as_string(hide_password=True)
         local = place.get_backend_name() == "sqlite"
         if local and place.database in (None, "", ":memory:"):
             raise ConfigError(
                 "--storage names an SQLite database in memory, which no other worker can join; name"
                 " a file"
             )
-        self._passing = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
-        self._shown = shown
-        options: dict[str, Any] = (
-            {"connect_args": {"timeout": _LOCK_SECONDS}} if local else {"pool_pre_ping": True}
-        )
         try:
-            self._turns: _FileTurns | _RowTurns = (
-                _FileTurns(Path(str(place.database))) if local else _RowTurns(url, name)
-            )
-            # two workers that make the tables at once get into each other's way
-            with self._turns.turn():
-                self._storage = optuna.storages.RDBStorage(url, engine_kwargs=options)
-                self._study = optuna.create_study(
-                    storage=self._storage,
-                    study_name=name,
-                    load_if_exists=True,
-                    direction="minimize",
-                )
+            if local:
+                Path(str(place.database)).parent.mkdir(parents=True, exist_ok=True)
+            self._open(url, name, local)
         except (
             OSError,
             ImportError,
@@ -179,10 +197,36 @@ class Storage:
             *self._passing,
         ) as error:
             raise ConfigError(
-                f"the study's database {shown} cannot be opened: {_reason(error)}; check --study"
-                " and --storage"
+                f"the study's database {self._shown} cannot be opened: {_reason(error)}; check"
+                " --study and --storage"
             ) from error
-        self._name, self._create = name, optuna.create_trial
+
+    def _open(self, url: str, name: str, local: bool) -> None:
+        import sqlalchemy
+
+        options: dict[str, Any] = {"pool_pre_ping": True}
+        if local:
+            options = {"connect_args": {"timeout": _LOCK_SECONDS, "isolation_level": None}}
+        for number in range(TRIES):
+            try:
+                with self._quietly():
+                    self._storage = self._optuna.storages.RDBStorage(
+                        url, options, heartbeat_interval=self._beat, grace_period=self._grace
+                    )
+                break
+            # two workers that make the tables at once get into each other's way
+            except (sqlalchemy.exc.SQLAlchemyError, *self._passing) as error:
+                at_once = re.search("already exists|duplicate|unique", str(error), re.IGNORECASE)
+                if not at_once or number == TRIES - 1:
+                    raise
+                time.sleep(0.1)
+        if local:  # Optuna reads a state and then changes it, which only a server locks a row for
+            sqlalchemy.event.listen(
+                self._storage.engine, "begin", lambda c: c.exec_driver_sql("begin immediate")
+            )
+        self._study = self._optuna.create_study(
+            storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
+        )
 
     @_patiently
     def enqueue(self, trials: Iterable[Trial], again: bool = False) -> int:
@@ -196,65 +240,69 @@ class Storage:
         Returns:
             How many wait that did not.
         """
-        with self._turns.turn():
-            known = {
-                trial.user_attrs["key"]
-                for trial in self._trials()
-                if not (again and self._fell_silent(trial))
-            }
-            new = [trial for trial in trials if trial.key not in known]
-            for trial in new:
-                self._wait(trial.key, {**trial.given, "seed": trial.settings.training.seed})
-            return len(new)
-
-    def _fell_silent(self, trial: Any) -> bool:
-        """An attempt that is nothing to anyone but by its successor, or that has none because its
-        workers fell silent.
-        """
-        return trial.state == self._state.FAIL and trial.user_attrs.get("left") != _ERROR
+        attempts, count = self._attempts(), 0
+        for trial in trials:
+            own = attempts.get(trial.key)
+            anew = own is not None and own.state == "lost" and len(own.errors) < ATTEMPTS
+            if own is None or (again and anew):
+                self._wait(trial, again=anew)
+                count += 1
+        return count
 
     @_patiently
-    def claim(self, keys: Mapping[str, Any], prefer: Iterable[str] = ()) -> Claim | None:
-        """Take a waiting trial; None where none waits. Trials whose workers are gone wait again
-        first.
+    def claim(self, trials: Mapping[str, Trial], prefer: Iterable[str] = ()) -> Claim | None:
+        """Take a waiting trial; None if none waits. Trials whose workers are gone wait again first.
 
         Args:
-            keys: of the trials that this worker knows how to run.
+            trials: that this worker knows how to run, by key.
             prefer: keys to take before others, in this order.
         """
-        with self._turns.turn():
-            trials = self._trials()
-            self._revive(trials)
-            waiting = {
-                trial.user_attrs["key"]: trial
-                for trial in self._trials()
-                if trial.state == self._state.WAITING and _of(trial, keys)
-            }
-            first = next(
-                (key for key in prefer if key in waiting),
-                next((key for key in keys if key in waiting), None),
-            )
-            if first is None:
-                return None
-            trial = waiting[first]
-            if not self._storage.set_trial_state_values(trial._trial_id, self._state.RUNNING):
-                return None
-            self._storage.set_trial_user_attr(trial._trial_id, "worker", self.worker)
-            self._storage.set_trial_user_attr(trial._trial_id, "sign", f"{self.worker}:0")
-            return Claim(first, dict(trial.user_attrs["settings"]), trial.number, trial._trial_id)
+        with self._quietly():
+            self._optuna.storages.fail_stale_trials(self._study)
+        attempts = self._attempts()
+        for own in attempts.values():
+            # taken by a version that sent no heartbeats: its grace begins now
+            if own.state == "running" and own.current.user_attrs.get("sign"):
+                self._storage.record_heartbeat(own.current._trial_id)
+                self._storage.set_trial_user_attr(own.current._trial_id, "sign", None)
+        gone = [
+            key
+            for key, own in attempts.items()
+            if key in trials and own.state == "waiting" and own.current is None
+        ]
+        for key in gone:
+            self._wait(trials[key])
+        attempts = self._attempts() if gone else attempts
+        for key in (*prefer, *trials):
+            found = attempts.get(key)
+            if found is None or found.state != "waiting":
+                continue
+            if self._take(found.current._trial_id):
+                return Claim(key, found.current._trial_id)
+        return None
+
+    def _take(self, id_: int) -> bool:
+        # first: what is running and has no heartbeat is never found silent
+        self._storage.record_heartbeat(id_)
+        try:
+            taken = self._storage.set_trial_state_values(id_, self._states.RUNNING)
+        except self._over:
+            return False
+        if taken:
+            self._storage.set_trial_user_attr(id_, "worker", self.worker)
+        return taken
 
     @contextlib.contextmanager
     def alive(self, claim: Claim) -> Iterator[None]:
-        """Within the context a thread gives signs of life for the claim."""
+        """Send heartbeats for the claim within the context. Optuna's own thread for that ends with
+        the first one that does not arrive.
+        """
         over = threading.Event()
 
         def beat() -> None:
-            count = 0
             while not over.wait(self._beat):
-                count += 1
-                # a beat that is lost is made good by the next; a trial that is not ours any more
                 with contextlib.suppress(Exception):
-                    self._storage.set_trial_user_attr(claim.id, "sign", f"{self.worker}:{count}")
+                    self._storage.record_heartbeat(claim.id)
 
         thread = threading.Thread(target=beat, name="npt-beat", daemon=True)
         thread.start()
@@ -266,202 +314,72 @@ class Storage:
 
     @_patiently
     def finish(self, claim: Claim, row: Mapping[str, Any], value: float) -> bool:
-        """Record what came out; False where the trial was given to another worker meanwhile, whose
+        """Record the outcome; False if the trial was given to another worker meanwhile, whose
         result counts.
 
         Args:
             row: figures by name.
-            value: what Optuna's own tools are to show; NaN where there is none.
+            value: for Optuna's own tools; NaN if there is none.
         """
-        with self._turns.turn():
-            if self._storage.get_trial(claim.id).state != self._state.RUNNING:
-                return False
+        with contextlib.suppress(self._over):
             self._storage.set_trial_user_attr(claim.id, "row", finite_or_null(dict(row)))
-            self._storage.set_trial_state_values(
-                claim.id, self._state.COMPLETE, [value if value == value else math.inf]
-            )
-            return True
+            value = math.inf if math.isnan(value) else value
+            self._storage.set_trial_state_values(claim.id, self._states.COMPLETE, [value])
+        return bool(self._storage.get_trial(claim.id).state == self._states.COMPLETE)
 
     @_patiently
     def give_back(self, claim: Claim, error: str | None = None) -> None:
         """Let a trial that did not come to an end wait again.
 
         Args:
-            error: what was wrong, where something was; after ATTEMPTS of them the trial is left
-                alone.
+            error: the fault, if there was one; after ATTEMPTS of them the trial is left alone.
         """
-        with self._turns.turn():
-            trial = self._storage.get_trial(claim.id)
-            if trial.state == self._state.RUNNING:
-                self._again(trial, error or "", errors=int(error is not None))
+        with contextlib.suppress(self._over):
+            self._storage.set_trial_user_attr(claim.id, "error", error or "")
+            self._storage.set_trial_state_values(claim.id, self._states.FAIL)
 
     @_patiently
     def progress(self, keys: Iterable[str]) -> Progress:
-        """How many of these trials stand how."""
-        states = dict.fromkeys(keys, "waiting")
-        order = ("lost", "waiting", "running", "finished")
-        names = {
-            self._state.COMPLETE: "finished",
-            self._state.RUNNING: "running",
-            self._state.WAITING: "waiting",
-            self._state.FAIL: "lost",
-        }
-        found: dict[str, str] = {}
-        for trial in self._trials():
-            key, state = trial.user_attrs.get("key"), names.get(trial.state, "lost")
-            if key in states and order.index(state) >= order.index(found.get(key, "lost")):
-                found[key] = state
-        counts = {name: sum(found.get(key, "waiting") == name for key in states) for name in order}
-        return Progress(counts["finished"], counts["running"], counts["waiting"], counts["lost"])
+        """Count these trials by their state."""
+        attempts = self._attempts()
+        states = [attempts[key].state if key in attempts else "waiting" for key in keys]
+        return Progress(*map(states.count, ("finished", "running", "waiting", "lost")))
 
     @_patiently
     def rows(self) -> dict[str, dict[str, Any]]:
-        """What came out of the finished trials, by key; of those that were left alone, why."""
-        found: dict[str, dict[str, Any]] = {}
-        trials = self._trials()
-        open_ = {
-            trial.user_attrs["key"]
-            for trial in trials
-            if trial.state in (self._state.WAITING, self._state.RUNNING)
-        }
-        for trial in trials:
-            key = trial.user_attrs["key"]
-            times = {
-                "started": _time(trial.datetime_start),
-                "ended": _time(trial.datetime_complete),
-            }
-            if trial.state == self._state.COMPLETE:
-                row = {"trial": trial.number, "worker": trial.user_attrs.get("worker"), **times}
-                found[key] = {**row, **trial.user_attrs["row"]}
-            elif (
-                trial.state == self._state.FAIL
-                and key not in found
-                and key not in open_
-                and trial.user_attrs.get("left")
-            ):
-                found[key] = {
-                    "trial": trial.number,
-                    **times,
-                    "outcome": "failed",
-                    "reason": trial.user_attrs.get("error"),
-                }
+        """Return the figures of the finished trials by key, and the reasons of those left alone."""
+        found = {}
+        for key, own in self._attempts().items():
+            if own.state == "finished":
+                row = {"worker": own.done.user_attrs.get("worker"), **own.done.user_attrs["row"]}
+                found[key] = {**_times(own.done), **row}
+            elif own.state == "lost":
+                reason = _SILENT.format(own.last.user_attrs.get("worker"), self._grace)
+                if len(own.errors) >= ATTEMPTS:
+                    reason = own.errors[-1].user_attrs["error"]
+                found[key] = {**_times(own.last), "outcome": "failed", "reason": reason}
         return found
 
-    def _trials(self) -> list[Any]:
-        return [
-            trial for trial in self._study.get_trials(deepcopy=False) if "key" in trial.user_attrs
-        ]
+    def _attempts(self) -> dict[str, _Attempts]:
+        by_key: dict[str, list[Any]] = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            if "key" in trial.user_attrs:
+                by_key.setdefault(trial.user_attrs["key"], []).append(trial)
+        return {key: _Attempts(trials) for key, trials in by_key.items()}
 
-    def _wait(
-        self, key: str, settings: Mapping[str, Any], errors: int = 0, silences: int = 0
-    ) -> None:
-        plain = json.loads(json.dumps(settings))
-        attributes = {"key": key, "settings": plain, "errors": errors, "silences": silences}
-        system = {
-            "fixed_params": {
-                name: value
-                for name, value in plain.items()
-                if isinstance(value, int | float | str | bool)
-            }
-        }
-        self._study.add_trial(
-            self._create(state=self._state.WAITING, user_attrs=attributes, system_attrs=system)
-        )
-
-    def _again(self, trial: Any, error: str, errors: int = 0, silences: int = 0) -> None:
-        """Let an attempt's trial wait again, with one more error or silence; or leave it alone."""
-        errors += int(trial.user_attrs.get("errors", 0))
-        silences += int(trial.user_attrs.get("silences", 0))
-        self._storage.set_trial_user_attr(trial._trial_id, "error", error)
-        if max(errors, silences) >= ATTEMPTS:
-            self._storage.set_trial_user_attr(
-                trial._trial_id, "left", _ERROR if errors >= ATTEMPTS else _SILENCE
-            )
-        # in front of giving it up: a worker that is killed between the two leaves it twice, of
-        # which one is never taken
-        else:
-            self._wait(trial.user_attrs["key"], trial.user_attrs["settings"], errors, silences)
-        self._storage.set_trial_state_values(trial._trial_id, self._state.FAIL)
-
-    def _revive(self, trials: list[Any]) -> None:
-        """Let the trials wait again whose workers have not been heard of for long; drop what waits
-        beside a trial that does not need it.
-        """
-        now = time.monotonic()
-        running = [trial for trial in trials if trial.state == self._state.RUNNING]
-        for trial in running:
-            sign = trial.user_attrs.get("sign")
-            last, since = self._seen.get(trial._trial_id, (None, -1.0))
-            if since < 0 or sign != last:
-                self._seen[trial._trial_id] = (sign, now)
-            elif now - since > self._grace:
-                self._again(
-                    trial,
-                    f"its worker {trial.user_attrs.get('worker')} was not heard of for"
-                    f" {self._grace:.0f} s",
-                    silences=1,
-                )
-        taken = {
-            trial.user_attrs["key"]
-            for trial in trials
-            if trial.state in (self._state.RUNNING, self._state.COMPLETE)
-        }
-        seen: set[str] = set()
-        for trial in trials:
-            if trial.state != self._state.WAITING:
-                continue
-            key = trial.user_attrs["key"]
-            if key in taken or key in seen:
-                self._storage.set_trial_state_values(trial._trial_id, self._state.FAIL)
-            seen.add(key)
-
-
-def _of(trial: Any, keys: Mapping[str, Any]) -> bool:
-    return trial.user_attrs["key"] in keys
-
-
-def _time(moment: Any) -> str | None:
-    return None if moment is None else moment.isoformat(timespec="seconds")
-
-
-class _FileTurns:
-    """One worker at a time, by a lock on a file beside the database; the system lifts it where its
-    holder is killed.
-    """
-
-    def __init__(self, database: Path):
-        database.parent.mkdir(parents=True, exist_ok=True)
-        self._path = database.with_name(database.name + ".lock")
-        self._own = threading.RLock()
+    def _wait(self, trial: Trial, again: bool = False) -> None:
+        settings = {**trial.given, "seed": trial.settings.training.seed}
+        self._study.enqueue_trial(settings, user_attrs={"key": trial.key, "again": again})
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._own, self._path.open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+    def _quietly(self) -> Iterator[None]:
+        """Suppress what Optuna says of heartbeats being experimental."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
             yield
 
 
-class _RowTurns:
-    """One worker at a time, by a row of the database that a transaction holds; the server lifts it
-    where the connection is lost.
-    """
-
-    def __init__(self, url: str, name: str):
-        import sqlalchemy as sql
-
-        self._engine = sql.create_engine(url, pool_pre_ping=True)
-        table = sql.Table(
-            "npt_turns", sql.MetaData(), sql.Column("study", sql.String(512), primary_key=True)
-        )
-        # another worker may be making it at this moment
-        with contextlib.suppress(sql.exc.SQLAlchemyError):
-            table.create(self._engine, checkfirst=True)
-        with contextlib.suppress(sql.exc.IntegrityError), self._engine.begin() as connection:
-            connection.execute(table.insert().values(study=name))
-        self._hold = sql.select(table).where(table.c.study == name).with_for_update()
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._engine.begin() as connection:
-            connection.execute(self._hold).all()
-            yield
+def _times(trial: Any) -> dict[str, Any]:
+    moments = {"started": trial.datetime_start, "ended": trial.datetime_complete}
+    shown = {name: at and at.isoformat(timespec="seconds") for name, at in moments.items()}
+    return {"trial": trial.number, **shown}

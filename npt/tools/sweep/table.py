@@ -1,6 +1,4 @@
-"""A study's table: one row for each trial of its design, in the design's order, as Parquet and as
-CSV.
-"""
+"""A study's table: a row for each trial of its design, in the design's order, as Parquet and CSV."""
 
 from __future__ import annotations
 
@@ -33,20 +31,13 @@ MEASURES = (
     "runs", "parameters", "tokens", "seconds_start", "seconds_training", "seconds", "heldout", "trial", "worker", "started", "ended",
     "curve",
 )  # fmt: skip
-"""Columns of what came out, in their order; a row of a trial that has not been run has none of
-them.
-"""
+"""Columns of the outcome, in their order; empty for a trial that has not been run."""
 
 Row = dict[str, Any]
 
 
 def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
-    """The rows of a design, finished or not.
-
-    Args:
-        design: the study's.
-        found: what came out, by key.
-    """
+    """Return the rows of a design, finished or not. found: the outcomes, by key."""
     names = list(dict.fromkeys([*SETTINGS, *design.varied]))
     rows = []
     for trial in design.trials:
@@ -67,10 +58,13 @@ def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
 
 
 def write_table(folder: Path, rows: list[Row]) -> None:
-    """`trials.parquet` and `trials.csv` in a folder, each replaced atomically. The same rows give
-    the same bytes of CSV.
+    """Write `trials.parquet` and `trials.csv`, each replaced atomically. The same rows give the
+    same bytes of CSV.
     """
-    frame = _frame(rows)
+    import pandas
+
+    frame = pandas.DataFrame(rows)
+    frame = frame.astype({name: "Int64" for name in frame.columns if name in _WHOLE})
     stream = io.BytesIO()
     frame.to_parquet(stream, index=False)
     write_bytes(folder / PARQUET, stream.getvalue())
@@ -78,7 +72,7 @@ def write_table(folder: Path, rows: list[Row]) -> None:
 
 
 def read_table(folder: Path) -> list[Row]:
-    """The rows that `write_table` wrote; what a row does not have is None.
+    """Return the rows that `write_table` wrote; missing values are None.
 
     Raises:
         ConfigError: there is no table, or it cannot be read.
@@ -98,22 +92,12 @@ def read_table(folder: Path) -> list[Row]:
     ]
 
 
-def _frame(rows: list[Row]) -> Any:
-    import pandas
-
-    frame = pandas.DataFrame(rows)
-    for name in frame.columns:
-        if name in _WHOLE:
-            frame[name] = frame[name].astype("Int64")
-    return frame
-
-
 def _cell(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
-    """A cell as JSON would have it."""
+    """Return a cell as JSON would have it."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if hasattr(value, "tolist"):

@@ -1,5 +1,5 @@
-"""A worker: takes one trial after the other until none is left, alone or beside others that it
-never talks to but through the storage.
+"""A worker: takes one trial after the other until none is left. It talks to others through the
+storage alone.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from npt.config import TrainConfig
 from npt.errors import ConfigError, NPTError, StoppedError
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
-from npt.tools.sweep.analysis import level_text
+from npt.tools.sweep.analysis import RATE, level_text
 from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.run import Row, run_trial
 from npt.tools.sweep.spec import Design, Trial
 from npt.tools.sweep.storage import Claim, Progress, Storage
 
 WAIT_SECONDS = 2.0
-"""Between two looks for a trial while other workers have the last ones: one of them may be killed.
-"""
+"""Between two claims while other workers have the last trials: one of them may be killed."""
 
 Say = Callable[[str], None]
 
@@ -37,7 +36,7 @@ class Worker:
         folder: for trackers' files.
         lab: bases and data.
         say: told of every trial that has ended.
-        parent: a process without which to go on is not wanted; None where there is none.
+        parent: the process that this one ends with, if it has one.
     """
 
     def __init__(
@@ -74,22 +73,20 @@ class Worker:
                 time.sleep(WAIT_SECONDS)
 
     def _preferred(self) -> list[str]:
-        """Trials on bases that are loaded, before those that would have another one loaded."""
+        """Return the trials on bases that are loaded; others would have another one loaded."""
         return [key for key, trial in self._trials.items() if self.lab.loaded(trial.settings)]
 
     def _run(self, claim: Claim, trial: Trial) -> None:
         trackers = None
         try:
-            with self.storage.alive(claim):  # until what came out is on record
+            with self.storage.alive(claim):  # until the outcome is on record
                 trackers = self._trackers(trial)
                 self._try(claim, trial, trackers)
         except BaseException as error:  # of the worker and not of the trial
-            own = isinstance(error, StoppedError | KeyboardInterrupt)
-            # out of reach; the trial is taken up when it has been silent for long
+            stopped = isinstance(error, StoppedError | KeyboardInterrupt)
+            # a storage out of reach: the trial is run again when it has been silent for long
             with contextlib.suppress(ConfigError):
-                self.storage.give_back(
-                    claim, None if own else f"{type(error).__name__}: {error}"[:500]
-                )
+                self.storage.give_back(claim, None if stopped else _said(error))
             raise
         finally:
             if trackers is not None:
@@ -97,14 +94,19 @@ class Worker:
 
     def _try(self, claim: Claim, trial: Trial, trackers: Trackers) -> None:
         try:
-            row = run_trial(self.lab, trial, self._check, _watch(trackers))
+            row = run_trial(
+                self.lab,
+                trial,
+                self._check,
+                lambda step, loss, norm: trackers.log({"loss": loss, "grad_norm": norm}, step),
+            )
             trackers.log(
                 {name: value for name, value in row.items() if not isinstance(value, str)},
                 row["steps"] + 1,
             )
         # its settings', its data's or the machine's: other trials may do
         except (NPTError, RuntimeError) as error:
-            self.storage.give_back(claim, f"{type(error).__name__}: {error}"[:500])
+            self.storage.give_back(claim, _said(error))
             self._say(f"{label(trial)}: {type(error).__name__}: {error}")
             return
         kl = row["kl"]
@@ -113,10 +115,11 @@ class Worker:
             self._say(f"{label(trial)}: {told(row)}")
 
     def _trackers(self, trial: Trial) -> Trackers:
-        config = TrainConfig(
-            use_wandb=self.design.wandb, run_name=f"{self.design.name}-{trial.key}"
+        name = f"{self.design.name}-{trial.key}"
+        config, where = (
+            TrainConfig(use_wandb=self.design.wandb, run_name=name),
+            self.folder / "wandb",
         )
-        where = self.folder / "wandb"
         if self.design.wandb:
             where.mkdir(parents=True, exist_ok=True)
         trackers = Trackers(config, where, group=self.design.name)
@@ -133,21 +136,20 @@ class Worker:
             raise StoppedError(15)
 
 
-def _watch(trackers: Trackers) -> Callable[[int, float | None, float | None], None]:
-    return lambda step, loss, norm: trackers.log({"loss": loss, "grad_norm": norm}, step)
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def label(trial: Trial) -> str:
-    """A trial in a few words: its first place in the specification, and its seed."""
+    """Return a trial in a few words: its first place in the specification, and its seed."""
     place = trial.places[0]
     words = [place.part, place.arm] if place.arm else [place.part]
-    for name, value in place.point.items():
-        words.append(f"{'lr' if name == 'learning_rate' else name} {level_text(value)}")
+    words += [f"{'lr' if n == RATE else n} {level_text(x)}" for n, x in place.point.items()]
     return ", ".join([*words, f"seed {trial.settings.training.seed}"])
 
 
 def told(row: Row) -> str:
-    """What came out, in a few words."""
+    """Return the outcome in a few words."""
     words: list[Any] = [row["outcome"]]
     if row["outcome"] != "stable":
         at = f" at step {row['stopped_at']}" if row.get("stopped_at") else ""

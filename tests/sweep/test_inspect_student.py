@@ -7,7 +7,7 @@ import torch
 
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
-from npt.tools.sweep.inspect_student import look
+from npt.tools.sweep.inspect_student import inspect_student
 
 
 def attached(load_model, **settings):
@@ -45,7 +45,7 @@ def rms(tensor):
     return tensor.square().mean().sqrt().item()
 
 
-def test_a_look_is_what_its_tensors_say(load_model, batch) -> None:
+def test_the_measures_are_what_the_tensors_say(load_model, batch) -> None:
     model, _ = attached(load_model)
     shake(model, 0.2)
     stages = recorded(model, batch)
@@ -53,7 +53,7 @@ def test_a_look_is_what_its_tensors_say(load_model, batch) -> None:
         states = model.model(
             batch.input_ids, batch.attention_mask, batch.position_ids, output_hidden_states=True
         )
-    found = look(model, batch)
+    found = inspect_student(model, batch)
     m = torch.cat([stages[f"m_{target}"].flatten() for target in ("gate", "up", "down")])
     assert (found.m_min, found.m_max) == pytest.approx((m.min().item(), m.max().item()))
     # Beta is 0.5: saturated are those further than 0.495 from 1.
@@ -79,11 +79,9 @@ def test_a_look_is_what_its_tensors_say(load_model, batch) -> None:
     assert found.residual_ratio == pytest.approx(rms(stages["o"]) / rms(t.double()), rel=1e-5)
 
 
-def test_a_fresh_student_has_multipliers_of_one_and_next_to_no_additive_term(
-    load_model, batch
-) -> None:
+def test_a_fresh_student_has_multipliers_of_one(load_model, batch) -> None:
     model, _ = attached(load_model)
-    found = look(model, batch)
+    found = inspect_student(model, batch)
     assert (found.m_min, found.m_max, found.saturated, found.dead) == (1.0, 1.0, 0.0, 0.0)
     assert found.additive_to_residual is not None and 0 < found.additive_to_residual < 1e-3
 
@@ -96,12 +94,12 @@ def test_a_fresh_student_has_multipliers_of_one_and_next_to_no_additive_term(
         ("one_plus_tanh", 0.0, 2.0, True),
     ],
 )
-def test_a_form_that_is_driven_to_its_ends_is_saturated_and_only_the_one_that_reaches_zero_is_dead(
+def test_only_a_form_that_reaches_zero_has_dead_channels(
     load_model, batch, form, low, high, dead
 ) -> None:
     model, _ = attached(load_model, mult_form=form)
     shake(model, 100.0)
-    found = look(model, batch)
+    found = inspect_student(model, batch)
     assert (found.m_min, found.m_max) == (low, high)
     assert found.saturated is not None and found.dead is not None
     # about half of the channels are driven to the lower end
@@ -111,7 +109,7 @@ def test_a_form_that_is_driven_to_its_ends_is_saturated_and_only_the_one_that_re
 def test_an_unbounded_form_is_never_saturated(load_model, batch) -> None:
     model, _ = attached(load_model, mult_form="unbounded")
     shake(model, 100.0)
-    found = look(model, batch)
+    found = inspect_student(model, batch)
     assert found.saturated == 0.0 and found.m_max is not None and found.m_max > 1e3
 
 
@@ -120,26 +118,22 @@ def test_an_unbounded_form_is_never_saturated(load_model, batch) -> None:
 )
 def test_a_term_that_the_form_does_not_have_is_none(load_model, batch, modulation, absent) -> None:
     model, _ = attached(load_model, modulation=modulation)
-    assert getattr(look(model, batch), absent) is None
+    assert getattr(inspect_student(model, batch), absent) is None
 
 
-def test_the_first_number_that_is_not_finite_is_found_in_the_order_of_the_pass(
-    load_model, batch
-) -> None:
+def test_the_first_bad_number_is_found_in_the_order_of_the_pass(load_model, batch) -> None:
     model, layer = attached(load_model)
     with torch.no_grad():
         layer.npt.M["up"][0, 0] = float("nan")
-    found = look(model, batch)
+    found = inspect_student(model, batch)
     assert (found.finite, found.bad_layer, found.bad_stage) == (False, 3, "m_up")
 
 
-def test_a_stream_that_is_not_finite_in_front_of_the_layer_is_found_there(
-    load_model, batch
-) -> None:
+def test_a_bad_stream_before_the_layer_is_found_there(load_model, batch) -> None:
     model, _ = attached(load_model)
     with torch.no_grad():
         model.model.layers[2].input_layernorm.weight[0] = float("inf")
-    found = look(model, batch)
+    found = inspect_student(model, batch)
     assert (found.finite, found.bad_layer, found.bad_stage) == (False, 3, "h")
 
 
@@ -149,8 +143,8 @@ def test_padding_does_not_count(load_model, batch) -> None:
     model, _ = attached(load_model)
     shake(model, 0.2)
     ids = torch.where(batch.attention_mask.bool(), batch.input_ids, 77)
-    assert look(model, batch).measures() == pytest.approx(
-        look(model, replace(batch, input_ids=ids)).measures()
+    assert inspect_student(model, batch).measures() == pytest.approx(
+        inspect_student(model, replace(batch, input_ids=ids)).measures()
     )
 
 
@@ -159,5 +153,5 @@ def test_observers_and_modes_are_as_before(load_model, batch) -> None:
     seen: list[int] = []
     layer.npt.observer = lambda stages: seen.append(len(stages))
     before = layer.npt.observer
-    look(model, batch)
+    inspect_student(model, batch)
     assert layer.npt.observer is before and layer.npt.mode == "student" and not seen
