@@ -42,19 +42,9 @@ from npt.calibration.calibrate import check_calibration
 from npt.calibration.report import Calibration
 from npt.config import DataConfig, NPTConfig, TrainConfig, parse_steps
 from npt.console import make_console, silent_console
-from npt.data.batch import Batch, batches, pad_id_of
+from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.data.encoding import listed_columns
-from npt.data.loader import Ahead, Loaded, Loader, Other, Position
-from npt.data.mix import (
-    REPLAY,
-    Source,
-    as_read,
-    evaluated_on,
-    mixture_line,
-    open_sources,
-    per_source,
-)
-from npt.data.sample import Sample
+from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
 from npt.data.samples import no_sample
 from npt.data.source import BUILTIN, Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
@@ -117,6 +107,15 @@ from npt.train.loop import Loop, Window
 from npt.train.progress import ProgressDisplay
 from npt.train.run_report import write_report
 from npt.train.smoke import smoke_test
+from npt.train.sources import (
+    REPLAY,
+    Source,
+    evaluation_of,
+    mixture_line,
+    open_sources,
+    per_source,
+    samples_of,
+)
 from npt.train.tracker_samples import Looks
 
 MODULATION_SAMPLES = 8
@@ -543,7 +542,7 @@ class Trainer:
                 )
         given = eval_data is not None
         looked_at = [replace(first, own=eval_data, evaluated=True)] if given else sources
-        self.eval_samples, labels, held = evaluated_on(
+        self.eval_samples, labels, held = evaluation_of(
             looked_at, self.tokenizer, config.eval_samples, self.model.config.vocab_size
         )
         self.heldout = all(held)
@@ -565,7 +564,7 @@ class Trainer:
     def _make_loader(self, sources: list[Source]) -> Loader:
         """Over samples of the first sources, that nothing was read of yet."""
         config = self.config
-        samples, *others = as_read(
+        samples, *others = samples_of(
             sources, self.tokenizer, config.seed, self._leave_out[: len(sources)]
         )
         return Loader(
@@ -1317,7 +1316,7 @@ class Trainer:
         position = loop.position
         rounds = [
             position.epoch,
-            *(position.turn(number)[0] for number in range(len(self.loader.others))),
+            *(position.other(number)[0] for number in range(len(self.loader.others))),
         ]
         read = [self.samples, *(other.samples for other in self.loader.others)]
         for source, samples, begun_again in zip(self.sources, read, rounds, strict=True):
@@ -1474,7 +1473,7 @@ class Trainer:
         """Windows of K batches for every rank, on from one epoch into the next; the last window of
         all may be shorter. Closing it ends the thread that prepares them."""
         with contextlib.closing(
-            Ahead(self._coming, stop=lambda: self.stop.number is not None)
+            Prefetcher(self._coming, stop=lambda: self.stop.number is not None)
         ) as ahead:
             stream = iter(ahead)
             while window := list(itertools.islice(stream, self.window_size)):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from npt.data.batch import (
     Batch,
+    Sample,
     batch_from_tensors,
     batches,
     collate,
@@ -14,7 +15,6 @@ from npt.data.batch import (
     pad_id_of,
     target_index,
 )
-from npt.data.samples import Sample
 
 ROWS = st.lists(
     st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4

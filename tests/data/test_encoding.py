@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.data.batch import collate, pad_id_of
-from npt.data.encoding import Counts
-from npt.data.local import PIECE
+from npt.data.encoding import PIECE, Counts
 from npt.data.samples import cut
 from npt.errors import DataError
 

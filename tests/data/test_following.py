@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from sentencepieces import EOS, PLAIN, PREFIXING, tokenizer_of
 
 import npt
-from npt.data.local import PIECE
-from npt.data.prompts import read_prompts
+from npt.data.encoding import PIECE
 from npt.data.samples import cut
+from npt.tools.collect.prompts import read_prompts
 
 CONFIG = npt.DataConfig(max_length=512)
 CHAT = (

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 import npt
 from npt.base.load import load_tokenizer
 from npt.cli.main import main
-from npt.data.encoding import BEHIND, EARLIER, UNWRITTEN, Counts
-from npt.data.forms import ALPACA, ALPACA_WITH_INPUT, ROLES, alpaca_message, alpaca_prompt
-from npt.data.prompts import prompt_record
+from npt.data.encoding import BEHIND, UNWRITTEN, Counts
+from npt.data.record_forms import (
+    ALPACA,
+    ALPACA_WITH_INPUT,
+    EARLIER,
+    ROLES,
+    alpaca_message,
+    alpaca_prompt,
+)
 from npt.data.samples import cut
 from npt.errors import DataError
+from npt.tools.collect.prompts import prompt_record
 
 SHARED = settings(
     deadline=None,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import npt
 from npt.data import loader as loader_module
 from npt.data import samples as samples_module
-from npt.data.loader import Ahead, Loaded, Loader, Other, Position
+from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
 from npt.data.samples import Place, Samples
 from npt.errors import DataError
 
@@ -165,7 +165,7 @@ class TestPosition:
         comes with.
         """
         whole = [content(loaded) for loaded in make_loader(tokenizer, records(40)).batches()]
-        ahead = Ahead(make_loader(tokenizer, records(40)).batches())
+        ahead = Prefetcher(make_loader(tokenizer, records(40)).batches())
         first = next(iter(ahead))
         ahead.close()
         assert [
@@ -402,7 +402,7 @@ def threads() -> list[str]:
 
 class TestAhead:
     def test_items_come_in_order_and_the_thread_ends_with_them(self):
-        ahead = Ahead(iter(range(100)), depth=3)
+        ahead = Prefetcher(iter(range(100)), depth=3)
         assert list(ahead) == list(range(100))
         ahead.close()
         assert threads() == []
@@ -418,7 +418,7 @@ class TestAhead:
             made.set()
             yield 2
 
-        ahead = Ahead(slow())
+        ahead = Prefetcher(slow())
         items = iter(ahead)
         assert next(items) == 1
         assert made.wait(timeout=30)  # nobody has asked for a second one
@@ -436,7 +436,7 @@ class TestAhead:
                     full.set()
                 yield i
 
-        ahead = Ahead(items(), depth=4)
+        ahead = Prefetcher(items(), depth=4)
         assert full.wait(timeout=30)
         ahead.close()
         assert made == [0, 1, 2, 3, 4]  # four are ready, the fifth waits for room
@@ -447,7 +447,7 @@ class TestAhead:
             yield 2
             raise DataError("line 3 is broken")
 
-        ahead = Ahead(breaking())
+        ahead = Prefetcher(breaking())
         seen = []
         with pytest.raises(DataError, match="line 3 is broken"):
             for item in ahead:
@@ -462,13 +462,13 @@ class TestAhead:
             raise error
             yield 1
 
-        ahead = Ahead(breaking())
+        ahead = Prefetcher(breaking())
         with pytest.raises(error):
             list(ahead)
         ahead.close()
 
     def test_closing_ends_a_thread_that_waits_for_room(self):
-        ahead = Ahead(itertools.count(), depth=1)
+        ahead = Prefetcher(itertools.count(), depth=1)
         assert next(iter(ahead)) == 0
         ahead.close()
         ahead.close()
@@ -482,7 +482,7 @@ class TestAhead:
             blocked.set()
             release.wait(timeout=60)
 
-        ahead = Ahead(hanging(), stop=stop.is_set)
+        ahead = Prefetcher(hanging(), stop=stop.is_set)
         items = iter(ahead)
         assert next(items) == 1
         assert blocked.wait(timeout=30)
@@ -500,7 +500,7 @@ class TestAhead:
             release.wait(timeout=60)
             yield 1
 
-        ahead = Ahead(hanging())
+        ahead = Prefetcher(hanging())
         ahead.close()
         assert threads() == ["npt-data"]
         release.set()
@@ -523,7 +523,7 @@ class TestAhead:
                 return super().__call__(texts, **options)
 
         data = [{"text": f"r{i}"} for i in range(60)]
-        ahead = Ahead(make_loader(Slow(), Stream(data), batch_size=4).batches())
+        ahead = Prefetcher(make_loader(Slow(), Stream(data), batch_size=4).batches())
         batches = iter(ahead)
         assert isinstance(next(batches).batch.input_ids, torch.Tensor)
         training.set()
@@ -547,7 +547,7 @@ def test_batches_are_pinned_by_the_thread_that_works_ahead_and_are_the_same(
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     plain = [loaded.batch for loaded in make_loader(tokenizer, records(9)).batches()]
     assert threads == []
-    ahead = Ahead(make_loader(tokenizer, records(9), pin=True).batches())
+    ahead = Prefetcher(make_loader(tokenizer, records(9), pin=True).batches())
     pinned = [loaded.batch for loaded in ahead]
     ahead.close()
     assert set(threads) == {"npt-data"} and len(plain) == len(pinned) > 1

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data import order as order_module
-from npt.data.order import Permutation, uniform
+from npt.data import samples as samples_module
+from npt.data.samples import Permutation, uniform
 
 KEYS = 2000
 
@@ -120,5 +120,5 @@ def test_draws_are_uniform_and_independent_of_their_neighbours(key) -> None:
 
 
 def test_a_draw_never_reaches_one(monkeypatch) -> None:
-    monkeypatch.setattr(order_module, "_mixed", lambda value: 2**64 - 1)
+    monkeypatch.setattr(samples_module, "_mixed", lambda value: 2**64 - 1)
     assert uniform(0, 0) < 1.0

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data.batch import Batch, collate, find_fault
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, collate, find_fault
 from npt.data.packing import pack
-from npt.data.sample import IGNORE_INDEX, Sample
 
 PAD = 99
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=30)

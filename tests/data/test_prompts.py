@@ -8,9 +8,9 @@ import pytest
 
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
-from npt.data.encoding import Counts, encode
-from npt.data.prompts import prompt_record, read_prompts
+from npt.data.encoding import Counts, Encoder
 from npt.errors import DataError
+from npt.tools.collect.prompts import prompt_record, read_prompts
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if"
@@ -55,9 +55,8 @@ def test_a_prompt_needs_no_completion(tokenizer, record, columns):
 
 
 def test_a_prompt_is_tokenised_as_in_front_of_its_completion(tiny):
-    (encoded,) = encode(
-        [(0, {"prompt": "def f(x):\n", "completion": "    return x"})], tiny, DataConfig(), Counts()
-    )
+    record = {"prompt": "def f(x):\n", "completion": "    return x"}
+    (encoded,) = Encoder(tiny, DataConfig()).encode([(0, record)], Counts())
     assert ids_of({"prompt": "def f(x):\n"}, tiny) == encoded.ids[: encoded.prompt]
 
 

@@ -15,21 +15,14 @@ from rich.console import Console
 
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
+from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import Counts
-from npt.data.sample import IGNORE_INDEX, Sample
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import DataError
 from npt.files import to_json
-from npt.tools.data_doctor.report import (
-    Copies,
-    DataReport,
-    Lengths,
-    Reservoir,
-    escaped,
-    examine,
-    show,
-)
+from npt.tools.data_doctor.report import DataReport, escaped, examine, show
+from npt.tools.data_doctor.statistics import Copies, Lengths, Reservoir
 from npt.tools.data_doctor.table import CLOSE, OPEN, print_report
 
 VOCAB = 2048

@@ -5,9 +5,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npt
-from npt.data.sample import Sample
-from npt.data.samples import Samples, cut, evaluation_samples, held_out, spread, within
+from npt.data.batch import Sample
+from npt.data.samples import Samples, cut, within
 from npt.errors import DataError
+from npt.evaluation.heldout import evaluation_samples, held_out, spread
 
 # The tokenizer fixture keeps no state, so that one serves all examples of a property.
 SHARED_TOKENIZER = settings(

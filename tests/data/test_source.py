@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import npt
-from npt.data import source as source_module
-from npt.data.builtin import is_heldout
-from npt.data.mix import check_sources, parts_of
-from npt.data.source import fitting_columns, open_source
+from npt.data import readers
+from npt.data.readers import is_heldout
+from npt.data.source import open_source
 from npt.errors import DataError
+from npt.train.sources import check_sources, fitting_columns, sources_of
 
 
 def records(path: Path, **settings) -> list:
@@ -117,7 +117,7 @@ class TestReplay:
             num_samples=9,
             replay_dataset="team/other",
         )
-        first, replayed = parts_of(config)
+        first, replayed = sources_of(config)
         second = replayed.config
         assert (first.label, first.share, replayed.label, replayed.share) == (
             "data",
@@ -134,7 +134,7 @@ class TestReplay:
         assert second.replay_dataset is None
         for local in ("builtin", str(tmp_path)):
             assert (
-                parts_of(replace(config, replay_dataset=local))[1].config.dataset_split == "train"
+                sources_of(replace(config, replay_dataset=local))[1].config.dataset_split == "train"
             )
 
     def test_it_is_checked_with_the_first(self, tmp_path):
@@ -158,7 +158,7 @@ class TestReplay:
 class TestBuiltin:
     def test_a_split_is_read_with_its_paths_as_names(self, monkeypatch, streaming):
         monkeypatch.setattr(
-            source_module, "builtin_files", lambda split: iter([(f"{split}.py", "x = 1\n")])
+            readers, "builtin_files", lambda split: iter([(f"{split}.py", "x = 1\n")])
         )
         config = npt.DataConfig(dataset_split="heldout", streaming=streaming)
         assert list(open_source(config)) == [{"text": "x = 1\n", "id": "heldout.py"}]

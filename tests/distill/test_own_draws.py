@@ -22,8 +22,8 @@ from torch import nn
 
 import npt
 from npt.config import DataConfig
+from npt.data.batch import Sample
 from npt.data.loader import Loader
-from npt.data.sample import Sample
 from npt.data.samples import Samples
 from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES

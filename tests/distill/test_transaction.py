@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import collate
-from npt.data.samples import Sample
+from npt.data.batch import Sample, collate
 from npt.distill.strategies import STRATEGIES
 from npt.step.transaction import Transaction, WindowResult
 
