@@ -22,7 +22,7 @@ from npt.postmortem.write import ACCEPTED, FORMAT, RECORD_NAME, STATE_NAME, WIND
 from npt.random_state import read_random_state
 from npt.runs.checkpoint import OPTIMIZER_TENSORS
 from npt.step.schedule import kind_of_run, rate_at
-from npt.step.transaction import Kept, Refusal
+from npt.step.window_result import Refusal, Snapshot
 from npt.stored import (
     Header,
     check_entries,
@@ -146,7 +146,7 @@ class Bundle:
     said: Mapping[str, Any]
     note: str | None = None
 
-    def kept(self, parameters: Mapping[str, Tensor]) -> Kept:
+    def kept(self, parameters: Mapping[str, Tensor]) -> Snapshot:
         """Adapters and optimizer state for a model's parameters, which they have to fit exactly.
 
         Args:

@@ -34,8 +34,9 @@ from npt.distill.strategies import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
 from npt.random_state import kept_random_state, random_state
+from npt.step.gradient_window import GradientWindow
 from npt.step.schedule import kind_of_run, rate_at
-from npt.step.transaction import Kept, Refusal, Trace, Transaction, WindowResult
+from npt.step.window_result import MicroBatchRecord, Refusal, Snapshot, WindowResult
 
 FORMAT = 1
 STATE_NAME, WINDOW_NAME, RECORD_NAME = "state.safetensors", "window.safetensors", "postmortem.json"
@@ -64,7 +65,7 @@ class Situation:
     """
 
     model: PreTrainedModel
-    transaction: Transaction[MicroBatch]
+    transaction: GradientWindow[MicroBatch]
     fill: Callable[[Batch], MicroBatch]
     window: Sequence[Batch]
     result: WindowResult[MicroBatch]
@@ -112,7 +113,7 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
     return folder
 
 
-def suspect(refusals: Iterable[Refusal], traces: Iterable[Trace]) -> int | None:
+def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> int | None:
     """The micro-batch of a window to look into: the first that was refused for what it computed,
     else, where the window was refused as a whole, the one with the largest gradient.
 
@@ -216,13 +217,13 @@ def _known(situation: Situation) -> dict[str, Any]:
     }
 
 
-def _traces(situation: Situation) -> list[Trace]:
+def _traces(situation: Situation) -> list[MicroBatchRecord]:
     return [t for t in situation.transaction.history if t.window == situation.result.index]
 
 
 def _state(situation: Situation) -> dict[str, Tensor]:
     """Everything that a step depends on, on the host; non-finite numbers are stored like any other."""
-    kept: Kept = situation.result.before or situation.transaction.snapshot()
+    kept: Snapshot = situation.result.snapshot or situation.transaction.update.snapshot()
     state = {f"rng.{name}": value for name, value in random_state().items()}
     for name, (value, moments) in kept.items():
         state[f"adapter.{name}"] = _stored(value)
@@ -269,7 +270,9 @@ def _observed(situation: Situation) -> dict[str, Any]:
         parameters = adapter_parameters(model)
         looks = {
             "adapters": lambda: _text(tensor_fault(parameters)),
-            "moments": lambda: _text(moments_fault(parameters, situation.transaction.optimizer)),
+            "moments": lambda: _text(
+                moments_fault(parameters, situation.transaction.update.optimizer)
+            ),
             "base": lambda: _text(base_fault(model)),
         }
         found["findings"] = {name: seen(name, look) for name, look in looks.items()}
@@ -289,7 +292,7 @@ def _observed(situation: Situation) -> dict[str, Any]:
 @contextmanager
 def _as_before(situation: Situation) -> Iterator[None]:
     """Within the context the adapters are those that the window started from."""
-    before = situation.result.before
+    before = situation.result.snapshot
     if before is None:
         yield
         return

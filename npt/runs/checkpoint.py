@@ -39,8 +39,9 @@ from npt.errors import CheckpointError
 from npt.evaluation.evaluate import Fidelity
 from npt.files import new_folder, write_json
 from npt.random_state import read_random_state
+from npt.step.gradient_window import GradientWindow
 from npt.step.spikes import HISTORY
-from npt.step.transaction import Kept, Transaction
+from npt.step.window_result import Snapshot
 from npt.stored import (
     Header,
     check_entries,
@@ -84,23 +85,25 @@ class State:
     """
 
     step: int
-    kept: Kept
+    kept: Snapshot
     spikes: tuple[Sequence[float], Sequence[float]] | None
     random_states: Mapping[int, Mapping[str, Tensor]]
 
-    def restore(self, transaction: Transaction[Any]) -> None:
+    def restore(self, transaction: GradientWindow[Any]) -> None:
         """Put adapters, moments, spike guard and step count back into a transaction over the same
         parameters, without an open window.
         """
-        kept: Kept = {}
-        for name, parameter in zip(transaction.names, transaction.parameters, strict=True):
+        kept: Snapshot = {}
+        for name, parameter in zip(
+            transaction.update.names, transaction.update.parameters, strict=True
+        ):
             value, moments = self.kept[name]
-            places = transaction.optimizer.state[parameter]
+            places = transaction.update.optimizer.state[parameter]
             kept[name] = (
                 value,
                 {key: moment.to(places[key].device, copy=True) for key, moment in moments.items()},
             )
-        transaction.restore(kept)
+        transaction.update.restore(kept)
         transaction.resume_at(self.step)
         if transaction.spikes is not None and self.spikes is not None:
             transaction.spikes.recall(*self.spikes)
@@ -180,7 +183,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{path}: {name} holds a non-finite value; use another checkpoint"
                 )
-        kept: Kept = {
+        kept: Snapshot = {
             name: (
                 adapters[name],
                 {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS},
@@ -225,7 +228,7 @@ class Checkpoint:
 def write_checkpoint(
     folder: Path,
     model: PreTrainedModel,
-    transaction: Transaction[Any],
+    transaction: GradientWindow[Any],
     record: Mapping[str, Any],
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
@@ -249,7 +252,7 @@ def write_checkpoint(
         for rank, states in random_states.items()
         for name, state in states.items()
     }
-    for name, (_, moments) in transaction.snapshot().items():
+    for name, (_, moments) in transaction.update.snapshot().items():
         tensors |= {
             f"optimizer.{name}.{key}": value.cpu().contiguous()
             for key, value in moments.items()
