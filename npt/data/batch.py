@@ -24,8 +24,7 @@ class Sample:
     """One row of a batch.
 
     id: the record, and the token it starts at. labels: of each token; None if all are targets.
-    lengths: of the documents packed into it; None for one.
-    """
+    lengths: of the documents packed into it; None for one."""
 
     id: str
     input_ids: tuple[int, ...]
@@ -134,14 +133,8 @@ ROW_TENSORS = tuple(
 def collate(
     samples: Sequence[Sample], pad_id: int, *, side: str = "right", length: int | None = None
 ) -> Batch:
-    """Pad samples to the longest of them, or to `length`.
-
-    Args:
-        samples: B of them, none empty.
-        pad_id: to fill with; any id does, since real tokens are told by the samples' lengths.
-        side: of the padding, left or right.
-        length: T, if more than the longest sample.
-    """
+    """Pad samples, none of them empty, to the longest or to `length`. Any `pad_id` does: real tokens
+    are told by the samples' lengths."""
     longest = max(len(s.input_ids) for s in samples)
     width = longest if length is None else length
     if side not in ("left", "right") or width < longest:

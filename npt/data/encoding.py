@@ -16,9 +16,7 @@ from npt.config import DataConfig
 from npt.data.source import Record
 from npt.errors import DataError, kind_of
 
-PIECE = "npt:piece"
-"""Key of a record that is a piece of a longer text: whether it is the first, and the last one."""
-
+PIECE = "npt:piece"  # key of a piece of a longer text: whether it is the first, and the last one
 PROMPT, COMPLETION = "prompt", "completion"
 BEHIND = "messages behind the last answer left out"
 UNWRITTEN = "messages that the chat template does not write as they are"
@@ -35,8 +33,7 @@ class Content:
 
     used: further columns that it is made of. unused: keys inside them that it is not made of.
     opened, closed: whether start and end token are to be added. noted: messages by what became of
-    them. skipped: why it is left out.
-    """
+    them. skipped: why it is left out."""
 
     columns: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
@@ -76,8 +73,7 @@ class Counts:
     """What became of the records that were read, counted at every pass.
 
     skipped: records, or windows of given ids, by reason. cut_prompts, cut_completions: samples that
-    lost tokens to `max_length`. unused: records by columns that nothing is made of.
-    """
+    lost tokens to `max_length`. unused: records by columns that nothing is made of."""
 
     records: int = 0
     samples: int = 0
@@ -96,11 +92,10 @@ class Counts:
         self.records += 1
         self.noted.update(content.noted)
         used = {*content.columns, *content.used, "id", PIECE}
-        found = list(content.unused)
-        for name, value in record.items():
-            if name not in used and value not in (None, "", [], {}):
-                found.append(str(name))
-        for name in found:
+        filled = [
+            str(k) for k, v in record.items() if k not in used and v not in (None, "", [], {})
+        ]
+        for name in (*content.unused, *filled):
             known = name in self.unused or len(self.unused) < _COLUMNS_NAMED
             self.unused[name if known else "others"] += 1
 
@@ -224,12 +219,9 @@ def continuation_tokens(tokenizer: Any, before: str | None, text: str) -> list[i
 def continuation_text(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of tokens that follow others, special tokens left out; decoded alone it would
     lose the space that it begins with."""
-    front, whole = (
-        tokenizer.decode(list(part), skip_special_tokens=True) for part in (before, [*before, *ids])
-    )
-    if whole.startswith(front):
-        return str(whole[len(front) :])
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    parts = (list(before), [*before, *ids], list(ids))
+    front, whole, alone = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
+    return str(whole[len(front) :] if whole.startswith(front) else alone)
 
 
 def text_of(name: str, record: Record, column: str, flag: str) -> str:

@@ -18,9 +18,7 @@ from npt.data.batch import Batch, Sample, collate
 from npt.data.samples import Place, Samples, uniform
 from npt.errors import DataError
 
-AHEAD = 8
-"""Batches prepared before they are asked for."""
-
+AHEAD = 8  # batches prepared before they are asked for
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 
@@ -44,9 +42,9 @@ class Position:
 
     def after_other(self, number: int, epoch: int, place: Place) -> Position:
         """Return the position after a sample of that source."""
-        others = [self.other(i) for i in range(max(number + 1, len(self.others)))]
-        others[number] = (epoch, place)
-        return replace(self, others=tuple(others), drawn=self.drawn + 1)
+        before = tuple(self.other(i) for i in range(number))
+        others = (*before, (epoch, place), *self.others[number + 1 :])
+        return replace(self, others=others, drawn=self.drawn + 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the position for JSON, as earlier versions wrote it."""
@@ -87,11 +85,9 @@ class Loader:
     """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
 
     Args:
-        samples: what is trained on; its end is the epoch's.
-        batch_size, pad_id, side: of the batches.
-        epochs: how many.
-        others: sources that are mixed in.
-        seed: with the number of a sample and the shares, draws the sample's source.
+        samples: of the source whose end is the epoch's.
+        others: sources that are mixed in: the seed, their shares and a sample's number draw whose
+            it is.
         pin: put the batches into pinned memory, for a GPU to copy from.
     """
 
@@ -168,11 +164,10 @@ class Loader:
                 if number is None:
                     group.append(own)
                     position = replace(position, place=place, drawn=position.drawn + 1)
+                elif (found := next(walks[number], None)) is None:
+                    what = f"{self.others[number].label}: no sample came out of it"
+                    raise DataError(f"{what}; check its name and its columns")
                 else:
-                    found = next(walks[number], None)
-                    if found is None:
-                        what = f"{self.others[number].label}: no sample came out of it"
-                        raise DataError(f"{what}; check its name and its columns")
                     group.append(found[0])
                     position = position.after_other(number, *found[1:])
                 if len(group) == size:

@@ -21,9 +21,7 @@ from npt.data.source import Record, is_sequence
 from npt.errors import DataError
 
 _RECORDS_AT_ONCE = 32
-SHUFFLE_BLOCK = 1024
-"""Samples, at least, among which an epoch is shuffled."""
-
+SHUFFLE_BLOCK = 1024  # samples, at least, among which an epoch is shuffled
 _ROUNDS = 8  # with four, of ten things one came first measurably more often than others
 
 
@@ -146,14 +144,8 @@ class Samples:
     shuffled (and packed) anew every epoch within blocks of SHUFFLE_BLOCK or a few more, so no more
     than a block is read ahead or kept. A spent generator cannot serve a second epoch.
 
-    Args:
-        records, tokenizer: the data, and of the base model.
-        config: how to cut, `num_samples` (counted before packing) and `packing`.
-        seed: of both shuffles.
-        hold_out: leave out the held-out samples.
-
-    Raises:
-        DataError: no sample comes out of a sequence.
+    The seed is that of both shuffles; `num_samples` is counted before packing. A sequence that no
+    sample comes out of is a DataError.
     """
 
     def __init__(
@@ -220,9 +212,8 @@ class Samples:
                     more = len(chunk) > 0
                     record += len(chunk)
                     for encoded in self._encoder.encode(chunk, counts):
-                        for sample in fit(encoded, length, counts):
-                            if not (self.hold_out and sample.heldout):
-                                samples.append(sample)
+                        found = fit(encoded, length, counts)
+                        samples += [s for s in found if not (self.hold_out and s.heldout)]
                 samples = samples if most is None else samples[: most - before]
                 place = Place(first, before)
                 before += len(samples)

@@ -60,14 +60,11 @@ READERS: dict[str, Reader] = {}
 
 
 def register_reader(kind: str, read: Read, *, needs: str | None = None) -> None:
-    """Add a kind of data, or replace one.
+    """Add a kind of data: the suffix of files (".tsv"), or a name for --dataset_name.
 
-    Args:
-        kind: the suffix of files (".tsv"), or a name for --dataset_name.
-        read: `read(path or name, config)` gives the records. With `config.streaming` it is called
-            again for every pass, else once, and records that are no sequence are kept in memory.
-        needs: an optional package of npt/extras.py.
-    """
+    `read(path or name, config)` gives the records. With `config.streaming` it is called again for
+    every pass, else once, and records that are no sequence are kept in memory. `needs` is an
+    optional package of npt/extras.py."""
     READERS[kind] = Reader(read, needs)
 
 
@@ -88,13 +85,9 @@ def is_sequence(records: Any) -> bool:
 
 def is_local(name: str) -> bool:
     """Return whether a data set's name means files here: a path, a glob, or a known suffix."""
-    path = os.path.expanduser(name)
-    return name not in READERS and (
-        Path(path).suffix in READERS
-        or os.path.isabs(path)
-        or os.path.exists(path)
-        or any(c in name for c in "*?[")
-    )
+    path, glob_ = os.path.expanduser(name), any(c in name for c in "*?[")
+    found = Path(path).suffix in READERS or os.path.isabs(path) or os.path.exists(path)
+    return name not in READERS and (found or glob_)
 
 
 def reader_of(name: str | Path) -> Reader:
@@ -152,8 +145,8 @@ def check_source(config: DataConfig) -> None:
 
 
 def open_source(config: DataConfig) -> Iterable[Record]:
-    """Return the records of `--dataset_name`: a sequence, or with `--streaming` something that is
-    read again at every pass. What cannot be read is a DataError, now or when it is reached."""
+    """Return the records of a data set: a sequence, or if streamed something that is read again at
+    every pass. What cannot be read is a DataError, now or when it is reached."""
     check_source(config)
     name = config.dataset_name
     if is_local(name):
