@@ -231,17 +231,17 @@ def text_of(name: str, record: Record, column: str, flag: str) -> str:
         have = ", ".join(sorted(map(str, record))) or "nothing"
         what = "has no" if column not in record else f"has {kind_of(text)} as"
         raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flag}")
-    return whole_text(name, repr(column), text)
-
-
-def whole_text(name: str, what: str, text: str) -> str:
-    """Refuse a text with half a character in it, which JSON allows and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place = f"character {error.start} ({error.reason})"
-        raise DataError(f"record {name}: {what} is broken at {place}; mend it there") from error
+        raise half_character(name, repr(column), error) from error
     return text
+
+
+def half_character(name: str, what: str, error: UnicodeEncodeError) -> DataError:
+    """Return what to raise of half a character, which JSON allows and no tokenizer takes."""
+    place = f"character {error.start} ({error.reason})"
+    return DataError(f"record {name}: {what} is broken at {place}; mend it there")
 
 
 def plain_text(name: str, record: Record, tokenizer: Any, config: DataConfig) -> Content:

@@ -23,9 +23,9 @@ from npt.data.encoding import (
     PROMPT,
     UNWRITTEN,
     Content,
+    half_character,
     plain_text,
     text_of,
-    whole_text,
 )
 from npt.data.source import Record
 from npt.errors import DataError, first_line, kind_of
@@ -224,7 +224,12 @@ def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -
             f"record {name}: the chat template writes the prompt differently with an answer behind"
             " it, so the answer's tokens cannot be told; use prompt and completion texts"
         )
-    texts = whole_text(name, "prompt", start), whole_text(name, "answer", whole[len(start) :])
+    texts = start, whole[len(start) :]
+    for what, text in zip(("prompt", "answer"), texts, strict=True):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise half_character(name, what, error) from error
     said = [m["content"].strip() for m in (*prompt, *answer) if isinstance(m["content"], str)]
     noted = {UNWRITTEN: sum(text not in whole for text in said)}
     return Content(texts=texts, opened=False, closed=False, noted=noted)

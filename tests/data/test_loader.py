@@ -158,9 +158,7 @@ class TestPosition:
         assert saved == position
         assert [content(loaded) for loaded in anew().batches(saved)] == whole[taken:]
 
-    def test_the_position_is_behind_what_was_handed_out_and_not_behind_what_was_prepared(
-        self, tokenizer
-    ):
+    def test_the_position_follows_what_was_handed_out_not_prepared(self, tokenizer):
         """A thread that is eight batches ahead changes nothing about the position that a batch
         comes with.
         """
@@ -267,7 +265,7 @@ class TestPosition:
 class TestBatches:
     @SHARED
     @given(count=st.integers(4, 40), batch_size=st.integers(1, 5), epochs=st.integers(1, 3))
-    def test_an_epoch_holds_every_sample_once_and_no_batch_reaches_into_the_next(
+    def test_an_epoch_holds_every_sample_once_and_no_batch_crosses_it(
         self, tokenizer, count, batch_size, epochs
     ):
         loader = make_loader(tokenizer, records(count), batch_size=batch_size, epochs=epochs)
@@ -312,7 +310,7 @@ class TestBatches:
         share=st.sampled_from([0.0, 0.3]),
         limit=st.integers(1, 30),
     )
-    def test_a_run_that_begins_behind_some_samples_has_all_others_and_these_in_later_epochs(
+    def test_a_run_begun_after_some_samples_has_them_in_later_epochs(
         self, tokenizer, count, begun, epochs, share, limit
     ):
         loader = make_loader(
@@ -532,9 +530,7 @@ class TestAhead:
         ahead.close()
 
 
-def test_batches_are_pinned_by_the_thread_that_works_ahead_and_are_the_same(
-    tokenizer, monkeypatch
-) -> None:
+def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monkeypatch) -> None:
     """Without a GPU there is no pinned memory: what asks for it is recorded, in whose thread, and
     copied.
     """

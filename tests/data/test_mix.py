@@ -227,7 +227,7 @@ class TestOrder:
         one, again, other = (names(loader(tokenizer, config, seed=seed)) for seed in (3, 3, 4))
         assert one == again != other
 
-    def test_a_position_of_a_run_with_one_other_source_is_written_as_it_was(self) -> None:
+    def test_a_position_with_one_other_source_is_written_as_before(self) -> None:
         keys = {"epoch", "place", "replay_epoch", "replay_place", "drawn"}
         assert Position().after_other(0, 2, Position().place).as_dict().keys() == keys
         third = Position().after_other(1, 4, Position().place)
@@ -238,9 +238,7 @@ class TestOrder:
         assert third.after_other(2, 1, Position().place).other(1)[0] == 4
 
 
-def test_it_is_evaluated_on_every_source_by_its_share_and_on_what_is_held_out_of_it(
-    tokenizer, tmp_path
-) -> None:
+def test_every_source_is_evaluated_by_its_share_on_held_out_samples(tokenizer, tmp_path) -> None:
     paths = [written(tmp_path, name, 400) for name in "xy"] + [tmp_path / "few.jsonl"]
     paths[2].write_text('{"id": "few", "text": "abc"}\n')
     config = npt.DataConfig(dataset_mix=f"{paths[0]}:6,{paths[1]}:3,{paths[2]}:1", max_length=10)
@@ -327,7 +325,7 @@ def test_a_run_says_and_records_its_mixture_and_is_resumed_exactly(make, three, 
         make(mix, "cut", resume="auto")
 
 
-def test_a_solved_start_is_solved_on_all_sources_and_training_begins_behind_them(
+def test_a_calibrated_start_uses_all_sources_and_training_the_rest(
     load_model, tokenizer, three, tmp_path
 ) -> None:
     model = load_model()
@@ -382,9 +380,7 @@ def test_the_doctor_looks_at_every_source(three, capsys) -> None:
     assert "--dataset_name is x.jsonl and --dataset_mix" in capsys.readouterr().err
 
 
-def test_the_doctor_reads_what_is_replayed_with_columns_that_it_has_as_training_does(
-    three, tmp_path, capsys
-) -> None:
+def test_the_doctor_reads_replayed_data_by_the_columns_they_have(three, tmp_path, capsys) -> None:
     asked = tmp_path / "q.jsonl"
     asked.write_text("".join(json.dumps({"q": f"ab{i}", "a": "cd"}) + "\n" for i in range(9)))
     flags = [

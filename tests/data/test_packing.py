@@ -95,7 +95,7 @@ class TestPack:
         assert pack([], 8) == []
 
     @pytest.mark.parametrize("sizes", [[0], [3, 9], [0, 3]])
-    def test_an_empty_document_and_one_that_does_not_fit_are_our_own_fault(self, sizes):
+    def test_an_empty_or_too_long_document_is_an_assertion(self, sizes):
         with pytest.raises(AssertionError):
             pack(documents(sizes), 8)
 

@@ -101,7 +101,7 @@ def test_what_has_no_two_tokens_is_passed_over(tokenizer):
         prompts([{"text": ""}], tokenizer)
 
 
-def test_the_order_is_seeded_and_the_same_prompts_come_from_a_list_and_a_stream(tokenizer):
+def test_the_order_is_seeded_and_a_stream_gives_the_same_prompts(tokenizer):
     records = [{"id": str(i), "prompt": f"p{i}"} for i in range(50)]
     one, again, other = (list(prompts(records, tokenizer, seed=seed)) for seed in (0, 0, 1))
     assert one == again != other

@@ -23,7 +23,7 @@ def streaming(request) -> bool:
 
 
 class TestFiles:
-    """What is special about files as a source; the files themselves are test_local's."""
+    """What is special about files as a source; the files themselves are test_readers'."""
 
     @pytest.fixture
     def lines(self, tmp_path: Path) -> Path:
@@ -48,7 +48,7 @@ class TestFiles:
             "three"
         ]
 
-    def test_a_sequence_is_kept_as_it_was_and_a_stream_is_read_anew_at_every_pass(self, lines):
+    def test_a_sequence_is_kept_and_a_stream_is_read_at_every_pass(self, lines):
         kept = open_source(npt.DataConfig(dataset_name=str(lines)))
         stream = open_source(npt.DataConfig(dataset_name=str(lines), streaming=True))
         assert isinstance(kept, Sequence) and not hasattr(stream, "__len__")
@@ -80,9 +80,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         "name", ["missing.txt", "missing.jsonl", "missing.csv", "~/missing.csv", "no*such*file"]
     )
-    def test_a_missing_file_is_refused_with_the_alternative_and_never_looked_for_on_the_hub(
-        self, streaming, name
-    ):
+    def test_a_missing_file_is_refused_and_not_looked_for_on_the_hub(self, streaming, name):
         with pytest.raises(
             DataError, match=r"there is no file .*; check --dataset_name \('builtin'"
         ):
@@ -148,7 +146,7 @@ class TestReplay:
         fitting = fitting_columns(config, [{"text": "x"}])
         assert (fitting.prompt_column, fitting.completion_column) == (None, None)
 
-    def test_the_usual_text_column_is_taken_where_the_second_source_has_that_one_alone(self):
+    def test_the_usual_text_column_is_taken_if_it_alone_is_there(self):
         config = npt.DataConfig(text_column="body")
         assert fitting_columns(config, [{"text": "x"}]).text_column == "text"
         for record in ({"body": "x", "text": "y"}, {"content": "x"}, "x"):

@@ -107,7 +107,7 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
         ("a.parquet", b"PAR1xxx", None, None, "cannot be read as "),
     ],
 )
-def test_a_fault_of_another_kind_of_file_is_located_as_far_as_it_can_be(
+def test_faults_of_other_files_are_located_as_far_as_possible(
     tmp_path, name, content, line, column, problem
 ):
     (tmp_path / name).write_bytes(content)

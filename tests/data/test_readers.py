@@ -106,7 +106,7 @@ class TestFormats:
         (tmp_path / "book.txt").write_bytes("\ufeffZeile é\r\n\r\nmore".encode())
         assert both(tmp_path / "book.txt") == [{"text": "Zeile é\n\nmore", "id": "book.txt"}]
 
-    def test_records_are_named_by_file_and_line_unless_they_name_themselves(self, tmp_path):
+    def test_records_are_named_by_file_and_line_or_their_own_id(self, tmp_path):
         path = tmp_path / "data.jsonl"
         path.write_text('{"text": "a"}\n\n{"text": "b", "id": "mine"}\n  \n{"text": "c"}')
         assert [record["id"] for record in both(path)] == ["data.jsonl:1", "mine", "data.jsonl:5"]
@@ -125,7 +125,7 @@ class TestFormats:
         assert texts_of(records) == ["NA", "", "007", "nan", "short"]
         assert [record.get("n") for record in records] == ["1", "2", "3", "x", None]
 
-    def test_a_folder_is_read_in_the_order_of_its_names_whatever_the_formats(self, tmp_path):
+    def test_a_folder_of_any_formats_is_read_in_the_order_of_names(self, tmp_path):
         for name in ("b.csv", "a.jsonl", "sub/d.json", "c.txt", "e.parquet"):
             write(tmp_path / name, [name])
         (tmp_path / "README.md").write_text("not data")

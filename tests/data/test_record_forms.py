@@ -225,9 +225,7 @@ class TestShareGPT:
         )
         assert counts.unused == {"system": 1}
 
-    def test_earlier_answers_are_context_and_what_stands_behind_the_last_is_counted(
-        self, chatting
-    ) -> None:
+    def test_earlier_answers_are_context_and_later_messages_counted(self, chatting) -> None:
         counts = Counts()
         record = said(
             ("human", "a"),
@@ -341,7 +339,7 @@ class TestShareGPT:
         ),
         answer=st.text(max_size=12),
     )
-    def test_no_token_of_any_message_is_lost_and_labels_are_the_last_answers(
+    def test_no_token_of_a_message_is_lost_and_the_last_answer_labelled(
         self, chatting, turns, answer
     ) -> None:
         record = said(
