@@ -4,21 +4,19 @@ over the valid tokens.
 Pure functions of the valid tokens' rows that return (sum, count); the window divides once. Per
 token, D being the width:
 
-    nmse           ||o - t||^2 / ||t||^2                  1 for o = 0. Small everywhere where a
-    layer adds little to a large state
-    its update     ||o - t||^2 / ||t - h||^2              1 for o = h. A token to which the layer
-    adds next to nothing drowns the
-    form                                                  others
-    direction      mean over D of (o/||o|| - t/||t||)^2   0 to 4/D. Blind to the length of o: it
-    sees the angle alone
-    mse            mean over D of (o - t)^2               in the states' own units. A few tokens of
-    huge norm drown the others
-    smooth_l1      mean over D of e^2 / (2 beta) below    likewise; beyond beta every channel pulls
-    alike, outliers too. With a beta
-                   |e| = beta, |e| - beta/2 beyond        that does not fit the states it is MSE or
-                   L1
-    cosine         (1 - w) NMSE + w (1 - cos(o, t))       1 - w/2 for o = 0. As nmse, with more
-    weight on the angle
+    nmse         ||o - t||^2 / ||t||^2
+                 1 for o = 0. Small everywhere if a layer adds little to a large state
+    nmse_update  ||o - t||^2 / ||t - h||^2
+                 1 for o = h. A token to which the layer adds next to nothing drowns the others
+    direction    mean over D of (o/||o|| - t/||t||)^2
+                 0 to 4/D. Blind to the length of o: it sees the angle alone
+    mse          mean over D of (o - t)^2
+                 in the states' own units. A few tokens of huge norm drown the others
+    smooth_l1    mean over D of e^2 / (2 beta) below |e| = beta, |e| - beta/2 beyond
+                 likewise; beyond beta every channel pulls alike, outliers too. With a beta that
+                 does not fit the states it is MSE or L1
+    cosine       (1 - w) NMSE + w (1 - cos(o, t))
+                 1 - w/2 for o = 0. As nmse, with more weight on the angle
 
 `direction` is the unit-vector MSE that NPT was first trained with. A student can bring it to 0 with
 states of any length, and the next layer, which adds to them, then mixes at the wrong ratio. It is

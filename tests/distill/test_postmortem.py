@@ -34,7 +34,7 @@ from npt.runs.run_folder import RunFolder
 from npt.step.train_step import TrainStep
 from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import Window
-from npt.train.trainer import Trainer
+from npt.train.run_data import RunData
 
 WINDOW = [
     collate([Sample("a", (5, 6, 7)), Sample("b", (8,))], 2),
@@ -210,7 +210,7 @@ def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_
         collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7)))
     )
     windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
-    monkeypatch.setattr(Trainer, "_windows", lambda self: (window for window in windows))
+    monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
     folder = stop(
         trainer(poisoned_folder, good(3), max_consecutive_bad=100, max_refused_share=0.05)
     )

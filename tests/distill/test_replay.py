@@ -17,7 +17,6 @@ import pytest
 import torch
 from forked import Program
 from hypothesis import given
-from npt.step.window_result import Refusal
 from rounded import round_otherwise
 from safetensors.torch import load_file, save_file
 from stopped_runs import BAD, acting, good, stop
@@ -31,6 +30,7 @@ from npt.errors import BundleError, ConfigError
 from npt.postmortem import restore as rebuilt
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
+from npt.step.window_result import Refusal
 
 ROOT = Path(npt.__file__).parent.parent
 
