@@ -278,7 +278,7 @@ def test_a_run_says_and_records_its_mixture_and_is_resumed_exactly(make, three, 
     mix = "z.jsonl:1,x.jsonl:1,y.jsonl:2"
     whole = make(mix, "whole")
     result = whole.train()
-    said = whole.console.file.getvalue()
+    said = whole.setup.console.file.getvalue()
     assert (
         "shares of the samples z.jsonl 0.25, x.jsonl 0.25, y.jsonl 0.5 (they sum to 1); an epoch"
         " ends with z.jsonl" in said
