@@ -26,12 +26,12 @@ from rich.console import Console
 from windows import Sums, add_filled, window_over
 
 import npt
+from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distributed.processes import Ranks
-from npt.faults.runs import NoTokenizer
 from npt.runs.null_run_folder import UnwrittenFolder
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
