@@ -21,10 +21,10 @@ import torch
 import npt
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console, silent_console
-from npt.data.batch import batches, pad_id_of
-from npt.data.sample import IGNORE_INDEX, Sample
-from npt.data.samples import Samples, evaluation_samples
+from npt.data.batch import IGNORE_INDEX, Sample, batches, pad_id_of
+from npt.data.samples import Samples
 from npt.data.source import open_source, own_heldout
+from npt.evaluation.heldout import evaluation_samples
 from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums
 
 

@@ -26,7 +26,7 @@ from npt.calibration.placement import Placement, free_bytes
 from npt.calibration.plan import Plan, plan
 from npt.calibration.precision import full_precision
 from npt.config import NPTConfig
-from npt.data.sample import Sample
+from npt.data.batch import Sample
 from npt.planning.named_models import llama_config
 from npt.planning.shape import Shape
 

@@ -33,8 +33,7 @@ from transformers import LlamaForCausalLM
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters
 from npt.adapters.stream import model_inputs
-from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors, collate, pad_id_of
-from npt.data.sample import Sample
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.divergence import kl_per_token

@@ -255,11 +255,11 @@ def _few_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The beginnings of the first files of either split of the standard library, some 90 KB of 12
     MB.
     """
-    from npt.data import builtin
+    from npt.data import readers
 
     folder = tmp_path_factory.mktemp("library")
     for split, count in (("train", 24), ("heldout", 6)):
-        for name, text in itertools.islice(builtin.builtin_files(split), count):
+        for name, text in itertools.islice(readers.builtin_files(split), count):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text[:3000], encoding="utf-8")
     return folder
@@ -270,11 +270,11 @@ def short_library(_few_sources: Path) -> Iterator[None]:
     """Makes the built-in text a short one, in processes that are forked here as well: to read and
     tokenise all of it takes seconds.
     """
-    from npt.data import builtin
+    from npt.data import readers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            builtin, "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(_few_sources)})
+            readers, "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(_few_sources)})
         )
         yield
 

@@ -10,8 +10,8 @@ import pytest
 from npt.cli.defaults import over, with_data, with_defaults
 from npt.cli.main import main
 from npt.config import NPTConfig
-from npt.data.mix import DATASETS
 from npt.errors import ConfigError
+from npt.train.sources import DATASETS
 
 WEB_TEXT = DATASETS["slimpajama"]["dataset_name"]
 SHORT = [

@@ -18,9 +18,8 @@ from npt.adapters.stream import model_inputs, open_stream
 from npt.base.families import FAMILIES, sliding_layers
 from npt.cli.main import main
 from npt.config import RESIDUALS, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ModelError
 

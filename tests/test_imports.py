@@ -125,7 +125,7 @@ def test_the_check_finds_what_is_forbidden(path, source) -> None:
         ("train/trainer.py", "from npt.diagnostics import guards"),
         ("diagnostics/tracer/trace.py", "from npt.evaluation.metrics import figures"),
         ("cli/main.py", "import npt"),
-        ("demo/build.py", "from npt.data.builtin import builtin_files"),
+        ("demo/build.py", "from npt.data.readers import builtin_files"),
         ("__init__.py", "from npt.train.trainer import Trainer"),
     ],
 )

@@ -23,8 +23,7 @@ from gpu_sections.models import base_of, embedded_student, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.attach import adapter_parameters, adapters_disabled
 from npt.base.device import wait_for
-from npt.data.batch import Batch
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily

@@ -9,9 +9,8 @@ import torch
 import npt
 from gpu_sections.runner import Bench
 from npt.base.random_base import random_base
-from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.planning.named_models import SHAPES, llama_config
 from npt.planning.shape import Shape
 

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_parameters, attach, decoder_layers, detach
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, collate
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.step.schedule import rate_table
 from npt.step.spikes import HISTORY

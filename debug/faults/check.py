@@ -22,8 +22,7 @@ from torch import Tensor
 from faults.bench import FIRST_ID, Base, Run, Setting, Student, difference
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import detach, npt_layers
-from npt.data.batch import Batch
-from npt.data.samples import Sample
+from npt.data.batch import Batch, Sample
 from npt.distill.strategies import MicroBatch
 
 

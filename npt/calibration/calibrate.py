@@ -48,8 +48,7 @@ from npt.calibration.solve import CHUNK, METRIC_FLOOR, Problem, Solution, solve,
 from npt.calibration.tail import Parameters, Tail, check_layer_readable
 from npt.config import CALIBRATION_INPUTS, DataConfig, NPTConfig
 from npt.console import silent_console
-from npt.data.batch import Batch, batches, pad_id_of
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.data.samples import cut, within
 from npt.data.source import Record
 from npt.errors import ConfigError, NotSupportedError, NumericalError, TooLittleTextError

@@ -66,8 +66,8 @@ def consolidate(given: dict[str, Any]) -> int:
     from npt.adapters.consolidate import update_from
     from npt.adapters.files.adapter_files import adapter_hash
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
-    from npt.data.samples import evaluation_samples
     from npt.data.source import check_source, open_source, own_heldout
+    from npt.evaluation.heldout import evaluation_samples
     from npt.files import to_json
     from npt.tools.editing.edit_metrics import (
         PROBE_SAMPLES,

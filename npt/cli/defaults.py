@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from npt.config import INITS, BaseConfig, DataConfig
-from npt.data.mix import DATASETS, named
 from npt.errors import ConfigError
+from npt.train.sources import DATASETS, named
 
 AUTO = "auto"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -115,13 +116,15 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     base, data = build(BaseConfig, given), build(DataConfig, given)
     from npt.adapters.attach import check_length
     from npt.base.load import load_tokenizer, read_config
-    from npt.data.mix import FIRST, REPLAY, check_sources, fitting, parts_of
+    from npt.data.source import open_source
+    from npt.errors import DataError
     from npt.tools.data_doctor.report import examine
+    from npt.train.sources import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
     check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
-    parts = parts_of(data)
+    parts = sources_of(data)
     how = {
         "batch_size": given["batch_size"],
         "seed": given["seed"],
@@ -130,7 +133,10 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     with console.status("reading the data"):
         found = {}
         for part in parts:
-            config = part.config if part.label == FIRST else fitting(part)
+            config = part.config
+            if part.label != FIRST:
+                with contextlib.suppress(DataError):  # the report says where
+                    config = fitting_columns(config, open_source(config))
             report = examine(config, tokenizer, model_config.vocab_size, **how)
             if data.dataset_mix is not None:
                 report = replace(report, name=f"{part.label} ({part.share:.1%} of the samples)")

@@ -32,10 +32,10 @@ def evaluate(given: dict[str, Any]) -> int:
     base, data = base_config(given), build(DataConfig, given)
     import npt
     from npt.data.batch import pad_id_of
-    from npt.data.samples import evaluation_samples
     from npt.data.source import check_source, open_source, own_heldout
     from npt.evaluation.attribution import refer
     from npt.evaluation.harness import find_tasks, lm_eval
+    from npt.evaluation.heldout import evaluation_samples
     from npt.evaluation.table import print_fidelity, print_scores
     from npt.files import to_json
 

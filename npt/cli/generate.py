@@ -213,11 +213,11 @@ def _split(
     """The text up to where the two part, and from there on; the latter from the whole, since tokens
     may share a character.
     """
-    from npt.data.following import text_behind
+    from npt.data.encoding import continuation_text
 
     whole, common = (
-        text_behind(tokenizer, prompt, ids),
-        text_behind(tokenizer, prompt, ids[:position]).rstrip("�"),
+        continuation_text(tokenizer, prompt, ids),
+        continuation_text(tokenizer, prompt, ids[:position]).rstrip("�"),
     )
     return (common, whole[len(common) :]) if whole.startswith(common) else ("", whole)
 

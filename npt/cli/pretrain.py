@@ -210,13 +210,13 @@ def _check(
     from npt.adapters.attach import check_fit
     from npt.base.load import check_teacher, read_config
     from npt.calibration.calibrate import check_calibration
-    from npt.data.mix import check_sources
     from npt.planning.plan import Planner
     from npt.planning.workload import Workload
     from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
     from npt.runs.trackers import check_trackers
     from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
+    from npt.train.sources import check_sources
 
     def check_folder() -> tuple[bool, Any, str, int | None]:
         """Whether a checkpoint is gone on from, the ranks that a budget was spent on in its run,

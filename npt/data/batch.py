@@ -1,7 +1,9 @@
-"""A batch: padded token ids, and which of them are real."""
+"""A sample, and a batch of them: padded token ids, and which of them are real."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -10,27 +12,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npt.data.sample import IGNORE_INDEX, Sample
+IGNORE_INDEX = -100
+"""The label of a token that nothing is to predict."""
 
+_HELDOUT_ONE_IN = 20
 _FOUND = ("scored_index", "document_lengths", "scored_lengths")
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch. Losses never see padding: they read the rows at `valid_index` and nothing
-    else.
+class Sample:
+    """One row of a batch.
 
-    input_ids, attention_mask, position_ids, labels: [B, T] int64; positions count valid tokens, so
-        that padding on the left moves nothing, and restart with every packed document; labels are
-        the token ids, -100 at padding, on prompts and at what starts a packed document (the shift
-        by one happens in the loss).
-    documents: [B, T] int64, the number of each token's document in its row, where any row has
-        several; attention stays inside.
-    valid_index: [N] int64, where in the flattened [B * T] the valid tokens stand. Made on the host,
-        so that no device has to be asked how many there are; what the properties find is likewise
-        found on the host, and taken along by `to`.
-    offset: how many samples the run had drawn before these. With their ids it names the random
-        numbers that training draws for them.
+    id: the record, and the token it starts at. labels: of each token; None if all are targets.
+    lengths: of the documents packed into it; None for one."""
+
+    id: str
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def heldout(self) -> bool:
+        """One sample in twenty, by a hash of its tokens: the same on every machine."""
+        digest = hashlib.sha256(",".join(map(str, self.input_ids)).encode()).digest()
+        return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. Losses read the rows at `valid_index` and never see padding.
+
+    input_ids, attention_mask, position_ids, labels: [B, T] int64. Positions count valid tokens and
+        restart with every packed document; labels are -100 at padding, on prompts and at the first
+        token of a packed document (the loss shifts them).
+    documents: [B, T] int64, the number of each token's document, if a row has several.
+    valid_index: [N] int64, the valid tokens in [B * T]. Like what the properties find it is made
+        on the host, and `to` takes it along: no device is asked how many there are.
+    offset: samples that the run had drawn before these; with their ids it names the random numbers
+        of their training.
     """
 
     input_ids: Tensor
@@ -44,20 +63,12 @@ class Batch:
 
     @property
     def row_tensors(self) -> dict[str, Tensor]:
-        """Every tensor [B, T] that this batch has, by its name: all that has to be copied of it, or
-        written down.
-        """
-        return {
-            name: getattr(self, name) for name in ROW_TENSORS if getattr(self, name) is not None
-        }
+        """Every tensor [B, T] of this batch by its name."""
+        found = {name: getattr(self, name) for name in ROW_TENSORS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_rows(self, tensors: Mapping[str, Tensor], sample_ids: tuple[str, ...]) -> Batch:
-        """This batch with other `row_tensors`; one that is not given is None.
-
-        Args:
-            tensors: of them all, [B, T] on the host.
-            sample_ids: of their rows.
-        """
+        """Return this batch with other `row_tensors`, on the host; one not given is None."""
         valid = tensors["attention_mask"].flatten().nonzero().squeeze(-1)
         changed: dict[str, Any] = {**dict.fromkeys(ROW_TENSORS), **tensors}
         return replace(self, **changed, valid_index=valid, sample_ids=sample_ids)
@@ -78,36 +89,30 @@ class Batch:
 
     @cached_property
     def scored_index(self) -> Tensor:
-        """[S] int64, where in [B * T] the positions stand whose next token belongs to the same
-        document and has a label.
-        """
+        """[S] int64, positions in [B * T] whose next token is of the same document and labelled."""
         return target_index(self.labels, self.attention_mask, self.position_ids)
 
     @cached_property
     def document_lengths(self) -> Tensor:
-        """[C] int64, how many of the tokens at `valid_index` each document has."""
+        """[C] int64, tokens at `valid_index` of each document."""
         return self._per_document(self.valid_index)
 
     @cached_property
     def scored_lengths(self) -> Tensor:
-        """[C'] int64, how many of the positions at `scored_index` each document has that has any."""
+        """[C'] int64, positions at `scored_index` of each document that has any."""
         return self._per_document(self.scored_index)
 
     def to(self, device: torch.device) -> Batch:
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """The same in memory that a GPU copies from without the host's help; `to` then returns at
-        once. Needs a GPU.
-        """
+        """Return the same in pinned memory, from which `to` copies without waiting. Needs a GPU."""
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """With every tensor changed, those that the properties find among them."""
+        """Return this batch with every tensor changed, those that the properties find included."""
         found = {name: change(getattr(self, name)) for name in _FOUND}
-        tensors: dict[str, Any] = {
-            name: change(tensor) for name, tensor in self.row_tensors.items()
-        }
+        tensors: dict[str, Any] = {name: change(t) for name, t in self.row_tensors.items()}
         changed = replace(self, **tensors, valid_index=change(self.valid_index))
         vars(changed).update(found)
         return changed
@@ -122,73 +127,43 @@ class Batch:
 ROW_TENSORS = tuple(
     f.name for f in fields(Batch) if "Tensor" in str(f.type) and f.name != "valid_index"
 )
-"""Fields of a batch that are tensors [B, T]; told from the class, so that whoever copies them
-leaves none out.
-"""
+"""Fields of a batch that are tensors [B, T]."""
 
 
 def collate(
     samples: Sequence[Sample], pad_id: int, *, side: str = "right", length: int | None = None
 ) -> Batch:
-    """Pad samples to the longest of them, or to `length`.
-
-    Args:
-        samples: B of them, none empty.
-        pad_id: what to fill with. Any id of the vocabulary does: which tokens are real is taken
-            from the samples' lengths, never from the id, so that pad = eos hides no real end token.
-        side: where the padding goes, left or right.
-        length: T, when it is to be more than the longest sample.
-    """
+    """Pad samples, none of them empty, to the longest or to `length`. Any `pad_id` does: real tokens
+    are told by the samples' lengths."""
     longest = max(len(s.input_ids) for s in samples)
     width = longest if length is None else length
     if side not in ("left", "right") or width < longest:
-        raise ValueError(
-            f"cannot pad {longest} tokens to {width} on the {side!r}; the side is left or right,"
-            " the length the longest at least"
-        )
+        remedy = "the side is left or right, the length the longest at least"
+        raise ValueError(f"cannot pad {longest} tokens to {width} on the {side!r}; {remedy}")
     ids = torch.full((len(samples), width), pad_id, dtype=torch.int64)
-    mask = torch.zeros((len(samples), width), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
     labels, documents = torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids)
-    packed = any(len(s.lengths or ()) > 1 for s in samples)
     for row, sample in enumerate(samples):
         n = len(sample.input_ids)
-        columns = slice(0, n) if side == "right" else slice(width - n, width)
-        ids[row, columns] = torch.tensor(sample.input_ids, dtype=torch.int64)
-        mask[row, columns] = 1
-        labels[row, columns] = (
-            ids[row, columns]
-            if sample.labels is None
-            else torch.tensor(sample.labels, dtype=torch.int64)
-        )
+        own = (row, slice(0, n) if side == "right" else slice(width - n, width))
+        ids[own] = torch.tensor(sample.input_ids, dtype=torch.int64)
+        mask[own] = 1
+        labels[own] = ids[own] if sample.labels is None else torch.tensor(sample.labels)
         if sample.lengths is not None:
-            documents[row, columns] = torch.arange(len(sample.lengths)).repeat_interleave(
-                torch.tensor(sample.lengths)
-            )
-    batch = batch_from_tensors(ids, mask, tuple(s.id for s in samples))
-    if not packed:
-        return replace(batch, labels=labels)
-    return replace(
-        batch,
-        labels=labels,
-        documents=documents,
-        position_ids=_restarting(batch.position_ids, documents),
-    )
-
-
-def _restarting(positions: Tensor, documents: Tensor) -> Tensor:
-    """Positions that count from 0 in every document, out of those that count through the row: both
-    [B, T].
-    """
-    starts = torch.zeros_like(positions)
+            lengths = torch.tensor(sample.lengths)
+            documents[own] = torch.arange(len(lengths)).repeat_interleave(lengths)
+    batch = replace(batch_from_tensors(ids, mask, tuple(s.id for s in samples)), labels=labels)
+    if not any(len(s.lengths or ()) > 1 for s in samples):
+        return batch
+    starts = torch.zeros_like(ids)
     fresh = documents[:, 1:] != documents[:, :-1]
-    starts[:, 1:] = torch.where(fresh, positions[:, 1:], 0)
-    return positions - starts.cummax(dim=-1).values
+    starts[:, 1:] = torch.where(fresh, batch.position_ids[:, 1:], 0)
+    positions = batch.position_ids - starts.cummax(dim=-1).values
+    return replace(batch, documents=documents, position_ids=positions)
 
 
 def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
-    """`Batch.documents` as positions [B, T] tell them, which restart with each document; None where
-    no row has several.
-    """
+    """Return `Batch.documents` [B, T] as positions tell them; None if no row has several."""
     valid = attention_mask.bool()
     documents = torch.where(valid, (valid & (position_ids == 0)).cumsum(dim=-1) - 1, 0)
     return documents if bool(documents.any()) else None
@@ -197,16 +172,15 @@ def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
 def batch_from_tensors(
     input_ids: Tensor, attention_mask: Tensor, sample_ids: tuple[str, ...] | None = None
 ) -> Batch:
-    """A batch from [B, T] ids and a [B, T] mask of ones and zeros, both on the host."""
+    """Return a batch of [B, T] ids and a [B, T] mask of ones and zeros, both on the host."""
+    numbers = tuple(str(i) for i in range(len(input_ids)))
     return Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=(attention_mask.cumsum(dim=-1) - 1).clamp(min=0),
         labels=torch.where(attention_mask.bool(), input_ids, IGNORE_INDEX),
         valid_index=attention_mask.flatten().nonzero().squeeze(-1),
-        sample_ids=(
-            sample_ids if sample_ids is not None else tuple(str(i) for i in range(len(input_ids)))
-        ),
+        sample_ids=numbers if sample_ids is None else sample_ids,
     )
 
 
@@ -218,21 +192,9 @@ def target_index(
     ahead: int = 1,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Positions that have a target `ahead` tokens on: both tokens valid and of one document, and
-    the target's label counts.
-
-    Args:
-        labels: [B, T], not shifted.
-        attention_mask: [B, T] of ones and zeros.
-        position_ids: [B, T], counting through each document; default through each row's valid
-            tokens.
-        ahead: how far the target lies ahead, 1 for the next token.
-        ignore_index: label of what is no target.
-
-    Returns:
-        [S] int64, positions in [B * T] in ascending order; the target of position i stands at i +
-        `ahead`.
-    """
+    """Return positions [S] in [B * T], ascending, that have a target `ahead` tokens later: both
+    tokens valid and of one document, and the target's label not `ignore_index`. All tensors are
+    [B, T]; positions default to those of each row's valid tokens."""
     positions = attention_mask.cumsum(dim=-1) if position_ids is None else position_ids
     counts = _follows(attention_mask, positions, ahead) & (labels[:, ahead:] != ignore_index)
     row, column = counts.nonzero(as_tuple=True)
@@ -240,36 +202,25 @@ def target_index(
 
 
 def _follows(attention_mask: Tensor, position_ids: Tensor, ahead: int) -> Tensor:
-    """[B, T - ahead] bool: the token `ahead` on belongs to the same document, with nothing but
-    valid tokens between.
-    """
+    """Return [B, T - ahead] bool: the token `ahead` later is of the same document, with nothing but
+    valid tokens between."""
     valid = attention_mask.bool()
     kept = max(0, valid.shape[1] - ahead)
-    return (
-        valid[:, :kept]
-        & valid[:, ahead:]
-        & (position_ids[:, ahead:] == position_ids[:, :kept] + ahead)
-    )
+    adjacent = position_ids[:, ahead:] == position_ids[:, :kept] + ahead
+    return valid[:, :kept] & valid[:, ahead:] & adjacent
 
 
 def batches(
     samples: Iterable[Sample], batch_size: int, pad_id: int, side: str = "right"
 ) -> Iterator[Batch]:
-    """Batches of `batch_size` in order, padded on one side; the last one may be smaller."""
-    group: list[Sample] = []
-    for sample in samples:
-        group.append(sample)
-        if len(group) == batch_size:
-            yield collate(group, pad_id, side=side)
-            group = []
-    if group:
+    """Yield batches of `batch_size` in order; the last one may be smaller."""
+    samples = iter(samples)
+    while group := list(itertools.islice(samples, batch_size)):
         yield collate(group, pad_id, side=side)
 
 
 def pad_id_of(tokenizer: object) -> int:
-    """The tokenizer's pad id, else its end id, else 0; padding is told by position, so the choice
-    changes nothing.
-    """
+    """Return the tokenizer's pad id, else its end id, else 0: the choice changes nothing."""
     for name in ("pad_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         if isinstance(value, int):
@@ -278,35 +229,23 @@ def pad_id_of(tokenizer: object) -> int:
 
 
 def find_fault(batch: Batch, vocab_size: int) -> str | None:
-    """What is wrong with a batch, checked on the host before anything is computed; None where
-    nothing is.
+    """Return what is wrong with a batch on the host, located; None if nothing is.
 
-    Token ids have to lie in [0, V), labels too or be -100, and every row needs a valid token. The
-    first offence is located.
+    Token ids have to lie in [0, V), labels too or be -100, and every row needs a valid token.
     """
-    if (
-        batch.input_ids.ndim != 2
-        or batch.input_ids.shape != batch.attention_mask.shape
-        or batch.input_ids.numel() == 0
-    ):
-        return (
-            f"shapes {tuple(batch.input_ids.shape)} of ids and {tuple(batch.attention_mask.shape)}"
-            " of mask, expected [B, T] twice"
-        )
-    for name, ids, allowed in (
-        ("token id", batch.input_ids, None),
-        ("label", batch.labels, IGNORE_INDEX),
-    ):
-        wrong = (ids < 0) | (ids >= vocab_size)
-        if allowed is not None:
-            wrong &= ids != allowed
-        if wrong.any():
-            row, column = (int(i) for i in wrong.nonzero()[0])
+    ids, mask = batch.input_ids, batch.attention_mask
+    if ids.ndim != 2 or ids.shape != mask.shape or ids.numel() == 0:
+        shapes = f"shapes {tuple(ids.shape)} of ids and {tuple(mask.shape)} of mask"
+        return f"{shapes}, expected [B, T] twice"
+    labels = torch.where(batch.labels == IGNORE_INDEX, 0, batch.labels)
+    for name, found in (("token id", ids), ("label", labels)):
+        wrong = ((found < 0) | (found >= vocab_size)).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
             return (
-                f"{name} {int(ids[row, column])} outside the vocabulary [0, {vocab_size}) at row"
+                f"{name} {int(found[row, column])} outside the vocabulary [0, {vocab_size}) at row"
                 f" {row}, position {column} of sample {batch.sample_ids[row]}"
             )
-    empty = (batch.attention_mask.sum(dim=-1) == 0).nonzero()
-    if len(empty):
-        return f"no valid token in row {int(empty[0])}, sample {batch.sample_ids[int(empty[0])]}"
+    for row in (mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
+        return f"no valid token in row {row}, sample {batch.sample_ids[row]}"
     return None

@@ -1,29 +1,24 @@
-"""The batches of a run: epochs of samples, mixed with those of other sources, prepared ahead of
-training, from any position on.
+"""The batches of a run: epochs of samples, mixed with other sources, from any position on.
 
-Which sample stands where depends on seed, data and position alone. A position is a handful of
-numbers, and every batch comes with the one behind it; so what a thread has prepared ahead is never
-part of what a checkpoint has to know.
+Every batch comes with the position after it. What is prepared ahead is never part of a checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from npt.data.batch import Batch, collate
-from npt.data.order import uniform
-from npt.data.samples import Place, Sample, Samples
+from npt.data.batch import Batch, Sample, collate
+from npt.data.samples import Place, Samples, uniform
 from npt.errors import DataError
 
-AHEAD = 8
-"""Batches prepared before they are asked for."""
-
+AHEAD = 8  # batches prepared before they are asked for
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 
@@ -32,58 +27,46 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands in its data: the epoch and place of every source, and how many samples
-    were drawn.
-
-    epoch, place: of the source whose end is an epoch's. replay_epoch, replay_place: of the first
-    one that is mixed in. begun: samples of the first epoch that the run has begun behind. further:
-    epoch and place of each source that is mixed in behind that one.
-    """
+    """A position in the data: epoch and place in the first source, samples drawn of all sources,
+    samples of the first epoch that the run began after, epoch and place in each other source."""
 
     epoch: int = 0
     place: Place = field(default_factory=Place)
-    replay_epoch: int = 0
-    replay_place: Place = field(default_factory=Place)
     drawn: int = 0
     begun: int = 0
-    further: tuple[tuple[int, Place], ...] = ()
+    others: tuple[tuple[int, Place], ...] = ()
 
-    def turn(self, number: int) -> tuple[int, Place]:
-        """Epoch and place of a source that is mixed in, counted from 0."""
-        turns = ((self.replay_epoch, self.replay_place), *self.further)
-        return turns[number] if number < len(turns) else (0, Place())
+    def other(self, number: int) -> tuple[int, Place]:
+        """Return epoch and place in a source that is mixed in, counted from 0."""
+        return self.others[number] if number < len(self.others) else (0, Place())
 
-    def behind(self, number: int, epoch: int, place: Place) -> Position:
-        """The position behind a sample of that source."""
-        if number == 0:
-            return replace(self, replay_epoch=epoch, replay_place=place, drawn=self.drawn + 1)
-        turns = [self.turn(i) for i in range(1, max(number, len(self.further)) + 1)]
-        turns[number - 1] = (epoch, place)
-        return replace(self, further=tuple(turns), drawn=self.drawn + 1)
+    def after_other(self, number: int, epoch: int, place: Place) -> Position:
+        """Return the position after a sample of that source."""
+        before = tuple(self.other(i) for i in range(number))
+        others = (*before, (epoch, place), *self.others[number + 1 :])
+        return replace(self, others=others, drawn=self.drawn + 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. `begun` and `further` are in it where there is something in them, as in all
-        positions of earlier versions.
-        """
-        values = {**vars(self), "place": list(self.place), "replay_place": list(self.replay_place)}
-        values["further"] = [[epoch, list(place)] for epoch, place in self.further]
-        return {
-            name: value
-            for name, value in values.items()
-            if value or name not in ("begun", "further")
-        }
+        """Return the position for JSON, as earlier versions wrote it."""
+        epoch, place = self.other(0)
+        values: dict[str, Any] = {"epoch": self.epoch, "place": list(self.place)}
+        values |= {"replay_epoch": epoch, "replay_place": list(place), "drawn": self.drawn}
+        further = [[epoch, list(place)] for epoch, place in self.others[1:]]
+        rest = {"begun": self.begun, "further": further}
+        return values | {name: value for name, value in rest.items() if value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
-        """The position that `as_dict` gave."""
-        further = tuple((epoch, Place(*place)) for epoch, place in values.get("further", ()))
-        places = {name: Place(*values[name]) for name in ("place", "replay_place")}
-        return cls(**{**values, **places, "further": further})
+        """Return the position that `as_dict` gave."""
+        replay = (values["replay_epoch"], values["replay_place"])
+        others = tuple((e, Place(*p)) for e, p in (replay, *values.get("further", ())))
+        others = () if set(others) == {(0, Place())} else others
+        place, begun = Place(*values["place"]), values.get("begun", 0)
+        return cls(values["epoch"], place, values["drawn"], begun, others)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A batch, the epoch it is of, and the position behind it."""
+class Loaded(NamedTuple):
+    """A batch, its epoch, and the position after it."""
 
     epoch: int
     batch: Batch
@@ -91,9 +74,7 @@ class Loaded:
 
 
 class Other(NamedTuple):
-    """A source that is mixed in, over and over: `share` of all samples are its. label: what
-    messages call it.
-    """
+    """A source that is mixed in, over and over, and its share of all samples."""
 
     samples: Samples
     share: float
@@ -104,14 +85,10 @@ class Loader:
     """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
 
     Args:
-        samples: what is trained on; its end is the epoch's.
-        batch_size, pad_id, side: of the batches.
-        epochs: how many.
-        others: sources that are mixed in. Whose sample a slot is, is drawn from the seed and the
-            slot's number, by the shares.
-        seed: of those draws.
-        pin: put the batches into pinned memory, for a GPU to copy from; whoever works ahead does
-            it, and not the training.
+        samples: of the source whose end is the epoch's.
+        others: sources that are mixed in: the seed, their shares and a sample's number draw whose
+            it is.
+        pin: put the batches into pinned memory, for a GPU to copy from.
     """
 
     def __init__(
@@ -132,106 +109,83 @@ class Loader:
         self._seed, self._pin = seed, pin
 
     def count(self, limit: int | None = None, begun: int = 0) -> int | None:
-        """Batches of all epochs, counted no further than `limit`; None where only reading on would
-        tell.
-
-        Args:
-            limit: what is enough.
-            begun: samples of the first epoch that the run begins behind.
-        """
+        """Count the batches of all epochs, the first one without the samples it begins after; no
+        further than `limit`; None for a stream."""
         size = self.samples.count(None if limit is None else limit * self._batch_size + begun)
         if size is None:
             return None
         total = drawn = 0
         for epoch in range(self._epochs):
-            first, left = drawn, size if epoch else size - begun
+            before, left = drawn, size if epoch else size - begun
             if not self.others:
-                drawn += left
-            for _ in range(left if self.others else 0):
-                while self._other_at(drawn) is not None:
-                    drawn += 1
+                drawn, left = drawn + left, 0
+            while left:
+                left -= self._other_at(drawn) is None
                 drawn += 1
-            total += math.ceil((drawn - first) / self._batch_size)
+            total += math.ceil((drawn - before) / self._batch_size)
             if limit is not None and total >= limit:
                 return limit
         return total
 
-    def _other_at(self, slot: int) -> int | None:
-        """Which of the sources that are mixed in a slot belongs to; None where to none of them."""
-        if not self._bounds:
-            return None
-        drawn = uniform(self._seed, slot)
-        return next((number for number, bound in enumerate(self._bounds) if drawn < bound), None)
+    def _other_at(self, drawn: int) -> int | None:
+        """Return which of the sources mixed in the next sample is of; None for the first source."""
+        if self._bounds:
+            draw = uniform(self._seed, drawn)
+            for number, bound in enumerate(self._bounds):
+                if draw < bound:
+                    return number
+        return None
 
     def batches(self, start: Position = Position()) -> Iterator[Loaded]:
-        """The batches from `start` on, made as they are asked for."""
-        group: list[Sample] = []
-        last = start
-        for sample, position in self.drawn(start):
-            if position.epoch != last.epoch and group:
-                yield self._loaded(group, last)
-                group = []
-            group.append(sample)
-            last = position
-            if len(group) == self._batch_size:
-                yield self._loaded(group, position)
-                group = []
-        if group:
-            yield self._loaded(group, last)
+        """Return the batches from a position on, made as they are asked for."""
+        return starmap(self._loaded, self.groups(start, self._batch_size))
 
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
-        batch = replace(
-            collate(group, self._pad_id, side=self._side), offset=position.drawn - len(group)
-        )
+        batch = collate(group, self._pad_id, side=self._side)
+        batch = replace(batch, offset=position.drawn - len(group))
         return Loaded(position.epoch, batch.pinned() if self._pin else batch, position)
 
-    def drawn(self, position: Position = Position()) -> Iterator[tuple[Sample, Position]]:
-        """Samples of all sources in their drawn order, each with the position behind it."""
-        turns = [
-            self._over_and_over(other, *position.turn(number))
+    def groups(self, position: Position, size: int) -> Iterator[tuple[list[Sample], Position]]:
+        """Yield the samples of all sources, so many at a time, with the position after them."""
+        walks = [
+            other.samples.walk(*position.other(number), end=math.inf)
             for number, other in enumerate(self.others)
         ]
-        for epoch in range(position.epoch, self._epochs):
+        group: list[Sample] = []
+        for own, epoch, place in self.samples.walk(position.epoch, position.place, self._epochs):
             if epoch != position.epoch:
+                if group:
+                    yield group, position
+                    group = []
                 position = replace(position, epoch=epoch, place=Place())
-            for sample, place in self.samples.walk(epoch, position.place):
-                while (number := self._other_at(position.drawn)) is not None:
-                    other, again, there = next(turns[number])
-                    position = position.behind(number, again, there)
-                    yield other, position
-                position = replace(position, place=place, drawn=position.drawn + 1)
-                yield sample, position
-
-    def _over_and_over(
-        self, other: Other, epoch: int, place: Place
-    ) -> Iterator[tuple[Sample, int, Place]]:
-        while True:
-            start, empty = place, True
-            for sample, behind in other.samples.walk(epoch, start):
-                empty = False
-                yield sample, epoch, behind
-            if empty and start == Place():
-                raise DataError(
-                    f"{other.label}: no sample came out of it; check its name and its columns"
-                )
-            epoch, place = epoch + 1, Place()
+            number: int | None = 0
+            while number is not None:
+                number = self._other_at(position.drawn)
+                if number is None:
+                    group.append(own)
+                    position = replace(position, place=place, drawn=position.drawn + 1)
+                elif (found := next(walks[number], None)) is None:
+                    what = f"{self.others[number].label}: no sample came out of it"
+                    raise DataError(f"{what}; check its name and its columns")
+                else:
+                    group.append(found[0])
+                    position = position.after_other(number, *found[1:])
+                if len(group) == size:
+                    yield group, position
+                    group = []
+        if group:
+            yield group, position
 
 
-class Ahead(Generic[T]):
-    """An iterator that a thread works in front of, `depth` items at most; what it raises is raised
-    here, in its turn.
-
-    Args:
-        items: advanced by the thread alone.
-        depth: of the queue.
-        stop: looked at while waiting; the iteration ends when it says so.
-    """
+class Prefetcher(Generic[T]):
+    """An iterator that a thread keeps `depth` items ahead. What the items raise is raised in turn;
+    the iteration ends if `stop`, asked while waiting, says so."""
 
     def __init__(
         self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], bool] = lambda: False
     ):
         self._items, self._stop = items, stop
-        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
+        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="npt-data", daemon=True)
         self._thread.start()
@@ -239,37 +193,29 @@ class Ahead(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         while not self._stop():
             try:
-                kind, value = self._ready.get(timeout=_POLL_SECONDS)
+                item, error = self._ready.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
-            if kind == "item":
-                yield value
-            elif kind == "end":
+            if isinstance(error, StopIteration):
                 return
-            else:
-                raise value
+            if error is not None:
+                raise error
+            yield item
 
     def close(self) -> None:
-        """Stop the thread; what it has prepared is dropped. One that waits for its source is left
-        to itself.
-        """
+        """Stop the thread and drop what is ready. A thread that waits for its source is left."""
         self._closed.set()
         self._thread.join(timeout=_CLOSE_SECONDS)
 
     def _work(self) -> None:
         try:
-            for item in self._items:
-                if not self._put("item", item):
-                    return
-            self._put("end", None)
-        except BaseException as error:  # raised where the item would have come
-            self._put("error", error)
+            while not self._closed.is_set():
+                self._put(next(self._items))
+        except BaseException as error:  # raised where the item would have come; the end is one
+            self._put(None, error)
 
-    def _put(self, kind: str, value: Any) -> bool:
+    def _put(self, item: Any, error: BaseException | None = None) -> None:
         while not self._closed.is_set():
-            try:
-                self._ready.put((kind, value), timeout=_POLL_SECONDS)
-                return True
-            except queue.Full:
-                continue
-        return False
+            with contextlib.suppress(queue.Full):
+                self._ready.put((item, error), timeout=_POLL_SECONDS)
+                return

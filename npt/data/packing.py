@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from npt.data.sample import IGNORE_INDEX, Sample
+from npt.data.batch import IGNORE_INDEX, Sample
 
 
 def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:

@@ -1,116 +1,136 @@
-"""From records to samples: tokens of at most `max_length`, in a seeded order, with some held out.
+"""Records to samples: tokens of at most `max_length`, in a seeded order, some held out.
 
-The tokenizer's end token closes each text. A text longer than `max_length` becomes several samples
-and loses nothing, unless a single token is left over: a sample of one token has nothing to predict
-or to attend to, and is dropped. A prompt with its completion is one sample always: what does not
-fit is cut from the prompt's front, then from the completion's end, and counted.
-
-Which sample stands where in an epoch depends on data, settings, seed and epoch alone, and is part
-of every saved position: it must never change.
+A text longer than `max_length` becomes several samples; only a single token left over is dropped. A
+prompt with its completion is always one: what does not fit is cut from the prompt's front, then
+from the completion's end. The order of an epoch depends on data, settings, seed and epoch alone,
+and is part of every saved position: it must never change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
-from npt.data.encoding import Counts, Encoded, encode
-from npt.data.order import Permutation
+from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.encoding import Counts, Encoded, Encoder
 from npt.data.packing import pack
-from npt.data.sample import IGNORE_INDEX, Sample
-from npt.data.source import Record
+from npt.data.source import Record, is_sequence
 from npt.errors import DataError
 
 _RECORDS_AT_ONCE = 32
-SHUFFLE_BLOCK = 1024
-"""Samples, at least, among which an epoch's order is shuffled."""
+SHUFFLE_BLOCK = 1024  # samples, at least, among which an epoch is shuffled
+_ROUNDS = 8  # with four, of ten things one came first measurably more often than others
+
+
+class Permutation:
+    """A seeded permutation of range(n), computed, not stored: `permutation[i]` comes i-th.
+
+    A balanced Feistel network over the next power of four; its cycles are walked until a value
+    below n comes out (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    """
+
+    def __init__(self, n: int, key: str):
+        self.n = n
+        self._half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
+        digest = hashlib.sha512(key.encode()).digest()
+        self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "big") for i in range(_ROUNDS)]
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, position: int) -> int:
+        if not 0 <= position < self.n:
+            raise IndexError(f"position {position} of an order of {self.n}")
+        value, half, mask = position, self._half, (1 << self._half) - 1
+        while True:
+            left, right = value >> half, value & mask
+            for key in self._keys:
+                left, right = right, left ^ (_mixed(right ^ key) & mask)
+            value = left << half | right
+            if value < self.n:
+                return value
+
+
+def uniform(key: int, counter: int) -> float:
+    """Return a number in [0, 1) that depends on both arguments alone."""
+    return (_mixed(_mixed(key) ^ counter) >> 11) / 2**53
+
+
+def _mixed(value: int) -> int:
+    """Hash a 64-bit integer: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & (2**64 - 1)
+    return value ^ value >> 31
 
 
 def cut(
     records: Iterable[Record], tokenizer: Any, config: DataConfig, counts: Counts | None = None
 ) -> Iterator[Sample]:
-    """Tokenise records and cut them to samples, in order and lazily.
-
-    Args:
-        records: {text_column: str}, {"prompt": ..., "completion": ...} or {"input_ids": [int, ...]}
-            each; an "id" entry names the record in reports.
-        tokenizer: of the base model.
-        config: columns and `max_length`.
-        counts: told what becomes of each record.
-
-    Raises:
-        DataError: a record with nothing of this in it, named by its id or its position.
-    """
+    """Tokenise records and cut them to samples, in order and lazily; `counts` is told what becomes
+    of each. A record with nothing to train on in it is a DataError, by its id or number."""
     counts = counts if counts is not None else Counts()
-    for _, samples in _cut_numbered(enumerate(records), tokenizer, config, counts):
-        yield from samples
+    return _cut(enumerate(records), Encoder(tokenizer, config), config.max_length, counts)
 
 
-def _cut_numbered(
-    numbered: Iterable[tuple[int, Record]], tokenizer: Any, config: DataConfig, counts: Counts
-) -> Iterator[tuple[int, list[Sample]]]:
-    """Chunks of records, which come with their position in the data: how many they were, and their
-    samples.
-    """
-    numbered = iter(numbered)
-    while chunk := list(itertools.islice(numbered, _RECORDS_AT_ONCE)):
-        samples = []
-        for encoded in encode(chunk, tokenizer, config, counts):
-            for sample in _fit(encoded, config.max_length, counts):
-                counts.samples += 1
-                counts.tokens += len(sample.input_ids)
-                samples.append(sample)
-        yield len(chunk), samples
-
-
-def _fit(record: Encoded, max_length: int, counts: Counts) -> Iterator[Sample]:
-    """What becomes of a record; text is cut into windows that lie side by side."""
-    if record.prompt is not None:
-        yield from _fit_completion(record, record.prompt, max_length, counts)
-        return
-    pieces = 0
-    for start in range(0, len(record.ids), max_length):
-        window = slice(start, start + max_length)
-        labels = None if record.labels is None else tuple(record.labels[window])
-        if len(record.ids[window]) < 2:
-            continue
-        pieces += 1
-        if labels is not None and all(label == IGNORE_INDEX for label in labels[1:]):
-            counts.skipped["no target"] += 1
-            continue
-        yield Sample(f"{record.name}@{start}", tuple(record.ids[window]), labels)
-    if not pieces:
-        counts.skipped["fewer than two tokens"] += 1
-
-
-def _fit_completion(
-    record: Encoded, prompt: int, max_length: int, counts: Counts
+def _cut(
+    numbered: Iterator[tuple[int, Record]], encoder: Encoder, max_length: int, counts: Counts
 ) -> Iterator[Sample]:
-    """The completion whole if it fits behind one token of prompt, and as much of the prompt's end
-    as there is room for.
-    """
-    answer = record.ids[prompt:]
-    room = max_length - min(prompt, 1)  # the first token of a row is predicted by nothing
+    while chunk := list(itertools.islice(numbered, _RECORDS_AT_ONCE)):
+        for encoded in encoder.encode(chunk, counts):
+            yield from fit(encoded, max_length, counts)
+
+
+def fit(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
+    """Return the samples of a record, counted."""
+    cut_ = _fit_text if record.prompt is None else _fit_completion
+    samples = cut_(record, max_length, counts)
+    counts.samples += len(samples)
+    for sample in samples:
+        counts.tokens += len(sample.input_ids)
+    return samples
+
+
+def _fit_text(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
+    """Cut a text, or given ids, to windows that do not overlap."""
+    samples: list[Sample] = []
+    for start in range(0, max(1, len(record.ids) - 1), max_length):
+        ids = tuple(record.ids[start : start + max_length])
+        labels = None if record.labels is None else tuple(record.labels[start : start + max_length])
+        if len(ids) < 2:
+            counts.skipped["fewer than two tokens"] += 1
+        elif labels is not None and set(labels[1:]) == {IGNORE_INDEX}:
+            counts.skipped["no target"] += 1
+        else:
+            samples.append(Sample(f"{record.name}@{start}", ids, labels))
+    return samples
+
+
+def _fit_completion(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
+    """Keep the whole completion if it fits after one token of prompt, and as much of the prompt's
+    end as there is room for."""
+    assert record.prompt is not None
+    answer = record.ids[record.prompt :]
+    room = max_length - min(record.prompt, 1)  # the first token of a row is predicted by nothing
     if len(answer) > room:
         answer = answer[:room]
         counts.cut_completions += 1
-    kept = min(prompt, max_length - len(answer))
-    if kept < prompt:
-        counts.cut_prompts += 1
-    ids = record.ids[prompt - kept : prompt] + answer
+    start = max(0, record.prompt - (max_length - len(answer)))
+    counts.cut_prompts += start > 0
+    ids = record.ids[start : record.prompt] + answer
     if len(ids) < 2:
         counts.skipped["no target"] += 1
-        return
-    yield Sample(f"{record.name}@{prompt - kept}", tuple(ids), (*[IGNORE_INDEX] * kept, *answer))
+        return []
+    labels = [IGNORE_INDEX] * (record.prompt - start) + answer
+    return [Sample(f"{record.name}@{start}", tuple(ids), tuple(labels))]
 
 
 class Place(NamedTuple):
-    """Where in an epoch a run stands: in front of sample `taken` of the block that begins at record
-    `record`, with `before` samples in the blocks in front of it. Three numbers find it again,
-    whatever was read, skipped or shuffled."""
+    """A place in an epoch: after `taken` samples of the block that begins at record `record`, with
+    `before` samples in earlier blocks."""
 
     record: int = 0
     before: int = 0
@@ -118,22 +138,14 @@ class Place(NamedTuple):
 
 
 class Samples:
-    """The training samples of a run: epoch after epoch, in an order that the seed fixes.
+    """The training samples of a source: epoch after epoch, in an order that the seed fixes.
 
-    A sequence of records is visited in an order drawn once; a stream as it comes. Either way the
-    samples of an epoch are shuffled (and packed) within blocks of SHUFFLE_BLOCK or a few more, anew
-    every epoch, and tokenised when they are needed: a run reads no more than a block beyond what it
-    uses, and keeps no more than a block. A generator that is spent cannot serve a second epoch.
+    A sequence of records is visited in an order drawn once, a stream as it comes. Their samples are
+    shuffled (and packed) anew every epoch within blocks of SHUFFLE_BLOCK or a few more, so no more
+    than a block is read ahead or kept. A spent generator cannot serve a second epoch.
 
-    Args:
-        records: the data.
-        tokenizer: of the base model.
-        config: how to cut, `num_samples` (counted before packing) and `packing`.
-        seed: of both shuffles.
-        hold_out: leave out the held-out samples (False where the evaluation has its own data).
-
-    Raises:
-        DataError: no sample comes out of a sequence.
+    The seed is that of both shuffles; `num_samples` is counted before packing. A sequence that no
+    sample comes out of is a DataError.
     """
 
     def __init__(
@@ -145,179 +157,102 @@ class Samples:
         seed: int,
         hold_out: bool = True,
     ):
-        self._records, self._tokenizer, self._config, self._seed = records, tokenizer, config, seed
-        self.hold_out = hold_out
+        self._records, self._config, self._seed, self.hold_out = records, config, seed, hold_out
+        self._encoder = Encoder(tokenizer, config)
         self.counts = Counts()
-        # A list, or a `datasets` object; a stream of either kind has no length.
-        self.sized = hasattr(records, "__len__") and hasattr(records, "__getitem__")
+        self.sized = is_sequence(records)
         if self.sized and not self.count(1):
             counts = Counts()
-            for _ in _cut_numbered(self._numbered(0), tokenizer, config, counts):
-                pass
+            list(_cut(self._numbered(), self._encoder, config.max_length, counts))
             raise no_sample(counts)
 
     def count(self, limit: int | None = None) -> int | None:
-        """Samples of an epoch, counted no further than `limit`; None where only reading on would
-        tell. Reads and cuts them.
-        """
+        """Count the samples of an epoch, no further than `limit`; None for a stream."""
         if not self.sized:
             return None
-        total = 0
-        for size in self._sizes():
-            total += size
-            if limit is not None and total >= limit:
-                return limit
-        return total
-
-    def _sizes(self) -> Iterator[int]:
-        """Samples of an epoch, in as small steps as they can be told in."""
-        if self._config.packing:
-            yield from (len(block) for _, block in self._blocks(0, Place(), Counts()))
-            return
-        left = self._config.num_samples
-        for _, samples in _cut_numbered(self._numbered(0), self._tokenizer, self._config, Counts()):
-            size = sum(not (self.hold_out and s.heldout) for s in samples)
-            yield size if left is None else min(size, left)
-            left = None if left is None else max(0, left - size)
-            if left == 0:
-                return
+        config = self._config
+        if config.packing:
+            found: Iterator[Any] = self.walk(0, counts=Counts())
+        else:
+            cut_ = _cut(self._numbered(), self._encoder, config.max_length, Counts())
+            kept = (sample for sample in cut_ if not (self.hold_out and sample.heldout))
+            found = itertools.islice(kept, config.num_samples)
+        return sum(1 for _ in itertools.islice(found, limit))
 
     def epoch(self, number: int) -> Iterator[Sample]:
-        """The samples of epoch `number` (from 0)."""
-        return (sample for sample, _ in self.walk(number))
+        """Yield the samples of an epoch, from 0."""
+        return (sample for sample, _, _ in self.walk(number))
 
-    def walk(self, number: int, start: Place = Place()) -> Iterator[tuple[Sample, Place]]:  # noqa: B008 - a constant
-        """The samples of an epoch from a place on, each with the place behind it."""
-        for place, block in self._blocks(number, start, self.counts):
-            for taken in range(start.taken if place.record == start.record else 0, len(block)):
-                yield block[taken], place._replace(taken=taken + 1)
+    def walk(
+        self,
+        epoch: int,
+        start: Place = Place(),  # noqa: B008 - a constant
+        end: float | None = None,
+        counts: Counts | None = None,
+    ) -> Iterator[tuple[Sample, int, Place]]:
+        """Yield samples from a place on, each with its epoch and the place after it.
 
-    def _blocks(
-        self, number: int, start: Place, counts: Counts
-    ) -> Iterator[tuple[Place, list[Sample]]]:
-        """Blocks of an epoch from the one that `start` lies in; each depends on its place, the
-        epoch and the seed alone.
+        Ends at epoch `end` (default: after one; math.inf for never), or after an empty epoch.
         """
-        config = self._config
-        chunks = _cut_numbered(self._numbered(start.record), self._tokenizer, config, counts)
-        record, before, more = start.record, start.before, True
-        while more and (config.num_samples is None or before < config.num_samples):
-            first = record
-            samples: list[Sample] = []
-            wanted = (
-                SHUFFLE_BLOCK
-                if config.num_samples is None
-                else min(SHUFFLE_BLOCK, config.num_samples - before)
-            )
-            while len(samples) < wanted:
-                read, cut_samples = next(chunks, (0, []))
-                record += read
-                samples += [s for s in cut_samples if not (self.hold_out and s.heldout)]
-                if not read:
-                    more = False
-                    break
-            place = Place(first, before)
-            samples = (
-                samples if config.num_samples is None else samples[: config.num_samples - before]
-            )
-            before += len(samples)
-            if config.packing:
-                samples = pack(samples, config.max_length)
-            if samples:
-                order = Permutation(len(samples), f"{self._seed}/{number}/{first}")
-                yield place, [samples[order[i]] for i in range(len(order))]
+        counts = self.counts if counts is None else counts
+        most, length, packing = (
+            self._config.num_samples,
+            self._config.max_length,
+            self._config.packing,
+        )
+        end, empty = epoch + 1 if end is None else end, False
+        while epoch < end and not empty:
+            (record, before, taken), empty = start, start == Place()
+            records, more = self._numbered(record), True
+            while more and (most is None or before < most):
+                first, samples = record, list[Sample]()
+                room = SHUFFLE_BLOCK if most is None else min(SHUFFLE_BLOCK, most - before)
+                while more and len(samples) < room:
+                    chunk = list(itertools.islice(records, _RECORDS_AT_ONCE))
+                    more = len(chunk) > 0
+                    record += len(chunk)
+                    for encoded in self._encoder.encode(chunk, counts):
+                        found = fit(encoded, length, counts)
+                        samples += [s for s in found if not (self.hold_out and s.heldout)]
+                samples = samples if most is None else samples[: most - before]
+                place = Place(first, before)
+                before += len(samples)
+                rows = pack(samples, length) if packing else samples
+                order = Permutation(len(rows), f"{self._seed}/{epoch}/{first}")
+                for position in range(taken, len(rows)):
+                    empty = False
+                    yield rows[order[position]], epoch, place._replace(taken=position + 1)
+                taken = 0
+            epoch, start = epoch + 1, Place()
 
-    def _numbered(self, start: int) -> Iterator[tuple[int, Record]]:
-        """Records from position `start` of the epoch on, with their number in the data."""
+    def _numbered(self, start: int = 0) -> Iterator[tuple[int, Record]]:
+        """Return records from position `start` of an epoch on, with their number in the data."""
+        records: Any = self._records
         if self.sized:
-            records: Any = self._records
             order = Permutation(len(records), f"{self._seed}/documents")
-            return ((order[i], records[order[i]]) for i in range(start, len(order)))
-        stream: Any = self._records
+            numbers, same = itertools.tee(map(order.__getitem__, range(start, len(order))))
+            return zip(numbers, map(records.__getitem__, same), strict=True)
         # a hub stream passes over records without handing them out
-        if start and hasattr(stream, "skip"):
-            return enumerate(stream.skip(start), start)
-        return itertools.islice(enumerate(stream), start, None)
+        if start and hasattr(records, "skip"):
+            return enumerate(records.skip(start), start)
+        return itertools.islice(enumerate(records), start, None)
 
 
 def no_sample(counts: Counts) -> DataError:
-    """What to say of data that nothing came of but `counts`."""
-    reasons = [f"{counts.samples:,} held out"] if counts.samples else []
-    reasons += [counts.lost()] if counts.lost() else []
-    of = f" of {counts.records:,} records ({', '.join(reasons)})" if reasons else " of the data"
+    """Return what to raise of data that gave nothing but `counts`."""
+    held = f"{counts.samples:,} held out" if counts.samples else ""
+    reasons = ", ".join(filter(None, (held, counts.lost())))
+    of = f" of {counts.records:,} records ({reasons})" if reasons else " of the data"
     return DataError(
         f"no sample to train on came{of}; check --dataset_name and the columns (--text_column,"
         " --prompt_column)"
     )
 
 
-def evaluation_samples(
-    records: Iterable[Record],
-    tokenizer: Any,
-    config: DataConfig,
-    count: int,
-    vocab_size: int,
-    own: Iterable[Record] | None = None,
-) -> tuple[list[Sample], bool]:
-    """`count` samples to evaluate on, and whether they are held out; the rule that training and
-    evaluation share.
-
-    Args:
-        records: what is trained on; one sample in twenty of it is held out where it has no held-out
-            records of its own.
-        tokenizer, config: as for `cut`.
-        count: samples at most.
-        vocab_size: V; samples with ids outside it are passed over.
-        own: held-out records of their own, which the samples are spread over.
-
-    Returns:
-        The samples. Where nothing is held out they are training samples, which the caller has to
-        say.
-    """
-    if own is not None:
-        samples = spread(within(cut(own, tokenizer, config), vocab_size), count)
-    else:
-        samples = held_out(records, tokenizer, config, count, vocab_size)
-    if samples:
-        return samples, True
-    return list(itertools.islice(within(cut(records, tokenizer, config), vocab_size), count)), False
-
-
-def held_out(
-    records: Iterable[Record],
-    tokenizer: Any,
-    config: DataConfig,
-    limit: int,
-    vocab_size: int | None = None,
-) -> list[Sample]:
-    """The first `limit` held-out samples of the records: those that `Samples` leaves out; with
-    `vocab_size`, only `within` it.
-    """
-    samples = (s for s in cut(records, tokenizer, config) if s.heldout)
-    return list(
-        itertools.islice(samples if vocab_size is None else within(samples, vocab_size), limit)
-    )
-
-
 def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:
-    """Samples whose ids and targets all lie in [0, V). Training refuses the others one by one; an
-    evaluation does without them.
-    """
+    """Yield samples whose ids and targets all lie in [0, V)."""
     for sample in samples:
-        ids = (
-            *sample.input_ids,
-            *(label for label in sample.labels or () if label != IGNORE_INDEX),
-        )
+        targets = (label for label in sample.labels or () if label != IGNORE_INDEX)
+        ids = (*sample.input_ids, *targets)
         if min(ids) >= 0 and max(ids) < vocab_size:
             yield sample
-
-
-def spread(samples: Iterable[Sample], count: int) -> list[Sample]:
-    """`count` samples drawn from the first 64 times as many, so that a few long texts do not make
-    up an evaluation.
-
-    The draw is the same in every run, whatever its seed: figures of different runs are figures on
-    the same tokens.
-    """
-    pool = list(itertools.islice(samples, 64 * count))
-    return pool if len(pool) <= count else random.Random("evaluation").sample(pool, count)

@@ -1,7 +1,7 @@
 """How the embedded model was made: `python -m npt.demo.build --output FOLDER`.
 
 A Llama (grouped-query attention, tied embeddings) of about 3.5 M parameters and its byte-level BPE
-tokenizer, trained on the `train` split of the built-in text (`npt.data.builtin`) with plain
+tokenizer, trained on the `train` split of the built-in text (`npt.data.readers`) with plain
 next-token cross-entropy. It is small enough to travel inside the package and has learnt enough for
 distillation, quantisation and perplexity to mean something.
 
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from npt.data.builtin import builtin_files
+from npt.data.readers import builtin_files
 
 VOCAB = 2048
 CONTEXT = 512

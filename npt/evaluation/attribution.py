@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled
-from npt.data.batch import batches, find_fault
-from npt.data.sample import Sample
+from npt.data.batch import Sample, batches, find_fault
 from npt.errors import DataError
 from npt.evaluation.states import final_states, predicting
 from npt.random_state import kept_random_state

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
 from npt.config import DataConfig
-from npt.data.batch import Batch, batches, find_fault, pad_id_of
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample, batches, find_fault, pad_id_of
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from npt.base.precision import cast_once
 from npt.config import SEED_MAX
-from npt.data.following import text_behind
+from npt.data.encoding import continuation_text
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import end_ids
 
@@ -258,7 +258,10 @@ def write(
     new = found[0, len(prompt) :].tolist()
     seconds = time.perf_counter() - started
     return Written(
-        tuple(new), text_behind(tokenizer, prompt, new), seconds, bool(new) and new[-1] in ends
+        tuple(new),
+        continuation_text(tokenizer, prompt, new),
+        seconds,
+        bool(new) and new[-1] in ends,
     )
 
 

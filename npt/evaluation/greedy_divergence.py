@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode
 from npt.base.precision import cast_once
-from npt.data.batch import IGNORE_INDEX, collate, find_fault
-from npt.data.sample import Sample
+from npt.data.batch import IGNORE_INDEX, Sample, collate, find_fault
 from npt.distill.divergence import LOGIT_CHUNK
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import continue_greedily

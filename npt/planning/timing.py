@@ -26,8 +26,7 @@ from npt.base.device import wait_for
 from npt.base.precision import enforce_policy
 from npt.base.random_base import random_base
 from npt.config import TrainConfig
-from npt.data.batch import Batch, batch_from_tensors
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample, batch_from_tensors
 from npt.distill.strategies import Strategy, drive
 from npt.evaluation.evaluate import evaluate
 from npt.planning.flops import training_flops

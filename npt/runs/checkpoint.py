@@ -396,11 +396,11 @@ def _check_position(values: Mapping[str, Any]) -> None:
         *values["place"],
         *values["replay_place"],
         position.epoch,
-        position.replay_epoch,
+        values["replay_epoch"],
         position.drawn,
         position.begun,
     ]
-    numbers += [number for epoch, place in position.further for number in (epoch, *place)]
+    numbers += [number for epoch, place in position.others for number in (epoch, *place)]
     if not all(map(_is_count, numbers)):
         raise ValueError(f"position {numbers}")
 

@@ -19,8 +19,8 @@ from npt.adapters.attach import at_random_start, attached_config
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
+from npt.data.batch import Sample
 from npt.data.loader import Loader, Position
-from npt.data.sample import Sample
 from npt.data.samples import Samples, within
 
 LEFT_OUT = 0.1
@@ -49,7 +49,7 @@ def solved_on(loader: Loader, tokens: int, vocab_size: int) -> tuple[list[Sample
     """
     found: list[Sample] = []
     position, left = Position(), tokens
-    for sample, behind in loader.drawn():
+    for (sample,), behind in loader.groups(Position(), 1):
         if behind.epoch:
             break
         position = replace(behind, drawn=0, begun=position.begun + (behind.place != position.place))

@@ -11,11 +11,9 @@ from typing import Any
 
 from npt.adapters.attach import format_layers, npt_layers
 from npt.base.identity import BaseIdentity
-from npt.data.batch import Batch
+from npt.data.batch import Batch, Sample
 from npt.data.encoding import listed_columns
-from npt.data.loader import Ahead, Loaded, Loader, Other, Position
-from npt.data.mix import REPLAY, Source, as_read, evaluated_on, open_sources, per_source
-from npt.data.sample import Sample
+from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
 from npt.data.samples import no_sample
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
@@ -25,6 +23,7 @@ from npt.train.calibrated_start import is_solved, leaves_enough, solved_on
 from npt.train.run_checks import check_replay
 from npt.train.run_context import Window
 from npt.train.run_setup import RunSetup
+from npt.train.sources import REPLAY, Source, evaluation_of, open_sources, per_source, samples_of
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
@@ -73,7 +72,9 @@ class RunData:
         Windows continue from one epoch into the next; the last one of all may be shorter.
         """
         stop = self._setup.stop
-        with contextlib.closing(Ahead(self._coming, stop=lambda: stop.number is not None)) as ahead:
+        with contextlib.closing(
+            Prefetcher(self._coming, stop=lambda: stop.number is not None)
+        ) as ahead:
             stream = iter(ahead)
             while window := list(itertools.islice(stream, self._setup.window_size)):
                 batches = [loaded.batch for loaded in window]
@@ -114,7 +115,7 @@ class RunData:
             warn: prints a warning and keeps it.
             position: at its end.
         """
-        turns = [position.turn(number)[0] for number in range(len(self.loader.others))]
+        turns = [position.other(number)[0] for number in range(len(self.loader.others))]
         read = [self.loader.samples, *(other.samples for other in self.loader.others)]
         for source, samples, begun_again in zip(
             self.sources, read, [position.epoch, *turns], strict=True
@@ -156,7 +157,7 @@ class RunData:
         setup, sources = self._setup, self.sources
         given = eval_data is not None
         from_ = [replace(sources[0], own=eval_data, evaluated=True)] if given else sources
-        self.eval_samples, labels, held = evaluated_on(
+        self.eval_samples, labels, held = evaluation_of(
             from_, setup.tokenizer, setup.config.eval_samples, setup.model.config.vocab_size
         )
         self.heldout = all(held)
@@ -176,7 +177,7 @@ class RunData:
         """Return a loader over the first sources, of which nothing was read yet."""
         setup, config = self._setup, self._setup.config
         leave_out = self._leave_out[: len(sources)]
-        samples, *others = as_read(sources, setup.tokenizer, config.seed, leave_out)
+        samples, *others = samples_of(sources, setup.tokenizer, config.seed, leave_out)
         return Loader(
             samples,
             config.batch_size,

@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from npt.data.batch import batches
-from npt.data.sample import IGNORE_INDEX, Sample
+from npt.data.batch import IGNORE_INDEX, Sample, batches
 from npt.evaluation.generate import Decoding, write
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.view import mode_view

@@ -21,7 +21,6 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.base.quantization_error import product_errors
 from npt.calibration.report import Calibration
 from npt.config import DataConfig, TrainConfig
-from npt.data.mix import mixture_line
 from npt.data.samples import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
@@ -46,6 +45,7 @@ from npt.train.run_data import RunData
 from npt.train.run_evaluation import RunEvaluator
 from npt.train.run_setup import RunOptions, RunSetup
 from npt.train.run_writer import RunWriter
+from npt.train.sources import mixture_line
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.placement import Placement
 from npt.calibration.plan import HOST_KEEP
 from npt.calibration.report import calibration_table
-from npt.data.sample import Sample
+from npt.data.batch import Sample
 from npt.errors import (
     ConfigError,
     DataError,

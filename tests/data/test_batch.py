@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from npt.data.batch import (
     Batch,
+    Sample,
     batch_from_tensors,
     batches,
     collate,
@@ -14,7 +15,6 @@ from npt.data.batch import (
     pad_id_of,
     target_index,
 )
-from npt.data.samples import Sample
 
 ROWS = st.lists(
     st.lists(st.integers(0, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4
@@ -95,9 +95,7 @@ class TestScored:
 
     @settings(deadline=None, max_examples=60)
     @given(rows=ROWS, side=st.sampled_from(["left", "right"]), extra=st.integers(0, 3))
-    def test_every_token_but_a_rows_first_is_predicted_from_the_one_before_it(
-        self, rows, side, extra
-    ):
+    def test_every_token_but_a_rows_first_is_predicted_from_the_last(self, rows, side, extra):
         batch = collate(make(*rows), 2, side=side, length=max(map(len, rows)) + extra)
         assert batch.scored == len(batch.scored_index) == sum(len(row) - 1 for row in rows)
         flat = batch.labels.flatten()
@@ -145,7 +143,7 @@ class TestScored:
         assert target_index(labels, mask, positions, ahead=2).tolist() == [0, 5]
 
     @pytest.mark.parametrize("side", ["left", "right"])
-    def test_padding_is_no_target_and_predicts_nothing_whatever_its_label_and_position(self, side):
+    def test_padding_is_no_target_and_predicts_nothing(self, side):
         mask = torch.tensor([[1, 1, 1, 0, 0]] if side == "right" else [[0, 0, 1, 1, 1]])
         labels, positions = torch.tensor([[4, 4, 4, 4, 4]]), torch.arange(5)[None]
         first = 0 if side == "right" else 2

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from npt.data.builtin import builtin_files, is_heldout
+from npt.data.readers import builtin_files, is_heldout
 from npt.errors import DataError
 
 

@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.data.batch import collate, pad_id_of
-from npt.data.encoding import Counts
-from npt.data.local import PIECE
+from npt.data.encoding import PIECE, Counts
 from npt.data.samples import cut
 from npt.errors import DataError
 
@@ -123,7 +122,7 @@ class TestAlignedTeacherForcing:
         # logarithms in fp32
         assert float(loss) == pytest.approx(5 * torch.log(torch.tensor(2.0)).item(), rel=1e-6)
 
-    def test_the_gradient_reaches_the_last_token_of_the_prompt_and_none_before_it(self, tokenizer):
+    def test_the_gradient_reaches_the_prompts_last_token_alone(self, tokenizer):
         (sample,) = cut([pair("ab", "cd")], tokenizer, config())
         batch = collate([sample], PAD, length=8)
         logits = torch.randn(1, 8, 128, requires_grad=True)
@@ -172,9 +171,7 @@ class TestTooLong:
         assert (counts.cut_prompts, counts.cut_completions) == (1, 0)
         assert counts.lost() == "1 prompts cut to --max_length"
 
-    def test_a_completion_keeps_one_token_of_prompt_in_front_of_it_and_loses_its_end(
-        self, tokenizer
-    ):
+    def test_a_long_completion_keeps_one_prompt_token_and_loses_its_end(self, tokenizer):
         counts = Counts()
         (sample,) = cut([pair("ab", "cdefgh")], tokenizer, asked(max_length=4), counts)
         assert sample.input_ids == (101, 102, 103, 104)
@@ -202,7 +199,7 @@ class TestSpecialTokens:
             (("<s>",), (), {"pad_token": "</s>"}, [BOS]),
         ],
     )
-    def test_a_sample_is_opened_and_closed_once_whatever_the_tokenizer_adds_itself(
+    def test_a_sample_is_opened_and_closed_once_by_any_tokenizer(
         self, before, after, tokens, opening
     ):
         tokenizer = special(before, after, **tokens)
@@ -441,9 +438,7 @@ class TestConversations:
             {"messages": MESSAGES[:-1], "answer": "(4)"},
         ],
     )
-    def test_the_last_message_is_the_completion_and_all_before_it_is_the_prompt(
-        self, tokenizer, record
-    ):
+    def test_the_last_message_is_the_completion_the_others_the_prompt(self, tokenizer, record):
         settings = config(
             max_length=64,
             prompt_column="messages",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import npt
 from npt.data import loader as loader_module
 from npt.data import samples as samples_module
-from npt.data.loader import Ahead, Loaded, Loader, Other, Position
+from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
 from npt.data.samples import Place, Samples
 from npt.errors import DataError
 
@@ -158,14 +158,12 @@ class TestPosition:
         assert saved == position
         assert [content(loaded) for loaded in anew().batches(saved)] == whole[taken:]
 
-    def test_the_position_is_behind_what_was_handed_out_and_not_behind_what_was_prepared(
-        self, tokenizer
-    ):
+    def test_the_position_follows_what_was_handed_out_not_prepared(self, tokenizer):
         """A thread that is eight batches ahead changes nothing about the position that a batch
         comes with.
         """
         whole = [content(loaded) for loaded in make_loader(tokenizer, records(40)).batches()]
-        ahead = Ahead(make_loader(tokenizer, records(40)).batches())
+        ahead = Prefetcher(make_loader(tokenizer, records(40)).batches())
         first = next(iter(ahead))
         ahead.close()
         assert [
@@ -267,7 +265,7 @@ class TestPosition:
 class TestBatches:
     @SHARED
     @given(count=st.integers(4, 40), batch_size=st.integers(1, 5), epochs=st.integers(1, 3))
-    def test_an_epoch_holds_every_sample_once_and_no_batch_reaches_into_the_next(
+    def test_an_epoch_holds_every_sample_once_and_no_batch_crosses_it(
         self, tokenizer, count, batch_size, epochs
     ):
         loader = make_loader(tokenizer, records(count), batch_size=batch_size, epochs=epochs)
@@ -312,7 +310,7 @@ class TestBatches:
         share=st.sampled_from([0.0, 0.3]),
         limit=st.integers(1, 30),
     )
-    def test_a_run_that_begins_behind_some_samples_has_all_others_and_these_in_later_epochs(
+    def test_a_run_begun_after_some_samples_has_them_in_later_epochs(
         self, tokenizer, count, begun, epochs, share, limit
     ):
         loader = make_loader(
@@ -320,11 +318,11 @@ class TestBatches:
         )
         first = list(loader.samples.walk(0))
         begun = min(begun, len(first) - 1)
-        start = Position(place=first[begun - 1][1], begun=begun)
+        start = Position(place=first[begun - 1][2], begun=begun)
         made = list(loader.batches(start))
         own = [id for loaded in made for id in loaded.batch.sample_ids if not id.startswith("p")]
         later = [s.id for epoch in range(1, epochs) for s in loader.samples.epoch(epoch)]
-        assert own == [sample.id for sample, _ in first[begun:]] + later
+        assert own == [sample.id for sample, _, _ in first[begun:]] + later
         assert loader.count(begun=begun) == len(made) and loader.count(limit, begun=begun) == min(
             limit, len(made)
         )
@@ -402,7 +400,7 @@ def threads() -> list[str]:
 
 class TestAhead:
     def test_items_come_in_order_and_the_thread_ends_with_them(self):
-        ahead = Ahead(iter(range(100)), depth=3)
+        ahead = Prefetcher(iter(range(100)), depth=3)
         assert list(ahead) == list(range(100))
         ahead.close()
         assert threads() == []
@@ -418,7 +416,7 @@ class TestAhead:
             made.set()
             yield 2
 
-        ahead = Ahead(slow())
+        ahead = Prefetcher(slow())
         items = iter(ahead)
         assert next(items) == 1
         assert made.wait(timeout=30)  # nobody has asked for a second one
@@ -436,7 +434,7 @@ class TestAhead:
                     full.set()
                 yield i
 
-        ahead = Ahead(items(), depth=4)
+        ahead = Prefetcher(items(), depth=4)
         assert full.wait(timeout=30)
         ahead.close()
         assert made == [0, 1, 2, 3, 4]  # four are ready, the fifth waits for room
@@ -447,7 +445,7 @@ class TestAhead:
             yield 2
             raise DataError("line 3 is broken")
 
-        ahead = Ahead(breaking())
+        ahead = Prefetcher(breaking())
         seen = []
         with pytest.raises(DataError, match="line 3 is broken"):
             for item in ahead:
@@ -462,13 +460,13 @@ class TestAhead:
             raise error
             yield 1
 
-        ahead = Ahead(breaking())
+        ahead = Prefetcher(breaking())
         with pytest.raises(error):
             list(ahead)
         ahead.close()
 
     def test_closing_ends_a_thread_that_waits_for_room(self):
-        ahead = Ahead(itertools.count(), depth=1)
+        ahead = Prefetcher(itertools.count(), depth=1)
         assert next(iter(ahead)) == 0
         ahead.close()
         ahead.close()
@@ -482,7 +480,7 @@ class TestAhead:
             blocked.set()
             release.wait(timeout=60)
 
-        ahead = Ahead(hanging(), stop=stop.is_set)
+        ahead = Prefetcher(hanging(), stop=stop.is_set)
         items = iter(ahead)
         assert next(items) == 1
         assert blocked.wait(timeout=30)
@@ -500,7 +498,7 @@ class TestAhead:
             release.wait(timeout=60)
             yield 1
 
-        ahead = Ahead(hanging())
+        ahead = Prefetcher(hanging())
         ahead.close()
         assert threads() == ["npt-data"]
         release.set()
@@ -523,7 +521,7 @@ class TestAhead:
                 return super().__call__(texts, **options)
 
         data = [{"text": f"r{i}"} for i in range(60)]
-        ahead = Ahead(make_loader(Slow(), Stream(data), batch_size=4).batches())
+        ahead = Prefetcher(make_loader(Slow(), Stream(data), batch_size=4).batches())
         batches = iter(ahead)
         assert isinstance(next(batches).batch.input_ids, torch.Tensor)
         training.set()
@@ -532,9 +530,7 @@ class TestAhead:
         ahead.close()
 
 
-def test_batches_are_pinned_by_the_thread_that_works_ahead_and_are_the_same(
-    tokenizer, monkeypatch
-) -> None:
+def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monkeypatch) -> None:
     """Without a GPU there is no pinned memory: what asks for it is recorded, in whose thread, and
     copied.
     """
@@ -547,7 +543,7 @@ def test_batches_are_pinned_by_the_thread_that_works_ahead_and_are_the_same(
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     plain = [loaded.batch for loaded in make_loader(tokenizer, records(9)).batches()]
     assert threads == []
-    ahead = Ahead(make_loader(tokenizer, records(9), pin=True).batches())
+    ahead = Prefetcher(make_loader(tokenizer, records(9), pin=True).batches())
     pinned = [loaded.batch for loaded in ahead]
     ahead.close()
     assert set(threads) == {"npt-data"} and len(plain) == len(pinned) > 1

@@ -18,8 +18,8 @@ import npt
 from npt.cli.main import main
 from npt.data import samples as samples_module
 from npt.data.loader import Loader, Other, Position
-from npt.data.mix import as_read, check_sources, evaluated_on, open_sources, parts_of
 from npt.errors import CheckpointError, ConfigError, DataError
+from npt.train.sources import check_sources, evaluation_of, open_sources, samples_of, sources_of
 
 SHARED = settings(
     deadline=None,
@@ -57,7 +57,7 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, st
 
 def loader(tokenizer: Any, config: npt.DataConfig, *, seed: int = 3, **options: Any) -> Loader:
     sources = open_sources(config)
-    samples, *others = as_read(sources, tokenizer, seed, [True] * len(sources))
+    samples, *others = samples_of(sources, tokenizer, seed, [True] * len(sources))
     mixed = [
         Other(other, source.share, source.label)
         for other, source in zip(others, sources[1:], strict=True)
@@ -92,7 +92,7 @@ class TestSources:
     def test_a_source_is_read_by_what_it_is(self, tmp_path: Path) -> None:
         path = written(tmp_path, "x", 3)
         mix = f"{path}:1,builtin:1,slimpajama:1,fineweb-edu:1,team/set:de:1,team/set:1"
-        parts = parts_of(
+        parts = sources_of(
             npt.DataConfig(dataset_mix=mix, dataset_split="test", num_samples=5, max_length=9)
         )
         found = [
@@ -116,7 +116,7 @@ class TestSources:
         assert {part.config.max_length for part in parts} == {9} and {
             part.config.dataset_mix for part in parts
         } == {None}
-        assert parts_of(npt.DataConfig(dataset_mix=f"{path}:1,builtin:1", streaming=True))[
+        assert sources_of(npt.DataConfig(dataset_mix=f"{path}:1,builtin:1", streaming=True))[
             0
         ].config.streaming
 
@@ -211,7 +211,7 @@ class TestOrder:
             )
             first = {name: count for name, count in drawn.items() if name.startswith("x")}
             assert set(first.values()) == {1} and len(first) > 50  # all but what is held out
-        assert batches[-1][2].turn(0)[0] >= 2 * 4 * 50 // 25 - 4
+        assert batches[-1][2].other(0)[0] >= 2 * 4 * 50 // 25 - 4
 
     def test_shares_are_those_asked_for(self, tokenizer, three) -> None:
         config = npt.DataConfig(dataset_mix="x.jsonl:2,y.jsonl:1,z.jsonl:1", max_length=10)
@@ -227,24 +227,22 @@ class TestOrder:
         one, again, other = (names(loader(tokenizer, config, seed=seed)) for seed in (3, 3, 4))
         assert one == again != other
 
-    def test_a_position_of_a_run_with_one_other_source_is_written_as_it_was(self) -> None:
+    def test_a_position_with_one_other_source_is_written_as_before(self) -> None:
         keys = {"epoch", "place", "replay_epoch", "replay_place", "drawn"}
-        assert Position().behind(0, 2, Position().place).as_dict().keys() == keys
-        third = Position().behind(1, 4, Position().place)
-        assert third.as_dict()["further"] == [[4, [0, 0, 0]]] and third.turn(0) == (
+        assert Position().after_other(0, 2, Position().place).as_dict().keys() == keys
+        third = Position().after_other(1, 4, Position().place)
+        assert third.as_dict()["further"] == [[4, [0, 0, 0]]] and third.other(0) == (
             0,
             Position().place,
         )
-        assert third.behind(2, 1, Position().place).turn(1)[0] == 4
+        assert third.after_other(2, 1, Position().place).other(1)[0] == 4
 
 
-def test_it_is_evaluated_on_every_source_by_its_share_and_on_what_is_held_out_of_it(
-    tokenizer, tmp_path
-) -> None:
+def test_every_source_is_evaluated_by_its_share_on_held_out_samples(tokenizer, tmp_path) -> None:
     paths = [written(tmp_path, name, 400) for name in "xy"] + [tmp_path / "few.jsonl"]
     paths[2].write_text('{"id": "few", "text": "abc"}\n')
     config = npt.DataConfig(dataset_mix=f"{paths[0]}:6,{paths[1]}:3,{paths[2]}:1", max_length=10)
-    samples, labels, held = evaluated_on(open_sources(config), tokenizer, 10, 128)
+    samples, labels, held = evaluation_of(open_sources(config), tokenizer, 10, 128)
     assert Counter(labels) == {str(paths[0]): 6, str(paths[1]): 3, str(paths[2]): 1} and held == [
         True,
         True,
@@ -280,7 +278,7 @@ def test_a_run_says_and_records_its_mixture_and_is_resumed_exactly(make, three, 
     mix = "z.jsonl:1,x.jsonl:1,y.jsonl:2"
     whole = make(mix, "whole")
     result = whole.train()
-    said = whole.console.file.getvalue()
+    said = whole.setup.console.file.getvalue()
     assert (
         "shares of the samples z.jsonl 0.25, x.jsonl 0.25, y.jsonl 0.5 (they sum to 1); an epoch"
         " ends with z.jsonl" in said
@@ -327,7 +325,7 @@ def test_a_run_says_and_records_its_mixture_and_is_resumed_exactly(make, three, 
         make(mix, "cut", resume="auto")
 
 
-def test_a_solved_start_is_solved_on_all_sources_and_training_begins_behind_them(
+def test_a_calibrated_start_uses_all_sources_and_training_the_rest(
     load_model, tokenizer, three, tmp_path
 ) -> None:
     model = load_model()
@@ -382,9 +380,7 @@ def test_the_doctor_looks_at_every_source(three, capsys) -> None:
     assert "--dataset_name is x.jsonl and --dataset_mix" in capsys.readouterr().err
 
 
-def test_the_doctor_reads_what_is_replayed_with_columns_that_it_has_as_training_does(
-    three, tmp_path, capsys
-) -> None:
+def test_the_doctor_reads_replayed_data_by_the_columns_they_have(three, tmp_path, capsys) -> None:
     asked = tmp_path / "q.jsonl"
     asked.write_text("".join(json.dumps({"q": f"ab{i}", "a": "cd"}) + "\n" for i in range(9)))
     flags = [

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data.batch import Batch, collate, find_fault
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, collate, find_fault
 from npt.data.packing import pack
-from npt.data.sample import IGNORE_INDEX, Sample
 
 PAD = 99
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=30)
@@ -96,7 +95,7 @@ class TestPack:
         assert pack([], 8) == []
 
     @pytest.mark.parametrize("sizes", [[0], [3, 9], [0, 3]])
-    def test_an_empty_document_and_one_that_does_not_fit_are_our_own_fault(self, sizes):
+    def test_an_empty_or_too_long_document_is_an_assertion(self, sizes):
         with pytest.raises(AssertionError):
             pack(documents(sizes), 8)
 

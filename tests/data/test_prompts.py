@@ -8,9 +8,9 @@ import pytest
 
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
-from npt.data.encoding import Counts, encode
-from npt.data.prompts import prompt_record, read_prompts
+from npt.data.encoding import Counts, Encoder
 from npt.errors import DataError
+from npt.tools.collect.prompts import prompt_record, read_prompts
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if"
@@ -55,9 +55,8 @@ def test_a_prompt_needs_no_completion(tokenizer, record, columns):
 
 
 def test_a_prompt_is_tokenised_as_in_front_of_its_completion(tiny):
-    (encoded,) = encode(
-        [(0, {"prompt": "def f(x):\n", "completion": "    return x"})], tiny, DataConfig(), Counts()
-    )
+    record = {"prompt": "def f(x):\n", "completion": "    return x"}
+    (encoded,) = Encoder(tiny, DataConfig()).encode([(0, record)], Counts())
     assert ids_of({"prompt": "def f(x):\n"}, tiny) == encoded.ids[: encoded.prompt]
 
 
@@ -102,7 +101,7 @@ def test_what_has_no_two_tokens_is_passed_over(tokenizer):
         prompts([{"text": ""}], tokenizer)
 
 
-def test_the_order_is_seeded_and_the_same_prompts_come_from_a_list_and_a_stream(tokenizer):
+def test_the_order_is_seeded_and_a_stream_gives_the_same_prompts(tokenizer):
     records = [{"id": str(i), "prompt": f"p{i}"} for i in range(50)]
     one, again, other = (list(prompts(records, tokenizer, seed=seed)) for seed in (0, 0, 1))
     assert one == again != other

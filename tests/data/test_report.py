@@ -15,21 +15,14 @@ from rich.console import Console
 
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
+from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import Counts
-from npt.data.sample import IGNORE_INDEX, Sample
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import DataError
 from npt.files import to_json
-from npt.tools.data_doctor.report import (
-    Copies,
-    DataReport,
-    Lengths,
-    Reservoir,
-    escaped,
-    examine,
-    show,
-)
+from npt.tools.data_doctor.report import DataReport, escaped, examine, show
+from npt.tools.data_doctor.statistics import Copies, Lengths, Reservoir
 from npt.tools.data_doctor.table import CLOSE, OPEN, print_report
 
 VOCAB = 2048
@@ -160,7 +153,7 @@ def test_copies_among_more_samples_than_are_kept_are_estimated():
     assert copies.share == pytest.approx(0.2, abs=0.053)
 
 
-def test_a_reservoir_keeps_what_fits_in_order_and_draws_evenly_from_more():
+def test_a_reservoir_keeps_order_and_draws_evenly():
     few = Reservoir(5, seed=0)
     for i in range(4):
         few.add(i)
@@ -190,7 +183,7 @@ def test_sound_data_have_no_problem(tmp_path, tokenizer):
     assert "no problem found" in printed(report)
 
 
-def test_records_that_cannot_be_encoded_are_located_among_broken_lines(tmp_path, tokenizer):
+def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
     path.write_bytes(
         b'{"text": "fine"}\n{"id": "mine", "text": 5}\n{"body": "x"}\n{\n{"input_ids": [1, 2],'
@@ -238,7 +231,7 @@ def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokeniz
         ([5, 9999, 7], [-100, 9999, 7], 1),
     ],
 )
-def test_ids_outside_the_vocabulary_are_counted_and_the_first_is_named(
+def test_ids_outside_the_vocabulary_are_counted_and_one_named(
     tmp_path, tokenizer, ids, labels, outside
 ):
     bad = {"id": "bad one", "input_ids": ids} | ({} if labels is None else {"labels": labels})
@@ -327,7 +320,7 @@ def test_escaped_text_is_one_line_that_python_can_read_back(text):
     assert ascii_only.encode("ascii").decode("unicode_escape") == text
 
 
-def test_a_long_sample_loses_its_middle_and_keeps_the_edge_of_its_mask(tokenizer):
+def test_a_long_sample_loses_its_middle_and_keeps_its_masks_edge(tokenizer):
     ids = tokenizer("one two three four five six seven " * 40)["input_ids"]
     labels = (IGNORE_INDEX,) * 100 + tuple(ids[100:])
     masked, target = show(Sample("x", tuple(ids), labels), tokenizer, VOCAB).stretches

@@ -5,9 +5,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npt
-from npt.data.sample import Sample
-from npt.data.samples import Samples, cut, evaluation_samples, held_out, spread, within
+from npt.data.batch import Sample
+from npt.data.samples import Samples, cut, within
 from npt.errors import DataError
+from npt.evaluation.heldout import evaluation_samples, held_out, spread
 
 # The tokenizer fixture keeps no state, so that one serves all examples of a property.
 SHARED_TOKENIZER = settings(
@@ -275,9 +276,7 @@ class TestSequence:
         assert start == list(eager.epoch(1))[:20]
         assert sorted(tokens(lazy.epoch(0))) == sorted(tokens(eager.epoch(0)))
 
-    def test_a_record_is_named_by_its_place_in_the_data_and_not_in_the_shuffled_order(
-        self, tokenizer
-    ):
+    def test_a_record_is_named_by_its_number_in_the_data(self, tokenizer):
         records = [{"input_ids": [number, 100]} for number in range(40)]
         for sample in Samples(records, tokenizer, config(), seed=0, hold_out=False).epoch(0):
             assert sample.id == f"{sample.input_ids[0]}@0"
@@ -427,7 +426,7 @@ class TestCounts:
 
 
 class TestEvaluation:
-    def test_samples_with_ids_or_targets_outside_the_vocabulary_are_passed_over(self):
+    def test_samples_with_ids_outside_the_vocabulary_are_left_out(self):
         good, with_mask = Sample("good", (5, 6)), Sample("with mask", (5, 6), (-100, 6))
         bad = [
             Sample("id", (5, 128)),

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import npt
-from npt.data import source as source_module
-from npt.data.builtin import is_heldout
-from npt.data.mix import check_sources, parts_of
-from npt.data.source import fitting_columns, open_source
+from npt.data import readers
+from npt.data.readers import is_heldout
+from npt.data.source import open_source
 from npt.errors import DataError
+from npt.train.sources import check_sources, fitting_columns, sources_of
 
 
 def records(path: Path, **settings) -> list:
@@ -23,7 +23,7 @@ def streaming(request) -> bool:
 
 
 class TestFiles:
-    """What is special about files as a source; the files themselves are test_local's."""
+    """What is special about files as a source; the files themselves are test_readers'."""
 
     @pytest.fixture
     def lines(self, tmp_path: Path) -> Path:
@@ -48,7 +48,7 @@ class TestFiles:
             "three"
         ]
 
-    def test_a_sequence_is_kept_as_it_was_and_a_stream_is_read_anew_at_every_pass(self, lines):
+    def test_a_sequence_is_kept_and_a_stream_is_read_at_every_pass(self, lines):
         kept = open_source(npt.DataConfig(dataset_name=str(lines)))
         stream = open_source(npt.DataConfig(dataset_name=str(lines), streaming=True))
         assert isinstance(kept, Sequence) and not hasattr(stream, "__len__")
@@ -80,9 +80,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         "name", ["missing.txt", "missing.jsonl", "missing.csv", "~/missing.csv", "no*such*file"]
     )
-    def test_a_missing_file_is_refused_with_the_alternative_and_never_looked_for_on_the_hub(
-        self, streaming, name
-    ):
+    def test_a_missing_file_is_refused_and_not_looked_for_on_the_hub(self, streaming, name):
         with pytest.raises(
             DataError, match=r"there is no file .*; check --dataset_name \('builtin'"
         ):
@@ -117,7 +115,7 @@ class TestReplay:
             num_samples=9,
             replay_dataset="team/other",
         )
-        first, replayed = parts_of(config)
+        first, replayed = sources_of(config)
         second = replayed.config
         assert (first.label, first.share, replayed.label, replayed.share) == (
             "data",
@@ -134,7 +132,7 @@ class TestReplay:
         assert second.replay_dataset is None
         for local in ("builtin", str(tmp_path)):
             assert (
-                parts_of(replace(config, replay_dataset=local))[1].config.dataset_split == "train"
+                sources_of(replace(config, replay_dataset=local))[1].config.dataset_split == "train"
             )
 
     def test_it_is_checked_with_the_first(self, tmp_path):
@@ -148,7 +146,7 @@ class TestReplay:
         fitting = fitting_columns(config, [{"text": "x"}])
         assert (fitting.prompt_column, fitting.completion_column) == (None, None)
 
-    def test_the_usual_text_column_is_taken_where_the_second_source_has_that_one_alone(self):
+    def test_the_usual_text_column_is_taken_if_it_alone_is_there(self):
         config = npt.DataConfig(text_column="body")
         assert fitting_columns(config, [{"text": "x"}]).text_column == "text"
         for record in ({"body": "x", "text": "y"}, {"content": "x"}, "x"):
@@ -158,7 +156,7 @@ class TestReplay:
 class TestBuiltin:
     def test_a_split_is_read_with_its_paths_as_names(self, monkeypatch, streaming):
         monkeypatch.setattr(
-            source_module, "builtin_files", lambda split: iter([(f"{split}.py", "x = 1\n")])
+            readers, "builtin_files", lambda split: iter([(f"{split}.py", "x = 1\n")])
         )
         config = npt.DataConfig(dataset_split="heldout", streaming=streaming)
         assert list(open_source(config)) == [{"text": "x = 1\n", "id": "heldout.py"}]

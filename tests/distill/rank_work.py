@@ -29,8 +29,7 @@ import npt
 from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors, collate
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distributed.processes import Ranks
 from npt.runs.null_run_folder import UnwrittenFolder

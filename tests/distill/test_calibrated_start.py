@@ -20,7 +20,7 @@ import npt
 from npt.adapters.attach import adapter_parameters, attached_config
 from npt.cli.main import main
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.sample import Sample
+from npt.data.batch import Sample
 from npt.errors import ConfigError
 from npt.train import calibrated_start as starting
 from npt.train.trainer import Trainer

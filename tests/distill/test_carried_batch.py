@@ -19,9 +19,8 @@ from test_postmortem import situation
 
 import npt
 from npt.config import DataConfig, NPTConfig
-from npt.data.batch import Batch, batches, collate, documents_of
+from npt.data.batch import Batch, Sample, batches, collate, documents_of
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.errors import BundleError
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay, replay_batch

@@ -20,8 +20,8 @@ from npt.adapters.attach import adapter_mode, adapter_parameters
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig
+from npt.data.batch import Sample
 from npt.data.encoding import Counts
-from npt.data.sample import Sample
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import ConfigError, DataError, ModelError, NumericalError

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batches, collate
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, batches, collate
 from npt.data.packing import pack
-from npt.data.sample import IGNORE_INDEX, Sample
 from npt.distill.strategies import STRATEGIES
 
 PAD = 2

@@ -25,8 +25,8 @@ import npt
 from faults.bench import SMALL, Run, Setting, clean_run, let_draw
 from faults.runs import NoTokenizer
 from npt.config import DataConfig
+from npt.data.batch import Sample
 from npt.data.loader import Loader
-from npt.data.sample import Sample
 from npt.data.samples import Samples
 from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES

@@ -18,9 +18,8 @@ from npt.adapters.attach import adapter_parameters, decoder_layers, npt_layers
 from npt.adapters.stream import model_inputs
 from npt.base.attention import SDPA
 from npt.config import TrainConfig
-from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, drive
 
 Change = Callable[[Any], None]

@@ -21,8 +21,7 @@ from torch import nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Batch, collate
-from npt.data.samples import Sample
+from npt.data.batch import Batch, Sample, collate
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError

@@ -25,8 +25,7 @@ import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.base.precision import declared_dtype
 from npt.cli.main import main
-from npt.data.batch import IGNORE_INDEX, batch_from_tensors
-from npt.data.samples import Sample
+from npt.data.batch import IGNORE_INDEX, Sample, batch_from_tensors
 from npt.errors import BundleError, ConfigError
 from npt.postmortem import restore as rebuilt
 from npt.postmortem.bundle import read_bundle

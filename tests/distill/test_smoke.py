@@ -14,9 +14,8 @@ import npt
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import SmokeTestError
 from npt.train.smoke import smoke_test

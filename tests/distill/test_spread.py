@@ -22,8 +22,7 @@ import npt
 from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Batch
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample
 from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError

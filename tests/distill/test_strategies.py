@@ -19,8 +19,7 @@ import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors, collate
-from npt.data.samples import Sample
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
 from npt.distill.strategies import MicroBatch, drive
 
 # fp32 sums of a few hundred terms, in another order than the reference's: a few units of 2^-24

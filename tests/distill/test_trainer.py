@@ -24,8 +24,7 @@ from torch import nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
-from npt.data.batch import Batch, collate
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import (
     CheckpointError,

@@ -19,8 +19,7 @@ from windows import Sums, add_filled, window_over
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import collate
-from npt.data.samples import Sample
+from npt.data.batch import Sample, collate
 from npt.distill.strategies import STRATEGIES
 from npt.step.window_result import WindowResult
 

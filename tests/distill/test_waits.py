@@ -13,9 +13,8 @@ from transformers.masking_utils import create_causal_mask
 
 import npt
 from npt.base.load import load_base
-from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.distill.strategies import drive
 
 LENGTHS = (11, 5, 4, 9)

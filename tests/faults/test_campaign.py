@@ -248,7 +248,7 @@ def test_padding_that_takes_part_of_a_window_is_harm(monkeypatch) -> None:
 
 
 def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:
-    monkeypatch.setattr(encoding, "begins_with_a_space", lambda tokenizer: False)
+    monkeypatch.setattr(encoding.Encoder, "_begins_with_space", False)
     verdict = judged(at_once("sight-space")).verdict
     assert not verdict.passed and "'the:' and 'answer' became 'the: answer'" in verdict.detail
 

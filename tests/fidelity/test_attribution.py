@@ -12,7 +12,7 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
-from npt.data.sample import Sample
+from npt.data.batch import Sample
 from npt.errors import DataError
 from npt.evaluation.attribution import refer
 from npt.evaluation.evaluate import evaluate

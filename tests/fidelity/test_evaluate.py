@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig
-from npt.data.batch import collate
+from npt.data.batch import Sample, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.errors import DataError, ModelError, NumericalError
 from npt.evaluation import evaluate as evaluate_module
 from npt.evaluation import layers as layers_module

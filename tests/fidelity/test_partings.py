@@ -14,7 +14,7 @@ from hypothesis import given, settings
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters
 from npt.config import NPTConfig
-from npt.data.sample import Sample
+from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import continue_greedily
 from npt.evaluation.greedy_divergence import (

@@ -5,7 +5,7 @@ import torch
 
 import npt
 from npt.adapters.attach import adapter_parameters
-from npt.data.sample import Sample
+from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import (
     STREAMS,

@@ -12,7 +12,7 @@ from sentencepieces import PLAIN, PREFIXING, speaker_of, tokenizer_of
 from slow_greedy import alone
 
 import npt
-from npt.data.following import text_behind
+from npt.data.encoding import continuation_text
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.generate import Decoding, Streamer, first_difference, prompt_ids, write
 
@@ -55,7 +55,7 @@ def test_text_behind_a_prompt_keeps_the_space_that_it_begins_with_and_every_line
     )
     assert ids[: len(before)] == before
     new = ids[len(before) :]
-    assert text_behind(tokenizer, before, new) == text
+    assert continuation_text(tokenizer, before, new) == text
     parts = streamed(tokenizer, before, new)
     assert "".join(parts) == text and len(parts) > 8
 
@@ -94,7 +94,7 @@ def test_streamed_text_is_that_behind_the_prompt_where_tokens_are_bytes_or_speci
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text)
     )
     new = whole[len(before) :]
-    assert "".join(streamed(tokenizer, before, new)) == text_behind(tokenizer, before, new)
+    assert "".join(streamed(tokenizer, before, new)) == continuation_text(tokenizer, before, new)
 
 
 @pytest.mark.parametrize("kind", ["llama 2", "byte level"])

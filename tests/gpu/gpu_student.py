@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 import npt
-from npt.data.batch import Batch, collate
+from npt.data.batch import Batch, Sample, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 
 LENGTHS = {"full": (48, 48), "padded": (48, 33), "packed": (20, 15, 13, 30, 11)}
 """Tokens of the samples of a batch; the packed ones lie in two rows, of 48 and of 41 tokens."""

@@ -16,7 +16,7 @@ import torch
 import npt
 from npt.calibration.placement import Placement, free_bytes
 from npt.calibration.plan import Plan
-from npt.data.sample import Sample
+from npt.data.batch import Sample
 
 pytestmark = pytest.mark.gpu
 

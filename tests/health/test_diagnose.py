@@ -10,8 +10,7 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import NPTConfig
-from npt.data.batch import collate
-from npt.data.sample import Sample
+from npt.data.batch import Sample, collate
 from npt.diagnostics.diagnose import diagnose
 
 

@@ -28,8 +28,7 @@ from npt.base.half import compute_in
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.load import EMBEDDED_FOLDER
 from npt.config import DataConfig
-from npt.data.batch import Batch, batch_from_tensors, collate
-from npt.data.samples import Sample
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.diagnostics import headroom
 from npt.diagnostics.headroom import (
     CHECKPOINTS,

@@ -15,8 +15,7 @@ from torch import nn
 
 import npt
 from npt.config import TrainConfig
-from npt.data.batch import Batch, collate
-from npt.data.samples import Sample
+from npt.data.batch import Batch, Sample, collate
 from npt.diagnostics.recorder.ranking import (
     FACTOR,
     explosions,

@@ -28,9 +28,8 @@ from npt.base.attention import SDPA, attention_name, repeats_exactly, sdpa_atten
 from npt.base.identity import base_hash
 from npt.base.random_base import random_base
 from npt.config import ATTENTIONS, BaseConfig
-from npt.data.batch import Batch, batch_from_tensors, collate
+from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.data.sample import Sample
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
 

@@ -8,9 +8,8 @@ import torch
 from simulated_cuda import to_cuda
 
 import npt
-from npt.data.batch import Batch, collate
+from npt.data.batch import Batch, Sample, collate
 from npt.data.packing import pack
-from npt.data.samples import Sample
 
 LENGTHS = {"full": (24, 24), "right": (24, 15), "left": (15, 24), "packed": (9, 7, 12, 6)}
 """By kind of batch, the lengths of its samples."""

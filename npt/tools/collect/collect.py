@@ -24,10 +24,8 @@ from npt.adapters.attach import adapter_mode, attached_config, check_length
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX
-from npt.data.following import text_behind
-from npt.data.prompts import read_prompts
-from npt.data.sample import Sample
+from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.encoding import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import continue_greedily, end_ids
@@ -35,6 +33,7 @@ from npt.evaluation.greedy_divergence import Comparison, compare_prompts
 from npt.evaluation.metrics import COLUMNS
 from npt.runs.signals import StopOnSignal
 from npt.tools.collect.journal import Journal
+from npt.tools.collect.prompts import read_prompts
 
 NUM_PROMPTS = 256
 MAX_NEW_TOKENS = 64
@@ -227,8 +226,8 @@ def _records(
             {
                 "id": c.prompt.id,
                 "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
-                "completion": text_behind(tokenizer, prompt, c.completion),
-                "student": text_behind(tokenizer, prompt, (*start, *rest)),
+                "completion": continuation_text(tokenizer, prompt, c.completion),
+                "student": continuation_text(tokenizer, prompt, (*start, *rest)),
                 "position": c.position,
                 "teacher_token": c.completion[c.position],
                 "student_token": c.student_token,

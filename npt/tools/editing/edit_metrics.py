@@ -27,8 +27,7 @@ from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, attached_config, format_layers
 from npt.adapters.consolidate import Update, consolidate, unconsolidate, update_from
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
-from npt.data.batch import Batch, batches, pad_id_of
-from npt.data.sample import Sample
+from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums
 from npt.evaluation.states import final_states, predicting

@@ -18,14 +18,14 @@ from npt.base.load import load_base, load_teacher, read_config
 from npt.base.quantization_error import set_matmul_precision
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig
-from npt.data.batch import Batch, collate, pad_id_of
-from npt.data.sample import Sample
-from npt.data.samples import Samples, evaluation_samples, no_sample
+from npt.data.batch import Batch, Sample, collate, pad_id_of
+from npt.data.samples import Samples, no_sample
 from npt.data.source import check_source, open_source, own_heldout
 from npt.distill.loss_weights import layer_weights
 from npt.distill.stages import stages_of
 from npt.errors import NPTError
 from npt.evaluation.attribution import Reference, refer
+from npt.evaluation.heldout import evaluation_samples
 from npt.tools.sweep.settings import Settings
 from npt.tools.sweep.spec import Design
 from npt.train.run_checks import check_trainable

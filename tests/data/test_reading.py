@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from npt.config import DataConfig
 from npt.data.source import open_source
 from npt.errors import DataError
-from npt.tools.data_doctor.broken import NAMED, Broken, Reading
+from npt.tools.data_doctor.reading import NAMED, Broken, Reading
 
 
 def read(path: Path, **settings) -> tuple[list[dict], Reading]:
@@ -97,17 +97,17 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
     ("name", "content", "line", "column", "problem"),
     [
         ("a.json", b'[{"text": "a"},\n {"text" "b"}]', 2, 10, "not JSON (Expecting ':' delimiter)"),
-        ("a.json", b'[\n"\xff"]', 2, 2, "not UTF-8 (invalid start byte)"),
+        ("a.json", b'[\n"\xff"]', 2, 2, "not UTF-8 (byte 1: invalid start byte)"),
         ("a.json", b'{"text": 1}', None, None, "holds a dict; it has to be a list"),
         ("a.json", b'[{"text": "a"}, 1]', None, None, "entry 1: an int, not an object"),
-        ("a.txt", b"one\ntw\xffo\n", 2, 3, "not UTF-8 (invalid start byte)"),
+        ("a.txt", b"one\ntw\xffo\n", 2, 3, "not UTF-8 (byte 2: invalid start byte)"),
         ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, 3, "3 fields, but the header names 2"),
         ("a.csv", b'text,b\n1,2\n3,"x\n1,3\n', 3, None, "not CSV (unexpected end of data)"),
-        ("a.csv", b"text\nab\xff\n", 2, 3, "not UTF-8 (invalid start byte)"),
+        ("a.csv", b"text\nab\xff\n", 2, 3, "not UTF-8 (byte 2: invalid start byte)"),
         ("a.parquet", b"PAR1xxx", None, None, "cannot be read as "),
     ],
 )
-def test_a_fault_of_another_kind_of_file_is_located_as_far_as_it_can_be(
+def test_faults_of_other_files_are_located_as_far_as_possible(
     tmp_path, name, content, line, column, problem
 ):
     (tmp_path / name).write_bytes(content)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from sentencepieces import EOS, PLAIN, PREFIXING, tokenizer_of
 
 import npt
-from npt.data.local import PIECE
-from npt.data.prompts import read_prompts
+from npt.data.encoding import PIECE
 from npt.data.samples import cut
+from npt.tools.collect.prompts import read_prompts
 
 CONFIG = npt.DataConfig(max_length=512)
 CHAT = (
@@ -91,7 +91,7 @@ def test_a_completion_has_the_tokens_that_it_has_in_the_whole_text(
 @pytest.mark.parametrize("kind", PREFIXING)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_prompt_and_completion_are_the_whole_text_and_no_target_is_made_up(kind, data) -> None:
+def test_prompt_and_completion_are_the_whole_text(kind, data) -> None:
     tokenizer = tokenizer_of(kind)
     texts = KNOWN if "unigram" in kind else WORDS.map("".join)
     prompt, completion = data.draw(texts.filter(bool)), data.draw(texts.filter(str.strip))
@@ -132,9 +132,7 @@ def test_without_such_a_space_both_are_tokenised_apart_as_ever(kind, prompt, com
 
 @pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
 @pytest.mark.parametrize("template", [CHAT, INST])
-def test_the_answer_of_a_conversation_has_the_tokens_of_the_whole_conversation(
-    kind, template
-) -> None:
+def test_an_answer_has_the_tokens_of_the_whole_conversation(kind, template) -> None:
     tokenizer = tokenizer_of(kind)
     tokenizer.chat_template = template
     turns = [

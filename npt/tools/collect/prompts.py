@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.encoding import COMPLETION, PROMPT, Counts, encode
-from npt.data.forms import INSTRUCTION, OUTPUT, conversation_column, is_alpaca, messages_of
-from npt.data.sample import IGNORE_INDEX, Sample
+from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.encoding import COMPLETION, PROMPT, Counts, Encoder
+from npt.data.record_forms import INSTRUCTION, OUTPUT, conversation_column, is_alpaca, messages_of
 from npt.data.samples import Samples
 from npt.data.source import Record
 from npt.errors import DataError
@@ -69,7 +69,7 @@ def prompt_record(
     ):
         record = _with_any_answer(number, record, config.prompt_column or PROMPT)
         config = _AS_PROMPT
-    for encoded in encode([(number, record)], tokenizer, config, Counts()):
+    for encoded in Encoder(tokenizer, config).encode([(number, record)], Counts()):
         ids, prompt = encoded.ids, encoded.prompt
         if encoded.labels is not None:
             prompt = (

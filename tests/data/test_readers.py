@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data import local
-from npt.data.local import PIECE, Joined, JsonLines, local_files, read_sequence, read_stream
+from npt.config import DataConfig
+from npt.data import readers, source
+from npt.data.encoding import PIECE
+from npt.data.source import local_files
 from npt.errors import DataError
 
+read_sequence = partial(source.read_sequence, config=DataConfig())
+read_stream = partial(source.read_stream, config=DataConfig(streaming=True))
 UNICODE = 'Käse, "quotes", \\ and \u2028 and \x85 and \U0001f40d'
 TEXTS = ["one", UNICODE, "three\nlines\n\nof it", "NA", "17", " spaces "]
 
@@ -101,7 +106,7 @@ class TestFormats:
         (tmp_path / "book.txt").write_bytes("\ufeffZeile é\r\n\r\nmore".encode())
         assert both(tmp_path / "book.txt") == [{"text": "Zeile é\n\nmore", "id": "book.txt"}]
 
-    def test_records_are_named_by_file_and_line_unless_they_name_themselves(self, tmp_path):
+    def test_records_are_named_by_file_and_line_or_their_own_id(self, tmp_path):
         path = tmp_path / "data.jsonl"
         path.write_text('{"text": "a"}\n\n{"text": "b", "id": "mine"}\n  \n{"text": "c"}')
         assert [record["id"] for record in both(path)] == ["data.jsonl:1", "mine", "data.jsonl:5"]
@@ -120,7 +125,7 @@ class TestFormats:
         assert texts_of(records) == ["NA", "", "007", "nan", "short"]
         assert [record.get("n") for record in records] == ["1", "2", "3", "x", None]
 
-    def test_a_folder_is_read_in_the_order_of_its_names_whatever_the_formats(self, tmp_path):
+    def test_a_folder_of_any_formats_is_read_in_the_order_of_names(self, tmp_path):
         for name in ("b.csv", "a.jsonl", "sub/d.json", "c.txt", "e.parquet"):
             write(tmp_path / name, [name])
         (tmp_path / "README.md").write_text("not data")
@@ -140,7 +145,7 @@ class TestFormats:
         monkeypatch.chdir(tmp_path)
         assert texts_of(both(*local_files("?/1.*"))) == ["a/1.csv", "a/1.jsonl"]
 
-    @pytest.mark.parametrize("suffix", local.SUFFIXES)
+    @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv", ".parquet"])
     def test_a_name_with_brackets_is_a_name(self, tmp_path, suffix):
         path = write(tmp_path / f"data[1]{suffix}", ["text"])
         assert local_files(str(path)) == [path]
@@ -186,17 +191,16 @@ class TestLines:
             with pytest.raises(IndexError):
                 records[50]
 
-    @settings(deadline=None, max_examples=60)
-    @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6))
-    def test_joined_files_are_one_sequence(self, sizes):
-        parts = [[f"{part}/{i}" for i in range(size)] for part, size in enumerate(sizes)]
-        joined = Joined(parts)
-        flat = [name for part in parts for name in part]
+    def test_several_files_are_one_sequence(self, tmp_path):
+        sizes = (2, 1, 3)
+        texts = [[f"{part}/{i}" for i in range(size)] for part, size in enumerate(sizes)]
+        paths = [write(tmp_path / f"{i}.jsonl", part) for i, part in enumerate(texts)]
+        joined = read_sequence(paths)
+        flat = [text for part in texts for text in part]
         assert len(joined) == len(flat)
-        assert [joined[i] for i in range(len(flat))] == flat
-        for outside in (-1, len(flat)):
-            with pytest.raises(IndexError):
-                joined[outside]
+        assert [joined[i]["text"] for i in range(len(flat))] == flat
+        with pytest.raises(IndexError):
+            joined[len(flat)]
 
 
 class TestLongTexts:
@@ -208,7 +212,7 @@ class TestLongTexts:
         path = tmp_path_factory.mktemp("data") / "book.txt"
         path.write_text(text, newline="")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(local, "TEXT_PIECE", size)
+            patch.setattr(readers, "TEXT_PIECE", size)
             records = both(path)
         assert "".join(texts_of(records)) == text
         assert all(len(piece) >= size and piece.endswith("\n") for piece in texts_of(records)[:-1])
@@ -223,7 +227,7 @@ class TestLongTexts:
             ]
 
     def test_a_stream_holds_two_pieces_at_most(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(local, "TEXT_PIECE", 100)
+        monkeypatch.setattr(readers, "TEXT_PIECE", 100)
         path = tmp_path / "book.txt"
         path.write_bytes(b"a line of text\n" * 10_000 + b"caf\xe9\n")
         # what is broken lies far behind
@@ -458,13 +462,14 @@ def test_several_threads_read_the_same_records(tmp_path, suffix) -> None:
 STREAM = """
 import resource, sys
 from pathlib import Path
-from npt.data.local import read_stream
+from npt.config import DataConfig
+from npt.data.source import read_stream
 
 path = Path(sys.argv[1])
 with path.open("w") as file:
     for i in range(int(sys.argv[2])):
         file.write('{"text": "' + f"line {i} " * 10 + '"}\\n')
-stream = read_stream([path])
+stream = read_stream([path], DataConfig(streaming=True))
 for _ in range(1000):
     next(stream)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -491,8 +496,8 @@ def test_a_long_file_streams_with_constant_memory(tmp_path) -> None:
 
 def test_what_is_held_of_a_long_file_is_where_its_lines_start(tmp_path) -> None:
     path = write(tmp_path / "data.jsonl", ["x" * 200] * 1000)
-    records = JsonLines(path)
-    held = sum(sys.getsizeof(values) for values in (records._offsets, records._numbers))
+    records = read_sequence([path])
+    held = sum(sys.getsizeof(values) for values in (records._offsets, records._lines))
     assert held < 20 * 1000  # sixteen bytes a line, and the arrays' room to grow
 
 

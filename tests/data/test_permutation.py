@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.data import order as order_module
-from npt.data.order import Permutation, uniform
+from npt.data import samples as samples_module
+from npt.data.samples import Permutation, uniform
 
 KEYS = 2000
 
@@ -34,9 +34,7 @@ def test_everything_comes_once_in_larger_orders(n, key) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(n=st.integers(2**20, 2**60), key=st.text(max_size=8), data=st.data())
-def test_in_an_order_too_large_to_list_different_positions_hold_different_things(
-    n, key, data
-) -> None:
+def test_a_huge_permutation_repeats_nothing(n, key, data) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=20, unique=True))
     order = Permutation(n, key)
     things = [order[position] for position in positions]
@@ -120,5 +118,5 @@ def test_draws_are_uniform_and_independent_of_their_neighbours(key) -> None:
 
 
 def test_a_draw_never_reaches_one(monkeypatch) -> None:
-    monkeypatch.setattr(order_module, "_mixed", lambda value: 2**64 - 1)
+    monkeypatch.setattr(samples_module, "_mixed", lambda value: 2**64 - 1)
     assert uniform(0, 0) < 1.0

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 import npt
 from npt.base.load import load_tokenizer
 from npt.cli.main import main
-from npt.data.encoding import BEHIND, EARLIER, UNWRITTEN, Counts
-from npt.data.forms import ALPACA, ALPACA_WITH_INPUT, ROLES, alpaca_message, alpaca_prompt
-from npt.data.prompts import prompt_record
+from npt.data.encoding import BEHIND, UNWRITTEN, Counts
+from npt.data.record_forms import (
+    ALPACA,
+    ALPACA_WITH_INPUT,
+    EARLIER,
+    ROLES,
+    alpaca_message,
+    alpaca_prompt,
+)
 from npt.data.samples import cut
 from npt.errors import DataError
+from npt.tools.collect.prompts import prompt_record
 
 SHARED = settings(
     deadline=None,
@@ -218,9 +225,7 @@ class TestShareGPT:
         )
         assert counts.unused == {"system": 1}
 
-    def test_earlier_answers_are_context_and_what_stands_behind_the_last_is_counted(
-        self, chatting
-    ) -> None:
+    def test_earlier_answers_are_context_and_later_messages_counted(self, chatting) -> None:
         counts = Counts()
         record = said(
             ("human", "a"),
@@ -334,7 +339,7 @@ class TestShareGPT:
         ),
         answer=st.text(max_size=12),
     )
-    def test_no_token_of_any_message_is_lost_and_labels_are_the_last_answers(
+    def test_no_token_of_a_message_is_lost_and_the_last_answer_labelled(
         self, chatting, turns, answer
     ) -> None:
         record = said(

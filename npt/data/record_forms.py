@@ -1,0 +1,267 @@
+"""Forms of records other than texts and prompts: conversations, Alpaca's records, token ids.
+
+    {"input_ids": [...]}                                        perhaps with labels and a mask
+    {"instruction": ..., "input": ..., "output": ...}           Alpaca; the input may be missing
+    {"conversations": [{"from": "human", "value": ...}, ...]}   ShareGPT, perhaps with a "system"
+    {"messages": [{"role": "user", "content": ...}, ...]}       as chat templates take them
+
+A prompt may be a list of messages as well. Conversations are written by the tokenizer's chat
+template; the last answer is the completion.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from npt.config import DataConfig
+from npt.data.encoding import (
+    BEHIND,
+    COMPLETION,
+    PROMPT,
+    UNWRITTEN,
+    Content,
+    half_character,
+    plain_text,
+    text_of,
+)
+from npt.data.source import Record
+from npt.errors import DataError, first_line, kind_of
+
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+_INT64_MAX = 2**63 - 1
+EARLIER = "earlier answers taken as context"
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Speakers of ShareGPT by the roles of chat templates."""
+
+NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
+"""Roles whose messages are no answers."""
+
+_TASK = "Below is an instruction that describes a task"
+_ASKED = "Write a response that appropriately completes the request."
+ALPACA = f"{_TASK}. {_ASKED}\n\n### Instruction:\n%s\n\n### Response:\n"
+ALPACA_WITH_INPUT = (
+    f"{_TASK}, paired with an input that provides further context. {_ASKED}\n\n###"
+    " Instruction:\n%s\n\n### Input:\n%s\n\n### Response:\n"
+)
+"""The prompts of Stanford's Alpaca, as its data set has them written out."""
+
+
+def is_alpaca(record: Record, config: DataConfig) -> bool:
+    """Return whether a record has Alpaca's keys, and no text of another name is asked for. Its
+    column `text` holds the same written out."""
+    texts = config.text_column in record and config.text_column != DataConfig.text_column
+    return INSTRUCTION in record and OUTPUT in record and not texts
+
+
+def alpaca(name: str, record: Record, tokenizer: Any, config: DataConfig) -> Content:
+    """Read an Alpaca record: as a conversation, or without a chat template as Alpaca's prompt."""
+    if not is_alpaca(record, config):
+        return plain_text(name, record, tokenizer, config)
+    instruction = text_of(name, record, INSTRUCTION, "--prompt_column")
+    answer = text_of(name, record, OUTPUT, "--prompt_column")
+    given = record.get(INPUT) is not None
+    further = text_of(name, record, INPUT, "--prompt_column") if given else ""
+    used = (INSTRUCTION, INPUT, OUTPUT)
+    if getattr(tokenizer, "chat_template", None) is None:
+        return Content(texts=(alpaca_prompt(instruction, further), answer), used=used)
+    messages = [alpaca_message(instruction, further), {"role": "assistant", "content": answer}]
+    return replace(templated(name, tokenizer, messages[:1], messages[1:]), used=used)
+
+
+def alpaca_prompt(instruction: str, further: str) -> str:
+    """Return the prompt of an instruction and what further it is to be applied to, if anything."""
+    return ALPACA_WITH_INPUT % (instruction, further) if further.strip() else ALPACA % instruction
+
+
+def alpaca_message(instruction: str, further: str) -> dict[str, str]:
+    """Return the same as a message for a chat template."""
+    content = f"{instruction}\n\n{further}" if further.strip() else instruction
+    return {"role": "user", "content": content}
+
+
+def conversation_column(record: Record, config: DataConfig) -> str | None:
+    """Return the column of a conversation under a known key, in a record that has no text."""
+    if config.text_column not in record:
+        for column in ("conversations", "messages"):
+            if isinstance(record.get(column), list):
+                return column
+    return None
+
+
+def conversation(name: str, record: Record, tokenizer: Any, config: DataConfig) -> Content:
+    """Read a conversation. Its completion is its last answer, or in a column of its own."""
+    column, answer = config.prompt_column, config.completion_column
+    if column is None and isinstance(record.get(PROMPT), list) and COMPLETION in record:
+        column, answer = PROMPT, COMPLETION
+    elif column is None:
+        column = conversation_column(record, config)
+    if column is None:
+        return plain_text(name, record, tokenizer, config)
+    return _conversation(name, record, tokenizer, column, answer)
+
+
+def _conversation(
+    name: str, record: Record, tokenizer: Any, column: str, answer_column: str | None
+) -> Content:
+    prompt, behind, answer = messages_of(name, record, column), 0, None
+    if answer_column is None:
+        answers = [
+            number
+            for number, message in enumerate(prompt)
+            if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
+        ]
+        last = answers[-1] if answers else len(prompt) - 1
+        behind = max(0, len(prompt) - last - 1)
+        prompt, answer = prompt[:last], prompt[last : last + 1]
+    elif isinstance(record.get(answer_column), list):
+        answer = messages_of(name, {answer_column: record[answer_column]}, answer_column)
+    elif isinstance(record.get(answer_column), str):
+        answer = [{"role": "assistant", "content": record[answer_column]}]
+    columns = (column,) if answer_column is None else (column, answer_column)
+    for where, messages in ((column, prompt), (columns[-1], answer)):
+        if messages is None or not all(
+            isinstance(m, Mapping) and "role" in m and "content" in m for m in messages
+        ):
+            raise DataError(
+                f'record {name}: {where!r} is no list of messages like {{"role": "user",'
+                ' "content": ...}'
+            )
+    assert answer is not None
+    content = templated(name, tokenizer, prompt, answer)
+    lists = {c: record[c] for c in columns if isinstance(record.get(c), list)}
+    turns = [(c, turn) for c, entries in lists.items() for turn in entries if is_turn(turn)]
+    unused = {
+        f"{c}.{key}"
+        for c, turn in turns
+        for key, value in turn.items()
+        if key not in ("from", "value") and value is not None
+    }
+    with_system = turns and prompt and prompt[0]["content"] == record.get("system")
+    earlier = sum(message["role"] not in NO_ANSWER for message in prompt)
+    noted = {**content.noted, EARLIER: earlier, BEHIND: behind}
+    return replace(
+        content,
+        used=(*columns, "system") if with_system else columns,
+        unused=tuple(sorted(unused)),
+        noted={what: count for what, count in noted.items() if count},
+    )
+
+
+def is_turn(entry: Any) -> bool:
+    """Return whether an entry of a conversation is a turn of ShareGPT."""
+    return isinstance(entry, Mapping) and "from" in entry and "value" in entry
+
+
+def messages_of(name: str, record: Record, column: str) -> list[Any]:
+    """Return a column's list as messages: turns of ShareGPT, with their system text, are renamed,
+    other entries left as they are.
+
+    Raises:
+        DataError: an unknown speaker, or a turn that is no text.
+    """
+    entries = list(record[column])
+    if not (entries and all(map(is_turn, entries))):
+        return entries
+    messages = []
+    for number, turn in enumerate(entries, start=1):
+        speaker, said = turn["from"], turn["value"]
+        role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if role is None:
+            raise DataError(
+                f"record {name}: turn {number} is from {str(speaker)[:40]!r}; rename it to one of"
+                f" {', '.join(ROLES)}"
+            )
+        if not isinstance(said, str):
+            raise DataError(
+                f"record {name}: turn {number} has {kind_of(said)} as 'value'; write a text, or"
+                " leave the turn out"
+            )
+        messages.append({"role": role, "content": said})
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -> Content:
+    """Return a conversation as the chat template writes it, start and end tokens included."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
+            " and completion texts"
+        )
+    last = answer[-1] if answer else {"role": "user"}
+    if last["role"] in NO_ANSWER or not str(last["content"] or "").strip():
+        return Content(skipped="empty completion")
+    if not prompt:  # no template writes an answer to nothing
+        return Content(skipped="answer to nothing")
+    write = tokenizer.apply_chat_template
+    try:
+        start = write(prompt, add_generation_prompt=True, tokenize=False)
+        whole = write([*prompt, *answer], add_generation_prompt=False, tokenize=False)
+    except Exception as error:  # templates raise what their authors wrote into them
+        raise DataError(
+            f"record {name}: the chat template refuses it: {first_line(error)[:200]}; mend the"
+            " record"
+        ) from error
+    if not whole.startswith(start):
+        raise DataError(
+            f"record {name}: the chat template writes the prompt differently with an answer behind"
+            " it, so the answer's tokens cannot be told; use prompt and completion texts"
+        )
+    texts = start, whole[len(start) :]
+    for what, text in zip(("prompt", "answer"), texts, strict=True):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise half_character(name, what, error) from error
+    said = [m["content"].strip() for m in (*prompt, *answer) if isinstance(m["content"], str)]
+    noted = {UNWRITTEN: sum(text not in whole for text in said)}
+    return Content(texts=texts, opened=False, closed=False, noted=noted)
+
+
+def given_ids(name: str, record: Record, *_: Any) -> Content:
+    """Read token ids, with labels or without; padding that came with them stays out."""
+    found = {
+        key: _integers(name, key, record[key])
+        for key in ("input_ids", "labels", "attention_mask")
+        if record.get(key) is not None or key == "input_ids"
+    }
+    ids, labels, mask = found["input_ids"], found.get("labels"), found.get("attention_mask")
+    for what, values in (("an attention_mask", mask), ("labels", labels)):
+        if values is not None and len(values) != len(ids):
+            raise DataError(
+                f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two"
+                " belong together"
+            )
+    if mask is not None:
+        keep = [i for i, real in enumerate(mask) if real]
+        ids, labels = [ids[i] for i in keep], None if labels is None else [labels[i] for i in keep]
+    return Content(ids=ids, labels=labels, used=("input_ids", "labels", "attention_mask"))
+
+
+def _integers(name: str, key: str, values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    whole = isinstance(values, list | tuple) and all(
+        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values
+    )
+    if not whole or any(abs(i) > _INT64_MAX for i in values):
+        raise DataError(
+            f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
+        )
+    return [int(i) for i in values]

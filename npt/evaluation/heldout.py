@@ -1,0 +1,60 @@
+"""Held-out samples: the rule that training and evaluation share."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from npt.config import DataConfig
+from npt.data.batch import Sample
+from npt.data.samples import cut, within
+from npt.data.source import Record
+
+
+def evaluation_samples(
+    records: Iterable[Record],
+    tokenizer: Any,
+    config: DataConfig,
+    count: int,
+    vocab_size: int,
+    own: Iterable[Record] | None = None,
+) -> tuple[list[Sample], bool]:
+    """Return `count` samples to evaluate on, and whether they are held out.
+
+    Args:
+        records: what is trained on; one sample in twenty of it is held out, if it has no held-out
+            records of its own. If none is, training samples are returned.
+        tokenizer, config: as for `cut`.
+        count: samples at most.
+        vocab_size: V; samples with ids outside it are left out.
+        own: held-out records of the source's own, over which the samples are spread.
+    """
+    if own is not None:
+        samples = spread(within(cut(own, tokenizer, config), vocab_size), count)
+    else:
+        samples = held_out(records, tokenizer, config, count, vocab_size)
+    if samples:
+        return samples, True
+    return list(itertools.islice(within(cut(records, tokenizer, config), vocab_size), count)), False
+
+
+def held_out(
+    records: Iterable[Record],
+    tokenizer: Any,
+    config: DataConfig,
+    limit: int,
+    vocab_size: int | None = None,
+) -> list[Sample]:
+    """Return the first `limit` held-out samples, those that `Samples` leaves out."""
+    samples = (sample for sample in cut(records, tokenizer, config) if sample.heldout)
+    found = samples if vocab_size is None else within(samples, vocab_size)
+    return list(itertools.islice(found, limit))
+
+
+def spread(samples: Iterable[Sample], count: int) -> list[Sample]:
+    """Return `count` samples drawn from the first 64 times as many, the same in every run: a few
+    long texts do not make up an evaluation, and runs are compared on the same tokens."""
+    pool = list(itertools.islice(samples, 64 * count))
+    return pool if len(pool) <= count else random.Random("evaluation").sample(pool, count)
