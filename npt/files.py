@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
 import math
 import os
@@ -23,6 +25,9 @@ replaced by it.
 _LEFT_OVER = re.compile(
     rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL
 )
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
+"""What a file system without locks answers."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2(2)
 
@@ -122,6 +127,23 @@ def remove_folder(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     os.replace(path, temporary)
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def lock_folder(path: Path) -> int | None:
+    """Lock a folder until the process ends, however that ends, or the handle is closed.
+
+    Returns:
+        The handle, of no lock if the file system has none; None if another process holds the lock.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return handle
+        os.close(handle)
+        return None
+    return handle
 
 
 def clean(folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from npt.adapters.files.adapter_files import save_adapter
 from npt.adapters.files.run_layout import ADAPTER, BEST, CHECKPOINTS, checkpoints, step_name
 from npt.base.identity import BaseIdentity
 from npt.errors import CheckpointError, ConfigError
-from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
+from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, write_json, write_text
 from npt.runs.checkpoint import verify_checkpoint
 from npt.version import __version__
 
@@ -39,7 +39,6 @@ BROKEN, SUPERSEDED = "broken", "superseded"
 did not verify, or the run went on from one before it."""
 
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
 
 
 def versions() -> dict[str, str]:
@@ -275,20 +274,17 @@ class _Log:
 
 
 def _locked(path: Path) -> int:
-    """An exclusive lock on the folder, which ends with the process however that ends; none where
-    the file system has no locks.
+    """Return the handle of a lock on the folder, which ends with the process.
+
+    Raises:
+        ConfigError: another process has it.
     """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return handle
-        os.close(handle)
+    handle = lock_folder(path)
+    if handle is None:
         raise ConfigError(
             f"--output_dir {path} is being written by another process; wait for it, or choose"
             " another folder"
-        ) from error
+        )
     return handle
 
 
