@@ -138,7 +138,7 @@ class Fuzzer:
         self.targets = [
             self._target("adapter", checkpoint / "adapter", place, self._read_adapter),
             self._target("checkpoint", checkpoint, place, self._read_checkpoint, right_sums),
-            self._target("bundle", bundle, place, self._read_bundle),
+            self._target("bundle", bundle, place, self._read_bundle, right_sums),
         ]
         self.others = [
             path.read_bytes()
@@ -174,7 +174,7 @@ class Fuzzer:
         return read.state(self.model, self.base), read.position, read.initial
 
     def _read_bundle(self, folder: Path) -> Any:
-        return read_bundle(folder).kept(self.parameters)
+        return read_bundle(folder).snapshot(self.model)
 
     def run(self, inputs: int, first: int = 0) -> None:
         """Try inputs by their numbers."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -98,6 +99,30 @@ def check_names(
             raise error(
                 f"{path} {kind} tensor {shown(min(names))} ({len(names)} such); copy it again"
             )
+
+
+def check_tensors(
+    path: Path,
+    headers: Mapping[str, Header],
+    wanted: Mapping[str, tuple[int, ...]],
+    error: type[NPTError],
+    dtype: str = "F32",
+) -> None:
+    """Check that a file holds exactly the wanted tensors, of these shapes and this dtype; the first
+    that differs is named.
+    """
+    check_names(path, headers, wanted, error)
+    for name, shape in wanted.items():
+        if headers[name] != (dtype, shape):
+            raise error(
+                f"{path}: {name} is {described(headers[name])}, the model needs {dtype}"
+                f" {list(shape)}"
+            )
+
+
+def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor with a value that is not finite, or None."""
+    return next((n for n, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
 
 
 def described(header: Header) -> str:

@@ -232,13 +232,13 @@ def stopped(
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
-    missing = {"state.safetensors", "window.safetensors", "postmortem.json"} - files
+    missing = {"adapter", "state.safetensors", "window.safetensors", "postmortem.json"} - files
     if missing:
         return verdict_of(
             "stopped", [*complaints, f"the bundle lacks {sorted(missing)}"], located=False
         )
     state = load_file(bundles[0] / "state.safetensors")
-    for part in ("adapter.", "optimizer.", "rng.cpu"):
+    for part in ("optimizer.", "rng.0.cpu"):
         if not any(key.startswith(part) for key in state):
             complaints.append(f"the bundle's state lacks {part}*")
     for file in run.glob("checkpoints/*/adapter/*.safetensors"):
@@ -326,13 +326,17 @@ def poisoned_run(late: bool) -> Verdict:
     name = "model.layers.1.npt.A"
 
     def check(bundle: Path) -> list[str]:
-        state = load_file(bundle / "state.safetensors")
+        state = load_file(bundle / "adapter" / WEIGHTS_NAME) | load_file(
+            bundle / "state.safetensors"
+        )
         bad = [
             key
             for key, tensor in state.items()
             if tensor.is_floating_point() and not torch.isfinite(tensor).all()
         ]
-        complaints = [] if bad == [f"adapter.{name}"] else [f"not finite in the bundle: {bad}"]
+        complaints = (
+            [] if bad == [f"base_model.model.{name}"] else [f"not finite in the bundle: {bad}"]
+        )
         traces = _said(bundle)["history"]
         if [trace["loss"] is None for trace in traces[:5]] != [False, False, True, True, True]:
             complaints.append(f"the bundle's history is {traces}")

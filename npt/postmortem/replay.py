@@ -22,7 +22,7 @@ from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import ConfigError
 from npt.postmortem.bundle import Bundle, read_bundle
-from npt.postmortem.restore import Rebuilt, Tried, rebuilt
+from npt.postmortem.restore import RestoredState, Tried, restored
 from npt.postmortem.write import first_fault, suspect
 from npt.runs.run_folder import versions
 from npt.step.transaction import Refusal, Trace
@@ -121,7 +121,6 @@ class Replay:
             "bundle": str(self.bundle.folder),
             "step": self.bundle.step,
             "reason": self.bundle.reason,
-            "note": self.bundle.note,
             "classification": self.classification,
             "reproduced": self.reproduced,
             "recorded": [asdict(r) for r in self.bundle.refusals],
@@ -143,7 +142,7 @@ class Replay:
             ],
             "device": self.device,
             "recorded_device": self.bundle.device,
-            "versions": _differing(self.bundle.said["versions"]),
+            "versions": _differing(self.bundle.versions),
         }
 
     def __str__(self) -> str:
@@ -154,10 +153,9 @@ class Replay:
                 f"base {base.name} ({base.hash[:12]}), recorded on {self.bundle.device}, replayed"
                 f" on {self.device}"
             ),
-            *([self.bundle.note] if self.bundle.note else []),
             *(
                 f"  {name} was {then}, is {now}"
-                for name, (then, now) in _differing(self.bundle.said["versions"]).items()
+                for name, (then, now) in _differing(self.bundle.versions).items()
             ),
             *_listed("recorded", self.bundle.refusals),
             *_listed("replayed", self.found),
@@ -253,8 +251,7 @@ class BatchReplay:
     """One micro-batch in the bundle's state.
 
     fault: what the check on the host finds; nothing is computed then. loss: mean per valid token.
-    layer_nmse: by layer, likewise. gradient_norms: by tensor, of the summed loss. note: the
-    bundle's.
+    layer_nmse: by layer, likewise. gradient_norms: by tensor, of the summed loss.
     """
 
     micro_batch: int
@@ -265,7 +262,6 @@ class BatchReplay:
     layer_nmse: Mapping[int, float] | None = None
     gradient_norms: Mapping[str, float] | None = None
     verdict: Verdict | None = None
-    note: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": None if self.verdict is None else self.verdict.as_dict()}
@@ -281,7 +277,6 @@ class BatchReplay:
         return "\n".join(
             [
                 head,
-                *([self.note] if self.note else []),
                 f"loss per token {self.loss:.6g}",
                 *(f"layer {index:3} NMSE {value:.6g}" for index, value in self.layer_nmse.items()),
                 *(
@@ -320,7 +315,7 @@ def replay(
     bundle = read_bundle(folder)
     if micro_batch is not None:
         _check_index(bundle, micro_batch)
-    with rebuilt(bundle, model_name=model_name, device=device) as state:
+    with restored(bundle, model_name=model_name, device=device) as state:
         findings = state.findings()
         tried = state.window(bundle.window, bundle.limits)
         return Replay(
@@ -363,7 +358,7 @@ def replay_batch(
     bundle = read_bundle(folder)
     _check_index(bundle, micro_batch)
     batch = bundle.window[micro_batch]
-    with rebuilt(bundle, model_name=model_name, device=device) as state:
+    with restored(bundle, model_name=model_name, device=device) as state:
         fault = find_fault(batch, state.model.config.vocab_size)
         if fault is not None:
             return BatchReplay(micro_batch, batch.sample_ids, batch.tokens, fault=fault)
@@ -389,7 +384,6 @@ def replay_batch(
             ),
             gradient_norms=norms,
             verdict=_verdict(state, micro_batch, exploded),
-            note=bundle.note,
         )
 
 
@@ -430,7 +424,7 @@ def fresh_batch(like: Batch, avoid: torch.Tensor, vocab_size: int, seed: int) ->
     )
 
 
-def _trials(state: Rebuilt, found: Sequence[Refusal]) -> list[Trial]:
+def _trials(state: RestoredState, found: Sequence[Refusal]) -> list[Trial]:
     """Other batches in the same state, each as a window of its own; none where nothing computed was
     refused.
     """
@@ -463,7 +457,7 @@ def _trials(state: Rebuilt, found: Sequence[Refusal]) -> list[Trial]:
     ]
 
 
-def _window_trials(state: Rebuilt, spike: bool) -> list[Trial]:
+def _window_trials(state: RestoredState, spike: bool) -> list[Trial]:
     """The same where the window was refused as a whole. Random tokens are no text: whether they
     spike says nothing.
     """
@@ -503,7 +497,7 @@ def _to_trace(bundle: Bundle, tried: Tried, micro_batch: int | None) -> list[int
     return refused[:TRACED]
 
 
-def _verdict(state: Rebuilt, index: int, exploded: bool) -> Verdict | None:
+def _verdict(state: RestoredState, index: int, exploded: bool) -> Verdict | None:
     batch = state.bundle.window[index]
     if find_fault(batch, state.model.config.vocab_size) is not None:
         return None

@@ -1,6 +1,4 @@
-"""The state of a bundle on its base again: whatever is tried starts from it, and leaves it as it
-was.
-"""
+"""The state of a bundle, restored on its base: every attempt starts from it and never changes it."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach
+from npt.adapters.files.consolidated_files import HISTORY_NAME, load_consolidated
 from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
 from npt.config import ATTENTIONS, QUANT_TYPES
@@ -36,7 +35,7 @@ class Tried:
     traces: tuple[Trace, ...]
 
 
-class Rebuilt:
+class RestoredState:
     """Model, optimizer, schedule and random state as the window of a bundle found them.
 
     Args:
@@ -45,7 +44,7 @@ class Rebuilt:
         teacher: the run's teacher, where it had one of its own.
 
     Raises:
-        BundleError: the bundle's tensors do not fit the model.
+        CheckpointError, AdapterFileError: the bundle's tensors do not fit the model.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Rebuilt:
     ):
         self.bundle, self.model, self.teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
-        self._kept = bundle.kept(self.parameters)
+        self._snapshot = bundle.snapshot(model)
         self.device = next(model.parameters()).device
         self.restore()
 
@@ -61,7 +60,7 @@ class Rebuilt:
         """Adapters and random state; gradients there are none."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(self._kept[name][0])
+                parameter.copy_(self._snapshot[name][0])
                 parameter.grad = None
         set_random_state(self.bundle.random_state)
 
@@ -124,14 +123,14 @@ class Rebuilt:
                 own(value, self.parameters[name]),
                 {k: own(v, self.parameters[name]) for k, v in state.items()} or made[name][1],
             )
-            for name, (value, state) in self._kept.items()
+            for name, (value, state) in self._snapshot.items()
         }
 
 
 @contextmanager
-def rebuilt(
+def restored(
     bundle: Bundle, *, model_name: str | None = None, device: str | torch.device | None = None
-) -> Iterator[Rebuilt]:
+) -> Iterator[RestoredState]:
     """Load the bundle's base, check that it is the one, and put the bundle's state on it.
 
     Within the context torch's products and random state are the bundle's; afterwards they are as
@@ -154,7 +153,7 @@ def rebuilt(
             torch.set_float32_matmul_precision(bundle.base.matmul_precision)
             name = model_name if model_name is not None else bundle.base.name
             model = _load(bundle, name, device)
-            yield Rebuilt(bundle, model, _load_teacher(bundle, name, model.device))
+            yield RestoredState(bundle, model, _load_teacher(bundle, name, model.device))
         finally:
             torch.set_float32_matmul_precision(precision)
 
@@ -201,6 +200,8 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
         attach(model, bundle.adapter_config)
     except ConfigError as error:
         raise BundleError(f"{bundle.folder} does not fit its base: {error}") from error
+    if (bundle.adapter.folder / HISTORY_NAME).exists():
+        load_consolidated(model, bundle.adapter.folder, check_base=False)
     return model
 
 

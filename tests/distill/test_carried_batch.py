@@ -26,6 +26,7 @@ from npt.errors import BundleError
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay, replay_batch
 from npt.postmortem.write import write_postmortem
+from npt.runs.checkpoint import write_manifest
 from npt.step.splitting import Passes
 
 
@@ -84,7 +85,6 @@ def test_a_postmortem_keeps_every_field(full, load_model, tmp_path) -> None:
     )
     for read, batch in zip([*found.window, *found.accepted], [plain, full, accepted], strict=True):
         assert_same(read, batch)
-    assert found.note is None
 
 
 # --- packed runs
@@ -104,22 +104,6 @@ def packed_bundle(poisoned_folder: Path, tmp_path_factory: pytest.TempPathFactor
     return stop(made)
 
 
-@pytest.fixture
-def older(packed_bundle: Path, tmp_path: Path) -> Path:
-    """The same as it was written before documents were."""
-    folder = shutil.copytree(packed_bundle, tmp_path / "step-00000001")
-    tensors = load_file(folder / "window.safetensors")
-    save_file(
-        {name: t for name, t in tensors.items() if not name.endswith(".documents")},
-        folder / "window.safetensors",
-    )
-    said = json.loads((folder / "postmortem.json").read_text())
-    for name in ("offsets", "accepted_offsets"):
-        del said[name]
-    (folder / "postmortem.json").write_text(json.dumps(said))
-    return folder
-
-
 def computed(folder: Path) -> list[tuple[Any, Any]]:
     """Loss and gradient norm of the good micro-batch of the window, as replayed and as the run had
     them.
@@ -136,18 +120,6 @@ def computed(folder: Path) -> list[tuple[Any, Any]]:
 
 def test_a_packed_micro_batch_is_replayed_bit_for_bit(packed_bundle) -> None:
     assert all(replayed == then for replayed, then in computed(packed_bundle))
-
-
-def test_a_packed_bundle_without_documents_has_them_told_from_its_positions_and_says_so(
-    older,
-) -> None:
-    assert all(replayed == then for replayed, then in computed(older))
-    said = [line for line in str(replay(older)).splitlines() if "rows are packed" in line]
-    assert said == [
-        "its rows are packed, and the npt that wrote it left out where their documents end; that is"
-        " told from the positions"
-    ]
-    assert said[0] in str(replay_batch(older, 0))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -169,10 +141,7 @@ def test_documents_are_told_from_positions(side) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            lambda t, said: t["0.documents"].add_(30),
-            "0.documents holds numbers of documents outside",
-        ),
+        (lambda t, said: t["0.documents"].add_(30), "0.documents holds numbers outside"),
         (
             lambda t, said: t.update({"0.documents": t["0.documents"][:, :3].clone()}),
             "0.documents is I64",
@@ -193,5 +162,6 @@ def test_documents_and_offsets_that_cannot_be_are_refused(
     change(tensors, said)
     save_file(tensors, folder / "window.safetensors")
     (folder / "postmortem.json").write_text(json.dumps(said))
+    write_manifest(folder)
     with pytest.raises(BundleError, match=says):
         read_bundle(folder)

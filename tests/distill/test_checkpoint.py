@@ -174,7 +174,7 @@ def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
             transaction.optimizer.state[parameter]["step"].fill_(7)
             with torch.no_grad():
                 parameter.zero_()
-    assert all(float(moments["step"]) == 3.0 for _, moments in state.kept.values())
+    assert all(float(moments["step"]) == 3.0 for _, moments in state.snapshot.values())
 
 
 def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp_path) -> None:
@@ -531,13 +531,13 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     ),
     "a moment of another shape": (
         lambda t: t.update({SOME: t[SOME].T.contiguous()}),
-        f"{SOME} is F32 [2, 128], the run needs F32 [128, 2]",
+        f"{SOME} is F32 [2, 128], the model needs F32 [128, 2]",
     ),
     "a moment of another dtype": (lambda t: t.update({SOME: t[SOME].double()}), f"{SOME} is F64"),
     "a moment of nothing": (lambda t: t.update({SOME: t[SOME][:0]}), f"{SOME} is F32 [0, 2]"),
     "a step count of two": (
         lambda t: t.update({SOME.replace("exp_avg", "step"): torch.zeros(2)}),
-        "B.up.step is F32 [2], the run needs F32 []",
+        "B.up.step is F32 [2], the model needs F32 []",
     ),
     "a NaN among the moments": (full(float("nan")), f"{SOME} holds a non-finite value"),
     "an infinity among the moments": (full(float("inf")), f"{SOME} holds a non-finite value"),
@@ -570,7 +570,7 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     ),
     "a NaN that the spike guard remembers": (
         lambda t: t["spikes.losses"].fill_(float("nan")),
-        "remembered is not finite",
+        "spikes.losses holds a non-finite value",
     ),
 }
 

@@ -68,7 +68,7 @@ def failing(
     monkeypatch.setattr(owner, name, function)
 
 
-PARTS = ["save_file", "save_adapter", "write_json", "write_manifest", "new_folder", "_sums"]
+PARTS = ["save_file", "write_adapter", "write_json", "write_manifest", "new_folder", "_sums"]
 
 
 @pytest.mark.parametrize(  # every part, and every error at some of them

@@ -31,7 +31,7 @@ from npt.evaluation.attribution import refer
 from npt.evaluation.modulation import measure_modulation
 from npt.faults.bench import SMALL, Run, Setting, clean_run, let_draw
 from npt.faults.runs import NoTokenizer
-from npt.postmortem import restore as rebuilt
+from npt.postmortem import restore
 from npt.postmortem.replay import replay, replay_batch
 from npt.random_state import named_draws, random_state
 from npt.step.transaction import Transaction
@@ -263,7 +263,7 @@ def test_several_ranks_draw_for_a_micro_batch_what_one_rank_draws(poisoned_folde
 
 
 def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch) -> None:
-    honest = rebuilt.load_base
+    honest = restore.load_base
 
     def drawing(*arguments: Any, **more: Any) -> Any:
         model, tokenizer = honest(*arguments, **more)
@@ -275,7 +275,7 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
     )
     let_draw(made.model)
     folder = stop(made)
-    monkeypatch.setattr(rebuilt, "load_base", drawing)
+    monkeypatch.setattr(restore, "load_base", drawing)
     found = replay(folder)
     assert found.reproduced and found.same_fault
     recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}

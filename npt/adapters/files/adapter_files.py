@@ -40,7 +40,7 @@ from npt.base.recipe import ENTRY, Recipe
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
-from npt.stored import check_names, described, read_headers, read_json, read_tensors, shown
+from npt.stored import check_tensors, non_finite, read_headers, read_json, read_tensors, shown
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -60,16 +60,15 @@ def save_adapter(
     base: BaseIdentity | None = None,
     fidelity: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the attached adapters to `folder`, and with them the updates that were consolidated,
-    all or nothing.
+    """Write the attached adapters and the consolidated updates to `folder`, all or nothing.
 
     Args:
         model: with adapters attached.
         folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else
             is refused.
         base_name: recorded as PEFT's `base_model_name_or_path`; default the model's own.
-        base: `npt.base_identity(model)` where known already, since it reads the whole base;
-            computed otherwise.
+        base: `npt.base_identity(model)` if known already, since it reads the whole base; computed
+            otherwise.
         fidelity: content of a run's `fidelity.json`, for the model card.
 
     Returns:
@@ -80,47 +79,70 @@ def save_adapter(
             holds other things.
         ModelError: no adapters are attached.
     """
-    config = attached_config(model)
-    tensors = {
-        name: p.detach().to("cpu").contiguous() for name, p in adapter_parameters(model).items()
-    }
+    attached_config(model)
+    folder = Path(folder)
+    check_savable(adapter_parameters(model), folder)
+    _check_replaceable(folder)
+    base = base if base is not None else base_identity(model)
+    with new_folder(folder) as temporary:
+        write_adapter(model, temporary, base, base_name=base_name, fidelity=fidelity)
+    return folder
+
+
+def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Refuse adapters that are not fp32 or not finite.
+
+    Raises:
+        AdapterFileError: the first such tensor.
+    """
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
             raise AdapterFileError(
                 f"{name} is {tensor.dtype}, an adapter is fp32 and no other could be loaded; it is"
                 f" not saved to {folder}"
             )
-        if not torch.isfinite(tensor).all():
-            raise AdapterFileError(f"{name} is not finite; the adapter is not saved to {folder}")
-    folder = Path(folder)
-    _check_replaceable(folder)
-    base_name = (
-        base_name
-        if base_name is not None
-        else getattr(model.config, "_name_or_path", "") or "unknown"
-    )
-    base = base if base is not None else base_identity(model)
+    bad = non_finite(tensors)
+    if bad is not None:
+        raise AdapterFileError(f"{bad} is not finite; the adapter is not saved to {folder}")
+
+
+def write_adapter(
+    model: PreTrainedModel,
+    folder: Path,
+    base: BaseIdentity,
+    *,
+    base_name: str | None = None,
+    fidelity: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write the files of an adapter into a folder that is being made.
+
+    Args:
+        tensors: by the name of their parameter, of whatever value; default the model's own.
+        model, folder, base, base_name, fidelity: as for `save_adapter`.
+    """
+    if base_name is None:
+        base_name = getattr(model.config, "_name_or_path", "") or "unknown"
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         **base.as_record(),
-        "npt": asdict(config),
+        "npt": asdict(attached_config(model)),
     }
     recipe = Recipe.of(model)
     if recipe is not None:
         record[ENTRY] = recipe.as_record()
-    with new_folder(folder) as temporary:
-        save_file(
-            {_PREFIX + name: tensor for name, tensor in tensors.items()},
-            temporary / WEIGHTS_NAME,
-            metadata={"format": "pt"},
-        )
-        write_json(temporary / CONFIG_NAME, record)
-        write_text(temporary / CARD_NAME, card(record, fidelity))
-        if consolidated(model):
-            write_consolidated(model, temporary, base)
-    return folder
+    tensors = adapter_parameters(model) if tensors is None else tensors
+    save_file(
+        {_PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},
+        folder / WEIGHTS_NAME,
+        metadata={"format": "pt"},
+    )
+    write_json(folder / CONFIG_NAME, record)
+    write_text(folder / CARD_NAME, card(record, fidelity))
+    if consolidated(model):
+        write_consolidated(model, folder, base)
 
 
 @dataclass(frozen=True)
@@ -216,14 +238,16 @@ def read_adapter(
     *,
     base: BaseIdentity | None = None,
     check_base: bool = True,
+    finite: bool = True,
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
-    """The configuration and tensors saved in `folder`, once all is found to fit the model, which is
-    not changed.
+    """Return the configuration and tensors saved in `folder`, once all is found to fit the model,
+    which is not changed.
 
     No tensor is read before every name, shape and dtype is the expected one.
 
     Args:
         model, folder, base, check_base: as for `load_adapter`.
+        finite: refuse numbers that are not finite.
 
     Returns:
         The tensors by the name of their parameter, on the host.
@@ -254,7 +278,7 @@ def read_adapter(
         shapes = adapter_shapes(model, config)
     except ConfigError as error:
         raise AdapterFileError(f"{folder} does not fit the model: {error}") from error
-    return config, _read_tensors(folder / WEIGHTS_NAME, shapes)
+    return config, _read_tensors(folder / WEIGHTS_NAME, shapes, finite)
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
@@ -339,24 +363,18 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
         raise AdapterFileError(f"{path} has a setting that cannot work: {error}") from error
 
 
-def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def _read_tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], finite: bool
+) -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise AdapterFileError(f"{path.parent} holds no {WEIGHTS_NAME}; the adapter is incomplete")
-    headers = read_headers(path, AdapterFileError)
-    check_names(path, headers, [_PREFIX + name for name in shapes], AdapterFileError)
-    for name, shape in shapes.items():
-        if headers[_PREFIX + name] != ("F32", shape):
-            raise AdapterFileError(
-                f"{path}: {name} is {described(headers[_PREFIX + name])}, the model needs F32"
-                f" {list(shape)}"
-            )
-    stored = read_tensors(path, headers, AdapterFileError)
+    wanted = {_PREFIX + name: shape for name, shape in shapes.items()}
+    check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
+    stored = read_tensors(path, wanted, AdapterFileError)
     tensors = {name: stored[_PREFIX + name] for name in shapes}
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise AdapterFileError(
-                f"{path}: {name} holds a non-finite value; the adapter is refused"
-            )
+    bad = non_finite(tensors) if finite else None
+    if bad is not None:
+        raise AdapterFileError(f"{path}: {bad} holds a non-finite value; the adapter is refused")
     return tensors
 
 

@@ -25,15 +25,7 @@ from npt.base.rows import Rows
 from npt.config import TARGETS
 from npt.errors import AdapterFileError, ConfigError, ModelError
 from npt.files import new_folder, write_json
-from npt.stored import (
-    check_entries,
-    check_names,
-    described,
-    read_headers,
-    read_json,
-    read_tensors,
-    shown,
-)
+from npt.stored import check_entries, check_tensors, read_headers, read_json, read_tensors, shown
 
 HISTORY_NAME = "consolidated.json"
 ROWS_NAME = "consolidated.safetensors"
@@ -218,14 +210,8 @@ def _read_rows(
                 shapes[_name(number, (index, target), part)] = (
                     product_of(layers[index], target).out_features,
                 )
-    headers = read_headers(path, AdapterFileError)
-    check_names(path, headers, shapes, AdapterFileError)
-    for name, shape in shapes.items():
-        if headers[name] != ("F32", shape):
-            raise AdapterFileError(
-                f"{path}: {name} is {described(headers[name])}, the model needs F32 {list(shape)}"
-            )
-    return read_tensors(path, headers, AdapterFileError)
+    check_tensors(path, read_headers(path, AdapterFileError), shapes, AdapterFileError)
+    return read_tensors(path, shapes, AdapterFileError)
 
 
 def _rows(tensors: dict[str, torch.Tensor], number: int, place: Place) -> Rows:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from npt.adapters.files.adapter_files import (
@@ -30,7 +29,7 @@ from npt.adapters.files.consolidated_files import HISTORY_NAME
 from npt.adapters.files.hub import is_hub_id, on_hub
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import write_json, write_text
-from npt.stored import read_headers, read_json, read_tensors
+from npt.stored import non_finite, read_headers, read_json, read_tensors
 
 
 def push_to_hub(
@@ -103,11 +102,11 @@ def _copy(source: Path, folder: Path) -> None:
     if not weights.is_file():
         raise AdapterFileError(f"{source} holds no {WEIGHTS_NAME}; the adapter is incomplete")
     headers = read_headers(weights, AdapterFileError)
-    for name, tensor in read_tensors(weights, headers, AdapterFileError).items():
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise AdapterFileError(
-                f"{weights}: {name} holds a non-finite value; the adapter is not pushed"
-            )
+    bad = non_finite(read_tensors(weights, headers, AdapterFileError))
+    if bad is not None:
+        raise AdapterFileError(
+            f"{weights}: {bad} holds a non-finite value; the adapter is not pushed"
+        )
     folder.mkdir()
     for name in FILES:
         if (source / name).is_file():
