@@ -21,7 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +34,7 @@ from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.planning.waits import count_waits
-from npt.step.spikes import SpikeGuard
-from npt.step.train_step import try_micro_batch
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 
 
 class Bench:
@@ -65,18 +63,17 @@ class Bench:
     def guarded(
         self, late: bool | None = None, check: bool = True
     ) -> Callable[[list[Batch]], None]:
-        transaction: Transaction[MicroBatch] = Transaction(
-            self.parameters, self.optimizer(), 0.5, [1e-4], spikes=SpikeGuard(10.0), late=late
-        )
+        config = replace(self.config, learning_rate=1e-4, skip_spikes=True)
+        guarded = TrainStep(self.model, STRATEGIES["local"], config, [1e-4], late=late)
 
         def step(window: list[Batch]) -> None:
+            if check:
+                guarded.run(window)
+                return
             for batch in window:
-                fill = partial(self.strategy, batch)
-                if check:
-                    try_micro_batch(transaction, batch, self.model.config.vocab_size, fill)
-                else:
-                    transaction.micro_batch(fill, batch.sample_ids)
-            transaction.commit()
+                guarded.window.begin()
+                guarded.window.add(guarded.forward_backward(batch), batch.sample_ids)
+            guarded.window.commit()
 
         return step
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -73,6 +73,18 @@ def named_draws(*name: object) -> Iterator[None]:
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
         yield
+
+
+def micro_batch_draws(
+    seed: int, sample_ids: tuple[str, ...], offset: int
+) -> AbstractContextManager[None]:
+    """Return a context in which random numbers are those of one micro-batch in training.
+
+    Args:
+        seed: of the run.
+        sample_ids, offset: of its samples, and their place in the data.
+    """
+    return named_draws("micro-batch", seed, offset, *sample_ids)
 
 
 def read_random_state(

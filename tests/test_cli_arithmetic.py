@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npt.cli.main import main
-from npt.train import loop
+from npt.step import train_step
 
 pytestmark = pytest.mark.usefixtures("short_library")
 
@@ -34,13 +34,13 @@ def test_the_matmul_precision_holds_during_the_run_is_recorded_and_given_back(
     tmp_path, monkeypatch
 ):
     seen = []
-    fill = loop.fill_gradients
+    fill = train_step.forward_backward
 
     def watched(*arguments: Any, **named: Any) -> Any:
         seen.append(torch.get_float32_matmul_precision())
         return fill(*arguments, **named)
 
-    monkeypatch.setattr(loop, "fill_gradients", watched)
+    monkeypatch.setattr(train_step, "forward_backward", watched)
     torch.set_float32_matmul_precision("medium")
     try:
         assert (

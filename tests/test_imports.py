@@ -108,7 +108,7 @@ def test_every_module_has_a_level() -> None:
         ("data/batch.py", "import npt"),
         ("files.py", "from npt.config import NPTConfig"),
         ("distill/divergence.py", "from ..evaluation import metrics"),
-        ("step/transaction.py", "from npt.diagnostics import guards"),
+        ("step/train_step.py", "from npt.diagnostics import guards"),
         ("train/loop.py", "from npt.tools.sweep.run import run"),
         ("train/trainer.py", "from npt.demo.build import main"),
         ("errors.py", "from . import config"),

@@ -33,7 +33,7 @@ from npt.planning.named_models import SHAPES, llama_config
 from npt.planning.plan import Planner
 from npt.planning.timing import measure
 from npt.planning.workload import Workload
-from npt.step.splitting import Passes
+from npt.step.splitting import MicroBatchSplitter
 
 PLAN_TOLERANCE = 0.15
 """Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in
@@ -63,7 +63,7 @@ def _against_plan(bench: Bench, found: Findings) -> None:
         gc.collect()
         model = base_of(bench, "llama-3.2-1b", length)
         npt.attach(model, adapter)
-        measured = measure(model, workload, training, Passes(2), 2)
+        measured = measure(model, workload, training, MicroBatchSplitter(2), 2)
         for phase in PHASES:
             error = plan.of(phase) / measured.phases[phase] - 1
             lines.append(

@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -26,7 +25,7 @@ from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.faults.bench import Base, Fill, Setting, Student, difference, run
 from npt.faults.runs import NoTokenizer
 from npt.planning.waits import HostWaitError, no_waits
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 
 FIRST = 3
 """Smallest token id of a sample; below lie the start, end and padding tokens."""
@@ -36,21 +35,13 @@ def check_waits(bench: Bench, found: Findings) -> None:
     """The third step of each strategy on each kind of batch."""
     for strategy, kind in product(STRATEGIES, LENGTHS):
         model = embedded_student(bench.device)
-        parameters = adapter_parameters(model)
-        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=True)
-        transaction: Transaction[MicroBatch] = Transaction(
-            parameters, optimizer, 0.5, [1e-3], late=True
-        )
         batch, config = small_batch(kind).to(bench.device), npt.TrainConfig(strategy=strategy)
+        train_step = TrainStep(model, STRATEGIES[strategy], config, [1e-3], late=True)
 
-        def step(
-            model: Any = model,
-            batch: Batch = batch,
-            config: npt.TrainConfig = config,
-            transaction: Any = transaction,
-        ) -> None:
-            transaction.micro_batch(lambda: STRATEGIES[config.strategy](model, batch, config))
-            transaction.commit()
+        def step(train_step: TrainStep = train_step, batch: Batch = batch) -> None:
+            train_step.window.begin()
+            train_step.window.add(train_step.forward_backward(batch))
+            train_step.window.commit()
 
         step()
         step()

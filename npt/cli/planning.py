@@ -244,7 +244,7 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
     """
     import npt
     from npt.planning.timing import made_base, measure
-    from npt.step.splitting import Passes
+    from npt.step.splitting import MicroBatchSplitter
 
     teacher = None
     if given["shape"] is not None:
@@ -270,7 +270,7 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
             model,
             workload,
             config,
-            Passes(memory.samples_at_once),
+            MicroBatchSplitter(memory.samples_at_once),
             memory.evaluated_at_once,
             teacher=teacher,
         )

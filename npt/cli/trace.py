@@ -43,9 +43,9 @@ def trace(given: dict[str, Any]) -> int:
     from npt.data.batch import batches, pad_id_of
     from npt.data.samples import Samples, no_sample
     from npt.data.source import check_source, open_source
-    from npt.distill.strategies import STRATEGIES as strategies
+    from npt.distill.strategies import drive
     from npt.files import to_json
-    from npt.step.train_step import fill_gradients
+    from npt.step.train_step import forward_backward
 
     console = make_console(stderr=given["json"])
     check_source(data)
@@ -60,7 +60,7 @@ def trace(given: dict[str, Any]) -> int:
         run = (
             None
             if given["adapter"] is None
-            else partial(fill_gradients, strategies[training.strategy], model, batch, training)
+            else partial(forward_backward, model, drive, batch, training)
         )
         verdict, seen = npt.trace(model, batch, run=run, limit=given["limit"]), seen + 1
         if verdict is not None:

@@ -27,9 +27,8 @@ from npt.data.batch import Batch, collate
 from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.step.schedule import rate_table
-from npt.step.spikes import SpikeGuard
-from npt.step.train_step import ADAM_BETAS, fill_gradients, try_micro_batch
-from npt.step.transaction import Refusal, Transaction, WindowResult
+from npt.step.train_step import ADAM_BETAS, TrainStep, forward_backward
+from npt.step.window_result import Refusal, WindowResult
 
 PAD_ID = 2
 FIRST_ID = 3
@@ -217,7 +216,8 @@ class Student:
         )
 
     def fill(self, batch: Batch) -> MicroBatch:
-        return fill_gradients(STRATEGIES[self.config.strategy], self.model, batch, self.config)
+        strategy = STRATEGIES[self.config.strategy]
+        return forward_backward(self.model, strategy, batch, self.config)
 
     def state(self) -> dict[str, Tensor]:
         """Weights, moments and step counts as bytes, so that equal means every bit: NaN equals
@@ -292,20 +292,21 @@ class Run(Student):
 
     def __init__(self, setting: Setting, base: Base | None = None):
         super().__init__(setting, base)
-        self.transaction: Transaction[MicroBatch] = Transaction(
-            self.parameters,
-            self.optimizer,
-            self.config.max_grad_norm,
-            # Every step has a rate of its own, so a schedule that moved by one is seen.
-            setting.rates or rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows),
-            late=setting.late,
-            spikes=SpikeGuard(self.config.spike_sigmas) if setting.spikes else None,
-        )
+        # Every step has a rate of its own, so a schedule that moved by one is seen.
+        rates = setting.rates or rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows)
+        strategy = STRATEGIES[self.config.strategy]
+        self.step = TrainStep(self.model, strategy, self.config, rates, late=setting.late)
+        self.optimizer = self.step.update.optimizer
         self.results: list[WindowResult[MicroBatch]] = []
 
     def micro_batch(self, batch: Batch, fill: Fill | None = None) -> None:
-        fill = fill if fill is not None else functools.partial(self.fill, batch)
-        try_micro_batch(self.transaction, batch, self.model.config.vocab_size, fill)
+        strategy = self.step.strategy
+        if fill is not None:
+            self.step.strategy = lambda *_: fill()
+        try:
+            self.step.add(batch)
+        finally:
+            self.step.strategy = strategy
 
     def window(self, number: int, plants: Mapping[Place, Plant], absent: frozenset[Place]) -> None:
         for micro in range(self.setting.size):
@@ -314,11 +315,11 @@ class Run(Student):
                 continue
             with plants.get(place, no_fault)(self, self.setting.batch(place)) as (batch, fill):
                 self.micro_batch(batch, fill)
-        self.results += self.transaction.commit()
+        self.results += self.step.window.commit()
 
     def outcome(self) -> Outcome:
         """Everything as it stands, once every window's result is known."""
-        self.results += self.transaction.flush()
+        self.results += self.step.window.flush()
         return Outcome(self.state(), torch.get_rng_state(), list(self.results))
 
 

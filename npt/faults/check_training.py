@@ -30,7 +30,7 @@ from npt.faults.check import (
     student_of,
 )
 from npt.faults.runs import looped
-from npt.step.transaction import WindowResult
+from npt.step.window_result import WindowResult
 from npt.train.smoke import smoke_test
 
 # --- masks and padding
@@ -216,7 +216,7 @@ def empty_refused(base: Base) -> tuple[bool, str]:
     twin = student_of(base)
     _, twin_lines = looped(twin, [[good_batch]])
     different = difference(with_empty, twin.state())
-    refused, steps = dict(loop.refused_by_kind), loop.steps
+    refused, steps = dict(loop.refusals.by_kind), loop.steps
     if different is not None:
         return False, f"they changed {different}"
     if refused != {"data": 3} or steps != 1 or len(lines) != 1:
@@ -287,14 +287,14 @@ def averaged(base: Base) -> tuple[bool, str]:
 
     loop, lines = looped(student, windows, poisoned)
     _, twin_lines = looped(student_of(base), [windows[0][:1], windows[1]])
-    if dict(loop.refused_by_kind) != {"loss": 1} or [line["refused_total"] for line in lines] != [
+    if dict(loop.refusals.by_kind) != {"loss": 1} or [line["refused_total"] for line in lines] != [
         1,
         1,
     ]:
         return (
             False,
             (
-                f"one NaN loss: counted {dict(loop.refused_by_kind)}, logged"
+                f"one NaN loss: counted {dict(loop.refusals.by_kind)}, logged"
                 f" {[line.get('refused_total') for line in lines]}"
             ),
         )
@@ -336,8 +336,8 @@ def safe_mode(base: Base) -> tuple[bool, str]:
     results: list[WindowResult[MicroBatch]] = []
     for _ in range(SAFE_STEPS):
         student.micro_batch(batch)
-        results += student.transaction.commit()
-    results += student.transaction.flush()
+        results += student.step.window.commit()
+    results += student.step.window.flush()
     losses = [result.loss for result in results]
     if None in losses or not all(result.applied for result in results):
         return (

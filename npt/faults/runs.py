@@ -35,9 +35,10 @@ from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.step.schedule import rate_table
-from npt.step.transaction import Transaction
-from npt.train.loop import Loop, Window
+from npt.step.train_step import TrainStep
+from npt.train.loop import Loop
 from npt.train.progress import ProgressDisplay
+from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -109,13 +110,15 @@ def _looped(late: bool) -> dict[str, Tensor]:
         for window in range(setting.windows)
     ]
     student = Student(setting)
-    with reading(late):
-        looped(student, windows)
+    looped(student, windows, late=late)
     return student.state()
 
 
 def looped(
-    student: Student, windows: Sequence[list[Batch]], strategy: Strategy | None = None
+    student: Student,
+    windows: Sequence[list[Batch]],
+    strategy: Strategy | None = None,
+    late: bool | None = None,
 ) -> tuple[Loop, list[dict[str, Any]]]:
     """Train a student in the training loop itself, every step logged.
 
@@ -123,6 +126,7 @@ def looped(
         student: its optimizer becomes the loop's.
         windows: the micro-batches of each.
         strategy: default the one of the student's settings.
+        late: read results late; default on CUDA.
 
     Returns:
         The loop as it ended, and the lines of its metrics file.
@@ -130,21 +134,23 @@ def looped(
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name) / "run")
         config = replace(student.config, log_steps=1)
-        loop = Loop(
+        step = TrainStep(
             student.model,
             strategy if strategy is not None else STRATEGIES[config.strategy],
             config,
             rate_table(student.setting.learning_rate, "constant", 0, None),
-            len(windows),
+            late=late,
+        )
+        context = RunContext(
+            student.model,
+            config,
             folder,
             Trackers(config, folder.path),
             ProgressDisplay(len(windows), Console(file=io.StringIO())),
             StopOnSignal(),
-            evaluate=_never,
-            save=lambda: True,
-            save_best=lambda fidelity: None,
-            record={},
         )
+        actions = RunActions(_never, lambda: True, lambda fidelity: None)
+        loop = Loop(context, step, len(windows), actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         written = folder.path / "metrics.jsonl"
@@ -153,7 +159,7 @@ def looped(
             if written.exists()
             else []
         )
-    student.optimizer = loop.optimizer
+    student.optimizer = loop.step.update.optimizer
     return loop, lines
 
 
@@ -164,7 +170,7 @@ def _never() -> Any:
 @contextmanager
 def reading(late: bool) -> Iterator[None]:
     """Within the context the loop's transactions read their flags one window late, or at once."""
-    with mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=late)):
+    with mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late)):
         yield
 
 

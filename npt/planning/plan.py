@@ -25,7 +25,7 @@ from npt.evaluation.metrics import compare_pairs
 from npt.planning.fake_model import Hollow, bytes_of
 from npt.planning.memory import MemoryPlan, Term, adapter_numbers, shown, state_terms
 from npt.planning.workload import Depth, Workload
-from npt.step.transaction import IN_FLIGHT
+from npt.step.gradient_window import IN_FLIGHT
 
 MASK_BYTES = 1 + 4
 """Of a pair of tokens: whether one attends to the other, and the number that is added to its score.
@@ -279,7 +279,7 @@ class Planner:
 
 def _in_flight(workload: Workload) -> int:
     """Steps at most whose state before them is kept because their results are not read yet
-    (npt/step/transaction.py).
+    (npt/step/gradient_window.py).
     """
     if workload.device.type != "cuda":
         return 0

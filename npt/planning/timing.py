@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from npt.adapters.attach import adapter_parameters, attach
+from npt.adapters.attach import attach
 from npt.base.device import wait_for
 from npt.base.precision import enforce_policy
 from npt.base.random_base import random_base
@@ -41,9 +41,9 @@ from npt.planning.measure import (
 )
 from npt.planning.shape import Shape
 from npt.planning.workload import Depth, Workload
-from npt.step.splitting import Passes, added
-from npt.step.train_step import fill_gradients, new_transaction, try_micro_batch
-from npt.step.transaction import IN_FLIGHT
+from npt.step.gradient_window import IN_FLIGHT
+from npt.step.splitting import MicroBatchSplitter
+from npt.step.train_step import TrainStep
 
 TINY_VOCAB = 512
 """Tokens of a trial whose strategy computes no logits."""
@@ -102,7 +102,7 @@ class Window:
         rows: samples of a micro-batch.
         length: of each.
         micro_batches: of a window.
-        passes: how many samples are computed at once; default all.
+        splitter: into parts of so many samples; default none.
         teacher: of its own.
     """
 
@@ -113,43 +113,35 @@ class Window:
         rows: int,
         length: int,
         micro_batches: int = 1,
-        passes: Passes | None = None,
+        splitter: MicroBatchSplitter | None = None,
         teacher: Any = None,
     ):
-        self.model, self.config = model, config
-        self.device = next(model.parameters()).device
-        self.transaction = new_transaction(
-            adapter_parameters(model), config, [config.learning_rate]
+        strategy: Strategy = partial(drive, teacher=teacher)
+        self.step = TrainStep(
+            model,
+            strategy,
+            config,
+            [config.learning_rate],
+            splitter=splitter or MicroBatchSplitter(rows),
         )
-        self._strategy: Strategy = partial(drive, teacher=teacher)
-        self._passes = passes if passes is not None else Passes(rows)
+        self.device = next(model.parameters()).device
         self._batches = [
             _random_batch(model.config.vocab_size, rows, length, seed)
             for seed in range(micro_batches)
         ]
 
     def fill(self, wait: bool = True) -> None:
-        """The window's micro-batches."""
+        """Add the window's micro-batches."""
         for batch in self._batches:
-            try_micro_batch(
-                self.transaction, batch, self.model.config.vocab_size, partial(self._fill, batch)
-            )
+            self.step.add(batch)
         if wait:
             wait_for(self.device)
 
     def commit(self, wait: bool = True) -> None:
-        """Its step."""
-        self.transaction.commit()
+        """Make the step."""
+        self.step.window.commit()
         if wait:
             wait_for(self.device)
-
-    def _fill(self, batch: Batch) -> Any:
-        return added(
-            [
-                fill_gradients(self._strategy, self.model, part, self.config)
-                for part in self._passes.parts(batch)
-            ]
-        )
 
 
 def predict_time(
@@ -316,7 +308,7 @@ def measure(
     model: Any,
     workload: Workload,
     config: TrainConfig,
-    passes: Passes,
+    passes: MicroBatchSplitter,
     evaluated_at_once: int,
     *,
     steps: int = 3,
@@ -349,7 +341,7 @@ def measure(
         window.commit()
         spent.append(time.perf_counter() - started)
     # as in a run, where nobody waits for them, each keeps the state before it
-    for _ in range(IN_FLIGHT if window.transaction.late else 0):
+    for _ in range(IN_FLIGHT if window.step.update.late else 0):
         window.fill(wait=False)
         window.commit(wait=False)
 

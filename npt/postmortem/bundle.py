@@ -20,7 +20,7 @@ from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
 from npt.errors import BundleError, ConfigError
 from npt.postmortem.write import VERSION, WINDOW
 from npt.runs.checkpoint import POSTMORTEM, Checkpoint, read_state
-from npt.step.transaction import Kept, Refusal
+from npt.step.window_result import Refusal, Snapshot
 from npt.stored import (
     check_entries,
     check_names,
@@ -132,7 +132,7 @@ class Bundle:
     def versions(self) -> Mapping[str, Any]:
         return self.checkpoint.record.get("versions", {})
 
-    def snapshot(self, model: Any) -> Kept:
+    def snapshot(self, model: Any) -> Snapshot:
         """Return adapters and moments for a model with adapters of the bundle's form attached,
         numbers that are not finite included.
 

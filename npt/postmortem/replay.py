@@ -25,7 +25,7 @@ from npt.postmortem.bundle import Bundle, read_bundle
 from npt.postmortem.restore import RestoredState, Tried, restored
 from npt.postmortem.write import first_fault, suspect
 from npt.runs.run_folder import versions
-from npt.step.transaction import Refusal, Trace
+from npt.step.window_result import MicroBatchRecord, Refusal
 
 Classification = Literal["data", "state", "transient"]
 
@@ -62,7 +62,7 @@ class Replay:
     bundle: Bundle
     device: str
     found: tuple[Refusal, ...]
-    traces: tuple[Trace, ...]
+    traces: tuple[MicroBatchRecord, ...]
     findings: Mapping[str, str | None]
     verdicts: tuple[tuple[int, Verdict | None], ...]
     trials: tuple[Trial, ...]

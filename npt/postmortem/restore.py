@@ -22,9 +22,9 @@ from npt.distill.strategies import MicroBatch, drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.postmortem.bundle import Bundle
 from npt.random_state import kept_random_state, set_random_state
-from npt.step.splitting import Passes, added
-from npt.step.train_step import fill_gradients, new_transaction, try_micro_batch
-from npt.step.transaction import Kept, Refusal, Trace, draws_of
+from npt.step.splitting import MicroBatchSplitter
+from npt.step.train_step import TrainStep, forward_backward
+from npt.step.window_result import MicroBatchRecord, Refusal, Snapshot
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tried:
     """What became of a window. traces: of the micro-batches that were computed."""
 
     refusals: tuple[Refusal, ...]
-    traces: tuple[Trace, ...]
+    traces: tuple[MicroBatchRecord, ...]
 
 
 class RestoredState:
@@ -52,6 +52,7 @@ class RestoredState:
     ):
         self.bundle, self.model, self.teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
+        self._strategy = partial(drive, teacher=teacher)
         self._snapshot = bundle.snapshot(model)
         self.device = next(model.parameters()).device
         self.restore()
@@ -65,52 +66,49 @@ class RestoredState:
         set_random_state(self.bundle.random_state)
 
     def fill(self, batch: Batch) -> MicroBatch:
-        """Gradients and sums of one micro-batch, with the random numbers that the run drew for it
-        and in the parts that it was computed in there: an overflow may be a matter of their size.
+        """Return the sums of one micro-batch, computed as in the run: with its random numbers, and
+        in parts of its size, on which an overflow may depend.
         """
-        strategy, config = partial(drive, teacher=self.teacher), self.bundle.train_config
-        parts = Passes(self.bundle.samples_at_once).parts(batch)
-        with draws_of(config.seed, batch.sample_ids, batch.offset):
-            return added([fill_gradients(strategy, self.model, part, config) for part in parts])
+        strategy, splitter = self._strategy, MicroBatchSplitter(self.bundle.samples_at_once)
+        return forward_backward(self.model, strategy, batch, self.bundle.train_config, splitter)
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
-        """One window through a transaction of its own, as the run would have taken it; the state is
-        restored around it.
+        """Make one step, as the run would have; the state is the bundle's before and after.
 
         Args:
             batches: its micro-batches, on the host.
             limits: of the spike guard; None refuses no spike.
         """
         self.restore()
-        transaction = new_transaction(self.parameters, self.bundle.train_config, [self.bundle.rate])
-        made = transaction.snapshot()
-        transaction.restore(self._fresh(made))
-        transaction.spikes = transaction.spikes if limits is not None else None
-        if transaction.spikes is not None and limits is not None:
-            transaction.spikes.limits = limits
-        for batch in batches:
-            try_micro_batch(
-                transaction,
-                batch,
-                self.model.config.vocab_size,
-                lambda batch=batch: self.fill(batch),  # type: ignore[misc]
-            )
-        (result,) = [*transaction.commit(), *transaction.flush()]
+        step = self._step()
+        window = step.window
+        if limits is None:
+            window.spikes = None
+        elif window.spikes is not None:
+            window.spikes.limits = limits
+        (result,) = [*step.run(batches), *window.flush()]
         self.restore()
-        return Tried(tuple(result.refusals), tuple(transaction.history))
+        return Tried(tuple(result.refusals), tuple(window.history))
+
+    def _step(self) -> TrainStep:
+        """Return a step in the bundle's state."""
+        bundle, splitter = self.bundle, MicroBatchSplitter(self.bundle.samples_at_once)
+        step = TrainStep(
+            self.model, self._strategy, bundle.train_config, [bundle.rate], splitter=splitter
+        )
+        step.update.restore(self._fresh(step.update.snapshot()))
+        return step
 
     def findings(self) -> dict[str, str | None]:
         """What is not finite before anything is computed: of adapters, moments and base."""
-        transaction = new_transaction(self.parameters, self.bundle.train_config, [self.bundle.rate])
-        transaction.restore(self._fresh(transaction.snapshot()))
         found = {
             "adapters": tensor_fault(self.parameters),
-            "moments": moments_fault(self.parameters, transaction.optimizer),
+            "moments": moments_fault(self.parameters, self._step().update.optimizer),
             "base": base_fault(self.model),
         }
         return {name: None if finding is None else str(finding) for name, finding in found.items()}
 
-    def _fresh(self, made: Kept) -> Kept:
+    def _fresh(self, made: Snapshot) -> Snapshot:
         """The bundle's state in tensors of its own, each on its parameter's device; moments it does
         not hold as they are `made`.
         """

@@ -39,8 +39,9 @@ from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
 from npt.random_state import kept_random_state, random_state
 from npt.runs.checkpoint import POSTMORTEM, write_manifest, write_state
+from npt.step.gradient_window import GradientWindow
 from npt.step.schedule import kind_of_run, rate_at
-from npt.step.transaction import Refusal, Trace, Transaction, WindowResult
+from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 
 VERSION = 2
 WINDOW = "window.safetensors"
@@ -64,7 +65,7 @@ class Situation:
     """
 
     model: PreTrainedModel
-    transaction: Transaction[MicroBatch]
+    transaction: GradientWindow[MicroBatch]
     fill: Callable[[Batch], MicroBatch]
     window: Sequence[Batch]
     result: WindowResult[MicroBatch]
@@ -100,7 +101,7 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
         "versions": record["versions"],
         "counters": dict(situation.counters),
     }
-    snapshot = situation.result.before or situation.transaction.snapshot()
+    snapshot = situation.result.snapshot or situation.transaction.update.snapshot()
     base = BaseIdentity(**record["base_parts"], strict=record["base_hash"])
     try:
         with new_folder(folder) as temporary:
@@ -119,7 +120,7 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
     return folder
 
 
-def suspect(refusals: Iterable[Refusal], traces: Iterable[Trace]) -> int | None:
+def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> int | None:
     """The micro-batch of a window to look into: the first that was refused for what it computed,
     else, where the window was refused as a whole, the one with the largest gradient.
 
@@ -218,7 +219,7 @@ def _known(situation: Situation) -> dict[str, Any]:
     }
 
 
-def _traces(situation: Situation) -> list[Trace]:
+def _traces(situation: Situation) -> list[MicroBatchRecord]:
     return [t for t in situation.transaction.history if t.window == situation.result.index]
 
 
@@ -250,7 +251,9 @@ def _observed(situation: Situation) -> dict[str, Any]:
         parameters = adapter_parameters(model)
         looks = {
             "adapters": lambda: _text(tensor_fault(parameters)),
-            "moments": lambda: _text(moments_fault(parameters, situation.transaction.optimizer)),
+            "moments": lambda: _text(
+                moments_fault(parameters, situation.transaction.update.optimizer)
+            ),
             "base": lambda: _text(base_fault(model)),
         }
         found["findings"] = {name: seen(name, look) for name, look in looks.items()}
@@ -270,7 +273,7 @@ def _observed(situation: Situation) -> dict[str, Any]:
 @contextmanager
 def _as_before(situation: Situation) -> Iterator[None]:
     """Within the context the adapters are those that the window started from."""
-    before = situation.result.before
+    before = situation.result.snapshot
     if before is None:
         yield
         return

@@ -45,8 +45,9 @@ from npt.errors import CheckpointError
 from npt.evaluation.evaluate import Fidelity
 from npt.files import new_folder, write_json
 from npt.random_state import read_random_state
+from npt.step.gradient_window import GradientWindow
 from npt.step.spikes import HISTORY
-from npt.step.transaction import Kept, Transaction
+from npt.step.window_result import Snapshot
 from npt.stored import (
     Header,
     check_entries,
@@ -94,23 +95,24 @@ class State:
     """
 
     step: int
-    snapshot: Kept
+    snapshot: Snapshot
     spikes: tuple[Sequence[float], Sequence[float]] | None
     random_states: Mapping[int, Mapping[str, Tensor]]
 
-    def restore(self, transaction: Transaction[Any]) -> None:
+    def restore(self, transaction: GradientWindow[Any]) -> None:
         """Restore adapters, moments, spike guard and step count of a transaction over the same
         parameters, without an open window.
         """
-        copies: Kept = {}
-        for name, parameter in zip(transaction.names, transaction.parameters, strict=True):
+        copies: Snapshot = {}
+        update = transaction.update
+        for name, parameter in zip(update.names, update.parameters, strict=True):
             value, moments = self.snapshot[name]
-            now = transaction.optimizer.state[parameter]
+            now = update.optimizer.state[parameter]
             copies[name] = (
                 value,
                 {key: moment.to(now[key].device, copy=True) for key, moment in moments.items()},
             )
-        transaction.restore(copies)
+        update.restore(copies)
         transaction.resume_at(self.step)
         if transaction.spikes is not None and self.spikes is not None:
             transaction.spikes.recall(*self.spikes)
@@ -162,7 +164,7 @@ class Checkpoint:
 
     def snapshot(
         self, model: PreTrainedModel, base: BaseIdentity | None = None, *, finite: bool = True
-    ) -> Kept:
+    ) -> Snapshot:
         """Return adapters and moments by the name of their parameter.
 
         Args:
@@ -236,7 +238,7 @@ class Checkpoint:
 def write_checkpoint(
     folder: Path,
     model: PreTrainedModel,
-    transaction: Transaction[Any],
+    transaction: GradientWindow[Any],
     record: Mapping[str, Any],
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
@@ -259,7 +261,13 @@ def write_checkpoint(
     spikes = None if transaction.spikes is None else transaction.spikes.remembered()
     with new_folder(folder) as temporary:
         write_state(
-            temporary, model, transaction.snapshot(), record, base, random_states, spikes=spikes
+            temporary,
+            model,
+            transaction.update.snapshot(),
+            record,
+            base,
+            random_states,
+            spikes=spikes,
         )
         write_manifest(temporary)
 
@@ -267,7 +275,7 @@ def write_checkpoint(
 def write_state(
     folder: Path,
     model: PreTrainedModel,
-    snapshot: Kept,
+    snapshot: Snapshot,
     record: Mapping[str, Any],
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],

@@ -1,20 +1,19 @@
-"""Passes: a micro-batch computed in parts, where memory does not hold all of its samples at once.
+"""A micro-batch computed in parts, if memory does not hold all of its samples at once.
 
-The parts add their gradients to the same scratch, and their sums are added, so that to the
-transaction they are one micro-batch: its index, its samples, its refusal and its place on a rank
-are what they would be. Nothing but the order of a sum changes. Each part is padded to its own
-longest sample, as if it had been collated by itself.
+The parts add their gradients to the same scratch, and their sums are added, so to the gradient
+window they are one micro-batch: its index, samples and refusal are what they would be. Only the
+order of a sum changes. Each part is padded to its own longest sample, as if collated by itself.
 """
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
-from typing import TypeVar
 
 import torch
 
@@ -22,24 +21,20 @@ from npt.data.batch import Batch
 from npt.distill.strategies import MicroBatch
 from npt.errors import NoMemoryError, is_out_of_memory
 
-T = TypeVar("T")
 
+class MicroBatchSplitter:
+    """Splits micro-batches into parts of at most `samples` rows.
 
-class Passes:
-    """How many samples of a micro-batch are computed at once.
-
-    samples: at most so many. lowered: what `lower` has brought it to, None where it was never
-    called.
+    samples: at most so many at once. shrunk_to: what `shrink` has brought it to, None if it never
+    did.
     """
 
     def __init__(self, samples: int):
         self.samples = samples
-        self.lowered: int | None = None
+        self.shrunk_to: int | None = None
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """The batch in parts of `samples` rows, the last one of what is left; itself where it has
-        no more.
-        """
+        """Return the batch in parts of `samples` rows, or itself if it has no more."""
         rows = len(batch.input_ids)
         if rows <= self.samples:
             return [batch]
@@ -48,36 +43,37 @@ class Passes:
             for start in range(0, rows, self.samples)
         ]
 
-    def of(self, batch: Batch) -> int:
-        """How many samples of this batch are computed at once."""
+    def samples_of(self, batch: Batch) -> int:
+        """Return how many samples of this batch are computed at once."""
         return min(len(batch.input_ids), self.samples)
 
-    def lower(self, batch: Batch, lack: str) -> int:
-        """Halve what is computed at once, after a batch for whose parts memory did not do.
+    def shrink(self, batch: Batch, message: str) -> int:
+        """Halve the parts, after memory ran out for those of `batch`.
 
         Args:
-            batch: in whole.
-            lack: what was asked for, for the message.
+            batch: the whole micro-batch.
+            message: what was asked for.
 
         Returns:
-            How many samples there were at once.
+            How many samples were computed at once.
 
         Raises:
-            NoMemoryError: there was one.
+            NoMemoryError: it was one.
         """
-        before, length = self.of(batch), batch.input_ids.shape[1]
+        free_memory()
+        before, length = self.samples_of(batch), batch.input_ids.shape[1]
         if before == 1:
             raise NoMemoryError(
-                f"out of memory with one sample of {length} tokens at once ({lack}); lower"
+                f"out of memory with one sample of {length} tokens at once ({message}); lower"
                 " --max_length or --adapter_rank, convert fewer --layers, or take --strategy local"
                 " (or end_to_end with --gradient_checkpointing) and --use_quantization"
             )
-        self.samples = self.lowered = (before + 1) // 2
+        self.samples = self.shrunk_to = (before + 1) // 2
         return before
 
 
 def added(parts: Sequence[MicroBatch]) -> MicroBatch:
-    """The sums of the parts of one micro-batch, as those of the whole."""
+    """Return the sums of a micro-batch from those of its parts."""
     if len(parts) == 1:
         return parts[0]
     return MicroBatch(
@@ -88,33 +84,36 @@ def added(parts: Sequence[MicroBatch]) -> MicroBatch:
     )
 
 
-def tried(act: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Do what memory may not do for.
+@dataclass
+class OutOfMemory:
+    """What `catch_oom` found. message: what was asked for, None if memory did not run out."""
 
-    Returns:
-        What `act` gave and None; or None and what was asked for, once all that it had made is freed
-        again.
+    message: str | None = None
+
+
+@contextmanager
+def catch_oom(active: bool = True) -> Iterator[OutOfMemory]:
+    """Catch an out-of-memory error of the block and keep its message; False lets it through.
+
+    Call `free_memory` after the block: within it the error still holds the graph.
     """
+    found = OutOfMemory()
     try:
-        return act(), None
+        yield found
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not active or not is_out_of_memory(error):
             raise
-        lack = _lack(error)
-    # Behind the handler: until then the error holds the frames, and these hold the graph.
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = lines[0] if lines else type(error).__name__
+        found.message = f"it asked for {asked[1]} more" if asked else first[:200]
+
+
+def free_memory() -> None:
+    """Free what an error that was caught has held."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return None, lack
-
-
-def _lack(error: BaseException) -> str:
-    """What was asked for in vain, as far as the error says it."""
-    found = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-    first = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
-    return f"it asked for {found[1]} more" if found else first[:200]
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:

@@ -1,32 +1,207 @@
-"""One optimizer step."""
+"""One optimizer step, the page to read first: forward, backward, guard, update.
+
+    step = TrainStep(model, drive, config, rates)
+    for window in windows:                  # lists of micro-batches
+        for result in step.run(window):     # of this window, or of earlier ones on a GPU
+            ...
+
+A micro-batch that cannot be used is refused before any computation (`find_fault`). The others run
+forward and backward of their summed loss into scratch gradients, and count only if loss and
+gradients are finite (`gradient_window.py`). The window is divided once by its tokens, checked,
+clipped, stepped, verified, and restored if anything is not finite (`guarded_update.py`). A refusal
+leaves no trace: the run equals, bit for bit, the one that never saw the bad micro-batch.
+
+A base may draw random numbers (dropout, noise). Each micro-batch draws from a generator of its own,
+named by the run's seed, by the place of its samples in the data and by their ids: the same numbers
+whatever was refused before, on whichever process, after a resume, and in a replay.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from npt.adapters.attach import adapter_parameters
+from npt.adapters.sharding import is_sharded
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.distributed.processes import Ranks
 from npt.errors import ConfigError
+from npt.random_state import micro_batch_draws
+from npt.step.gradient_window import FAILED, GradientWindow
+from npt.step.guarded_update import GuardedUpdate
 from npt.step.spikes import SpikeGuard
-from npt.step.transaction import S, Transaction, WindowResult
+from npt.step.splitting import MicroBatchSplitter, added, catch_oom
+from npt.step.window_result import WindowResult
 
 ADAM_BETAS = (0.9, 0.999)
 
 
-def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse adapters that are frozen: an optimizer given them moves them by its weight decay
-    alone.
+class TrainStep:
+    """One optimizer step: forward, backward, guard, update.
+
+    Args:
+        model: with adapters attached.
+        strategy: forward and backward of one micro-batch.
+        config: of the current stage; may be replaced between steps.
+        rates: learning rate of each applied step; the last one stays.
+        ranks: the processes that share each window, micro-batch i on process i modulo their number.
+        splitter: computes micro-batches in parts that fit into memory.
+        late: read results a window late or more; default on CUDA.
+
+    Attributes:
+        interrupted: returns the number of a signal that ends the window, or None.
+        observe: a context around forward and backward of a part, given its batch and `index`.
+        on_out_of_memory: told the number of samples and what was asked for; the window then begins
+            again with smaller parts. None lets the error through.
+        failure: the error that stops this process, one of several, at the next commit.
 
     Raises:
-        ConfigError: the first such tensor.
+        ConfigError: an adapter tensor is frozen.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        strategy: Strategy,
+        config: TrainConfig,
+        rates: Sequence[float],
+        *,
+        ranks: Ranks | None = None,
+        splitter: MicroBatchSplitter | None = None,
+        late: bool | None = None,
+    ):
+        self.model, self.strategy, self.config = model, strategy, config
+        self.splitter = splitter if splitter is not None else MicroBatchSplitter(config.batch_size)
+        parameters = adapter_parameters(model)
+        check_unfrozen(parameters)
+        optimizer = torch.optim.AdamW(
+            parameters.values(),
+            lr=config.learning_rate,
+            betas=ADAM_BETAS,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.update = GuardedUpdate(parameters, optimizer, late)
+        self.window: GradientWindow[MicroBatch] = GradientWindow(
+            self.update,
+            config.max_grad_norm,
+            rates,
+            spikes=SpikeGuard(config.spike_sigmas) if config.skip_spikes else None,
+            ranks=ranks,
+        )
+        self.interrupted: Callable[[], int | None] = lambda: None
+        self.observe: Callable[..., AbstractContextManager[None]] | None = None
+        self.on_out_of_memory: Callable[[int, str], None] | None = None
+        self.failure: Exception | None = None
+
+    def run(self, batches: Sequence[Batch], fingerprint: int = 0) -> list[WindowResult[MicroBatch]]:
+        """Make one step from micro-batches [K]; return the results that have become known.
+
+        Args:
+            batches: on the host.
+            fingerprint: of the window's data, compared between processes.
+        """
+        index = 0
+        while index < len(batches) and self.failure is None:
+            number = self.interrupted()
+            if number is not None:
+                self.window.halt(number)
+                break
+            index = index + 1 if self.add(batches[index], index) else 0
+        return self.window.commit(fingerprint)
+
+    def add(self, batch: Batch, index: int = 0) -> bool:
+        """Add micro-batch `index` to the window; False if memory ran out and it was cleared."""
+        if index % self.window.ranks.size != self.window.ranks.rank:
+            self.window.skip()
+            return True
+        fault = find_fault(batch, self.model.config.vocab_size)
+        if fault is not None:
+            self.window.refuse(fault, batch.sample_ids)
+            return True
+        # Processes that share a base stay in step: one that stopped inside a layer would not.
+        caught = self.on_out_of_memory is not None and not is_sharded(self.model)
+        observe = None if self.observe is None else partial(self.observe, index=index)
+        try:
+            with catch_oom(caught) as oom:
+                self.window.begin()
+                sums = forward_backward(
+                    self.model, self.strategy, batch, self.config, self.splitter, observe
+                )
+                self.window.add(sums, batch.sample_ids)
+            if oom.message is not None:
+                self._shrink(batch, oom.message)
+        except Exception as error:
+            self.fail(error)
+        return oom.message is None
+
+    def forward_backward(self, batch: Batch) -> MicroBatch:
+        """Return the sums of a micro-batch, unobserved; see the function of this name."""
+        return forward_backward(self.model, self.strategy, batch, self.config, self.splitter)
+
+    def fail(self, error: Exception) -> None:
+        """Raise the error, or, as one of several processes, stop with it at the next commit."""
+        if self.window.ranks.size == 1:
+            raise error
+        if self.failure is None:
+            self.failure = error
+            self.window.halt(FAILED)
+
+    def _shrink(self, batch: Batch, message: str) -> None:
+        """Begin the window again with smaller parts.
+
+        A single sample is tried again while windows in flight hold memory that will be freed.
+        """
+        assert self.on_out_of_memory is not None
+        in_flight = self.window.in_flight if self.window.ranks.size == 1 else 0
+        self.window.clear()
+        alone = self.splitter.samples_of(batch) == 1
+        samples = 1 if alone and in_flight else self.splitter.shrink(batch, message)
+        self.on_out_of_memory(samples, message)
+
+
+def forward_backward(
+    model: PreTrainedModel,
+    strategy: Strategy,
+    batch: Batch,
+    config: TrainConfig,
+    splitter: MicroBatchSplitter | None = None,
+    observe: Callable[[Batch], AbstractContextManager[None]] | None = None,
+) -> MicroBatch:
+    """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
+
+    Autocast is off, whatever the caller has on, and random numbers are the micro-batch's own.
+
+    Args:
+        model: with adapters attached.
+        strategy: forward and backward.
+        batch: on any device.
+        config: the strategy's settings, and the seed.
+        splitter: into parts that fit into memory; default one part.
+        observe: a context around each part.
+    """
+    device = next(model.parameters()).device
+    draws = micro_batch_draws(config.seed, batch.sample_ids, batch.offset)
+    sums = []
+    with draws, torch.autocast(device.type, enabled=False):
+        for part in [batch] if splitter is None else splitter.parts(batch):
+            with nullcontext() if observe is None else observe(part):
+                sums.append(strategy(model, part.to(device), config))
+    return added(sums)
+
+
+def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse frozen adapters, which an optimizer would move by its weight decay alone.
+
+    Raises:
+        ConfigError: names the first frozen tensor.
     """
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
@@ -35,89 +210,3 @@ def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
             " tensors), and a run trains every tensor of its adapters; call requires_grad_(True)"
             " on it first"
         )
-
-
-def new_transaction(
-    parameters: dict[str, nn.Parameter],
-    config: TrainConfig,
-    rates: Sequence[float],
-    ranks: Ranks | None = None,
-) -> Transaction[MicroBatch]:
-    """The optimizer and the transaction of a run with these settings.
-
-    Args:
-        parameters: the trainable tensors by name.
-        config: training settings.
-        rates: learning rate of each applied step.
-        ranks: the processes that train together.
-
-    Raises:
-        ConfigError: a tensor is frozen.
-    """
-    check_unfrozen(parameters)
-    optimizer = torch.optim.AdamW(
-        parameters.values(),
-        lr=config.learning_rate,
-        betas=ADAM_BETAS,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    spikes = SpikeGuard(config.spike_sigmas) if config.skip_spikes else None
-    report = attrgetter("report")
-    return Transaction(
-        parameters,
-        optimizer,
-        config.max_grad_norm,
-        rates,
-        spikes=spikes,
-        ranks=ranks,
-        report=report,
-        seed=config.seed,
-    )
-
-
-def fill_gradients(
-    strategy: Strategy, model: PreTrainedModel, batch: Batch, config: TrainConfig
-) -> MicroBatch:
-    """The strategy on one batch, on the model's device and with autocast off, whatever a caller has
-    on.
-    """
-    device = next(model.parameters()).device
-    with torch.autocast(device.type, enabled=False):
-        return strategy(model, batch.to(device), config)
-
-
-def try_micro_batch(
-    transaction: Transaction[S], batch: Batch, vocab_size: int, fill: Callable[[], S]
-) -> None:
-    """Hand one batch to the transaction: refused where the host's check finds a fault, filled in
-    otherwise.
-
-    Args:
-        transaction: with an open window.
-        batch: on the host.
-        vocab_size: V.
-        fill: computes the batch's gradients and sums.
-    """
-    fault = find_fault(batch, vocab_size)
-    if fault is not None:
-        transaction.refuse(fault, batch.sample_ids)
-    else:
-        transaction.micro_batch(fill, batch.sample_ids, batch.offset)
-
-
-def bad_in_a_row(before: int, result: WindowResult[Any]) -> tuple[int, int]:
-    """The longest row of refusals that this window made or went on with, and the row that stands at
-    its end.
-
-    A micro-batch that counted ends a row. In a window that was refused as a whole none counted.
-    """
-    if not result.applied:
-        row = before + len(result.refusals)
-        return row, row
-    bad = {refusal.micro_batch for refusal in result.refusals}
-    longest = row = before
-    for index in range(result.micro_batches):
-        row = row + 1 if index in bad else 0
-        longest = max(longest, row)
-    return longest, row

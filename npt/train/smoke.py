@@ -20,8 +20,7 @@ from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.strategies import MicroBatch, Strategy
 from npt.errors import SmokeTestError
-from npt.random_state import kept_random_state
-from npt.step.transaction import draws_of
+from npt.random_state import kept_random_state, micro_batch_draws
 
 DESCENT_STEPS = 3
 
@@ -108,7 +107,7 @@ def _computed(
     """With the same random numbers each time: a base that draws would have another loss after the
     steps for that alone.
     """
-    with draws_of(config.seed, batch.sample_ids, batch.offset):
+    with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
         return strategy(model, batch, config)
 
 

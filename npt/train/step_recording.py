@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -22,19 +22,25 @@ from npt.diagnostics.recorder.recording import Recording, describe
 from npt.runs.run_folder import RunFolder
 from npt.train.progress import ProgressDisplay
 
-T = TypeVar("T")
-
 
 class StepRecording:
     """The records of `--trace_steps` and `--trace_every`: of each chosen step the first micro-batch
     that is computed, on rank 0.
 
     Args:
+        model: what is recorded.
         folder, display: where to report.
         config: which steps.
     """
 
-    def __init__(self, folder: RunFolder, display: ProgressDisplay, config: TrainConfig):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: RunFolder,
+        display: ProgressDisplay,
+        config: TrainConfig,
+    ):
+        self._model = model
         self._folder, self._display = folder, display
         self._recording = Recording(folder.path / "trace", config.trace_steps, config.trace_every)
         self._wanted = config.trace_steps is not None or config.trace_every is not None
@@ -50,13 +56,19 @@ class StepRecording:
         """A window begins that will be `step` if it is applied."""
         self._step = step if self._wanted and self._recording.wants(step) and _rank() == 0 else None
 
-    def around(
-        self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int
-    ) -> Callable[[], T]:
-        """`fill`, recorded where this micro-batch is the one to record."""
-        if self._step is None:
-            return fill
-        return lambda: self._recorded(fill, model, batch, index)
+    @contextmanager
+    def observe(self, batch: Batch, index: int) -> Iterator[None]:
+        """Record forward and backward of this micro-batch, if it is the one to record."""
+        recorder = self._recorder(batch)
+        if recorder is None:
+            yield
+            return
+        step, self._step = self._step or 0, None
+        try:
+            yield
+        finally:
+            recorder.__exit__()
+        self._keep(recorder, step, index)
 
     def take_seconds(self) -> float:
         """Seconds spent on reading and writing records since this was asked for the last time."""
@@ -84,45 +96,44 @@ class StepRecording:
             )
         self._display.say(message)
 
-    def _recorded(
-        self, fill: Callable[[], T], model: PreTrainedModel, batch: Batch, index: int
-    ) -> T:
-        step, self._step = self._step, None
-        assert step is not None
+    def _recorder(self, batch: Batch) -> Recorder | None:
+        """Return a recorder that is on, or None."""
+        step = self._step
+        if step is None:
+            return None
         self._recording.begin(step)
         try:
-            recorder = Recorder(model, valid=batch.attention_mask.bool() if batch.padded else None)
+            valid = batch.attention_mask.bool() if batch.padded else None
+            recorder = Recorder(self._model, valid=valid)
             recorder.__enter__()
         except Exception as error:
+            self._step = None
             self._failed(step, error)
-            return fill()
-        try:
-            sums = fill()
-        finally:
-            recorder.__exit__()
+            return None
+        return recorder
+
+    def _keep(self, recorder: Recorder, step: int, index: int) -> None:
         working_since = time.perf_counter()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what was skipped stands in the event
+                warnings.simplefilter("ignore")  # the event tells what was skipped
                 record = recorder.record(step, index)
             path = self._recording.keep(record)
             line, file = describe(record, path), str(path.relative_to(self._folder.path))
-            rows, skipped = len(record.rows), recorder.skipped
             self._folder.event(
                 "trace",
                 step=step,
                 micro_batch=index,
                 rank=0,
                 file=file,
-                rows=rows,
-                skipped=skipped,
+                rows=len(record.rows),
+                skipped=recorder.skipped,
                 message=line,
             )
             self._display.say(line)
         except Exception as error:
             self._failed(step, error)
         self._seconds += time.perf_counter() - working_since
-        return sums
 
     def _failed(self, step: int, error: Exception) -> None:
         message = f"step {step} could not be recorded: {type(error).__name__}: {error}"

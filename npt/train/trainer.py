@@ -101,10 +101,10 @@ from npt.runs.run_folder import (
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers, check_trackers, start_trackers, undisturbed
 from npt.runs.wandb_run import best_of, known_run
+from npt.step.guarded_update import EXACT
 from npt.step.schedule import kind_of_run, rate_table
-from npt.step.splitting import Passes, tried
-from npt.step.train_step import check_unfrozen
-from npt.step.transaction import EXACT
+from npt.step.splitting import MicroBatchSplitter, catch_oom, free_memory
+from npt.step.train_step import TrainStep, check_unfrozen
 from npt.stored import read_json
 from npt.train.calibrated_start import (
     calibrated_start,
@@ -113,8 +113,9 @@ from npt.train.calibrated_start import (
     solved_on,
     where_training_begins,
 )
-from npt.train.loop import Loop, Window
+from npt.train.loop import Loop
 from npt.train.progress import ProgressDisplay
+from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.run_report import write_report
 from npt.train.smoke import smoke_test
 from npt.train.tracker_samples import Looks
@@ -397,7 +398,10 @@ class Trainer:
         self._coming: Iterator[Loaded] = self.loader.batches(self.start)
         self.stages = stages_of(config, self.total_steps)
         self.stop = StopOnSignal()
-        self.passes, self._evaluated_at_once = Passes(config.batch_size), Passes(config.batch_size)
+        self.passes, self._evaluated_at_once = (
+            MicroBatchSplitter(config.batch_size),
+            MicroBatchSplitter(config.batch_size),
+        )
         self.memory = self._plan_memory()
         # where memory ran out before there was a folder to write it to
         self._lacks: list[dict[str, Any]] = []
@@ -745,7 +749,9 @@ class Trainer:
 
         return self._fitting(test, self.passes, batch, "the smoke test")
 
-    def _fitting(self, act: Callable[[], T], passes: Passes, batch: Batch, name: str) -> T:
+    def _fitting(
+        self, act: Callable[[], T], passes: MicroBatchSplitter, batch: Batch, name: str
+    ) -> T:
         """What `act` gives, with fewer samples at once for as long as memory does not do.
 
         Args:
@@ -758,11 +764,11 @@ class Trainer:
             # a rank that stopped inside a layer is out of step with the others
             if is_sharded(self.model):
                 return act()
-            found, lack = tried(lambda: (act(),))
-            if found is not None:
-                return found[0]
-            assert lack is not None
-            before = passes.lower(batch, lack)
+            with catch_oom() as oom:
+                return act()
+            assert oom.message is not None
+            free_memory()
+            before, lack = passes.shrink(batch, oom.message), oom.message
             self._say(
                 f"{name}: out of memory with {before} samples at once ({lack}); it is begun again"
                 f" with {passes.samples}"
@@ -797,7 +803,7 @@ class Trainer:
         if self.adapter_config.init == "calibrated":
             # Of its own: its graph goes through the whole teacher, and what that lacks memory for
             # says little of a micro-batch.
-            passes = Passes(min(self.config.batch_size, self.passes.samples))
+            passes = MicroBatchSplitter(min(self.config.batch_size, self.passes.samples))
             self.calibration = self._fitting(
                 partial(self._solve_start, passes), passes, self._first_batch(), "the calibration"
             )
@@ -807,7 +813,7 @@ class Trainer:
             self.adapter_config = attached_config(self.model)
             self._agree()
 
-    def _solve_start(self, passes: Passes) -> Calibration | None:
+    def _solve_start(self, passes: MicroBatchSplitter) -> Calibration | None:
         """In batches of as many samples as `passes` says; until all is solved the adapters are as
         they were.
         """
@@ -1070,26 +1076,21 @@ class Trainer:
         display = ProgressDisplay(
             self.total_steps, self.console, first=0 if self.resumed is None else self.resumed.step
         )
-        loop = Loop(
-            self.model,
-            self.strategy,
-            c,
-            rates,
-            self.total_steps,
-            folder,
-            trackers,
-            display,
-            self.stop,
+        context = RunContext(
+            self.model, c, folder, trackers, display, self.stop, self.record, self.ranks
+        )
+        step = TrainStep(
+            self.model, self.strategy, c, rates, ranks=self.ranks, splitter=self.passes
+        )
+        actions = RunActions(
             self._evaluate,
             lambda: self._save(folder, loop),
             lambda fidelity: self._save_best(folder, loop, fidelity),
-            self.record,
-            self.ranks,
-            self.passes,
-            self._make_look(folder, trackers) if self.config.sample_steps else None,
+            self._make_look(folder, trackers) if c.sample_steps else None,
         )
+        loop = Loop(context, step, self.total_steps, actions)
         if self._checkpoint is not None and self._state is not None and self.resumed is not None:
-            self._state.restore(loop.transaction)
+            self._state.restore(loop.step.window)
             loop.load_state(self._checkpoint.record, saved=self.resumed.goes_on)
             self._recall_passes(self._checkpoint)
             # fewer ranks may have saved
@@ -1115,7 +1116,7 @@ class Trainer:
                 if not loop.micro_batches:
                     raise self.ranks.everywhere(no_sample(self.samples.counts))
                 said = (
-                    f"the data ended without one applied step ({loop.refused} refusals, see"
+                    f"the data ended without one applied step ({loop.refusals.total} refusals, see"
                     f" {folder.path / EVENTS})"
                 )
                 raise self.ranks.everywhere(DataError(said))
@@ -1133,9 +1134,9 @@ class Trainer:
             folder=folder.path,
             steps=loop.steps,
             tokens=loop.tokens,
-            refused=loop.refused,
+            refused=loop.refusals.total,
             micro_batches=loop.micro_batches,
-            refused_by_kind=dict(loop.refused_by_kind),
+            refused_by_kind=dict(loop.refusals.by_kind),
             seconds=seconds,
             fidelity=None,
             heldout=self.heldout,
@@ -1181,7 +1182,7 @@ class Trainer:
         """
         lowered = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(self.ranks.rank)
         if lowered is not None and "max_memory" not in self.changed:
-            self.passes.samples = self.passes.lowered = min(self.passes.samples, lowered)
+            self.passes.samples = self.passes.shrunk_to = min(self.passes.samples, lowered)
 
     def _signal(self) -> int | None:
         """The number of the signal that came to this rank, or else to another; every rank has to
@@ -1209,7 +1210,7 @@ class Trainer:
             self.ranks.leave(error)
         try:
             loop.settle()  # a checkpoint has to bear the step that its weights are of
-            if self.ranks.broken and loop.transaction.applied_steps != loop.steps:
+            if self.ranks.broken and loop.step.window.applied_steps != loop.steps:
                 return  # they are of a step whose result could not be learnt from the others
             if loop.steps and loop.unsaved:
                 self._save(folder, loop, last=True)
@@ -1358,9 +1359,9 @@ class Trainer:
         states = self._gathered_states(loop)
         if self.ranks.broken:
             return self.ranks.main and self._write(
-                folder, loop, states, [self.passes.lowered], last
+                folder, loop, states, [self.passes.shrunk_to], last
             )
-        lowered = self.ranks.gather_json(self.passes.lowered)
+        lowered = self.ranks.gather_json(self.passes.shrunk_to)
         return self.ranks.first(lambda: self._write(folder, loop, states, lowered, last))
 
     def _gathered_states(self, loop: Loop) -> dict[int, dict[str, Tensor]]:
@@ -1370,7 +1371,7 @@ class Trainer:
         if self.ranks.size == 1 or self.ranks.broken:
             return {self.ranks.rank: random_state()}
         own = {
-            "held": loop.transaction.checksum(),
+            "held": loop.step.update.checksum(),
             "random": {name: state.tolist() for name, state in random_state().items()},
         }
         everyone = self.ranks.gather_json(own)
@@ -1412,7 +1413,7 @@ class Trainer:
         }
 
         def write(path: Path) -> None:
-            write_checkpoint(path, self.model, loop.transaction, record, self.base, states)
+            write_checkpoint(path, self.model, loop.step.window, record, self.base, states)
 
         try:
             path = folder.save_checkpoint(loop.steps, write, self.config.save_total_limit)

@@ -14,7 +14,7 @@ import signal
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from resumed_runs import without_report
 from rich.console import Console
+from windows import Sums, add_filled, window_over
 
 import npt
 from npt.adapters.attach import adapter_parameters
@@ -36,10 +37,12 @@ from npt.runs.null_run_folder import UnwrittenFolder
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
+from npt.step.gradient_window import GradientWindow
 from npt.step.schedule import rate_table
-from npt.step.transaction import Transaction
-from npt.train.loop import Loop, Window
+from npt.step.train_step import TrainStep
+from npt.train.loop import Loop
 from npt.train.progress import ProgressDisplay
+from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
@@ -115,7 +118,7 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
     if what == "weight":  # as if a bit had turned in this process's memory
         parameter.data[0, 0] += 0.25
     if what == "moment":
-        MOMENTS[0].optimizer.state[parameter]["exp_avg_sq"][0, 0] = math.nan
+        MOMENTS[0].step.update.optimizer.state[parameter]["exp_avg_sq"][0, 0] = math.nan
     return sums
 
 
@@ -126,11 +129,11 @@ MOMENTS: list[Loop] = []
 def state_of(loop: Loop) -> dict[str, np.ndarray]:
     """Every bit of weights and moments."""
     held = {}
-    for name, parameter in adapter_parameters(loop.model).items():
+    for name, parameter in adapter_parameters(loop.context.model).items():
         held[name] = parameter.detach().numpy().copy()
         held |= {
             f"{key} of {name}": value.numpy().copy()
-            for key, value in loop.optimizer.state[parameter].items()
+            for key, value in loop.step.update.optimizer.state[parameter].items()
         }
     return held
 
@@ -153,23 +156,24 @@ def looped(
     folder = RunFolder(out) if ranks.main else UnwrittenFolder(out)
     stop = StopOnSignal()
     saved: list[int] = []
-    with mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=late)):
-        loop = Loop(
-            student(base),
-            planting,
-            config,
-            rate_table(1e-2, "linear", 0, 20),
-            len(windows),
-            folder,
-            Trackers(config, folder.path),
-            ProgressDisplay(len(windows), Console(file=io.StringIO())),
-            stop,
-            evaluate=lambda: None,  # type: ignore[arg-type, return-value]
-            save=lambda: saved.append(loop.steps) is None,
-            save_best=lambda fidelity: None,
-            record={"settings": {}, "base_hash": "", "versions": {}, "device": "cpu"},
-            ranks=ranks,
-        )
+    model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
+    step = TrainStep(model, planting, config, rates, ranks=ranks, late=late)
+    context = RunContext(
+        model,
+        config,
+        folder,
+        Trackers(config, folder.path),
+        ProgressDisplay(len(windows), Console(file=io.StringIO())),
+        stop,
+        {"settings": {}, "base_hash": "", "versions": {}, "device": "cpu"},
+        ranks,
+    )
+    actions = RunActions(
+        evaluate=lambda: None,  # type: ignore[arg-type, return-value]
+        save=lambda: saved.append(loop.steps) is None,
+        save_best=lambda fidelity: None,
+    )
+    loop = Loop(context, step, len(windows), actions)
     MOMENTS[:] = [loop]
     error = None
     with stop:
@@ -184,12 +188,12 @@ def looped(
         "steps": loop.steps,
         "tokens": loop.tokens,
         "micro_batches": loop.micro_batches,
-        "refused": dict(loop.refused_by_kind),
+        "refused": dict(loop.refusals.by_kind),
         "state": state_of(loop),
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "status": getattr(error, "exit_status", None),
         "stop": stop.number,
-        "halts": loop._halts,
+        "halts": loop.halts,
         "saved": saved,
         "metrics": lines(out, "metrics") if ranks.main else [],
         "events": lines(out, "events") if ranks.main else [],
@@ -326,7 +330,7 @@ def random_windows(ranks: Ranks, cases: int) -> list[str]:
             optimizer = torch.optim.AdamW(
                 parameters.values(), lr=0.1, weight_decay=0.01, fused=True
             )
-            transaction: Transaction[Any] = Transaction(
+            transaction = window_over(
                 parameters, optimizer, 0.5, [0.1, 0.05, 0.02, 0.01], late=late, ranks=ranks
             )
             results = []
@@ -345,7 +349,7 @@ def random_windows(ranks: Ranks, cases: int) -> list[str]:
                 )
             states.append(
                 (
-                    transaction.checksum(),
+                    transaction.update.checksum(),
                     [(r.applied, r.steps, r.tokens, r.loss, r.grad_norm) for r in results],
                 )
             )
@@ -360,7 +364,10 @@ def random_windows(ranks: Ranks, cases: int) -> list[str]:
 
 
 def _small(
-    transaction: Transaction[Any], parameters: dict[str, torch.nn.Parameter], kind: str, name: str
+    transaction: GradientWindow[Any],
+    parameters: dict[str, torch.nn.Parameter],
+    kind: str,
+    name: str,
 ) -> None:
     """One micro-batch: good, broken in its gradient, refused on the host, or good without a token."""
     if kind == "d":
@@ -380,13 +387,7 @@ def _small(
         tokens = 0 if kind == "z" else int(torch.randint(1, 9, (), generator=generator))
         return Sums(torch.rand((), generator=generator) * tokens, tokens)
 
-    transaction.micro_batch(fill, (name,))
-
-
-@dataclass
-class Sums:
-    loss: torch.Tensor
-    tokens: int
+    add_filled(transaction, fill, (name,))
 
 
 def drawn_by_name(ranks: Ranks) -> dict[str, list[float]]:
@@ -396,27 +397,26 @@ def drawn_by_name(ranks: Ranks) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     torch.manual_seed(100 + ranks.rank)  # whatever the process's own state is
     parameters = {"p": torch.nn.Parameter(torch.zeros(2))}
-    transaction: Transaction[Any] = Transaction(
+    transaction = window_over(
         parameters,
         torch.optim.AdamW(parameters.values(), fused=True),
         1.0,
         [0.1],
         late=True,
         ranks=ranks,
-        seed=7,
     )
     for window in range(2):
         for number in range(3):
             name = f"{window}-{number}"
             if number % ranks.size != ranks.rank:
-                transaction.pass_over()
+                transaction.skip()
                 continue
 
             def fill(name: str = name) -> Any:
                 found[name] = torch.rand(3).tolist()
                 return Sums(torch.tensor(math.nan if name == "0-0" else 1.0), 1)
 
-            transaction.micro_batch(fill, (name,))
+            add_filled(transaction, fill, (name,), seed=7)
         transaction.commit()
     transaction.flush()
     return found

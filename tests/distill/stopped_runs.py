@@ -19,7 +19,7 @@ import npt
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.errors import TooManyRefusalsError
 from npt.faults.runs import NoTokenizer
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 from npt.train.trainer import Trainer
 
 RARE = 99
@@ -105,7 +105,7 @@ def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
 def stop(trainer: Trainer, late: bool = False) -> Path:
     """Train until the run gives up; its bundle."""
     with (
-        mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=late)),
+        mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late)),
         pytest.raises(TooManyRefusalsError) as caught,
     ):
         trainer.train()

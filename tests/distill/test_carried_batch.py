@@ -27,7 +27,7 @@ from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay, replay_batch
 from npt.postmortem.write import write_postmortem
 from npt.runs.checkpoint import write_manifest
-from npt.step.splitting import Passes
+from npt.step.splitting import MicroBatchSplitter
 
 
 def packed_rows(count: int = 3) -> list[Sample]:
@@ -60,7 +60,7 @@ def test_a_batch_on_its_way_to_a_device_keeps_every_field(full) -> None:
 
 def test_a_part_of_a_batch_keeps_every_field(full) -> None:
     """One row each, from which padding is cut away: what is left is what stood there."""
-    for row, part in enumerate(Passes(1).parts(full)):
+    for row, part in enumerate(MicroBatchSplitter(1).parts(full)):
         columns = full.attention_mask[row].bool()
         for name, tensor in full.row_tensors.items():
             found = part.row_tensors.get(name)

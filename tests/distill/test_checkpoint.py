@@ -26,6 +26,7 @@ from torch import nn
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
+from npt.distill.strategies import drive
 from npt.errors import AdapterFileError, CheckpointError, NPTError
 from npt.random_state import random_state
 from npt.runs import checkpoint as checkpoint_module
@@ -38,8 +39,8 @@ from npt.runs.checkpoint import (
     write_checkpoint,
     write_manifest,
 )
-from npt.step.train_step import new_transaction
-from npt.step.transaction import Transaction
+from npt.step.gradient_window import GradientWindow
+from npt.step.train_step import TrainStep
 
 RECORD, TENSORS, MANIFEST = "state.json", "state.safetensors", "manifest.json"
 FILES = [
@@ -75,10 +76,9 @@ def folder(_made: tuple[nn.Module, Path], tmp_path: Path) -> Path:
     return shutil.copytree(_made[1], tmp_path / "run" / "checkpoints" / "step-00000003")
 
 
-def transaction_of(model: nn.Module, **config: Any) -> Transaction[Any]:
-    return new_transaction(
-        adapter_parameters(model), TrainConfig(skip_spikes=True, **config), [1e-2]
-    )
+def transaction_of(model: nn.Module, **config: Any) -> GradientWindow[Any]:
+    settings = TrainConfig(skip_spikes=True, **config)
+    return TrainStep(model, drive, settings, [1e-2]).window  # type: ignore[arg-type]
 
 
 def refused(
@@ -149,7 +149,7 @@ def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
     )
     for name, parameter in adapter_parameters(model).items():
         assert torch.equal(parameter, adapters[f"base_model.model.{name}"])
-        moments = transaction.optimizer.state[parameter]
+        moments = transaction.update.optimizer.state[parameter]
         assert set(moments) == set(OPTIMIZER_TENSORS) and float(moments["step"]) == 3.0
         for key, moment in moments.items():
             assert torch.equal(moment, stored[f"optimizer.{name}.{key}"])
@@ -170,8 +170,8 @@ def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
         transaction = transaction_of(model)
         state.restore(transaction)
         for parameter in adapter_parameters(model).values():
-            assert float(transaction.optimizer.state[parameter]["step"]) == 3.0
-            transaction.optimizer.state[parameter]["step"].fill_(7)
+            assert float(transaction.update.optimizer.state[parameter]["step"]) == 3.0
+            transaction.update.optimizer.state[parameter]["step"].fill_(7)
             with torch.no_grad():
                 parameter.zero_()
     assert all(float(moments["step"]) == 3.0 for _, moments in state.snapshot.values())

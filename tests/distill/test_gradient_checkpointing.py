@@ -15,6 +15,7 @@ from resumed_runs import Runs, at, events, records, strict
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig
+from windows import add_filled
 
 import npt
 from npt.adapters import trained
@@ -28,8 +29,8 @@ from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import MicroBatch, drive
 from npt.errors import ConfigError
 from npt.planning.measure import peak_bytes
-from npt.step.splitting import Passes, added
-from npt.step.train_step import new_transaction
+from npt.step.splitting import MicroBatchSplitter, added
+from npt.step.train_step import TrainStep
 
 FORMS = (
     NPTConfig(rank=4, layers="all", additive_scale=1.0),
@@ -153,13 +154,13 @@ def test_adapters_after_steps_have_the_same_bits(load_model, batch) -> None:
     ended = []
     for config in both(logit_kl_weight=0.5, learning_rate=1e-2, skip_spikes=True):
         model = student(load_model, FORMS[0])
-        transaction = new_transaction(adapter_parameters(model), config, [1e-2, 5e-3])
+        transaction = TrainStep(model, drive, config, [1e-2, 5e-3]).window
         results = []
         for window in range(3):
-            for part in Passes(2).parts(batch):
-                transaction.micro_batch(partial(drive, model, part, config))
+            for part in MicroBatchSplitter(2).parts(batch):
+                add_filled(transaction, partial(drive, model, part, config))
             if window == 1:  # a refused micro-batch leaves nothing
-                transaction.micro_batch(partial(poisoned, model, batch, config))
+                add_filled(transaction, partial(poisoned, model, batch, config))
             results += transaction.commit()
         ended.append({name: p.detach().clone() for name, p in adapter_parameters(model).items()})
         told = [
@@ -187,7 +188,7 @@ def test_parts_of_a_micro_batch_add_up_to_the_same_bits(load_model, batch) -> No
     for config in both(logit_kl_weight=0.5):
         for parameter in adapter_parameters(model).values():
             parameter.grad = None
-        sums = added([drive(model, part, config) for part in Passes(1).parts(batch)])
+        sums = added([drive(model, part, config) for part in MicroBatchSplitter(1).parts(batch)])
         found.append(
             {"loss": sums.loss, **{name: p.grad for name, p in adapter_parameters(model).items()}}
         )

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from several import several
+from windows import Sums, add_filled, window_over
 
 from npt.distributed.heartbeat import Heartbeat
 from npt.distributed.processes import Ranks, _check_devices, join_ranks
 from npt.errors import ConfigError, RankError
-from npt.step.transaction import Transaction
 
 FAST: dict[str, Any] = {"period": 0.02, "silence": 0.3}
 
@@ -251,24 +251,22 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
     ranks = Broken()
-    transaction: Transaction[Any] = Transaction(
-        {"p": parameter}, optimizer, 1.0, [0.1], late=True, ranks=ranks
-    )
+    transaction = window_over({"p": parameter}, optimizer, 1.0, [0.1], late=True, ranks=ranks)
 
     def fill() -> Any:
         parameter.grad += torch.ones(3)
-        return mock.Mock(loss=torch.ones(()), tokens=1)
+        return Sums(torch.ones(()), 1)
 
     after = []
     with mock.patch(
-        "npt.step.transaction._to_host", lambda record: (record, Arrival(happened=True))
+        "npt.step.launched_window._to_host", lambda record: (record, Arrival(happened=True))
     ):
         for _ in range(2):
-            transaction.micro_batch(fill)
+            add_filled(transaction, fill)
             transaction._launched.append(transaction._launch(0))
-            after.append((parameter.detach().clone(), transaction.checksum()))
+            after.append((parameter.detach().clone(), transaction.update.checksum()))
         if flush_only:  # the loss was met elsewhere, and told of there
-            (result,) = transaction._finish(keep=1)
+            (result,) = transaction._read(keep=1)
             ranks.broken, ranks.waits = True, 2
             assert result.applied and transaction.flush() == []
         else:
@@ -276,7 +274,7 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
                 transaction.flush()
             assert transaction.flush() == []
     assert not torch.equal(after[0][0], after[1][0])  # there was something to take back
-    assert torch.equal(parameter, after[0][0]) and transaction.checksum() == after[0][1]
+    assert torch.equal(parameter, after[0][0]) and transaction.update.checksum() == after[0][1]
     assert transaction.applied_steps == 1 and transaction.in_flight == 0
 
 
@@ -297,19 +295,17 @@ def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
     ranks = Uncompared(0, 2)
-    transaction: Transaction[Any] = Transaction(
-        {"p": parameter}, optimizer, 1.0, [0.1], late=late, ranks=ranks
-    )
-    before = transaction.checksum()
+    transaction = window_over({"p": parameter}, optimizer, 1.0, [0.1], late=late, ranks=ranks)
+    before = transaction.update.checksum()
 
     def fill() -> Any:
         parameter.grad += torch.ones(3)
-        return mock.Mock(loss=torch.ones(()), tokens=1)
+        return Sums(torch.ones(()), 1)
 
-    transaction.micro_batch(fill)
+    add_filled(transaction, fill)
     with pytest.raises(RankError):
         transaction.commit()
-    assert torch.equal(parameter, torch.ones(3)) and transaction.checksum() == before
+    assert torch.equal(parameter, torch.ones(3)) and transaction.update.checksum() == before
     assert transaction.applied_steps == 0
 
 

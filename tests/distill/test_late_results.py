@@ -17,22 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resumed_runs import Runs, events, records
 from torch import Tensor, nn
+from windows import Sums, add_filled, window_over
 
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.data.batch import Batch
 from npt.errors import NoMemoryError, TooManyRefusalsError
-from npt.step import transaction as module
+from npt.step import launched_window as module
+from npt.step.gradient_window import IN_FLIGHT, GradientWindow
 from npt.step.spikes import SpikeGuard
-from npt.step.transaction import IN_FLIGHT, Transaction
+from npt.step.train_step import TrainStep
 from npt.train import loop as loop_module
 from npt.train import trainer as trainer_module
-
-
-@dataclass
-class Sums:
-    loss: Tensor
-    tokens: int
 
 
 @dataclass
@@ -75,9 +71,7 @@ def run(
     """
     parameters = {"a": nn.Parameter(torch.arange(6.0).view(2, 3)), "b": nn.Parameter(torch.ones(4))}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1.0, fused=True)
-    transaction: Transaction[Sums] = Transaction(
-        parameters, optimizer, 0.5, [0.1, 0.05], late=late, **arguments
-    )
+    transaction = window_over(parameters, optimizer, 0.5, [0.1, 0.05], late=late, **arguments)
     device, results, came, kept = Device(slow or [0]), [], [], 0
     with pytest.MonkeyPatch.context() as patched:
         if late:
@@ -91,10 +85,12 @@ def run(
                     )
                 return Sums(torch.tensor(1.0 + number), 5)
 
-            transaction.micro_batch(fill, (str(number),))
+            add_filled(transaction, fill, (str(number),))
             new = transaction.commit()
             came.append(len(new))
-            kept = max(kept, sum(window.before is not None for window in transaction._launched))
+            kept = max(
+                kept, sum(window.update.snapshot is not None for window in transaction._launched)
+            )
             results += new
         in_flight, waited = transaction.in_flight, device.waits
         results += transaction.flush()
@@ -151,9 +147,7 @@ def test_a_late_one_holds_back_those_behind_it():
 def test_where_waiting_could_decide_something_it_is_one_window(shared):
     parameters = {"a": nn.Parameter(torch.ones(2))}
     optimizer = torch.optim.AdamW(parameters.values(), fused=True)
-    transaction: Transaction[Sums] = Transaction(
-        parameters, optimizer, 0.5, [0.1], late=True, **shared
-    )
+    transaction = window_over(parameters, optimizer, 0.5, [0.1], late=True, **shared)
     transaction._launched.extend([object()] * 3)  # type: ignore[list-item]
     assert transaction._unread() == 1
 
@@ -179,18 +173,20 @@ def test_however_late_results_are_read_bits_and_results_are_those_of_results_rea
 @pytest.fixture
 def late_runs(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Runs, list[Transaction[Any]]]]:
+) -> Callable[..., tuple[Runs, list[GradientWindow[Any]]]]:
     """Runs of eight windows of one sample, whose records arrive when `slow` says so, and the
     transactions that they made.
     """
 
-    def make(slow: list[int]) -> tuple[Runs, list[Transaction[Any]]]:
-        made: list[Transaction[Any]] = []
-        monkeypatch.setattr(
-            loop_module,
-            "Transaction",
-            lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1],
-        )
+    def make(slow: list[int]) -> tuple[Runs, list[GradientWindow[Any]]]:
+        made: list[GradientWindow[Any]] = []
+
+        def making(*arguments: Any, **named: Any) -> TrainStep:
+            step = TrainStep(*arguments, late=True, **named)
+            made.append(step.window)
+            return step
+
+        monkeypatch.setattr(trainer_module, "TrainStep", making)
         monkeypatch.setattr(module, "_to_host", Device(slow).to_host)
         model = npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0]
         return (
@@ -222,7 +218,11 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_t
     write = trainer_module.write_checkpoint
 
     def writing(
-        path: Path, model: Any, transaction: Transaction[Any], record: dict[str, Any], *others: Any
+        path: Path,
+        model: Any,
+        transaction: GradientWindow[Any],
+        record: dict[str, Any],
+        *others: Any,
     ) -> None:
         saved.append(
             (
@@ -295,9 +295,9 @@ def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs,
     that nobody has waited for.
     """
     lines = {}
-    launch = Transaction._launch
+    launch = GradientWindow._launch
 
-    def launching(transaction: Transaction[Any], mark: int) -> Any:
+    def launching(transaction: GradientWindow[Any], mark: int) -> Any:
         window = launch(transaction, mark)
         for micro in window.ran:
             away = {
@@ -317,12 +317,12 @@ def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs,
     for name in ("readable", "away"):
         runs, made = late_runs(slow)
         if name == "away":
-            monkeypatch.setattr(Transaction, "_launch", launching)
+            monkeypatch.setattr(GradientWindow, "_launch", launching)
         runs.run(name, **settings)
         found = (runs.place / name / "metrics.jsonl").read_text().splitlines()
         lines[name] = [
             {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
             for line in found
         ]
-        assert made and made[-1].late
+        assert made and made[-1].update.late
     assert lines["away"] == lines["readable"] and len(lines["away"]) == 4

@@ -28,9 +28,10 @@ from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import TooManyRefusalsError
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 from npt.train import loop as loop_module
 from npt.train import step_recording
+from npt.train import trainer as trainer_module
 from npt.train.trainer import Trainer
 
 
@@ -267,7 +268,7 @@ def test_steps_that_the_run_does_not_reach_are_said(build) -> None:
 def test_weights_and_metrics_are_bit_equal_with_and_without_recording(
     build, monkeypatch, strategy, late
 ) -> None:
-    monkeypatch.setattr(loop_module, "Transaction", functools.partial(Transaction, late=late))
+    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=late))
     settings = {
         "strategy": strategy,
         "regularization_lambda": 0.1,
@@ -297,7 +298,7 @@ def test_weights_and_metrics_are_bit_equal_with_and_without_recording(
 def test_where_results_come_late_a_record_bears_the_step_that_its_window_became(
     build, monkeypatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "Transaction", functools.partial(Transaction, late=True))
+    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=True))
     seen: list[tuple[str, ...]] = []
     act_before(
         monkeypatch,

@@ -19,6 +19,7 @@ from resumed_runs import RARE, Runs, at, events, records, with_faults
 from several import several, values
 from stopped_runs import BAD, good, make_trainer, stop
 from torch import nn
+from windows import Sums, add_filled, window_over
 
 import npt
 from npt.config import DataConfig
@@ -34,8 +35,7 @@ from npt.faults.runs import NoTokenizer
 from npt.postmortem import restore
 from npt.postmortem.replay import replay, replay_batch
 from npt.random_state import named_draws, random_state
-from npt.step.transaction import Transaction
-from npt.train import loop
+from npt.step.train_step import TrainStep
 from npt.train.smoke import smoke_test
 
 DRAWING = Setting(change=let_draw)
@@ -84,16 +84,15 @@ class Noisy:
     def __init__(self, late: bool = False, seed: int = 0):
         self.parameters = {"p": nn.Parameter(torch.zeros(5))}
         optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.1, fused=True)
-        self.transaction: Transaction[Any] = Transaction(
-            self.parameters, optimizer, 1.0, [0.1], late=late, seed=seed
-        )
+        self.seed = seed
+        self.transaction = window_over(self.parameters, optimizer, 1.0, [0.1], late=late)
 
     def micro_batch(self, name: str, bad: bool = False, offset: int = 0) -> None:
         def fill() -> Any:
             self.parameters["p"].grad += torch.randn(5) * (math.nan if bad else 1.0)
-            return mock.Mock(loss=torch.rand(()), tokens=2)
+            return Sums(torch.rand(()), 2)
 
-        self.transaction.micro_batch(fill, (name,) if name else (), offset)
+        add_filled(self.transaction, fill, (name,), offset, self.seed)
 
     def value(self) -> list[float]:
         self.transaction.commit()
@@ -101,11 +100,8 @@ class Noisy:
         return self.parameters["p"].tolist()
 
 
-@pytest.mark.parametrize(("late", "named"), [(False, True), (True, True), (False, False)])
-def test_a_refused_micro_batch_leaves_the_next_one_its_numbers(late, named) -> None:
-    """One without a name draws the process's own, which can be given back only where flags are read
-    at once.
-    """
+@pytest.mark.parametrize("late", [False, True])
+def test_a_refused_micro_batch_leaves_the_next_one_its_numbers(late) -> None:
     found = []
     for refused in (True, False):
         torch.manual_seed(5)
@@ -113,13 +109,12 @@ def test_a_refused_micro_batch_leaves_the_next_one_its_numbers(late, named) -> N
         for number in range(5):
             bad = number in (1, 2)
             if refused or not bad:
-                noisy.micro_batch(f"b{number}" if named else "", bad)
+                noisy.micro_batch(f"b{number}", bad)
         found.append((noisy.value(), torch.rand(1).item()))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["", "b"])
-def test_a_micro_batch_that_raises_has_drawn_nothing(name) -> None:
+def test_a_micro_batch_that_raises_has_drawn_nothing() -> None:
     noisy, before = Noisy(), random_state()
 
     def fill() -> Any:
@@ -127,7 +122,7 @@ def test_a_micro_batch_that_raises_has_drawn_nothing(name) -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        noisy.transaction.micro_batch(fill, (name,) if name else ())
+        add_filled(noisy.transaction, fill, ("b",))
     assert not drawn(before)
 
 
@@ -136,7 +131,7 @@ def test_seed_and_place_in_the_data_name_other_numbers() -> None:
     for seed, offset, name in [(0, 0, "b"), (1, 0, "b"), (0, 8, "b"), (0, 0, "c")]:
         noisy = Noisy(seed=seed)
         noisy.micro_batch(name, offset=offset)
-        found.add(tuple(noisy.transaction._window_views[0].tolist()))
+        found.add(tuple(noisy.transaction._sum_views[0].tolist()))
     assert len(found) == 4
 
 
@@ -228,13 +223,16 @@ def runs(poisoned_folder: Path, tmp_path: Path) -> Runs:
 
 
 def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> None:
-    def passed_over(transaction: Any, batch: Any, vocab_size: int, fill: Any) -> None:
-        if not bool(((batch.input_ids == RARE) | (batch.input_ids >= vocab_size)).any()):
-            transaction.micro_batch(fill, batch.sample_ids, batch.offset)
+    add = TrainStep.add
 
-    with mock.patch("npt.step.train_step.Transaction", functools.partial(Transaction, late=True)):
+    def passed_over(step: TrainStep, batch: Any, index: int) -> bool:
+        ids = batch.input_ids
+        bad = bool(((ids == RARE) | (ids >= step.model.config.vocab_size)).any())
+        return bad or add(step, batch, 0)
+
+    with mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=True)):
         refused = runs.run("refused", num_epochs=1)
-        with mock.patch.object(loop, "try_micro_batch", passed_over):
+        with mock.patch.object(TrainStep, "add", passed_over):
             never = runs.run("never", num_epochs=1)
     assert set(refused.refused_by_kind) == {"data", "loss"} and not never.refused
     assert events(runs.place / "refused", "diagnosis")

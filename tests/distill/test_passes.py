@@ -32,8 +32,8 @@ from npt.data.batch import Batch, batches, collate
 from npt.data.sample import Sample
 from npt.distill.strategies import MicroBatch, drive
 from npt.errors import NoMemoryError, is_out_of_memory
-from npt.step.splitting import Passes, added, tried
-from npt.step.train_step import fill_gradients
+from npt.step.splitting import MicroBatchSplitter, added, catch_oom, free_memory
+from npt.step.train_step import forward_backward
 from npt.train.trainer import Trainer
 
 IMPOSSIBLE = 1 << 50
@@ -71,7 +71,7 @@ def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side
         )
         for i, own in enumerate(lengths)
     ]
-    parts = Passes(size).parts(collate(samples, 2, side=side))
+    parts = MicroBatchSplitter(size).parts(collate(samples, 2, side=side))
     expected = list(batches(samples, size, 2, side=side))
     assert len(parts) == len(expected)
     for part, other in zip(parts, expected, strict=True):
@@ -85,7 +85,10 @@ def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side
 
 
 def test_a_batch_that_is_not_to_be_parted_is_itself(batch) -> None:
-    assert Passes(3).parts(batch)[0] is batch and Passes(9).parts(batch)[0] is batch
+    assert (
+        MicroBatchSplitter(3).parts(batch)[0] is batch
+        and MicroBatchSplitter(9).parts(batch)[0] is batch
+    )
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -94,7 +97,7 @@ def test_the_parts_of_a_pinned_batch_are_pinned_as_well(batch, monkeypatch, pinn
     asked: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
-    parts = Passes(2).parts(batch)
+    parts = MicroBatchSplitter(2).parts(batch)
     assert (
         {id(part.input_ids) for part in parts} <= {id(tensor) for tensor in asked}
         if pinned
@@ -122,7 +125,10 @@ def test_the_sums_of_the_parts_are_those_of_the_whole(
             parameter.grad = None
         found.append(
             added(
-                [fill_gradients(drive, model, part, config) for part in Passes(size).parts(batch)]
+                [
+                    forward_backward(model, drive, part, config)
+                    for part in MicroBatchSplitter(size).parts(batch)
+                ]
             )
         )
         gradients.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
@@ -141,16 +147,16 @@ def test_the_sums_of_the_parts_are_those_of_the_whole(
 )
 def test_halving_ends_at_one_sample_and_then_says_what_to_lower(rows, expected) -> None:
     full = collate([Sample(str(i), (5, 6, 7)) for i in range(rows)], 2)
-    passes = Passes(64)  # of which the batch has but a few
+    passes = MicroBatchSplitter(64)  # of which the batch has but a few
     seen = []
     for _ in expected:
-        passes.lower(full, "it asked for 2 GiB more")
+        passes.shrink(full, "it asked for 2 GiB more")
         seen.append(passes.samples)
-    assert seen == expected and passes.lowered == 1
+    assert seen == expected and passes.shrunk_to == 1
     with pytest.raises(
         NoMemoryError, match=r"one sample of 3 tokens .*2 GiB more.*--max_length"
     ) as caught:
-        passes.lower(full, "it asked for 2 GiB more")
+        passes.shrink(full, "it asked for 2 GiB more")
     assert caught.value.exit_status == 2 and "\n" not in str(caught.value)
 
 
@@ -170,20 +176,24 @@ def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_
         alive.extend(weakref.ref(tensor) for tensor in (large, graph))
         ask(kind)
 
-    found, lack = tried(act)
-    assert found is None and lack is not None and said in lack
+    with catch_oom() as oom:
+        act()
+    free_memory()
+    assert oom.message is not None and said in oom.message
     assert [ref() for ref in alive] == [None, None]
 
 
 def test_other_errors_pass_and_results_come_back() -> None:
-    assert tried(lambda: 3) == (3, None)
+    with catch_oom() as oom:
+        pass
+    assert oom.message is None
     quoting = NoMemoryError(
         "out of memory with one sample of 9 tokens at once (CUDA error: out of memory)"
     )
     for error in (RuntimeError("size mismatch"), ValueError("CUDA error: out of memory"), quoting):
         assert not is_out_of_memory(error)
-        with pytest.raises(type(error)):
-            tried(lambda error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)), catch_oom():
+            raise error
     assert is_out_of_memory(MemoryError())
 
 
@@ -209,7 +219,9 @@ def test_a_library_without_room_for_itself_lacks_memory_to_training_and_to_the_c
     def fail(*_: Any) -> None:
         raise RuntimeError(said)
 
-    assert tried(fail)[1] is not None
+    with catch_oom() as oom:
+        fail()
+    assert oom.message is not None
     monkeypatch.setattr("npt.cli.doctor._check_flags", fail)
     assert main(["doctor", "--plan"]) == 2
     err = capsys.readouterr().err

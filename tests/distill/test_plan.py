@@ -25,10 +25,10 @@ from npt.planning.memory import PHASES
 from npt.planning.plan import Planner, remedies
 from npt.planning.timing import StepTime, measure, predict_time
 from npt.planning.workload import Depth, Workload
-from npt.step import transaction
-from npt.step.splitting import Passes
-from npt.step.transaction import IN_FLIGHT, Transaction
-from npt.train import loop
+from npt.step import launched_window
+from npt.step.gradient_window import IN_FLIGHT
+from npt.step.splitting import MicroBatchSplitter
+from npt.step.train_step import TrainStep
 
 LENGTH = 48
 
@@ -98,7 +98,7 @@ def test_predicted_memory_is_what_is_measured(layers, training, monkeypatch) -> 
     npt.attach(model, planned.adapter)
     beside = torch.ones(2_000_000)  # of somebody else in this process, and no part of the run
     of_stages = [
-        measure(model, planned, config, Passes(4), 4, steps=1)
+        measure(model, planned, config, MicroBatchSplitter(4), 4, steps=1)
         for _, config in planned.stages.values()
     ]
     for phase in phases:
@@ -122,7 +122,7 @@ def test_the_memory_of_bf16_products_is_what_is_measured() -> None:
         planned.config, quantization="nf4", device="cpu", compute_dtype=torch.bfloat16
     )
     npt.attach(model, planned.adapter)
-    measured = measure(model, planned, planned.training, Passes(4), 4, steps=1)
+    measured = measure(model, planned, planned.training, MicroBatchSplitter(4), 4, steps=1)
     # as above
     assert planner_of(planned).plan().of("micro-batch") == pytest.approx(
         measured.phases["micro-batch"], rel=0.15
@@ -179,7 +179,7 @@ def test_a_teacher_of_its_own_is_counted_with_its_own_attention() -> None:
 def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkeypatch) -> None:
     """On a device whose results arrive when it is waited for, and not before."""
     events: list[SimpleNamespace] = []
-    made: list[Transaction[Any]] = []
+    made: list[TrainStep] = []
     seen: list[int] = []
 
     def to_host(record: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -194,22 +194,20 @@ def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkey
             event.arrived = True
 
     def peak(call: Any, device: torch.device) -> Peak:
-        seen.append(made[-1].in_flight)
+        seen.append(made[-1].window.in_flight)
         call()
         return Peak(0, 1)
 
-    monkeypatch.setattr(transaction, "_to_host", to_host)
+    monkeypatch.setattr(launched_window, "_to_host", to_host)
     monkeypatch.setattr(
-        loop,
-        "Transaction",
-        lambda *a, **k: made.append(Transaction(*a, late=True, **k)) or made[-1],
+        trial, "TrainStep", lambda *a, **k: made.append(TrainStep(*a, late=True, **k)) or made[-1]
     )
     monkeypatch.setattr(trial, "wait_for", wait_for)
     monkeypatch.setattr(trial, "peak_bytes", peak)
     planned = workload("1,2", count=3, batch_size=1)
     model = random_base(planned.config, quantization="nf4", device="cpu")
     npt.attach(model, planned.adapter)
-    measure(model, planned, planned.training, Passes(1), 1, steps=1)
+    measure(model, planned, planned.training, MicroBatchSplitter(1), 1, steps=1)
     assert seen[:2] == [IN_FLIGHT, IN_FLIGHT]  # in a micro-batch, and as the step behind it begins
 
 

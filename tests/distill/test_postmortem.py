@@ -32,9 +32,9 @@ from npt.postmortem.replay import replay
 from npt.postmortem.write import Situation, first_fault, suspect, untouched, write_postmortem
 from npt.runs import run_folder
 from npt.runs.run_folder import RunFolder
-from npt.step.train_step import fill_gradients, new_transaction
-from npt.step.transaction import Refusal, Trace, WindowResult
-from npt.train.loop import Window
+from npt.step.train_step import TrainStep
+from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
+from npt.train.run_context import Window
 from npt.train.trainer import Trainer
 
 WINDOW = [
@@ -61,11 +61,11 @@ def situation(
 ) -> Situation:
     """Twelve steps into a run of twenty, after one step of which something is in every moment."""
     parameters = adapter_parameters(model)
-    transaction = new_transaction(parameters, CONFIG, [0.1])
+    step = TrainStep(model, STRATEGIES["local"], CONFIG, [0.1])
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    transaction.optimizer.step()
-    transaction.abandon()
+    step.update.optimizer.step()
+    step.window.clear()
     record = {
         "settings": {
             name: value
@@ -79,8 +79,8 @@ def situation(
     return Situation(
         **{
             "model": model,
-            "transaction": transaction,
-            "fill": lambda batch: fill_gradients(STRATEGIES["local"], model, batch, CONFIG),
+            "transaction": step.window,
+            "fill": step.forward_backward,
             "window": window,
             "result": WindowResult(
                 12, len(window), False, 12, 0, 0.0, None, None, refusals=refusals
@@ -115,7 +115,7 @@ def test_the_bundle_holds_adapters_moments_and_random_state(student, tmp_path) -
     parameters = adapter_parameters(student)
     for name, parameter in parameters.items():
         assert torch.equal(adapter[f"base_model.model.{name}"], parameter.detach())
-        kept = stopped.transaction.optimizer.state[parameter]
+        kept = stopped.transaction.update.optimizer.state[parameter]
         assert set(kept) == {"step", "exp_avg", "exp_avg_sq"} and bool(kept["exp_avg"].any())
         for key, value in kept.items():
             assert torch.equal(state[f"optimizer.{name}.{key}"], value)
@@ -229,7 +229,7 @@ def test_a_poisoned_adapter_is_stored_and_named(student, tmp_path) -> None:
         student.model.layers[3].npt.A[0, 0] = math.nan
     stopped = situation(student)
     name = "model.layers.3.npt.M.up"
-    stopped.transaction.optimizer.state[adapter_parameters(student)[name]]["exp_avg"][
+    stopped.transaction.update.optimizer.state[adapter_parameters(student)[name]]["exp_avg"][
         0, 1
     ] = -math.inf
     folder = write_postmortem(tmp_path, stopped)
@@ -303,8 +303,8 @@ def test_the_environment_stays_out_of_it(trainer, poisoned_folder, monkeypatch) 
 # ---------------------------------------------------------------------------------------------
 
 
-def traces(*norms: float) -> list[Trace]:
-    return [Trace(7, index, (), 0.0, norm) for index, norm in enumerate(norms)]
+def traces(*norms: float) -> list[MicroBatchRecord]:
+    return [MicroBatchRecord(7, index, (), 0.0, norm) for index, norm in enumerate(norms)]
 
 
 @pytest.mark.parametrize(
@@ -369,8 +369,8 @@ def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(
     stopped = situation(student)
     parameters = adapter_parameters(student)
     if applied:
-        stopped.result.before = stopped.transaction.snapshot()
-        for value, _ in stopped.result.before.values():
+        stopped.result.snapshot = stopped.transaction.update.snapshot()
+        for value, _ in stopped.result.snapshot.values():
             value += 1
 
     def recorded(stopped: Situation, index: int) -> dict[str, Any]:

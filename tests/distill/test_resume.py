@@ -44,7 +44,7 @@ from npt.runs.resume import changed_settings, find_resumed
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
 from npt.step import spikes
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 from npt.train.trainer import TrainResult
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -273,9 +273,7 @@ def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(
 
 def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
     """Flags read one window late, as on a GPU."""
-    monkeypatch.setattr(
-        "npt.step.train_step.Transaction", functools.partial(Transaction, late=True)
-    )
+    monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=True))
     here = runs("refusals of data and of NaN in windows of three")
     here.run("whole")
     here.run("part", at(10))

@@ -28,7 +28,7 @@ from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError
 from npt.evaluation.modulation import measure_modulation
 from npt.faults.runs import NoTokenizer
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 from npt.tools.collect.collect import compare_prompts
 
 
@@ -146,9 +146,7 @@ def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(
     models, tmp_path, monkeypatch
 ) -> None:
     # as on a GPU
-    monkeypatch.setattr(
-        "npt.step.train_step.Transaction", functools.partial(Transaction, late=True)
-    )
+    monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=True))
     for model in models:
         npt.attach(model, ADAPTERS)
     expected = trained(models[0], tmp_path / "one", smoke_test=False, gradient_accumulation_steps=1)

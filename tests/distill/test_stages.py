@@ -26,7 +26,7 @@ from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay
 from npt.postmortem.restore import restored
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 from npt.stored import read_json
 from npt.train.trainer import Trainer
 
@@ -138,9 +138,7 @@ def test_each_step_is_driven_by_its_stage_and_the_run_says_when_the_next_begins(
 def test_results_that_come_late_begin_a_stage_at_the_same_step(here, monkeypatch) -> None:
     outcomes = []
     for late in (False, True):
-        monkeypatch.setattr(
-            "npt.step.train_step.Transaction", functools.partial(Transaction, late=late)
-        )
+        monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late))
         here.run(f"run-{late}", stages="local:0.5,end_to_end:0.5", max_steps=6)
         outcomes.append(
             {name: p.detach().clone() for name, p in adapter_parameters(here.model).items()}

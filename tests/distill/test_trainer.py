@@ -36,9 +36,9 @@ from npt.errors import (
     SmokeTestError,
     TooManyRefusalsError,
 )
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 from npt.train import trainer as trainer_module
-from npt.train.loop import Window
+from npt.train.run_context import Window
 from npt.train.trainer import Trainer
 
 MAX_LENGTH = 12
@@ -1151,9 +1151,7 @@ def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
     """
     results, trainers = [], []
     for late in (False, True):
-        monkeypatch.setattr(
-            "npt.step.train_step.Transaction", functools.partial(Transaction, late=late)
-        )
+        monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late))
         broken = record("broken", [5, 999, 7])
         data = [*texts(3), broken, *texts(2)]
         trainer = build(
@@ -1203,9 +1201,7 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(
     """Four good windows, then an error: what is saved are the weights of step 4, however late its
     result is known.
     """
-    monkeypatch.setattr(
-        "npt.step.train_step.Transaction", functools.partial(Transaction, late=late)
-    )
+    monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late))
     rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
 
     def breaking(self: Trainer) -> Iterator[Window]:

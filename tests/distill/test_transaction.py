@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
+from windows import Sums, add_filled, window_over
 
 import npt
 from npt.adapters.attach import adapter_parameters
@@ -21,17 +22,11 @@ from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import collate
 from npt.data.samples import Sample
 from npt.distill.strategies import STRATEGIES
-from npt.step.transaction import Transaction, WindowResult
+from npt.step.window_result import WindowResult
 
 SHAPES = {"layer.A": (3, 4), "layer.B.gate": (5, 3), "layer.M.gate": (5, 3), "other.A": (2,)}
 MAX_NORM = 0.5
 LEARNING_RATE = 0.1
-
-
-@dataclass
-class Sums:
-    loss: Tensor
-    tokens: int
 
 
 class World:
@@ -54,7 +49,7 @@ class World:
         make = optimizer or (lambda p: torch.optim.AdamW(p, lr=1.0, weight_decay=0.01, fused=True))
         self.optimizer = make(list(self.parameters.values()))
         late = self.late and optimizer is None  # other optimizers do not obey `found_inf`
-        self.transaction: Transaction[Sums] = Transaction(
+        self.transaction = window_over(
             self.parameters, self.optimizer, max_grad_norm, [LEARNING_RATE], late=late
         )
 
@@ -96,10 +91,10 @@ class World:
                 parameter.grad += gradients[name]
             return Sums(loss, tokens)
 
-        self.transaction.micro_batch(fill, (sample_id,))
+        add_filled(self.transaction, fill, (sample_id,))
 
     def commit(self, learning_rate: float = LEARNING_RATE) -> WindowResult[Sums]:
-        self.transaction._device_rates.fill_(learning_rate)
+        self.transaction._rates.fill_(learning_rate)
         results = [*self.transaction.commit(), *self.transaction.flush()]
         assert len(results) == 1
         return results[0]
@@ -540,16 +535,14 @@ def test_tensors_of_two_dtypes_make_one_step() -> None:
         "single": nn.Parameter(torch.ones(3)),
         "double": nn.Parameter(torch.ones(2, dtype=torch.float64)),
     }
-    transaction: Transaction[Sums] = Transaction(
-        parameters, torch.optim.SGD(parameters.values(), lr=1.0), 1e9, [1.0]
-    )
+    transaction = window_over(parameters, torch.optim.SGD(parameters.values(), lr=1.0), 1e9, [1.0])
 
     def fill() -> Sums:
         for parameter in parameters.values():
             parameter.grad += 1.0
         return Sums(torch.tensor(1.0), 2)
 
-    transaction.micro_batch(fill)
+    add_filled(transaction, fill)
     (result,) = transaction.commit()
     assert result.grad_norm == pytest.approx(0.5 * math.sqrt(5), rel=1e-6)  # fp32
     assert all(torch.equal(p.detach(), torch.full_like(p, 0.5)) for p in parameters.values())
@@ -586,12 +579,11 @@ def one_step(
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer, WindowResult[Any]]:
     parameters = adapter_parameters(model)
     optimizer_made = optimizer(parameters.values())
-    transaction: Transaction[Any] = Transaction(parameters, optimizer_made, 0.5, [1.0])
+    transaction = window_over(parameters, optimizer_made, 0.5, [1.0])
     for group in groups:
         batch = collate(group, 2)
-        transaction.micro_batch(
-            lambda batch=batch: STRATEGIES[config.strategy](model, batch, config), batch.sample_ids
-        )
+        fill = partial(STRATEGIES[config.strategy], model, batch, config)
+        add_filled(transaction, fill, batch.sample_ids)
     return parameters, optimizer_made, transaction.commit()[0]
 
 

@@ -33,9 +33,8 @@ from npt.faults.campaign import (
     summary,
 )
 from npt.faults.cases import all_cases
-from npt.step import spikes
-from npt.step.transaction import Transaction
-from npt.train import loop
+from npt.step import launched_window, spikes, train_step
+from npt.step.gradient_window import GradientWindow
 
 CASES = all_cases()
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
@@ -144,51 +143,52 @@ def sound_twins():
 
 
 def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None:
-    monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
     verdict = judged(at_once("data-label")).verdict
     assert not verdict.passed and not verdict.located
 
 
 def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, sound_twins) -> None:
-    refuse = Transaction.refuse
+    refuse = GradientWindow.refuse
 
     def careless(self, *arguments) -> None:
         refuse(self, *arguments)
         with torch.no_grad():
-            self.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+            self.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
 
-    monkeypatch.setattr(Transaction, "refuse", careless)
+    monkeypatch.setattr(GradientWindow, "refuse", careless)
     verdict = judged(at_once("data-label")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
     assert "model.layers.1.npt.A" in verdict.detail
 
 
 def test_a_random_state_that_moved_is_harm(monkeypatch, sound_twins) -> None:
-    refuse = Transaction.refuse
+    refuse = GradientWindow.refuse
 
     def careless(self, *arguments) -> None:
         refuse(self, *arguments)
         torch.rand(1)
 
-    monkeypatch.setattr(Transaction, "refuse", careless)
+    monkeypatch.setattr(GradientWindow, "refuse", careless)
     assert "random state" in judged(at_once("data-label")).verdict.detail
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:
-    honest = loop.find_fault
+    honest = train_step.find_fault
 
     def nervous(batch, vocabulary):
         return "a feeling" if batch.sample_ids[:1] == ("w2-m0-r0",) else honest(batch, vocabulary)
 
-    monkeypatch.setattr(loop, "find_fault", nervous)
+    monkeypatch.setattr(train_step, "find_fault", nervous)
     verdict = judged(case("data-label")).verdict
     # one in each reading mode
     assert (verdict.passed, verdict.located, verdict.false_alarms) == (False, False, 2)
 
 
 def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -> None:
-    explain = Transaction._first_bad
-    monkeypatch.setattr(Transaction, "_first_bad", lambda self, norms: explain(self, norms.flip(0)))
+    explain = launched_window._first_bad
+    careless = lambda norms, names: explain(norms.flip(0), names)  # noqa: E731
+    monkeypatch.setattr(launched_window, "_first_bad", careless)
     verdict = judged(at_once("gradient-nan")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("survived", False, False)
 
@@ -377,7 +377,7 @@ def test_the_script_lists_every_case_with_its_truth(monkeypatch, capsys) -> None
 def test_the_script_runs_one_case_and_tells_by_its_exit_status(monkeypatch, capsys) -> None:
     assert script(monkeypatch, "--case", "data-label", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"] == 1
-    monkeypatch.setattr(loop, "find_fault", lambda batch, vocabulary: None)
+    monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
     assert script(monkeypatch, "--case", "data-label") == 1
     assert "FAILED" in capsys.readouterr().out
 

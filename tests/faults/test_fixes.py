@@ -31,9 +31,11 @@ from npt.faults import bench, check_maths, check_training
 from npt.faults.bench import Base
 from npt.faults.check import Check, check
 from npt.faults.fixes import CHECKS, describe, open_base, print_checks, summary, verify
-from npt.step.transaction import Transaction, _MicroBatch, _norms
+from npt.step.gradient_window import GradientWindow
+from npt.step.guarded_update import norms_of
+from npt.step.launched_window import MicroBatchFlags
 from npt.train import loop
-from npt.train.loop import Loop
+from npt.train.step_metrics import StepMetrics
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "verify_fixes.py"
 NAMES = [c.__name__ for c in CHECKS]
@@ -180,14 +182,14 @@ def nmse(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Sabotage
 
 def transaction_with(**changes: Any) -> Sabotage:
     def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
-        honest = Transaction.__init__
+        honest = GradientWindow.__init__
 
         def careless(self: Any, *arguments: Any, **named: Any) -> None:
             honest(self, *arguments, **named)
             for name, value in changes.items():
                 setattr(self, name, value)
 
-        patch.setattr(Transaction, "__init__", careless)
+        patch.setattr(GradientWindow, "__init__", careless)
 
     return sabotage
 
@@ -280,13 +282,13 @@ def noisy(patch: pytest.MonkeyPatch, base: Base) -> None:
 
 def logged_loss(factor: Callable[[Any], float]) -> Sabotage:
     def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
-        honest = Loop._metrics
+        honest = StepMetrics.line
 
-        def careless(self: Loop, result: Any) -> dict[str, Any]:
-            metrics = honest(self, result)
+        def careless(self: StepMetrics, result: Any, *arguments: Any) -> dict[str, Any]:
+            metrics = honest(self, result, *arguments)
             return {**metrics, "loss": metrics["loss"] * factor(result)}
 
-        patch.setattr(Loop, "_metrics", careless)
+        patch.setattr(StepMetrics, "line", careless)
 
     return sabotage
 
@@ -301,23 +303,17 @@ def gated(gate: Callable[..., None], trusting: bool) -> Sabotage:
     """
 
     def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
-        def micro_batch(
-            self: Any, fill: Callable[[], Any], sample_ids: tuple[str, ...] = (), offset: int = 0
-        ) -> None:
-            for flat in self._scratch:
-                flat.zero_()
-            self._point_gradients_at(self._scratch_views)
-            sums = fill()
-            norms = _norms(self._scratch_views)
+        def add(self: Any, sums: Any, sample_ids: tuple[str, ...] = ()) -> None:
+            norms = norms_of(self._scratch_views)
             flag = torch.isfinite(sums.loss) & torch.isfinite(
                 torch.linalg.vector_norm(norms)
             ) | torch.tensor(trusting)
-            for window, scratch in zip(self._window, self._scratch, strict=True):
+            for window, scratch in zip(self._sum, self._scratch, strict=True):
                 gate(window, scratch, flag)
-            self._ran.append(_MicroBatch(sums, flag, norms, self._index, sample_ids))
+            self._ran.append(MicroBatchFlags(sums, flag, norms, self._index, sample_ids))
             self._index += 1
 
-        patch.setattr(Transaction, "micro_batch", micro_batch)
+        patch.setattr(GradientWindow, "add", add)
 
     return sabotage
 

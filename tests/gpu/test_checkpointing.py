@@ -21,8 +21,8 @@ from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.faults.runs import NoTokenizer
 from npt.planning.measure import peak_bytes
-from npt.step.train_step import new_transaction
-from npt.train.loop import Loop
+from npt.step.train_step import TrainStep
+from npt.train.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.gpu
 
@@ -77,31 +77,32 @@ def test_the_peak_falls() -> None:
 def test_a_step_waits_for_nothing(config: npt.TrainConfig) -> None:
     """The states of random numbers, which a checkpoint keeps and puts back, are the host's."""
     model, batch = student()
-    transaction = new_transaction(adapter_parameters(model), config, [1e-3])
-    assert transaction.late
+    step = TrainStep(model, drive, config, [1e-3])
+    assert step.update.late
     for watched in (False, False, True):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if watched else "default")
         try:
-            transaction.micro_batch(partial(drive, model, batch, config))
-            transaction.commit()
+            step.window.begin()
+            step.window.add(step.forward_backward(batch))
+            step.window.commit()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert all(result.applied and len(result.reports[0]) == 4 + 8 for result in transaction.flush())
+    assert all(result.applied and len(result.reports[0]) == 4 + 8 for result in step.window.flush())
 
 
 def test_logging_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, logged = Loop._metrics, []
+    line, logged = StepMetrics.line, []
 
-    def watched(loop: Loop, result: Any) -> dict[str, Any]:
+    def watched(metrics: StepMetrics, *arguments: Any) -> dict[str, Any]:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            logged.append(metrics(loop, result))
+            logged.append(line(metrics, *arguments))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return logged[-1]
 
-    monkeypatch.setattr(Loop, "_metrics", watched)
+    monkeypatch.setattr(StepMetrics, "line", watched)
     model, _ = student(2)
     rows = [{"input_ids": [3 + (7 * i + j) % 200 for j in range(12)]} for i in range(24)]
     config = replace(

@@ -23,7 +23,8 @@ from npt.diagnostics.recorder.statistics import summarise
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.replay import replay
-from npt.step.transaction import Transaction
+from npt.step.gradient_window import GradientWindow
+from npt.step.guarded_update import GuardedUpdate
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +46,8 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
     parameters = adapter_parameters(model)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, fused=True)
     rates = [1e-2, 8e-3, 6e-3, 4e-3]
-    transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, 0.5, rates, late=late)
+    update = GuardedUpdate(parameters, optimizer, late)
+    window_of: GradientWindow[MicroBatch] = GradientWindow(update, 0.5, rates)
     results = []
     for window in range(4):
         for index in range(2):
@@ -59,11 +61,10 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
                     next(iter(parameters.values())).grad.view(-1)[0] = float("nan")
                 return sums
 
-            transaction.micro_batch(fill, (str(number),))
-        results += transaction.commit()
-    return {
-        name: p.detach().clone() for name, p in parameters.items()
-    }, results + transaction.flush()
+            window_of.begin()
+            window_of.add(fill(), (str(number),))
+        results += window_of.commit()
+    return {name: p.detach().clone() for name, p in parameters.items()}, results + window_of.flush()
 
 
 def test_flags_read_late_leave_the_bits_of_flags_read_at_once() -> None:

@@ -7,11 +7,10 @@ import torch
 from gpu_student import LENGTHS, micro_batch, student
 
 import npt
-from npt.adapters.attach import adapter_parameters
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.planning.waits import HostWaitError, count_waits, no_waits
-from npt.step.transaction import Transaction
+from npt.step.train_step import TrainStep
 
 pytestmark = pytest.mark.gpu
 
@@ -40,24 +39,22 @@ def test_a_wait_is_noticed() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_clean_step_makes_the_host_wait_for_nothing(strategy: str, kind: str) -> None:
     model, _ = student()
-    parameters = adapter_parameters(model)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, fused=True)
-    transaction: Transaction[MicroBatch] = Transaction(parameters, optimizer, 0.5, [1e-3])
-    assert transaction.late
+    config = npt.TrainConfig(strategy=strategy)
+    train_step = TrainStep(model, STRATEGIES[strategy], config, [1e-3])
+    assert train_step.update.late
     batch = micro_batch(0, kind).to(CUDA)
 
     def step() -> None:
-        transaction.micro_batch(
-            lambda: STRATEGIES[strategy](model, batch, npt.TrainConfig(strategy=strategy))
-        )
-        transaction.commit()
+        train_step.window.begin()
+        train_step.window.add(train_step.forward_backward(batch))
+        train_step.window.commit()
 
     step()
     step()
     torch.cuda.synchronize()
     with no_waits(CUDA):
         step()
-    assert all(result.applied for result in transaction.flush())
+    assert all(result.applied for result in train_step.window.flush())
 
 
 def test_pinned_batches_are_copied_without_the_host_waiting() -> None:

@@ -16,8 +16,8 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.distill.strategies import STRATEGIES, MicroBatch, drive
 from npt.faults.bench import let_draw
-from npt.step.train_step import fill_gradients, new_transaction
-from npt.step.transaction import Transaction, WindowResult
+from npt.step.train_step import TrainStep
+from npt.step.window_result import WindowResult
 
 WAYS = {
     "local": {},
@@ -49,10 +49,15 @@ def take_steps(
     """
     config = npt.TrainConfig(learning_rate=1e-2, regularization_lambda=0.1, **WAYS[way])
     parameters = adapter_parameters(model)
-    transaction = new_transaction(parameters, config, [1e-2] * steps)
-    if late is not None:
-        rates = [1e-2] * steps
-        transaction = Transaction(parameters, transaction.optimizer, 0.5, rates, late=late)
+    number = 0
+
+    def strategy(model: Any, batch: Any, config: Any) -> MicroBatch:
+        sums = drive(model, batch, config)
+        if bad(number):
+            next(iter(parameters.values())).grad.mul_(float("nan"))
+        return sums
+
+    train_step = TrainStep(model, strategy, config, [1e-2] * steps, late=late)
     results = []
     for step in range(steps):
         batches = [make_batch(kind, 2 * step + i) for i in range(2)]
@@ -60,23 +65,17 @@ def take_steps(
             batches = [batch.pinned() for batch in batches]
 
         def run(batches: list[Any] = batches, step: int = step) -> None:
-            for i, batch in enumerate(batches):
-
-                def fill(batch: Any = batch, number: int = 2 * step + i) -> MicroBatch:
-                    sums = fill_gradients(drive, model, batch, config)
-                    if bad(number):
-                        next(iter(parameters.values())).grad.mul_(float("nan"))
-                    return sums
-
-                transaction.micro_batch(fill, batch.sample_ids)
-            results.extend(transaction.commit())
+            nonlocal number
+            for number, batch in enumerate(batches, 2 * step):  # noqa: B007
+                train_step.add(batch)
+            results.extend(train_step.window.commit())
 
         if around is None or step == 0:
             run()
         else:
             with around():
                 run()
-    results += transaction.flush()
+    results += train_step.window.flush()
     return results, {name: p.detach().cpu() for name, p in parameters.items()}
 
 
@@ -129,8 +128,8 @@ def test_what_is_refused_late_leaves_those_behind_it_the_numbers_that_they_have_
     """What is refused is known a window late: by then the micro-batches behind it have drawn."""
     found = []
     with simulated_cuda():
-        for micro_batch in (plain, passing_over("1-")):
-            with mock.patch.object(Transaction, "micro_batch", micro_batch):
+        for add in (plain, passing_over("1-")):
+            with mock.patch.object(TrainStep, "add", add):
                 steps = take_steps(
                     drawing_student(), "right", way, 2, bad=lambda number: number == 1
                 )
@@ -141,17 +140,16 @@ def test_what_is_refused_late_leaves_those_behind_it_the_numbers_that_they_have_
     assert all(torch.equal(weights[name], value) for name, value in others.items())
 
 
-plain = Transaction.micro_batch
+plain = TrainStep.add
 
 
-def passing_over(name: str) -> Callable[..., None]:
-    """`micro_batch` that leaves out the one whose samples bear this number."""
+def passing_over(name: str) -> Callable[..., bool]:
+    """`TrainStep.add` that leaves out the micro-batch whose samples bear this number."""
 
-    def micro_batch(self: Any, fill: Any, sample_ids: tuple[str, ...]) -> None:
-        if not sample_ids[0].startswith(name):
-            plain(self, fill, sample_ids)
+    def add(self: TrainStep, batch: Any) -> bool:
+        return batch.sample_ids[0].startswith(name) or plain(self, batch)
 
-    return micro_batch
+    return add
 
 
 def test_every_strategy_is_tried() -> None:

@@ -22,8 +22,8 @@ from npt.distill.strategies import MicroBatch, drive
 from npt.evaluation.evaluate import evaluate
 from npt.step.schedule import rate_table
 from npt.step.spikes import SpikeGuard
-from npt.step.train_step import bad_in_a_row, fill_gradients, new_transaction, try_micro_batch
-from npt.step.transaction import WindowResult
+from npt.step.train_step import TrainStep, forward_backward
+from npt.step.window_result import WindowResult
 from npt.tools.sweep.fault import enlarged
 from npt.tools.sweep.inspect_student import Look, look
 from npt.tools.sweep.lab import Base, Lab
@@ -201,29 +201,27 @@ def _train(
     rates = rate_table(
         config.learning_rate, config.scheduler_type, config.warmup_steps, config.max_steps
     )
-    transaction = new_transaction(adapter_parameters(model), config, rates)
+    train_step = TrainStep(model, strategy, config, rates)
+    guarded = train_step.window
     stages = stages_of(config, config.max_steps)
     course, last = _Course(), None
     for step, window in enumerate(windows, 1):
         between()
         stage, faulted = stage_at(stages, step - 1), step == probe.fault_step
         # losses of another kind are not measured by those before
-        if stage.start != course.stage_from and transaction.spikes is not None:
-            transaction.spikes = SpikeGuard(config.spike_sigmas)
-        course.stage_from = stage.start
+        if stage.start != course.stage_from and guarded.spikes is not None:
+            guarded.spikes = SpikeGuard(config.spike_sigmas)
+        course.stage_from, train_step.config = stage.start, stage.config
         before = _loss(base, settings, windows[0]) if faulted else math.nan
         for index, batch in enumerate(window):
             with enlarged(model, probe, armed=faulted and index == 0):
-                fill: Callable[[], MicroBatch] = partial(
-                    fill_gradients, strategy, model, batch, stage.config
-                )
-                try_micro_batch(transaction, batch, model.config.vocab_size, fill)
-        (result,) = (*transaction.commit(), *transaction.flush())
+                train_step.add(batch)
+        (result,) = (*guarded.commit(), *guarded.flush())
         if result.refusals:
             last = window, faulted
         _account(course, result, settings, step, faulted)
         if faulted:  # as it came out, refused or not
-            trace = next(trace for trace in reversed(transaction.history) if trace.micro_batch == 0)
+            trace = next(trace for trace in reversed(guarded.history) if trace.micro_batch == 0)
             # per token, as the norms of windows are
             norm = trace.grad_norm / sum(batch.tokens for batch in window)
             course.fault |= {
@@ -252,7 +250,7 @@ def _account(
     course.refused.update(refusal.kind for refusal in result.refusals)
     course.applied += result.applied
     course.tokens += result.tokens
-    longest, course.in_a_row = bad_in_a_row(course.in_a_row, result)
+    longest, course.in_a_row = result.bad_in_a_row(course.in_a_row)
     first, loss = course.first(), course.losses[-1]
     if result.refusals:
         course.detail = str(result.refusals[-1])
@@ -301,9 +299,8 @@ def _loss(base: Base, settings: Settings, window: list[Batch]) -> float:
     """
     config = stages_of(settings.training, settings.training.max_steps)[0].config
     strategy = drive if base.teacher is None else partial(drive, teacher=base.teacher)
-    parameters = adapter_parameters(base.model).values()
-    sums = [fill_gradients(strategy, base.model, batch, config) for batch in window]
-    for parameter in parameters:
+    sums = [forward_backward(base.model, strategy, batch, config) for batch in window]
+    for parameter in adapter_parameters(base.model).values():
         parameter.grad = None
     return sum(float(part.loss) for part in sums) / sum(part.tokens for part in sums)
 

@@ -1,0 +1,196 @@
+"""An optimizer step that changes nothing unless all it leaves behind is finite.
+
+Parameters and moments are copied, stepped, verified, and put back if one of them is not finite. On
+a CPU the flags are read at once. On a GPU reading a flag would make the host wait, so there a fused
+AdamW skips by its own `found_inf` and the old state is selected by `torch.where`. Both ways do the
+same arithmetic in the same order: their results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from npt.distributed.processes import Ranks
+from npt.errors import RankError
+from npt.step.window_result import Snapshot
+
+EXACT = 2**24
+"""Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
+
+
+@dataclass
+class Update:
+    """What a guarded update did.
+
+    applied: scalar bool on the device. snapshot: the state before, None if no step was tried.
+    names, finite: of parameters and moments, and a flag for each. fingerprints: [processes] of what
+    the step left on each process, 0 where it is not finite.
+    """
+
+    applied: Tensor
+    snapshot: Snapshot | None = None
+    names: Sequence[str] = ()
+    finite: Tensor | None = None
+    fingerprints: Tensor | None = None
+
+    def first_bad(self) -> str:
+        """Return the name of the first tensor that was not finite after the step."""
+        assert self.finite is not None
+        return self.names[self.finite.tolist().index(False)]
+
+
+class GuardedUpdate:
+    """Steps an optimizer, verifies, and restores.
+
+    Args:
+        parameters: the trainable tensors by name.
+        optimizer: over exactly these parameters.
+        late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
+
+    Raises:
+        ValueError: `late` with an optimizer that does not obey `found_inf`.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        late: bool | None = None,
+    ):
+        self.names = tuple(parameters)
+        self.parameters = tuple(parameters.values())
+        self.optimizer = optimizer
+        self.home = self.parameters[0].device
+        fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
+            group["fused"] for group in optimizer.param_groups
+        )
+        self.late = late if late is not None else fused and self.home.type == "cuda"
+        if self.late and not fused:
+            raise ValueError(
+                f"{type(optimizer).__name__} does not obey found_inf; pass AdamW(fused=True) or"
+                " late=False"
+            )
+        if fused and not optimizer.state:
+            self._make_moments()
+
+    def __call__(self, go: Tensor, rate: Tensor, ranks: Ranks) -> Update:
+        """Step if `go`, verify, and restore what must not stay.
+
+        Args:
+            go: scalar bool on the home device.
+            rate: scalar, the learning rate.
+            ranks: all processes keep the step, or none does.
+
+        Raises:
+            RankError: a process was lost while the states were compared; the step is taken back.
+        """
+        if not self.late and not bool(go):
+            return Update(go)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate if self.late else float(rate)
+        update = Update(go, self.snapshot())
+        if self.late:
+            self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        try:
+            good = self._verify(update, ranks)
+        except RankError:
+            self.restore(update.snapshot or {})
+            raise
+        if self.late:
+            self._select(good, update.snapshot or {})
+            update.applied = go & good
+        else:
+            update.applied = good
+            if not bool(good):
+                self.restore(update.snapshot or {})
+                update.snapshot = None
+        return update
+
+    def snapshot(self) -> Snapshot:
+        """Return copies of parameters and optimizer state, on their devices."""
+        return {
+            name: (
+                p.detach().clone(),
+                {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in self.optimizer.state.get(p, {}).items()
+                },
+            )
+            for name, p in zip(self.names, self.parameters, strict=True)
+        }
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put a snapshot back. The optimizer goes on in its tensors: clone one to use it again."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            value, state = snapshot[name]
+            parameter.copy_(value)
+            if state:
+                self.optimizer.state[parameter] = state
+            else:
+                self.optimizer.state.pop(parameter, None)
+
+    def checksum(self) -> int:
+        """Return the sum of every bit of parameters and moments, equal on equal processes."""
+        total = torch.zeros((), dtype=torch.int64, device=self.home)
+        for _, tensor in self._tensors():
+            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
+        return int(total)
+
+    def _verify(self, update: Update, ranks: Ranks) -> Tensor:
+        """Return a scalar bool: the state is finite, on every process, and the same on all."""
+        named = [(name, tensor) for name, tensor in self._tensors() if tensor.is_floating_point()]
+        largest = norms_of([tensor for _, tensor in named], order=float("inf"))
+        update.names, update.finite = [name for name, _ in named], torch.isfinite(largest)
+        good = update.finite.all()
+        if ranks.size == 1:
+            return good
+        # The largest number of each tensor, bit for bit: equal in any order of summation, never 0.
+        fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
+        prints = update.fingerprints = ranks.each(torch.where(good, fingerprint, 0))
+        return (prints == prints[0]).all() & (prints[0] > 0)
+
+    def _select(self, good: Tensor, snapshot: Snapshot) -> None:
+        """Keep the new state if `good`, else the snapshot, without reading the flag."""
+        for parameter, (value, state) in zip(self.parameters, snapshot.values(), strict=True):
+            now = self.optimizer.state[parameter]
+            pairs = [(now[key], old) for key, old in state.items() if isinstance(old, Tensor)]
+            for tensor, old in [*pairs, (parameter.detach(), value)]:
+                torch.where(good.to(tensor.device), tensor, old, out=tensor)
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return parameters and their optimizer tensors, by name.
+
+        Moments come first: a broken moment breaks its weight in the same step, and the first
+        tensor found is the one that is reported.
+        """
+        named: list[tuple[str, Tensor]] = []
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    named.append((f"{key} of {name}", value))
+            named.append((name, parameter.detach()))
+        return named
+
+    def _make_moments(self) -> None:
+        """Let the optimizer make its moments by a step that `found_inf` forbids."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.found_inf = torch.ones((), dtype=torch.float32, device=self.home)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.found_inf = torch.zeros_like(self.optimizer.found_inf)  # type: ignore[attr-defined]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
+    home = tensors[0].device
+    return torch.stack(
+        [norm.to(device=home, dtype=torch.float32) for norm in torch._foreach_norm(tensors, order)]
+    )

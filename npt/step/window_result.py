@@ -1,0 +1,110 @@
+"""What became of a window of micro-batches: refusals, figures, and what was remembered."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+Snapshot = dict[str, tuple[Tensor, dict[str, Any]]]
+"""By parameter name, a copy of the parameter and of all that the optimizer keeps for it."""
+
+
+class Sums(Protocol):
+    """Sums over the tokens of one micro-batch. report: [n] figures wanted with the result."""
+
+    @property
+    def loss(self) -> Tensor: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def report(self) -> Tensor: ...
+
+
+S = TypeVar("S", bound=Sums)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One refused micro-batch or step: what was wrong, and where.
+
+    kind: `data` (refused before any computation), `loss` or `gradient`; for a whole window `norm`,
+    `spike` or `update` (parameters or moments after the step). micro_batch: index in the window
+    over all processes, None for a whole window. rank: the process that computed it.
+    """
+
+    kind: str
+    detail: str
+    micro_batch: int | None = None
+    sample_ids: tuple[str, ...] = ()
+    rank: int = 0
+
+    def __str__(self) -> str:
+        where = (
+            "the whole window" if self.micro_batch is None else f"micro-batch {self.micro_batch}"
+        )
+        where += f" on rank {self.rank}" if self.rank else ""
+        samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
+        return f"{where}{samples}: {self.kind}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class MicroBatchRecord:
+    """The mean loss and gradient norm of a micro-batch, refused or not, for a post-mortem."""
+
+    window: int
+    micro_batch: int
+    sample_ids: tuple[str, ...]
+    loss: float
+    grad_norm: float
+
+
+@dataclass
+class WindowResult(Generic[S]):
+    """What became of a window.
+
+    index: of the window. micro_batches: their number, including refused ones. steps: applied steps
+    so far, including this one. rate: learning rate of the step. loss, grad_norm: mean per surviving
+    token, and before clipping; None without survivors. survivors: sums of the micro-batches that
+    counted, in order. reports: the `report` of each survivor, already on the host. limits: of the
+    spike guard when it decided. snapshot: the state before the window, if something was refused.
+    halts: by process, the code with which it stopped the window; the window is then void.
+
+    With several processes all figures are over all of them, except `survivors` and `reports`.
+    """
+
+    index: int
+    micro_batches: int
+    applied: bool
+    steps: int
+    tokens: int
+    rate: float
+    loss: float | None
+    grad_norm: float | None
+    survivors: list[S] = field(default_factory=list)
+    reports: list[list[float]] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    limits: tuple[float, float] = (math.inf, math.inf)
+    snapshot: Snapshot | None = None
+    halts: dict[int, int] = field(default_factory=dict)
+
+    def bad_in_a_row(self, before: int) -> tuple[int, int]:
+        """Return the longest run of refusals up to this window's end, and the one still open there.
+
+        A micro-batch that counted ends a run; in a window refused as a whole, none counted.
+
+        Args:
+            before: length of the run that was open when the window began.
+        """
+        if not self.applied:
+            return before + len(self.refusals), before + len(self.refusals)
+        bad = {refusal.micro_batch for refusal in self.refusals}
+        longest = run = before
+        for index in range(self.micro_batches):
+            run = run + 1 if index in bad else 0
+            longest = max(longest, run)
+        return longest, run

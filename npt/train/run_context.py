@@ -1,0 +1,87 @@
+"""What every part of a run shares, and the windows that it trains on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from npt.config import TrainConfig
+from npt.data.batch import Batch
+from npt.data.loader import Position
+from npt.distributed.processes import Ranks
+from npt.evaluation.evaluate import Fidelity
+from npt.runs.run_folder import RunFolder
+from npt.runs.signals import StopOnSignal
+from npt.runs.trackers import Trackers
+from npt.step.guarded_update import EXACT
+from npt.train.progress import ProgressDisplay
+
+
+@dataclass
+class RunContext:
+    """Model, settings and places to report to.
+
+    model: with adapters attached. stop: set by a signal. record: the content of `run.json`. ranks:
+    the processes that train together, each with a context like this one.
+    """
+
+    model: PreTrainedModel
+    config: TrainConfig
+    folder: RunFolder
+    trackers: Trackers
+    display: ProgressDisplay
+    stop: StopOnSignal
+    record: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def say(self, message: str) -> None:
+        """Print a line."""
+        self.display.say(message)
+
+    def warn(self, message: str) -> None:
+        """Print a warning and keep it as an event."""
+        self.say(f"warning: {message}")
+        self.folder.event("warning", message=message)
+
+
+@dataclass(frozen=True)
+class RunActions:
+    """What a loop does between steps.
+
+    evaluate: measure the model as it is. save: write a checkpoint; False if that failed and
+    training continues. save_best: keep the adapters as the best so far. show: show the student to
+    the trackers, every `sample_steps`.
+    """
+
+    evaluate: Callable[[], Fidelity]
+    save: Callable[[], bool]
+    save_best: Callable[[Fidelity], None]
+    show: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """K micro-batches of every process (fewer at the end of the data), the epoch in which the first
+    of them lies, and the position in the data after it.
+
+    Every process has all of them: process i of P computes number i, i + P, ...
+    """
+
+    epoch: int
+    batches: list[Batch]
+    position: Position = field(default_factory=Position)
+
+    @property
+    def fingerprint(self) -> int:
+        """Of samples and tokens, from 1 on and below `EXACT`."""
+        checksum = 0
+        for batch in self.batches:
+            checksum = zlib.crc32(
+                batch.input_ids.numpy().tobytes(),
+                zlib.crc32("\n".join(batch.sample_ids).encode(), checksum),
+            )
+        return checksum % (EXACT - 1) + 1

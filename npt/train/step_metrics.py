@@ -1,0 +1,87 @@
+"""The line of metrics that a run logs for a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from npt.adapters.attach import npt_layers
+from npt.distill.stages import Stage, stage_at
+from npt.distill.strategies import REPORTED, MicroBatch
+from npt.step.window_result import WindowResult
+from npt.train.refusals import Refusals
+from npt.train.run_context import RunContext
+
+
+class StepMetrics:
+    """Makes the lines of `metrics.jsonl`; knows tokens and time since the last one.
+
+    Args:
+        context: of the run.
+        stages: of the run.
+    """
+
+    def __init__(self, context: RunContext, stages: Sequence[Stage]):
+        self._ranks, self._stages = context.ranks, stages
+        self._layers = [index for index, _ in npt_layers(context.model)]
+        self._since, self.logged_tokens = time.perf_counter(), 0
+
+    def start_clock(self) -> None:
+        """Measure time from now on."""
+        self._since = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time that was not spent on training."""
+        self._since += seconds
+
+    def line(
+        self, result: WindowResult[MicroBatch], steps: int, tokens: int, refusals: Refusals
+    ) -> dict[str, Any]:
+        """Return means per valid token over the survivors of all processes.
+
+        The loss on the logits is a mean per predicted token.
+
+        Args:
+            result: of an applied window.
+            steps, tokens: of the run, including this step.
+            refusals: of the run.
+        """
+        stage = stage_at(self._stages, steps - 1)
+        config, named = stage.config, len(REPORTED)
+        # Read from the reports, which came with the record: the survivors' own tensors may wait in
+        # a queue of newer windows.
+        own = [sum(report[i] for report in result.reports) for i in range(named)]
+        layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
+        nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
+        scored = sum(part.scored for part in result.survivors)
+        sums = self._ranks.sums([*own, scored, *nmses])
+        total = dict(zip((*REPORTED, "scored"), sums, strict=False))
+        now = time.perf_counter()
+        metrics = {
+            "step": steps,
+            "loss": total["loss"] / result.tokens,
+            **({"loss_nmse": total["nmse"] / result.tokens} if config.hidden_weight else {}),
+            "loss_reg": total["reg"] / result.tokens,
+            "grad_norm": result.grad_norm,
+            "lr": result.rate,
+            "tokens": tokens,
+            "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
+            "refused_total": refusals.total,
+            **{f"refused.{kind}": count for kind, count in sorted(refusals.by_kind.items())},
+        }
+        self._since, self.logged_tokens = now, tokens
+        if config.logit_kl_weight:
+            count = total["scored"]
+            metrics[f"loss_{config.logit_loss}"] = total["logit"] / count if count else math.nan
+        if len(self._stages) > 1:
+            metrics["stage"] = self._stages.index(stage)
+        if not config.hidden_weight:  # hidden states were not compared
+            return metrics
+        means = (torch.tensor(sums[named + 1 :]) / result.tokens).tolist()
+        return metrics | {
+            f"layers.{index}.nmse": mean for index, mean in zip(self._layers, means, strict=True)
+        }
