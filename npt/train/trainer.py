@@ -82,8 +82,8 @@ from npt.planning.plan import Planner
 from npt.planning.workload import Workload
 from npt.random_state import random_state, set_random_state
 from npt.runs.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from npt.runs.data_fingerprint import check_same_data, data_identity
-from npt.runs.null_run_folder import UnwrittenFolder
+from npt.runs.data_fingerprint import check_same_data, data_fingerprint
+from npt.runs.null_run_folder import NullRunFolder
 from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.runs.run_folder import (
     BROKEN,
@@ -588,8 +588,8 @@ class Trainer:
 
     def _identify_data(self) -> dict[str, Any]:
         """Which data these are, and that a run which goes on has the same."""
-        identity = {REPLAY: data_identity(None)} if self.data_config.dataset_mix is None else {}
-        identity |= {source.label: data_identity(source.records) for source in self.sources}
+        identity = {REPLAY: data_fingerprint(None)} if self.data_config.dataset_mix is None else {}
+        identity |= {source.label: data_fingerprint(source.records) for source in self.sources}
         if self._checkpoint is not None:
             check_same_data(self._checkpoint.record["data"], identity)
         return identity
@@ -879,7 +879,7 @@ class Trainer:
     def _open_folder(self) -> RunFolder:
         """The run folder, which rank 0 writes."""
         if not self.ranks.main:
-            return UnwrittenFolder(self.folder_path)
+            return NullRunFolder(self.folder_path)
         return RunFolder(
             self.folder_path,
             resume_at=(

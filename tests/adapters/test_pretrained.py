@@ -16,7 +16,8 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.files import hub
-from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES, for_hub
+from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES
+from npt.adapters.files.card import for_hub
 from npt.adapters.files.hub import adapter_folder
 from npt.base.load import EMBEDDED_FOLDER
 from npt.base.recipe import ENTRY, Recipe

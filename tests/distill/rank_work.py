@@ -33,7 +33,7 @@ from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distributed.processes import Ranks
 from npt.faults.runs import NoTokenizer
-from npt.runs.null_run_folder import UnwrittenFolder
+from npt.runs.null_run_folder import NullRunFolder
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
@@ -153,7 +153,7 @@ def looped(
     config = TrainConfig(
         **{"log_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "eval_samples": 1, **settings}
     )
-    folder = RunFolder(out) if ranks.main else UnwrittenFolder(out)
+    folder = RunFolder(out) if ranks.main else NullRunFolder(out)
     stop = StopOnSignal()
     saved: list[int] = []
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)

@@ -20,11 +20,10 @@ from npt.adapters.files.adapter_files import (
     CONFIG_NAME,
     FILES,
     WEIGHTS_NAME,
-    card,
     find_adapter,
-    for_hub,
     save_adapter,
 )
+from npt.adapters.files.card import card, for_hub
 from npt.adapters.files.consolidated_files import HISTORY_NAME
 from npt.adapters.files.hub import is_hub_id, on_hub
 from npt.errors import AdapterFileError, ConfigError
