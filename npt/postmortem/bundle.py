@@ -19,7 +19,8 @@ from npt.config import QUANT_TYPES, NPTConfig, TrainConfig
 from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
 from npt.errors import BundleError, ConfigError
 from npt.postmortem.write import VERSION, WINDOW
-from npt.runs.checkpoint import POSTMORTEM, Checkpoint, read_state
+from npt.runs.checkpoint import Checkpoint, read_state
+from npt.runs.manifest import POSTMORTEM
 from npt.step.window_result import Refusal, Snapshot
 from npt.stored import (
     check_entries,

@@ -38,7 +38,8 @@ from npt.distill.strategies import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
 from npt.random_state import kept_random_state, random_state
-from npt.runs.checkpoint import POSTMORTEM, write_manifest, write_state
+from npt.runs.checkpoint import write_state
+from npt.runs.manifest import POSTMORTEM, write_manifest
 from npt.step.gradient_window import GradientWindow
 from npt.step.schedule import kind_of_run, rate_at
 from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult

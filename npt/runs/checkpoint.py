@@ -16,12 +16,8 @@ A post-mortem (`npt.postmortem`) is such a folder with two more files.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +41,7 @@ from npt.errors import CheckpointError
 from npt.evaluation.evaluate import Fidelity
 from npt.files import new_folder, write_json
 from npt.random_state import read_random_state
+from npt.runs.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.step.gradient_window import GradientWindow
 from npt.step.spikes import HISTORY
 from npt.step.window_result import Snapshot
@@ -61,15 +58,14 @@ from npt.stored import (
 )
 
 FORMAT = 1
-TENSORS, RECORD, MANIFEST = "state.safetensors", "state.json", "manifest.json"
-POSTMORTEM = "postmortem.json"
-"""No part of the manifest: findings are added to it after the rest is written."""
+TENSORS, RECORD = "state.safetensors", "state.json"
 
 OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 
 _SPIKES = ("spikes.losses", "spikes.norms")
 _NUMBER = (int, float)
 _COUNTERS = ("tokens", "micro_batches", "in_a_row", "epoch", "diagnoses")
+_COUNTS = (*_COUNTERS, "refused_by_kind", "refused_by_epoch", "counted_from", "position")
 _STATE: dict[str, tuple[type, ...]] = {"step": (int,), "base_hash": (str,)}
 _LOOP: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTERS, (int,)),
@@ -99,12 +95,12 @@ class State:
     spikes: tuple[Sequence[float], Sequence[float]] | None
     random_states: Mapping[int, Mapping[str, Tensor]]
 
-    def restore(self, transaction: GradientWindow[Any]) -> None:
-        """Restore adapters, moments, spike guard and step count of a transaction over the same
-        parameters, without an open window.
+    def restore(self, window: GradientWindow[Any]) -> None:
+        """Restore adapters, moments, spike guard and step count of a window over the same
+        parameters, with no micro-batch in it.
         """
         copies: Snapshot = {}
-        update = transaction.update
+        update = window.update
         for name, parameter in zip(update.names, update.parameters, strict=True):
             value, moments = self.snapshot[name]
             now = update.optimizer.state[parameter]
@@ -113,9 +109,9 @@ class State:
                 {key: moment.to(now[key].device, copy=True) for key, moment in moments.items()},
             )
         update.restore(copies)
-        transaction.resume_at(self.step)
-        if transaction.spikes is not None and self.spikes is not None:
-            transaction.spikes.recall(*self.spikes)
+        window.resume_at(self.step)
+        if window.spikes is not None and self.spikes is not None:
+            window.spikes.recall(*self.spikes)
 
 
 @dataclass(frozen=True)
@@ -238,7 +234,7 @@ class Checkpoint:
 def write_checkpoint(
     folder: Path,
     model: PreTrainedModel,
-    transaction: GradientWindow[Any],
+    window: GradientWindow[Any],
     record: Mapping[str, Any],
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
@@ -248,7 +244,7 @@ def write_checkpoint(
     Args:
         folder: becomes the checkpoint.
         model: whose adapters are saved; they must be finite.
-        transaction: with no window in flight.
+        window: with no result on its way.
         record: the content of `state.json`: `step`, counters, position, settings.
         base: of the model.
         random_states: by rank.
@@ -258,16 +254,10 @@ def write_checkpoint(
         AdapterFileError: an adapter is not finite.
     """
     check_savable(adapter_parameters(model), folder)
-    spikes = None if transaction.spikes is None else transaction.spikes.remembered()
+    spikes = None if window.spikes is None else window.spikes.remembered()
     with new_folder(folder) as temporary:
         write_state(
-            temporary,
-            model,
-            transaction.update.snapshot(),
-            record,
-            base,
-            random_states,
-            spikes=spikes,
+            temporary, model, window.update.snapshot(), record, base, random_states, spikes=spikes
         )
         write_manifest(temporary)
 
@@ -312,51 +302,6 @@ def write_state(
     write_json(folder / RECORD, {"format": FORMAT, **record})
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the sums of every file below the folder."""
-    files = {name: _sums(path) for name, path in _files(folder).items()}
-    (folder / MANIFEST).write_text(_manifest_text(files), encoding="utf-8")
-
-
-def verify_checkpoint(folder: Path) -> None:
-    """Check every bit of a checkpoint against its manifest, and the manifest against itself.
-
-    Raises:
-        CheckpointError: which file, and both sums where it is one of sums.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} holds no {MANIFEST}; it was not written to its end")
-    manifest = read_json(path, CheckpointError)
-    files = manifest.get("files")
-    try:
-        text, content = _manifest_text(files if isinstance(files, dict) else {}), path.read_bytes()
-        if content != text.encode():
-            own = _short(manifest.get("sha256"))
-            raise CheckpointError(
-                f"{path} does not add up: it says sha256 {own} of its entries, they have"
-                f" {_own_sum(files)[:12]}"
-            )
-        found = _files(folder)
-        assert isinstance(files, dict)
-        for kind, names in (
-            ("lacks", set(files) - set(found)),
-            ("holds the extra file", set(found) - set(files)),
-        ):
-            if names:
-                raise CheckpointError(f"{folder} {kind} {shown(min(names))} ({len(names)} such)")
-        for name, sums in files.items():
-            now = _sums(found[name])
-            if now != sums:
-                said = sums if isinstance(sums, dict) else {}
-                raise CheckpointError(
-                    f"{found[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
-                    f" manifest says {_short(said.get('sha256'))} of {shown(said.get('bytes'))}"
-                )
-    except (OSError, RecursionError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
-
-
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Verify a checkpoint and check the form of its record; no tensor is read yet.
 
@@ -370,24 +315,20 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     check_entries(path, "", record, _LOOP, CheckpointError, exact=False)
     counted_from = {"steps": (int,), "micro_batches": (int,)}
     check_entries(path, "counted_from.", record["counted_from"], counted_from, CheckpointError)
-    at_once = record.get("samples_at_once", [])  # earlier versions did not know of it
-    counts = {name: [record[name]] for name in _COUNTERS}
-    for name in ("refused_by_kind", "refused_by_epoch", "counted_from"):
-        counts[name] = list(record[name].values())
-    for name, values in counts.items():
-        if not all(map(_is_count, values)):
+    for name in _COUNTS:
+        if not all(map(_is_count, _leaves(record[name]))):
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
-    if not isinstance(at_once, list) or not all(
-        samples is None or (_is_count(samples) and samples > 0) for samples in at_once
-    ):
+    at_once = record.get("samples_at_once", [])  # earlier versions did not know of it
+    if not isinstance(at_once, list) or not all(n is None or (_is_count(n) and n) for n in at_once):
         raise CheckpointError(
             f"{path}: samples_at_once is {shown(at_once)}, expected a count or nothing for each"
             " rank"
         )
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]
-        _check_position(record["position"])
-        _check_figures(record["initial"])
+        if checkpoint.position.as_dict() != record["position"]:
+            raise ValueError(f"position {record['position']}")
+        _check_figures(checkpoint.initial)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: the position, figures or counts cannot be used: {shown(str(error))}; use"
@@ -434,78 +375,24 @@ def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    return type(value) is int and 0 <= value < 2**62
 
 
-def _check_position(values: Mapping[str, Any]) -> None:
-    position = Position.from_dict(dict(values))
-    if position.as_dict() != values:
-        raise ValueError(f"position {values}")
-    numbers = [
-        *values["place"],
-        *values["replay_place"],
-        position.epoch,
-        position.replay_epoch,
-        position.drawn,
-        position.begun,
-    ]
-    numbers += [number for epoch, place in position.further for number in (epoch, *place)]
-    if not all(map(_is_count, numbers)):
-        raise ValueError(f"position {numbers}")
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield every value in lists and objects, at any depth."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
-def _check_figures(values: Mapping[str, Any]) -> None:
-    figures = Fidelity.from_dict(values)
-    numbers = [
-        *figures.teacher.as_dict().values(),
-        *figures.floor.as_dict().values(),
-        *figures.student.as_dict().values(),
-    ]
+def _check_figures(figures: Fidelity) -> None:
+    numbers: list[Any] = []
+    for of_model in (figures.teacher, figures.floor, figures.student):
+        numbers += of_model.as_dict().values()
     for layer in figures.layers.values():
         numbers += [layer["nmse_student"], *layer.values()]
     odd = [value for value in numbers if not isinstance(value, _NUMBER) and value is not None]
     if odd:
         raise ValueError(f"a figure is {odd[0]!r}")
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return every file below the folder that the manifest is to name, by its path from there.
-
-    Raises:
-        CheckpointError: something is no plain file, for example a link that leads elsewhere.
-    """
-    found: dict[str, Path] = {}
-    for place, folders, names in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *names)):
-            mode = path.lstat().st_mode
-            if stat.S_ISREG(mode):
-                found[path.relative_to(folder).as_posix()] = path
-            elif not stat.S_ISDIR(mode):
-                raise CheckpointError(
-                    f"{path} is a {'link' if stat.S_ISLNK(mode) else 'special file'}; a checkpoint"
-                    " holds plain files only"
-                )
-    for name in (MANIFEST, POSTMORTEM):
-        found.pop(name, None)
-    return dict(sorted(found.items()))
-
-
-def _sums(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        return {
-            "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
-            "bytes": path.stat().st_size,
-        }
-
-
-def _short(value: Any) -> str:
-    """The beginning of a sum as a file has it, which may be anything."""
-    return shown(value[:12])[1:-1] if isinstance(value, str) else shown(value)
-
-
-def _own_sum(files: Any) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _manifest_text(files: Mapping[str, Any]) -> str:
-    return json.dumps({"files": files, "sha256": _own_sum(files)}, indent=2, sort_keys=True) + "\n"

@@ -12,7 +12,8 @@ from typing import Any
 from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
 from npt.errors import CheckpointError, ConfigError
-from npt.runs.checkpoint import MANIFEST, Checkpoint, newest_good, read_checkpoint
+from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
+from npt.runs.manifest import MANIFEST
 from npt.runs.run_folder import check_free, is_run, tidy
 from npt.stored import shown
 

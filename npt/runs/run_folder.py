@@ -23,7 +23,7 @@ from npt.adapters.files.run_layout import ADAPTER, BEST, CHECKPOINTS, checkpoint
 from npt.base.identity import BaseIdentity
 from npt.errors import CheckpointError, ConfigError
 from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, write_json, write_text
-from npt.runs.checkpoint import verify_checkpoint
+from npt.runs.manifest import verify_checkpoint
 from npt.version import __version__
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"

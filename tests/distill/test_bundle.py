@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from npt.errors import AdapterFileError, BundleError, CheckpointError
 from npt.postmortem.bundle import read_bundle
-from npt.runs.checkpoint import read_checkpoint, write_manifest
+from npt.runs.checkpoint import read_checkpoint
+from npt.runs.manifest import write_manifest
 
 RECORD, STATE, WINDOW = "postmortem.json", "state.safetensors", "window.safetensors"
 REFUSALS = (BundleError, CheckpointError, AdapterFileError)

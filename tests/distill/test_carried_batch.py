@@ -26,7 +26,7 @@ from npt.errors import BundleError
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay, replay_batch
 from npt.postmortem.write import write_postmortem
-from npt.runs.checkpoint import write_manifest
+from npt.runs.manifest import write_manifest
 from npt.step.splitting import MicroBatchSplitter
 
 

@@ -30,15 +30,15 @@ from npt.distill.strategies import drive
 from npt.errors import AdapterFileError, CheckpointError, NPTError
 from npt.random_state import random_state
 from npt.runs import checkpoint as checkpoint_module
+from npt.runs import manifest as manifest_module
 from npt.runs.checkpoint import (
     OPTIMIZER_TENSORS,
     checkpoints,
     newest_good,
     read_checkpoint,
-    verify_checkpoint,
     write_checkpoint,
-    write_manifest,
 )
+from npt.runs.manifest import verify_checkpoint, write_manifest
 from npt.step.gradient_window import GradientWindow
 from npt.step.train_step import TrainStep
 
@@ -352,13 +352,13 @@ MANIFESTS: dict[str, Any] = {
 def test_a_manifest_whose_own_sum_is_right_may_say_anything(folder, case, monkeypatch) -> None:
     files = MANIFESTS[case].get("files")
     if isinstance(files, dict):
-        (folder / MANIFEST).write_text(checkpoint_module._manifest_text(files))
+        (folder / MANIFEST).write_text(manifest_module._text(files))
     else:
         (folder / MANIFEST).write_text(json.dumps(MANIFESTS[case]))
     opened: list[Path] = []
-    original = checkpoint_module._sums
+    original = manifest_module._sums
     monkeypatch.setattr(
-        checkpoint_module, "_sums", lambda path: (opened.append(path), original(path))[1]
+        manifest_module, "_sums", lambda path: (opened.append(path), original(path))[1]
     )
     refused(folder)
     assert all(folder in path.resolve().parents for path in opened)
@@ -378,7 +378,7 @@ def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(
     def failing(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr(checkpoint_module, "_sums", failing)
+    monkeypatch.setattr(manifest_module, "_sums", failing)
     assert "Input/output error" in refused(folder)
 
 

@@ -31,7 +31,7 @@ from npt.errors import AdapterFileError, BundleError, CheckpointError, ConfigErr
 from npt.postmortem import restore
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
-from npt.runs.checkpoint import write_manifest
+from npt.runs.manifest import write_manifest
 from npt.step.window_result import Refusal
 
 ROOT = Path(npt.__file__).parent.parent
