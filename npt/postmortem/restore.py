@@ -29,7 +29,7 @@ from npt.step.window_result import MicroBatchRecord, Refusal, Snapshot
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a window. traces: of the micro-batches that were computed."""
+    """The result of a window. traces: of the micro-batches that were computed."""
 
     refusals: tuple[Refusal, ...]
     traces: tuple[MicroBatchRecord, ...]
@@ -39,9 +39,9 @@ class RestoredState:
     """Model, optimizer, schedule and random state as the window of a bundle found them.
 
     Args:
-        bundle: whose state it is.
+        bundle: of the state.
         model: its base, with adapters attached.
-        teacher: the run's teacher, where it had one of its own.
+        teacher: the run's own teacher, if it had one.
 
     Raises:
         CheckpointError, AdapterFileError: the bundle's tensors do not fit the model.
@@ -58,7 +58,7 @@ class RestoredState:
         self.restore()
 
     def restore(self) -> None:
-        """Adapters and random state; gradients there are none."""
+        """Restore adapters and random state, and remove gradients."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._snapshot[name][0])
@@ -100,7 +100,7 @@ class RestoredState:
         return step
 
     def findings(self) -> dict[str, str | None]:
-        """What is not finite before anything is computed: of adapters, moments and base."""
+        """Return what is not finite in adapters, moments and base before anything is computed."""
         found = {
             "adapters": tensor_fault(self.parameters),
             "moments": moments_fault(self.parameters, self._step().update.optimizer),
@@ -129,21 +129,20 @@ class RestoredState:
 def restored(
     bundle: Bundle, *, model_name: str | None = None, device: str | torch.device | None = None
 ) -> Iterator[RestoredState]:
-    """Load the bundle's base, check that it is the one, and put the bundle's state on it.
+    """Load the bundle's base, check that it is the same, and restore the bundle's state on it.
 
-    Within the context torch's products and random state are the bundle's; afterwards they are as
-    before.
+    Precision of torch's products and random state are the bundle's within the context only.
 
     Args:
         bundle: from `read_bundle`.
-        model_name: of the base, where it is not to be found under the recorded name.
-        device: default the recorded kind, where there is one, since statistics of 4-bit weights are
-            rounded otherwise on another.
+        model_name: of the base; default the recorded name.
+        device: default the recorded kind, since statistics of 4-bit weights are rounded otherwise
+            on another.
 
     Raises:
         BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit
             it.
-        ConfigError: there is no such kind of device.
+        ConfigError: no such kind of device exists.
     """
     precision = torch.get_float32_matmul_precision()
     with kept_random_state():
@@ -204,8 +203,8 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
 
 
 def _attention(bundle: Bundle, *settings: str) -> str:
-    """The attention recorded under the first of the settings that is there; the default where none
-    is recorded, or one of a model that `load_base` did not load."""
+    """Return the attention recorded under the first of these settings; the default if none is
+    recorded, or one that `load_base` does not know."""
     recorded = next(
         (bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]),
         None,

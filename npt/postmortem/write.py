@@ -122,15 +122,15 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
 
 
 def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> int | None:
-    """The micro-batch of a window to look into: the first that was refused for what it computed,
-    else, where the window was refused as a whole, the one with the largest gradient.
+    """Return the micro-batch of a window to trace: the first that was refused for its numbers, else,
+    if the whole window was refused, the one with the largest gradient.
 
     Args:
         refusals: of the window.
         traces: of its micro-batches that were computed.
 
     Returns:
-        Its index; None where everything was refused before it was computed.
+        Its index; None if nothing was computed.
     """
     refusals = list(refusals)
     own = [r.micro_batch for r in refusals if r.micro_batch is not None and r.kind != "data"]
@@ -145,14 +145,14 @@ def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> 
 def first_fault(
     model: PreTrainedModel, batch: Batch, run: Callable[[], Any], *, exploded: bool
 ) -> Verdict | None:
-    """The operation that made a micro-batch's first bad number.
+    """Return the operation that made a micro-batch's first bad number.
 
     Args:
         model: with adapters attached.
         batch: the micro-batch.
         run: computes it.
-        exploded: it, or its window, was refused. Where every number is finite the first one too
-            large to be squared is looked for then, since a norm overflows before its elements do.
+        exploded: it, or its window, was refused. If every number is finite, the first one too large
+            to be squared is traced then, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
     return (
@@ -162,9 +162,7 @@ def first_fault(
 
 @contextmanager
 def untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context the adapters have no gradients; afterwards theirs are as before, and so is
-    torch's random state.
-    """
+    """Give the adapters no gradients within the context, and restore gradients and random state."""
     parameters = adapter_parameters(model).values()
     gradients = [p.grad for p in parameters]
     try:
@@ -273,7 +271,7 @@ def _observed(situation: Situation) -> dict[str, Any]:
 
 @contextmanager
 def _as_before(situation: Situation) -> Iterator[None]:
-    """Within the context the adapters are those that the window started from."""
+    """Give the model the adapters that the window started from, within the context."""
     before = situation.result.snapshot
     if before is None:
         yield
@@ -296,7 +294,7 @@ def _text(finding: object) -> str | None:
 
 
 def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
-    """What the audit found, or what it refused."""
+    """Return the findings of the audit, or its refusal."""
     try:
         return audit_precision(model, policy_dtype(model)).as_dict()
     except PrecisionError as error:
@@ -304,7 +302,7 @@ def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
 
 
 def _recorded(situation: Situation, micro_batch: int) -> dict[str, Any]:
-    """The health of every tensor of one micro-batch."""
+    """Return the record of every tensor of one micro-batch."""
     from npt.diagnostics.recorder.recorder import (
         Recorder,  # here, so that all else can be had without it
     )

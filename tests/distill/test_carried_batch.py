@@ -24,7 +24,8 @@ from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.errors import BundleError
 from npt.postmortem.bundle import read_bundle
-from npt.postmortem.replay import replay, replay_batch
+from npt.postmortem.replay import replay
+from npt.postmortem.replay_batch import replay_batch
 from npt.postmortem.write import write_postmortem
 from npt.runs.manifest import write_manifest
 from npt.step.splitting import MicroBatchSplitter

@@ -33,7 +33,8 @@ from npt.evaluation.modulation import measure_modulation
 from npt.faults.bench import SMALL, Run, Setting, clean_run, let_draw
 from npt.faults.runs import NoTokenizer
 from npt.postmortem import restore
-from npt.postmortem.replay import replay, replay_batch
+from npt.postmortem.replay import replay
+from npt.postmortem.replay_batch import replay_batch
 from npt.random_state import named_draws, random_state
 from npt.step.train_step import TrainStep
 from npt.train.smoke import smoke_test

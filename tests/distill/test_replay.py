@@ -30,7 +30,8 @@ from npt.data.samples import Sample
 from npt.errors import AdapterFileError, BundleError, CheckpointError, ConfigError
 from npt.postmortem import restore
 from npt.postmortem.bundle import read_bundle
-from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay, replay_batch
+from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay
+from npt.postmortem.replay_batch import replay_batch
 from npt.runs.manifest import write_manifest
 from npt.step.window_result import Refusal
 
