@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach
@@ -22,9 +21,10 @@ from npt.distill.strategies import MicroBatch, drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.postmortem.bundle import Bundle
 from npt.random_state import kept_random_state, set_random_state
+from npt.runs.checkpoint import State
 from npt.step.splitting import MicroBatchSplitter
 from npt.step.train_step import TrainStep, forward_backward
-from npt.step.window_result import MicroBatchRecord, Refusal, Snapshot
+from npt.step.window_result import MicroBatchRecord, Refusal
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RestoredState:
         self.bundle, self.model, self.teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
         self._strategy = partial(drive, teacher=teacher)
-        self._snapshot = bundle.snapshot(model)
+        self._state = State(bundle.step, bundle.snapshot(model), None, {0: bundle.random_state})
         self.device = next(model.parameters()).device
         self.restore()
 
@@ -61,7 +61,7 @@ class RestoredState:
         """Restore adapters and random state, and remove gradients."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(self._snapshot[name][0])
+                parameter.copy_(self._state.snapshot[name][0])
                 parameter.grad = None
         set_random_state(self.bundle.random_state)
 
@@ -96,7 +96,7 @@ class RestoredState:
         step = TrainStep(
             self.model, self._strategy, bundle.train_config, [bundle.rate], splitter=splitter
         )
-        step.update.restore(self._fresh(step.update.snapshot()))
+        self._state.restore(step.window)
         return step
 
     def findings(self) -> dict[str, str | None]:
@@ -107,22 +107,6 @@ class RestoredState:
             "base": base_fault(self.model),
         }
         return {name: None if finding is None else str(finding) for name, finding in found.items()}
-
-    def _fresh(self, made: Snapshot) -> Snapshot:
-        """The bundle's state in tensors of its own, each on its parameter's device; moments it does
-        not hold as they are `made`.
-        """
-
-        def own(tensor: Tensor, parameter: Tensor) -> Tensor:
-            return tensor.to(parameter.device, copy=True)
-
-        return {
-            name: (
-                own(value, self.parameters[name]),
-                {k: own(v, self.parameters[name]) for k, v in state.items()} or made[name][1],
-            )
-            for name, (value, state) in self._snapshot.items()
-        }
 
 
 @contextmanager
