@@ -27,6 +27,7 @@ from windows import Sums, add_filled, window_over
 
 import npt
 from npt.adapters.attach import adapter_parameters
+from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.sample import Sample
@@ -165,7 +166,7 @@ def looped(
         Trackers(config, folder.path),
         ProgressDisplay(len(windows), Console(file=io.StringIO())),
         stop,
-        {"settings": {}, "base_hash": "", "versions": {}, "device": "cpu"},
+        {"settings": {}, **BaseIdentity(*[""] * 6).as_record(), "versions": {}, "device": "cpu"},
         ranks,
     )
     actions = RunActions(
