@@ -2,9 +2,9 @@
 """Equivalence pre-training of NPT adapters: a base model in, a student that behaves as the base
 out.
 
-    python pretrain_npt_safe.py --use_quantization                      the embedded model, a minute
-    on two cores python pretrain_npt_safe.py --help                                  every flag
-    python pretrain_npt_safe.py --config run.yaml --learning_rate 1e-4  flags win over the file
+    python pretrain_npt_safe.py --use_quantization         the embedded model, on two cores
+    python pretrain_npt_safe.py --help                     every flag
+    python pretrain_npt_safe.py --config run.yaml --learning_rate 1e-4    flags win over the file
 
 The same as `npt pretrain`.
 """

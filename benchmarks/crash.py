@@ -15,9 +15,8 @@ a fork does not take along, and the child would wait for them for ever.
     kills       processes that were killed
     resumed     kills after which the next process went on from the newest checkpoint there was
     bit_equal   kills behind a run that ended equal to the uninterrupted one
-    lost        processes that failed, and kills after which a checkpoint was missing that had been
-    reported, or one that stood
-                under its name did not verify
+    lost        processes that failed, and kills after which a checkpoint that had been reported was
+                missing, or did not verify
 
 Then single bits are flipped in all files of a finished checkpoint, in turn: `bit_flips_found` of
 `bit_flips` were refused by a message that names the file.

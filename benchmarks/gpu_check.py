@@ -1,10 +1,9 @@
 """Everything that only a GPU shows, in one command: PASS or FAIL a line, figures as JSON and as
 rows of RESULTS.md.
 
-    python benchmarks/gpu_check.py --output FOLDER                 at most ten minutes on one card
-    python benchmarks/gpu_check.py --output FOLDER --only 3,5      some sections; the others'
-    results in FOLDER stay python benchmarks/gpu_check.py --output FOLDER --small         tiny
-    shapes, in minutes and without a GPU
+    python benchmarks/gpu_check.py --output FOLDER              at most ten minutes on one card
+    python benchmarks/gpu_check.py --output FOLDER --only 3,5   some sections; other results stay
+    python benchmarks/gpu_check.py --output FOLDER --small      tiny shapes, without a GPU too
 
 FOLDER/gpu_check.json and FOLDER/RESULTS.md are written anew as each section ends, so that a run
 which is cut off leaves all that it had found. MISS is a figure that misses its target, and no

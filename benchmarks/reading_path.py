@@ -7,8 +7,8 @@
 Two steps of a 4-bit run on the embedded model are watched with `sys.setprofile`, from the request
 for the first window to the end of the second step. A file of npt is on the way if one of its
 functions is called in between; its lines are all its lines, whatever part of it ran. The depth is
-the largest number of npt's functions that were active at once, counted from the training loop.
-Logging, checkpoints, evaluation and the calibrated start are off: they are other ways.
+the largest number of npt's functions that were active at once, the training loop's included. What
+the loop does before its first window and after a step, such as counting and logging, is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from npt.files import to_json
 from npt.train.loop import Loop
 
 LOOP = Loop.run.__code__
+OTHER = (":_account", ":announce", ":_evaluate_if_due", ":say", ":_raise_failure", ":report_epoch")
+"""Functions of the loop that are not on the way to the update."""
 PACKAGE = str(Path(npt.__file__).parent)
 
 
@@ -44,8 +46,10 @@ class ReadingPath:
         if event != "call" or not name.startswith(PACKAGE) or frame.f_code.co_name == "<module>":
             return
         file = str(Path(name).relative_to(PACKAGE))
-        self.calls[file] = self.calls.get(file, 0) + 1
         stack = _stack(frame)
+        if any(place.endswith(OTHER) for place in stack):
+            return
+        self.calls[file] = self.calls.get(file, 0) + 1
         if len(stack) > len(self.deepest):
             self.deepest = stack
 

@@ -11,21 +11,18 @@ round, so that a slow moment of the machine hits all of them and none is always 
 other.
 
     tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the
-        lowest and the highest
+                        lowest and the highest
     speed_ratio         tokens/s over those of two_model in the same round: likewise
     peak_bytes          what the run holds before the step (its own models, adapters, gradients,
-    moments, tokens) and how far live tensor
-                        memory rises in the step above what was live before it. Other runs' bases,
-                        which are in memory as well, are in
-                        neither, so this is what the run would take alone. A base that two of its
-                        models share counts once
+                        moments, tokens), and how far live tensor memory rises in the step above
+                        that. The bases of other runs, also in memory, are not counted: this is what
+                        the run would take alone. A base that two of its models share counts once
     memory_ratio        peak_bytes over those of two_model
-    flops_per_token     counted, not calculated; floor_flops_per_token is what the arithmetic of
-    ours cannot do without
-                        (npt/planning/flops.py), low-rank products included, formula_flops_per_token the
-                        same without these
+    flops_per_token     counted, not calculated; floor_flops_per_token is the least that our
+                        arithmetic needs (npt/planning/flops.py), low-rank products included,
+                        formula_flops_per_token the same without them
     roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
-    measured before and behind the rounds
+                        measured before and after the rounds
 
 A step is one row of 1,024 tokens unless told otherwise; the sweep also has the same tokens in
 shorter rows, where attention is cheaper.

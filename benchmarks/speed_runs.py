@@ -7,17 +7,17 @@ same packed weights and fp32 products, no padding and so no mask, fused AdamW, t
 one backward, and no value read back from the device.
 
     local                   each layer is fed the teacher's state, its gradient stays inside; NMSE
-    of every layer
+                            of every layer
     end_to_end              gradients through the whole student, NMSE of every layer, no logits
     end_to_end_kl           the same with KL(teacher, student) on the logits of every token
     two_model               two models; the student runs through transformers' own forward with
-    `output_hidden_states`; NMSE of every layer
-                            and KL(teacher, student) on the logits
+                            `output_hidden_states`; NMSE of every layer and KL(teacher, student) on
+                            the logits
     two_model_hidden        the same without a loss on the logits, which are computed all the same:
-        no gradient crosses lm_head
+                            no gradient crosses lm_head
     two_model_checkpointed  two_model with gradient checkpointing of the student
     peft_lora_distill       PEFT LoRA on gate, up and down of the same layers, teacher by
-    `disable_adapter`, KL on the logits
+                            `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
 
 Of transformers' hidden states the last comes behind the final norm, so that the two-model runs

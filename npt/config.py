@@ -23,7 +23,12 @@ TARGETS = ("gate", "up", "down")
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
-MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
+MULT_FORMS = [
+    "sigmoid",
+    "half_sigmoid",
+    "one_plus_tanh",
+    "unbounded",
+]  # grows: `register_multiplier`
 INITS_A = ("normal", "kaiming")
 CALIBRATION_INPUTS = ("teacher", "propagated")
 QUANT_TYPES = ("nf4", "fp4")
@@ -33,8 +38,15 @@ BASE_PRECISIONS = ("4bit", "16bit")
 MATMUL_PRECISIONS = ("auto", "highest", "high")
 ATTENTIONS = ("sdpa", "eager", "flex_attention")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-STRATEGIES = ("local", "propagated", "end_to_end")
-LOSSES = ("nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine")
+STRATEGIES = ["local", "propagated", "end_to_end"]  # grows: `register_strategy`
+LOSSES = [
+    "nmse",
+    "nmse_update",
+    "direction",
+    "mse",
+    "smooth_l1",
+    "cosine",
+]  # grows: `register_loss`
 LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
 LAYER_WEIGHTS = ("uniform", "linear")
 TOKEN_WEIGHTINGS = ("none", "disagreement")

@@ -159,7 +159,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
         console=Console(file=io.StringIO()),
     )
     if not bench.cuda:
-        plain = trainer.strategy
+        plain = trainer.setup.strategy
 
         def lacking(model: Any, batch: Batch, config: Any) -> MicroBatch:
             if len(batch.input_ids) > rows // 2:
@@ -168,7 +168,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
                 )
             return plain(model, batch, config)
 
-        trainer.strategy = lacking
+        trainer.setup.strategy = lacking
     return trainer.train().folder
 
 

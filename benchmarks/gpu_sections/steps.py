@@ -135,7 +135,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             eval_data=held_out,
             console=console,
         )
-        plain = trainer.strategy
+        plain = trainer.setup.strategy
 
         def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
             sums = plain(model, batch, config)
@@ -147,7 +147,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
                 gradient.view(-1)[0] = float("nan")
             return sums
 
-        trainer.strategy = poisoning
+        trainer.setup.strategy = poisoning
         try:
             result = trainer.train()
         finally:

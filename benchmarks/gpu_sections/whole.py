@@ -74,14 +74,14 @@ def _replayed(bench: Bench, found: Findings) -> None:
         eval_data=[{"input_ids": list(range(5, 15))}],
         console=Console(file=io.StringIO()),
     )
-    plain, calls = trainer.strategy, iter(range(1000))
+    plain, calls = trainer.setup.strategy, iter(range(1000))
 
     def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
         if next(calls) == 3:
             model.get_parameter("model.layers.5.npt.A").data[0, 1] = float("nan")
         return plain(model, batch, config)
 
-    trainer.strategy = poisoning
+    trainer.setup.strategy = poisoning
     with contextlib.suppress(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (bench.folder / "run" / "postmortem").iterdir()

@@ -79,22 +79,6 @@ class Form:
         return 2.0 * self.mult_bound
 
 
-def modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
-    """One product, modulated.
-
-    Args:
-        y: [N, O].
-        z: [N, R], of the same dtype.
-        weights: of its target.
-        form: see there.
-
-    Returns:
-        y' [N, O], and the energy [N] of m and s (`modulation_energy`), which has a graph where
-        `form.regularised`.
-    """
-    return _Modulated.apply(y, z, *weights, form)
-
-
 def modulated_product(
     gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
 ) -> tuple[Tensor, Tensor]:
@@ -113,7 +97,13 @@ def modulated_product(
     return _Product.apply(gate, up, z, *gate_weights, *up_weights, form)
 
 
-class _Modulated(torch.autograd.Function):
+class Modulated(torch.autograd.Function):
+    """One product, modulated: `Modulated.apply(y, z, M, B, form)`.
+
+    Takes y [N, O], z [N, R] of the same dtype, the weights of the target and their form; gives y'
+    [N, O] and the energy [N] of m and s (`modulation_energy`), with a graph if `form.regularised`.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: Form
@@ -137,7 +127,7 @@ class _Modulated(torch.autograd.Function):
         sums = _Sums(low, grad_energy)
         grad_y = torch.empty_like(y) if ctx.needs_input_grad[0] else None
         for rows in blocks(y, z.shape[-1]):
-            u = low.exponent(rows, 0, y)
+            u = low.exponent(rows, y)
             sums.add(
                 rows,
                 _modulate_backward(form)(
@@ -231,31 +221,36 @@ class _LowRank:
     def __init__(self, z: Tensor, targets: tuple[Weights, ...], form: Form):
         self.z, self.targets, self.form = z, targets, form
         self.scaled = [None if add is None else form.additive_scale * add for _, add in targets]
-        self._memory: dict[tuple[int, int], Tensor] = {}
+        self._memory: dict[int, list[Tensor]] = {}
 
     def of(self, rows: slice, *products: Tensor) -> list[Tensor | None]:
-        """For each target in turn y of these rows, y + s, and u = M z. The second is y itself where
-        there is no s.
+        """Return for each target in turn y of these rows, y + s (y itself without s), and u = M z.
+
+        All blocks share the memory of the results.
         """
         found: list[Tensor | None] = []
         for target, y in enumerate(products):
-            part, add = y[rows], self.scaled[target]
-            moved = (
-                part
-                if add is None
-                else torch.addmm(part, self.z[rows], add.t(), out=self._place(target, 0, part))
-            )
-            found += [part, moved, self.exponent(rows, target, y)]
+            part, (mult, _), add = y[rows], self.targets[target], self.scaled[target]
+            if target not in self._memory:  # the first block is the largest
+                wanted = (add is not None, mult is not None)
+                self._memory[target] = [torch.empty_like(part) if w else part for w in wanted]
+            into = [memory[: len(part)] for memory in self._memory[target]]
+            z, moved, u = self.z[rows], part, None
+            if add is not None:
+                moved = torch.addmm(part, z, add.t(), out=into[0])
+            if mult is not None:
+                u = torch.mm(z, mult.t(), out=into[1])
+            found += [part, moved, u]
         return found
 
-    def exponent(self, rows: slice, target: int, like: Tensor) -> Tensor | None:
-        """u = M z of these rows, None where there is no M."""
-        mult = self.targets[target][0]
-        return (
-            None
-            if mult is None
-            else torch.mm(self.z[rows], mult.t(), out=self._place(target, 1, like[rows]))
-        )
+    def exponent(self, rows: slice, like: Tensor) -> Tensor | None:
+        """Return u = M z of these rows of the only target, None if there is no M."""
+        mult, part = self.targets[0][0], like[rows]
+        if mult is None:
+            return None
+        if 0 not in self._memory:
+            self._memory[0] = [torch.empty_like(part)]
+        return torch.mm(self.z[rows], mult.t(), out=self._memory[0][0][: len(part)])
 
     def additive_energy(self) -> Tensor:
         """Mean over channels of s^2, [N], summed over the targets: |s|^2 = z'(alpha^2 B'B) z needs
@@ -268,11 +263,6 @@ class _LowRank:
                     add
                 )
         return energy
-
-    def _place(self, target: int, term: int, like: Tensor) -> Tensor:
-        if (target, term) not in self._memory:
-            self._memory[target, term] = torch.empty_like(like)  # the first block is the largest
-        return self._memory[target, term][: len(like)]
 
 
 class _Sums:

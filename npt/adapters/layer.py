@@ -21,6 +21,9 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 from npt.adapters.adapter import NPTAdapter
 from npt.base.hooks import call_around
 
+NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
+"""What a decoder layer becomes, by its class: every subclass of `NPTLayer` and a decoder layer."""
+
 
 class NPTLayer(nn.Module):
     """Mix-in that replaces a decoder layer's forward; put in front of the layer's own class."""
@@ -31,6 +34,11 @@ class NPTLayer(nn.Module):
     self_attn: Any
     post_attention_layernorm: Any
     mlp: Any
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Note what the decoder layer becomes that the subclass is made of."""
+        super().__init_subclass__(**named)
+        NPT_FORMS[cls.__bases__[1]] = cls
 
     def forward(
         self,
@@ -79,15 +87,6 @@ class NPTQwen3DecoderLayer(NPTLayer, Qwen3DecoderLayer):
 class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
     """A SmolLM3 decoder layer in NPT form."""
 
-
-NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {
-    LlamaDecoderLayer: NPTLlamaDecoderLayer,
-    MistralDecoderLayer: NPTMistralDecoderLayer,
-    Qwen2DecoderLayer: NPTQwen2DecoderLayer,
-    Qwen3DecoderLayer: NPTQwen3DecoderLayer,
-    SmolLM3DecoderLayer: NPTSmolLM3DecoderLayer,
-}
-"""What the decoder layer of each family (npt/base/families.py) becomes."""
 
 Terms = list[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, in the order gate, up, down."""

@@ -7,9 +7,8 @@ the MLP becomes
     y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
 
 m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and
-its gradient, off; it is exactly 1 where M z = 0. At the ends fp32 rounds it to the bound itself.
-Left out on purpose: dropout, biases, any normalisation of a or z. Other forms of m stand beside it,
-so that what they do to training can be measured; none of them is to be used.
+its gradient, off; it is exactly 1 at M z = 0. At the ends fp32 rounds it to the bound itself. Left out
+on purpose: dropout, biases, any normalisation of a or z.
 
 Shapes: B batch, T time, D hidden, R rank; `...` is any leading shape, O the width of the modulated
 product (F or D).
@@ -19,10 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from npt.config import MULT_FORMS
 
 
 def multiplier(u: Tensor, mult_bound: float) -> Tensor:
@@ -34,23 +36,49 @@ def multiplier(u: Tensor, mult_bound: float) -> Tensor:
     return 1.0 + mult_bound * torch.tanh(0.5 * u)
 
 
-OTHER_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "half_sigmoid": lambda u: 0.5 * torch.sigmoid(u) + 0.5,  # 0.75 at the start, and never above 1
+@dataclass(frozen=True)
+class MultiplierForm:
+    """A form of m. function: of u = M z and beta. bounds: the smallest and largest m, from beta."""
+
+    function: Callable[[Tensor, float], Tensor]
+    bounds: Callable[[float], tuple[float, float]]
+
+
+MULTIPLIERS: dict[str, MultiplierForm] = {
+    "sigmoid": MultiplierForm(multiplier, lambda beta: (1.0 - beta, 1.0 + beta)),
+    # 0.75 at the start, and never above 1
+    "half_sigmoid": MultiplierForm(lambda u, _: 0.5 * torch.sigmoid(u) + 0.5, lambda _: (0.5, 1.0)),
     # reaches 0, where channel and gradient are gone
-    "one_plus_tanh": lambda u: 1.0 + torch.tanh(u),
-    "unbounded": lambda u: 1.0 + u,
+    "one_plus_tanh": MultiplierForm(lambda u, _: 1.0 + torch.tanh(u), lambda _: (0.0, 2.0)),
+    "unbounded": MultiplierForm(lambda u, _: 1.0 + u, lambda _: (-math.inf, math.inf)),
 }
-"""Forms of m that have been in use elsewhere; u is M z."""
+"""Forms of m by name. All but the first were in use elsewhere; studies measure what they do."""
+
+
+def register_multiplier(
+    name: str,
+    function: Callable[[Tensor, float], Tensor],
+    bounds: Callable[[float], tuple[float, float]],
+) -> None:
+    """Add a form of m, which `--mult_form` and `NPTConfig` then accept.
+
+    Args:
+        name: of the form.
+        function: m, of the shape of u = M z, from u and beta; 1 at u = 0.
+        bounds: the smallest and the largest m, from beta.
+
+    Raises:
+        ValueError: there is a form of this name.
+    """
+    if name in MULTIPLIERS:
+        raise ValueError(f"the multiplier form {name!r} exists; choose another name")
+    MULTIPLIERS[name] = MultiplierForm(function, bounds)
+    MULT_FORMS.append(name)
 
 
 def multiplier_range(form: str, mult_bound: float) -> tuple[float, float]:
-    """The smallest and the largest m that a form can give; fp32 rounds to both."""
-    others = {
-        "half_sigmoid": (0.5, 1.0),
-        "one_plus_tanh": (0.0, 2.0),
-        "unbounded": (-math.inf, math.inf),
-    }
-    return others.get(form, (1.0 - mult_bound, 1.0 + mult_bound))
+    """Return the smallest and the largest m that a form can give; fp32 rounds to both."""
+    return MULTIPLIERS[form].bounds(mult_bound)
 
 
 def multiplier_spread(form: str, mult_bound: float) -> tuple[float, float]:
@@ -78,7 +106,7 @@ def modulate(
         add: B, [O, R], or None for no additive term.
         mult_bound: beta.
         additive_scale: alpha.
-        form: `sigmoid`, or one of OTHER_FORMS, which take no beta.
+        form: a key of `MULTIPLIERS`.
 
     Returns:
         y' in y's dtype, then m and s in fp32 (None where absent), for the regulariser and for
@@ -88,7 +116,7 @@ def modulate(
     m = s = None
     if mult is not None:
         u = F.linear(z, mult)
-        m = multiplier(u, mult_bound) if form == "sigmoid" else OTHER_FORMS[form](u)
+        m = MULTIPLIERS[form].function(u, mult_bound)
         out = m * out
     if add is not None:
         s = additive_scale * F.linear(z, add)

@@ -30,8 +30,8 @@ from transformers.activations import SiLUActivation
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.fused import (
     Form,
+    Modulated,
     is_unfused,
-    modulated,
     modulated_product,
     product_backward,
     product_forward,
@@ -162,7 +162,14 @@ def trained_output(
         product = _Twin.apply(product, shown)
         adapter.show(product=product)
     down = layer.mlp.down_proj(product)
-    return _behind_down(layer, stream, down, down.detach(), z, energy, terms, work)
+    changed = down
+    if "down" in adapter.config.targets:
+        weights_of_down = adapter.weights_of("down")
+        changed, of_down = Modulated.apply(down, z, *weights_of_down, _form(adapter, work))
+        energy = energy + of_down
+    if adapter.observer is None:
+        return stream + changed, energy
+    return _observed(layer, stream, changed, down.detach(), z, energy, terms, work)
 
 
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
@@ -339,36 +346,40 @@ def _student_rows(
     if shown:
         ((product, terms),) = shown
         seen = _Seen.apply(product, down, layer.mlp.down_proj, frozen.weight)
-    output, energy = _behind_down(layer, stream, down, seen, z, energy, terms, work)
-    return output, energy, teacher_down
+    changed = down
+    if "down" in adapter.config.targets:
+        weights_of_down = adapter.weights_of("down")
+        changed, of_down = Modulated.apply(down, z, *weights_of_down, _form(adapter, work))
+        energy = energy + of_down
+    if adapter.observer is None:
+        return stream + changed, energy, teacher_down
+    return *_observed(layer, stream, changed, seen, z, energy, terms, work), teacher_down
 
 
-def _behind_down(
+def _observed(
     layer: NPTLayer,
     stream: Tensor,
-    down: Tensor,
+    changed: Tensor,
     seen: Tensor,
     z: Tensor,
     energy: Tensor,
     terms: Terms,
     work: Work,
 ) -> tuple[Tensor, Tensor]:
-    """o and the energy from down_proj's product. seen, terms: the same product and gate's and up's
-    terms, for somebody who looks.
+    """Show the stages after down_proj; return o and the energy, tied to them.
+
+    Args:
+        layer: that is observed.
+        stream: what the MLP's output is added to.
+        changed, energy: as training has them.
+        seen, terms: down_proj's product, and gate's and up's terms, made for the observer.
+        z: the code.
+        work: see there.
     """
     adapter = layer.npt
-    if "down" in adapter.config.targets:
-        changed, of_down = modulated(down, z, adapter.weights_of("down"), _form(adapter, work))
-        energy = energy + of_down
-    else:
-        changed = down
-    if adapter.observer is None:
-        return stream + changed, energy
     shown, m, s = adapter.apply_to("down", seen, z.detach(), aside=True)
-    changed, energy = (
-        _Twin.apply(changed, shown),
-        _Twin.apply(energy, _energy([*terms, (m, s)], work)),
-    )
+    changed = _Twin.apply(changed, shown)
+    energy = _Twin.apply(energy, _energy([*terms, (m, s)], work))
     output = stream + changed
     adapter.show(m_down=m, s_down=s, mlp=changed, o=output)
     return output, energy

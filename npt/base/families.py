@@ -40,6 +40,11 @@ class Family:
     layer: type[nn.Module]
     sight: Sight
 
+    @property
+    def prefix(self) -> str:
+        """How the names of the family's classes begin."""
+        return self.layer.__name__.removesuffix("DecoderLayer")
+
 
 FAMILIES = {
     "llama": Family(LlamaDecoderLayer, "full"),
@@ -49,6 +54,24 @@ FAMILIES = {
     "smollm3": Family(SmolLM3DecoderLayer, "by layer"),
 }
 """By the configuration's `model_type`."""
+
+
+def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "full") -> None:
+    """Add a family of bases; define its NPT layer as well (npt/adapters/layer.py).
+
+    Args:
+        model_type: of the configuration.
+        layer: the decoder layer's class, which computes t = (h + a) + MLP(RMSNorm2(h + a)) from
+            parts of the names below, and does so exactly: names alone are no proof.
+        sight: what its attention looks back on.
+
+    Raises:
+        ModelError: the family is known already.
+    """
+    if model_type in FAMILIES:
+        raise ModelError(f"the family {model_type!r} is known already")
+    FAMILIES[model_type] = Family(layer, sight)
+
 
 NORM_1, ATTENTION, NORM_2 = "input_layernorm", "self_attn", "post_attention_layernorm"
 LAYER_PARTS = (

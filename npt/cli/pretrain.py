@@ -216,7 +216,7 @@ def _check(
     from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
     from npt.runs.trackers import check_trackers
-    from npt.train.trainer import check_looks, check_replay, check_trainable
+    from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
 
     def check_folder() -> tuple[bool, Any, str, int | None]:
         """Whether a checkpoint is gone on from, the ranks that a budget was spent on in its run,
@@ -254,7 +254,7 @@ def _check(
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
     if base.shard_base:
-        check_looks(training)
+        check_samples_shown(training)
     if training.max_memory_bytes is not None:
         workload = Workload.of(
             base, config, adapter, training, data.max_length, ranks.device, processes=ranks.size

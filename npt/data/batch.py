@@ -185,15 +185,6 @@ def _restarting(positions: Tensor, documents: Tensor) -> Tensor:
     return positions - starts.cummax(dim=-1).values
 
 
-def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
-    """`Batch.documents` as positions [B, T] tell them, which restart with each document; None where
-    no row has several.
-    """
-    valid = attention_mask.bool()
-    documents = torch.where(valid, (valid & (position_ids == 0)).cumsum(dim=-1) - 1, 0)
-    return documents if bool(documents.any()) else None
-
-
 def batch_from_tensors(
     input_ids: Tensor, attention_mask: Tensor, sample_ids: tuple[str, ...] | None = None
 ) -> Batch:

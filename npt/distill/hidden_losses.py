@@ -4,21 +4,19 @@ over the valid tokens.
 Pure functions of the valid tokens' rows that return (sum, count); the window divides once. Per
 token, D being the width:
 
-    nmse           ||o - t||^2 / ||t||^2                  1 for o = 0. Small everywhere where a
-    layer adds little to a large state
-    its update     ||o - t||^2 / ||t - h||^2              1 for o = h. A token to which the layer
-    adds next to nothing drowns the
-    form                                                  others
-    direction      mean over D of (o/||o|| - t/||t||)^2   0 to 4/D. Blind to the length of o: it
-    sees the angle alone
-    mse            mean over D of (o - t)^2               in the states' own units. A few tokens of
-    huge norm drown the others
-    smooth_l1      mean over D of e^2 / (2 beta) below    likewise; beyond beta every channel pulls
-    alike, outliers too. With a beta
-                   |e| = beta, |e| - beta/2 beyond        that does not fit the states it is MSE or
-                   L1
-    cosine         (1 - w) NMSE + w (1 - cos(o, t))       1 - w/2 for o = 0. As nmse, with more
-    weight on the angle
+    nmse         ||o - t||^2 / ||t||^2
+                 1 for o = 0. Small everywhere if a layer adds little to a large state
+    nmse_update  ||o - t||^2 / ||t - h||^2
+                 1 for o = h. A token to which the layer adds next to nothing drowns the others
+    direction    mean over D of (o/||o|| - t/||t||)^2
+                 0 to 4/D. Blind to the length of o: it sees the angle alone
+    mse          mean over D of (o - t)^2
+                 in the states' own units. A few tokens of huge norm drown the others
+    smooth_l1    mean over D of e^2 / (2 beta) below |e| = beta, |e| - beta/2 beyond
+                 likewise; beyond beta every channel pulls alike, outliers too. With a beta that
+                 does not fit the states it is MSE or L1
+    cosine       (1 - w) NMSE + w (1 - cos(o, t))
+                 1 - w/2 for o = 0. As nmse, with more weight on the angle
 
 `direction` is the unit-vector MSE that NPT was first trained with. A student can bring it to 0 with
 states of any length, and the next layer, which adds to them, then mixes at the wrong ratio. It is
@@ -32,11 +30,13 @@ micro-batch is refused instead of reported as agreement.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from npt.config import TrainConfig
+from npt.config import LOSSES, TrainConfig
 from npt.distill.divergence import SQUARED_NORM_FLOOR, at_least_fp32, nmse_per_token
 
 SumAndCount = tuple[Tensor, int]
@@ -105,6 +105,51 @@ def cosine(
     return weighted_sum((1.0 - weight) * nmse_per_token(student, teacher) + weight * angle, weights)
 
 
+HiddenLoss = Callable[[TrainConfig, Tensor, Tensor, Tensor | None, Tensor | None], SumAndCount]
+"""Of the settings, o, t, h (None unless the loss needs it) and the weights of the tokens."""
+
+HIDDEN_LOSSES: dict[str, HiddenLoss] = {
+    "nmse": lambda _, o, t, h, w: nmse(o, t, weights=w),
+    "nmse_update": lambda _, o, t, h, w: nmse(o, t, h, weights=w),
+    "direction": lambda _, o, t, h, w: direction(o, t, weights=w),
+    "mse": lambda _, o, t, h, w: mse(o, t, weights=w),
+    "smooth_l1": lambda c, o, t, h, w: smooth_l1(o, t, c.smooth_l1_beta, weights=w),
+    "cosine": lambda c, o, t, h, w: cosine(o, t, c.cosine_weight, weights=w),
+}
+"""The losses that `--loss` names."""
+
+READS_INPUT = {"nmse_update"}
+"""Losses that read h, the teacher's input to the layer."""
+
+
+def register_loss(
+    name: str, per_token: Callable[..., Tensor], *, reads_input: bool = False
+) -> None:
+    """Add a loss, which `--loss` and `TrainConfig` then accept.
+
+    Args:
+        name: of the loss.
+        per_token: [N] from o and t, [N, D] each, and from h [N, D] if it reads the input. No
+            gradient may reach t or h.
+        reads_input: whether it is given h, the teacher's input to the layer.
+
+    Raises:
+        ValueError: there is a loss of this name.
+    """
+    if name in HIDDEN_LOSSES:
+        raise ValueError(f"the loss {name!r} exists; choose another name")
+
+    def loss(
+        _: TrainConfig, o: Tensor, t: Tensor, h: Tensor | None, weights: Tensor | None
+    ) -> SumAndCount:
+        return weighted_sum(per_token(o, t, h) if reads_input else per_token(o, t), weights)
+
+    HIDDEN_LOSSES[name] = loss
+    LOSSES.append(name)
+    if reads_input:
+        READS_INPUT.add(name)
+
+
 def hidden_loss(
     config: TrainConfig,
     student: Tensor,
@@ -112,26 +157,14 @@ def hidden_loss(
     hidden: Tensor | None,
     weights: Tensor | None = None,
 ) -> SumAndCount:
-    """The loss that `config.loss` names.
+    """Return the loss that `config.loss` names, summed, and the number of tokens.
 
     Args:
-        config: `loss`, `smooth_l1_beta`, `cosine_weight`.
-        student, teacher, hidden: o, t, h, [N, D]; h is read by `nmse_update` alone.
+        config: settings of the losses.
+        student, teacher, hidden: o, t, h, [N, D]; h only for losses in `READS_INPUT`.
         weights: [N], of the tokens.
     """
-    if config.loss == "nmse_update":
-        assert hidden is not None
-        return nmse(student, teacher, hidden, weights=weights)
-    if config.loss == "direction":
-        return direction(student, teacher, weights=weights)
-    if config.loss == "mse":
-        return mse(student, teacher, weights=weights)
-    if config.loss == "smooth_l1":
-        return smooth_l1(student, teacher, config.smooth_l1_beta, weights=weights)
-    if config.loss == "cosine":
-        return cosine(student, teacher, config.cosine_weight, weights=weights)
-    assert config.loss == "nmse"
-    return nmse(student, teacher, weights=weights)
+    return HIDDEN_LOSSES[config.loss](config, student, teacher, hidden, weights)
 
 
 def _difference(student: Tensor, teacher: Tensor) -> Tensor:

@@ -27,10 +27,11 @@ from npt.adapters.sharding import is_sharded, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
 from npt.base.hooks import call_around, may_change
+from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.divergence import nmse_per_token
-from npt.distill.hidden_losses import hidden_loss
+from npt.distill.hidden_losses import READS_INPUT, hidden_loss
 from npt.distill.logit_losses import row_loss, through_head
 from npt.distill.loss_weights import disagreement_weights, layer_weights
 from npt.errors import NotSupportedError
@@ -158,7 +159,7 @@ def propagated(
                 continue
             here, hidden = _at(stream, layer, hidden)
             target = here.rows(taught.to(hidden.device))
-            was = here.rows(before.to(hidden.device)) if config.loss == "nmse_update" else None
+            was = here.rows(before.to(hidden.device)) if config.loss in READS_INPUT else None
             with torch.enable_grad():
                 student, energy = _student_rows(layer, here, hidden, work, graph=False)
                 sums.add(here.batch, student, target, was, energy).backward()
@@ -197,7 +198,7 @@ def end_to_end(
         taught_layers = layers if teacher is None else decoder_layers(teacher)
         inputs, targets = {}, {}
         for index in range(first, taught_depth):
-            if isinstance(layers[index], NPTLayer) and config.loss == "nmse_update":
+            if isinstance(layers[index], NPTLayer) and config.loss in READS_INPUT:
                 inputs[index] = taught
             taught = _run(guide, taught_layers, taught, index, index + 1)
             if isinstance(layers[index], NPTLayer) and config.hidden_weight:
@@ -482,6 +483,22 @@ STRATEGIES: dict[str, Callable[..., MicroBatch]] = {
     "propagated": propagated,
     "end_to_end": end_to_end,
 }
+
+
+def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
+    """Add a strategy, which `--strategy`, `--stages` and `TrainConfig` then accept.
+
+    Args:
+        name: of the strategy.
+        strategy: of (model, batch, config, teacher), as the functions of this module.
+
+    Raises:
+        ValueError: there is a strategy of this name.
+    """
+    if name in STRATEGIES:
+        raise ValueError(f"the strategy {name!r} exists; choose another name")
+    STRATEGIES[name] = strategy
+    STRATEGY_NAMES.append(name)
 
 
 def drive(

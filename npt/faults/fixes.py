@@ -21,7 +21,7 @@ from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.faults import check_maths, check_training
 from npt.faults.bench import Base
 from npt.faults.check import Check
-from npt.train.trainer import check_trainable
+from npt.train.run_checks import check_trainable
 
 CHECKS: tuple[Callable[[Base], Check], ...] = (
     check_maths.bounded,

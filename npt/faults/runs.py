@@ -273,14 +273,14 @@ def _said(bundle: Path) -> dict[str, Any]:
 
 def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     """Let `act` change the model in front of the run's third micro-batch."""
-    strategy, calls = made.strategy, itertools.count(1)
+    strategy, calls = made.setup.strategy, itertools.count(1)
 
     def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
         if next(calls) == 3:
             act(model)
         return strategy(model, batch, config)
 
-    made.strategy = acting
+    made.setup.strategy = acting
 
 
 def bad_in_a_row(late: bool) -> Verdict:

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach
-from npt.adapters.files.consolidated_files import HISTORY_NAME, load_consolidated
 from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
 from npt.config import ATTENTIONS, QUANT_TYPES
@@ -181,8 +180,6 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
         attach(model, bundle.adapter_config)
     except ConfigError as error:
         raise BundleError(f"{bundle.folder} does not fit its base: {error}") from error
-    if (bundle.adapter.folder / HISTORY_NAME).exists():
-        load_consolidated(model, bundle.adapter.folder, check_base=False)
     return model
 
 

@@ -42,11 +42,6 @@ class RunContext:
         """Print a line."""
         self.display.say(message)
 
-    def warn(self, message: str) -> None:
-        """Print a warning and keep it as an event."""
-        self.say(f"warning: {message}")
-        self.folder.event("warning", message=message)
-
 
 @dataclass(frozen=True)
 class RunActions:

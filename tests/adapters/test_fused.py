@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from npt.adapters import fused
-from npt.adapters.fused import Form, Weights, is_unfused, modulated, modulated_product, unfused
+from npt.adapters.fused import Form, Modulated, Weights, is_unfused, modulated_product, unfused
 from npt.adapters.modulation import modulate, modulation_energy
 
 NONE: Weights = (None, None)
@@ -38,6 +38,10 @@ def plain_product(
     up, *up_terms = modulate(up, z, *up_weights, *bounds)
     energy = modulation_energy([tuple(gate_terms), tuple(up_terms)])
     return F.silu(gate) * up, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
+
+
+def modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
+    return Modulated.apply(y, z, *weights, form)
 
 
 def plain_modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:

@@ -344,12 +344,12 @@ def test_a_solved_start_is_solved_on_all_sources_and_training_begins_behind_them
     trainer = npt.Trainer(
         model, tokenizer, None, config, data_config=data_config, console=Console(file=io.StringIO())
     )
-    solved = [sample.id for sample in trainer._solved_on]
+    solved = [sample.id for sample in trainer.data.solved_on]
     assert {name[0] for name in solved} == set("xyz")
-    assert trainer.start.begun == sum(name.startswith("x") for name in solved)
+    assert trainer.data.start.begun == sum(name.startswith("x") for name in solved)
     seen = [
         name
-        for window in trainer._windows()
+        for window in trainer.data.windows()
         for batch in window.batches
         for name in batch.sample_ids
     ]

@@ -260,9 +260,9 @@ def trained(
             planted(plant, model)
         return STRATEGIES[config.strategy](model, batch, config)
 
-    trainer.strategy = watching
+    trainer.setup.strategy = watching
     with mock.patch(
-        "npt.train.trainer.write_checkpoint", failing_at(config.get("save_steps"), plant)
+        "npt.train.checkpoint_writer.write_checkpoint", failing_at(config.get("save_steps"), plant)
     ):
         result = without_report(trainer).train()
     folder = Path(out)
@@ -274,7 +274,8 @@ def trained(
         "seen": seen,
         "said": said.getvalue(),
         "weights": {
-            name: p.detach().numpy().copy() for name, p in adapter_parameters(trainer.model).items()
+            name: p.detach().numpy().copy()
+            for name, p in adapter_parameters(trainer.setup.model).items()
         },
         "fidelity": None if result.fidelity is None else result.fidelity.student.as_dict(),
         "metrics": lines(folder, "metrics"),

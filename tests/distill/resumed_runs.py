@@ -142,21 +142,20 @@ class Runs:
 
 def without_report(trainer: Trainer) -> Trainer:
     """The trainer, whose run writes no report at its end, nor what only that is made of."""
-    trainer._write_report = lambda folder: None
-    trainer._measure_modulation = lambda folder, step: None
+    trainer.setup.options.report = False
     return trainer
 
 
 def acting(trainer: Trainer, act: Act | None) -> Trainer:
     if act is None:
         return trainer
-    strategy, calls = trainer.strategy, iter(range(10**6))
+    strategy, calls = trainer.setup.strategy, iter(range(10**6))
 
     def strategy_behind_it(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         act(next(calls), batch)
         return strategy(model, batch, config)
 
-    trainer.strategy = strategy_behind_it
+    trainer.setup.strategy = strategy_behind_it
     return trainer
 
 

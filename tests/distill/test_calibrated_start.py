@@ -99,8 +99,10 @@ def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_
     build, monkeypatch
 ) -> None:
     trainer = build(batch_size=4, smoke_test=False, max_steps=1)
-    trainer.passes.samples = 2  # as --max_memory has it
-    before = {name: p.detach().clone() for name, p in adapter_parameters(trainer.model).items()}
+    trainer.setup.splitter.samples = 2  # as --max_memory has it
+    before = {
+        name: p.detach().clone() for name, p in adapter_parameters(trainer.setup.model).items()
+    }
     sizes: list[int] = []
     original = starting.calibrate
 
@@ -114,7 +116,7 @@ def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_
     monkeypatch.setattr(starting, "calibrate", calibrate)
     trainer.train()
     assert sizes == [2, 1]
-    assert trainer.calibration is not None and trainer.passes.samples == 2
+    assert trainer.calibration is not None and trainer.setup.splitter.samples == 2
     events = [
         json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()
     ]
@@ -132,7 +134,7 @@ def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
     ]
     (event,) = [e for e in events if e["event"] == "calibration"]
     assert event["layers"] == record["layers"]
-    assert "Calibration on" in trainer.console.file.getvalue()
+    assert "Calibration on" in trainer.setup.console.file.getvalue()
 
 
 def test_held_out_samples_are_never_calibrated_on(build, calls) -> None:
@@ -144,13 +146,13 @@ def test_held_out_samples_are_never_calibrated_on(build, calls) -> None:
 def seen_by(trainer: Trainer) -> list[str]:
     """The samples that training computes, in order."""
     found: list[str] = []
-    strategy = trainer.strategy
+    strategy = trainer.setup.strategy
 
     def watching(model: Any, batch: Any, config: TrainConfig) -> Any:
         found.extend(batch.sample_ids)
         return strategy(model, batch, config)
 
-    trainer.strategy = watching
+    trainer.setup.strategy = watching
     trainer.train()
     return found
 
@@ -166,7 +168,7 @@ class Stream:
 
 
 def order_of(trainer: Trainer) -> list[str]:
-    return [sample.id for sample in trainer.samples.epoch(0)]
+    return [sample.id for sample in trainer.data.loader.samples.epoch(0)]
 
 
 @pytest.mark.parametrize(("stream", "inputs"), [(False, "propagated"), (True, "teacher")])
@@ -178,7 +180,7 @@ def test_training_begins_behind_the_samples_that_the_start_was_solved_on(
     solved_on, seen = calls, seen_by(trainer)
     (given,) = ([sample.id for sample in samples] for samples in solved_on)
     assert [*given, *seen] == order_of(trainer)[: len(given) + 4]  # two steps of two
-    said = trainer.console.file.getvalue()
+    said = trainer.setup.console.file.getvalue()
     assert (
         said.count(f"training begins behind the {len(given)} samples that the start was solved on")
         == 1
@@ -225,7 +227,7 @@ def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_
     )
     seen = seen_by(trainer)
     assert seen == order_of(trainer) and trainer.total_steps in (7, None)
-    said = trainer.console.file.getvalue()
+    said = trainer.setup.console.file.getvalue()
     assert (
         "begins behind" not in said
         and said.count("the first losses are those of tokens that were fitted") == 1
@@ -243,7 +245,10 @@ def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(buil
         num_epochs=2,
         batch_size=8,
     )
-    first, second = order_of(trainer), [sample.id for sample in trainer.samples.epoch(1)]
+    first, second = (
+        order_of(trainer),
+        [sample.id for sample in trainer.data.loader.samples.epoch(1)],
+    )
     seen = seen_by(trainer)
     (given,) = calls
     assert 10 < len(given) < 20 and seen == [*first[len(given) :], *second]
@@ -274,23 +279,23 @@ def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path)
     seen = seen_by(whole)
     assert len(seen) < 2 * 32
     part = build(texts(32), max_steps=None, **settings)
-    strategy, count = part.strategy, iter(range(1000))
+    strategy, count = part.setup.strategy, iter(range(1000))
 
     def stopping(*arguments: Any) -> Any:
         if next(count) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return strategy(*arguments)
 
-    part.strategy = stopping
+    part.setup.strategy = stopping
     assert part.train().signal == signal.SIGTERM
     again = build(texts(32), max_steps=None, resume="auto", **settings)
     assert again.total_steps == whole.total_steps
     rest = seen_by(again)
     assert seen[-len(rest) :] == rest
-    expected = adapter_parameters(whole.model)
+    expected = adapter_parameters(whole.setup.model)
     assert all(
         torch.equal(value, expected[name])
-        for name, value in adapter_parameters(again.model).items()
+        for name, value in adapter_parameters(again.setup.model).items()
     )
 
 
@@ -324,10 +329,10 @@ def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_thr
     result = again.train()
     assert json.loads(record.read_text())["calibration"] == solved
     assert len(calls) == 2 and result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
-    expected = adapter_parameters(whole.model)
+    expected = adapter_parameters(whole.setup.model)
     assert all(
         torch.equal(value, expected[name])
-        for name, value in adapter_parameters(again.model).items()
+        for name, value in adapter_parameters(again.setup.model).items()
     )
 
 

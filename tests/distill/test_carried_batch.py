@@ -19,7 +19,7 @@ from test_postmortem import situation
 
 import npt
 from npt.config import DataConfig, NPTConfig
-from npt.data.batch import Batch, batches, collate, documents_of
+from npt.data.batch import Batch, collate
 from npt.data.packing import pack
 from npt.data.sample import Sample
 from npt.errors import BundleError
@@ -121,22 +121,6 @@ def computed(folder: Path) -> list[tuple[Any, Any]]:
 
 def test_a_packed_micro_batch_is_replayed_bit_for_bit(packed_bundle) -> None:
     assert all(replayed == then for replayed, then in computed(packed_bundle))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_documents_are_told_from_positions(side) -> None:
-    rows = [
-        *packed_rows(),
-        *pack([Sample("a", (5,)), Sample("b", (6,)), Sample("c", (7, 8))], 14),
-        Sample("one", (3, 4, 5)),
-    ]
-    packed = collate(rows, 2, side=side, length=17)
-    found = documents_of(packed.position_ids, packed.attention_mask)
-    assert (
-        found is not None and packed.documents is not None and torch.equal(found, packed.documents)
-    )
-    (plain,) = batches([Sample("a", (3, 4)), Sample("b", (5, 6, 7))], 2, 2, side=side)
-    assert documents_of(plain.position_ids, plain.attention_mask) is None
 
 
 @pytest.mark.parametrize(

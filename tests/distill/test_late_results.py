@@ -27,6 +27,7 @@ from npt.step import launched_window as module
 from npt.step.gradient_window import IN_FLIGHT, GradientWindow
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep
+from npt.train import checkpoint_writer as writer_module
 from npt.train import loop as loop_module
 from npt.train import trainer as trainer_module
 
@@ -215,7 +216,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_t
     """
     runs, _ = late_runs([0, 2, 0, 0, 0, 0])
     saved: list[tuple[int, int, int, int]] = []
-    write = trainer_module.write_checkpoint
+    write = writer_module.write_checkpoint
 
     def writing(
         path: Path,
@@ -234,7 +235,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_t
         )
         write(path, model, transaction, record, *others)
 
-    monkeypatch.setattr(trainer_module, "write_checkpoint", writing)
+    monkeypatch.setattr(writer_module, "write_checkpoint", writing)
     with pytest.raises(TooManyRefusalsError, match="stopped at step 4: 1 refusals in a row"):
         runs.run("run", poisoning(runs.model, 1), max_consecutive_bad=1)
     assert saved == [(4, 4, 5, 5)]

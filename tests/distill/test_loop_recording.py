@@ -116,7 +116,7 @@ def act_before(
 
 
 def said(trainer: Trainer) -> list[str]:
-    return trainer.console.file.getvalue().splitlines()
+    return trainer.setup.console.file.getvalue().splitlines()
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def records(folder: Path) -> dict[int, Record]:
 
 
 def weights(trainer: Trainer) -> list[Tensor]:
-    return [p.detach().clone() for p in adapter_parameters(trainer.model).values()]
+    return [p.detach().clone() for p in adapter_parameters(trainer.setup.model).values()]
 
 
 def poison(layer: int = 1) -> Callable[[nn.Module], Any]:
@@ -190,8 +190,8 @@ def test_chosen_steps_are_files_events_lines_and_pictures(build, drawn, strategy
 def test_padding_is_left_out(build) -> None:
     batches: list[Batch] = []
     trainer = build(trace_every=1)
-    original = trainer.strategy
-    trainer.strategy = lambda model, batch, config: (
+    original = trainer.setup.strategy
+    trainer.setup.strategy = lambda model, batch, config: (
         batches.append(batch) or original(model, batch, config)
     )
     trainer.train()
@@ -306,8 +306,8 @@ def test_where_results_come_late_a_record_bears_the_step_that_its_window_became(
     )
     trainer = build(trace_steps="2,5")
     used: list[tuple[str, ...]] = []
-    original = trainer.strategy
-    trainer.strategy = lambda model, batch, config: (
+    original = trainer.setup.strategy
+    trainer.setup.strategy = lambda model, batch, config: (
         used.append(batch.sample_ids) or original(model, batch, config)
     )
     trainer.train()
@@ -345,7 +345,7 @@ def test_a_recorder_that_fails_is_an_event_and_the_run_is_the_same(build, monkey
             patched.setattr(Recorder, failing, broken)
             trainer = build(folder=failing, trace_steps="2-3", max_steps=4)
             result = trainer.train()
-        assert result.steps == 4 and not _observed(trainer.model)
+        assert result.steps == 4 and not _observed(trainer.setup.model)
         messages = [event["message"] for event in events(result.folder, "trace")]
         assert messages == [
             f"step {step} could not be recorded: OSError: no space left on device"
@@ -381,9 +381,12 @@ def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(build, monkeypa
     trainer = build(trace_every=1)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
-    assert not _observed(trainer.model)
+    assert not _observed(trainer.setup.model)
     assert (
-        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in trainer.model.modules()) == 0
+        sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) for m in trainer.setup.model.modules()
+        )
+        == 0
     )
     assert drawn == [[1, 2, 3]]
 

@@ -16,7 +16,7 @@ from npt.data.batch import Batch
 from npt.errors import ConfigError
 from npt.planning.memory import PHASES
 from npt.planning.plan import Planner
-from npt.train import trainer as module
+from npt.train import memory_fit, preparation, run_evaluation
 
 # What is done about a plan does not depend on what was counted.
 pytestmark = pytest.mark.usefixtures("counted_by_a_formula")
@@ -54,11 +54,11 @@ def planned(trainer: Any) -> Any:
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            module,
+            memory_fit,
             "Planner",
             lambda workload, base: made.append(workload) or Planner(workload, base),
         )
-        trainer._plan_memory()
+        memory_fit.MemoryFit(trainer.setup)
     return made[0]
 
 
@@ -161,16 +161,16 @@ def test_one_sample_that_does_not_fit_is_refused_in_one_line(runs: Runs) -> None
 def test_the_smoke_test_and_evaluations_keep_to_the_limit(
     runs: Runs, limit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, smoke_test, sizes = module.evaluate, module.smoke_test, []
+    evaluate, smoke_test, sizes = run_evaluation.evaluate, preparation.smoke_test, []
     monkeypatch.setattr(
-        module,
+        run_evaluation,
         "evaluate",
         lambda *a, batch_size, **k: (
             sizes.append(batch_size) or evaluate(*a, batch_size=batch_size, **k)
         ),
     )
     monkeypatch.setattr(
-        module,
+        preparation,
         "smoke_test",
         lambda model, batch, *a: sizes.append(len(batch.input_ids)) or smoke_test(model, batch, *a),
     )

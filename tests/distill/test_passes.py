@@ -278,8 +278,8 @@ def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
 
 def in_backward(trainer: Trainer, call: int) -> Trainer:
     """Memory runs out in the middle of one call's backward, when some gradients are there already."""
-    strategy, numbers = trainer.strategy, iter(range(10**6))
-    parameter = next(iter(adapter_parameters(trainer.model).values()))
+    strategy, numbers = trainer.setup.strategy, iter(range(10**6))
+    parameter = next(iter(adapter_parameters(trainer.setup.model).values()))
 
     def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         if next(numbers) != call:
@@ -290,12 +290,12 @@ def in_backward(trainer: Trainer, call: int) -> Trainer:
         finally:
             handle.remove()
 
-    trainer.strategy = failing
+    trainer.setup.strategy = failing
     return trainer
 
 
 def in_parts(trainer: Trainer, samples: int) -> Trainer:
-    trainer.passes.samples = samples
+    trainer.setup.splitter.samples = samples
     return trainer
 
 
@@ -456,7 +456,7 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
 
 
 def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
-    from npt.train import trainer as module
+    from npt.train import run_evaluation as module
 
     evaluate, sizes = module.evaluate, []
 
@@ -512,7 +512,7 @@ def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> Non
     """The graph of the call that failed would be the very memory that is lacking."""
     here = runs()
     trainer = here.trainer("run")
-    strategy, alive, seen = trainer.strategy, [], []
+    strategy, alive, seen = trainer.setup.strategy, [], []
 
     def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         if not alive:
@@ -524,6 +524,6 @@ def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> Non
         gc.enable()
         return strategy(model, batch, config)
 
-    trainer.strategy = failing
+    trainer.setup.strategy = failing
     trainer.train()
     assert seen and seen[0] is None

@@ -35,7 +35,7 @@ from npt.runs.run_folder import RunFolder
 from npt.step.train_step import TrainStep
 from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import Window
-from npt.train.trainer import Trainer
+from npt.train.run_data import RunData
 
 WINDOW = [
     collate([Sample("a", (5, 6, 7)), Sample("b", (8,))], 2),
@@ -187,16 +187,17 @@ def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> No
         weight_decay=0.1,
     )
     read = read_bundle(stop(made))
-    assert read.train_config == made.config and read.adapter_config == made.adapter_config
+    setup = made.setup
+    assert read.train_config == setup.config and read.adapter_config == setup.adapter_config
     assert (
         read.said["settings"] == json.loads((made.folder_path / "run.json").read_text())["settings"]
     )
-    assert read.base.hash == made.base.strict
+    assert read.base.hash == npt.base_hash(setup.model)
     # the window was stepped on its other micro-batch
     counters = read.checkpoint.record["counters"]
     assert counters["steps"] == read.step + 1 and counters["refused"] == {"loss": 1}
-    snapshot = read.snapshot(made.model)
-    for name, parameter in adapter_parameters(made.model).items():
+    snapshot = read.snapshot(setup.model)
+    for name, parameter in adapter_parameters(setup.model).items():
         value, state = snapshot[name]
         assert float(state["step"]) == read.step
         # and these are the adapters from before that step
@@ -211,7 +212,7 @@ def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_
         collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7)))
     )
     windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
-    monkeypatch.setattr(Trainer, "_windows", lambda self: (window for window in windows))
+    monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
     folder = stop(
         trainer(poisoned_folder, good(3), max_consecutive_bad=100, max_refused_share=0.05)
     )

@@ -302,14 +302,14 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_only_lacks_that(runs, mon
     here = runs()
     here.run("whole")
     trainer = here.trainer("part")
-    original, calls = trainer._evaluate, iter(range(9))
+    original, calls = trainer.evaluate, iter(range(9))
 
     def evaluate() -> Any:
         if next(calls) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original()
 
-    monkeypatch.setattr(trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
     result = trainer.train()
     assert (result.steps, result.exit_status, result.fidelity) == (5, 143, None)
     here.run("part", lambda number, batch: pytest.fail("a micro-batch was computed"), resume="auto")
@@ -320,14 +320,14 @@ def test_an_evaluation_that_a_signal_ended_is_made_up_for(runs, monkeypatch) -> 
     here = runs(settings={"batch_size": 2, "eval_steps": 2})
     here.run("whole")
     trainer = here.trainer("part")
-    original, calls = trainer._evaluate, iter(range(9))
+    original, calls = trainer.evaluate, iter(range(9))
 
     def evaluate() -> Any:
         if next(calls) == 1:  # the first one inside the run
             os.kill(os.getpid(), signal.SIGTERM)
         return original()
 
-    monkeypatch.setattr(trainer, "_evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
     assert (trainer.train().steps, len(events(here.place / "part", "evaluation"))) == (2, 0)
     here.run("part", resume="auto")
     here.outcome("part").assert_equal(here.outcome("whole"))

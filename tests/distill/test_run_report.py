@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import npt
 from npt.errors import TooManyRefusalsError
 from npt.evaluation.modulation import Modulation
-from npt.train import trainer as trainer_module
+from npt.train import run_writer as trainer_module
 from npt.train.run_report import write_report
 
 

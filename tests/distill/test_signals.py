@@ -26,6 +26,7 @@ from npt.runs import manifest as manifest_module
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import SIGNALS, StopOnSignal
 from npt.runs.trackers import Trackers
+from npt.train import preparation
 from npt.train import trainer as trainer_module
 
 NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
@@ -193,7 +194,7 @@ def in_front_of(
 BEFORE: dict[str, tuple[Any, str, int]] = {
     "the check of the base": (trainer_module, "base_fault", 0),
     "the base's hash": (trainer_module, "base_identity", 0),
-    "the smoke test": (trainer_module, "smoke_test", 0),
+    "the smoke test": (preparation, "smoke_test", 0),
     "the first evaluation": (evaluate_module, "_compare", 0),
     "the middle of the first evaluation": (evaluate_module, "_compare_layers", 1),
     "the audit": (trainer_module, "audit_precision", 0),
@@ -244,7 +245,7 @@ def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactl
         in_front_of(patched, owner, name, number, call)
         trainer = here.trainer("run", smoke_test=False)
         result = trainer.train()
-    assert trainer.stop.number == number, "the phase was not met"
+    assert trainer.setup.stop.number == number, "the phase was not met"
     assert result.steps == step
     if phase not in ("its file", "the end"):
         assert result.exit_status == 128 + number and result.fidelity is None

@@ -211,7 +211,7 @@ def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(
         max_consecutive_bad=1,
         adapter={"rank": 4},
     )
-    strategy, calls = trainer.strategy, iter(range(100))
+    strategy, calls = trainer.setup.strategy, iter(range(100))
 
     def broken(*arguments: Any) -> Any:
         if next(calls) == 3:
@@ -219,7 +219,7 @@ def test_a_run_that_stops_is_replayed_with_its_stage_and_its_teacher(
                 next(iter(adapter_parameters(here.model).values()))[0, 0] = float("nan")
         return strategy(*arguments)
 
-    trainer.strategy = broken
+    trainer.setup.strategy = broken
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
@@ -315,13 +315,13 @@ def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
             Trainer(
                 here.model,
-                trainer.tokenizer,
+                trainer.setup.tokenizer,
                 records(16),
-                trainer.config,
-                data_config=trainer.data_config,
-                console=trainer.console,
+                trainer.setup.config,
+                data_config=trainer.setup.data_config,
+                console=trainer.setup.console,
             )
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
-            npt.calibrate(here.model, trainer.tokenizer, records(60), 400, max_length=12)
+            npt.calibrate(here.model, trainer.setup.tokenizer, records(60), 400, max_length=12)
     finally:
         unconsolidate(here.model)

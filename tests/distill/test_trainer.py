@@ -39,6 +39,7 @@ from npt.errors import (
 from npt.step.train_step import TrainStep
 from npt.train import trainer as trainer_module
 from npt.train.run_context import Window
+from npt.train.run_data import RunData
 from npt.train.trainer import Trainer
 
 MAX_LENGTH = 12
@@ -110,7 +111,7 @@ def build(
 
 
 def said(trainer: Trainer) -> str:
-    return trainer.console.file.getvalue()
+    return trainer.setup.console.file.getvalue()
 
 
 def strict(text: str) -> Any:
@@ -136,7 +137,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in adapter_parameters(trainer.model).items()}
+    return {name: p.detach().clone() for name, p in adapter_parameters(trainer.setup.model).items()}
 
 
 def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -253,7 +254,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
 
 def test_run_json_holds_settings_versions_seed_hash_and_precision(build) -> None:
     trainer = build(seed=3, max_steps=1)
-    base_hash = npt.base_hash(trainer.model)
+    base_hash = npt.base_hash(trainer.setup.model)
     run = strict((trainer.train().folder / "run.json").read_text())
     assert run["seed"] == 3 and run["base_hash"] == base_hash and run["heldout"] is True
     assert (
@@ -270,7 +271,7 @@ def test_run_json_holds_settings_versions_seed_hash_and_precision(build) -> None
     assert run["layers"] == [1, 3]
     assert {"python", "torch", "bitsandbytes"} <= run["versions"].keys()
     assert run["trainable_parameters"] == sum(
-        p.numel() for p in adapter_parameters(trainer.model).values()
+        p.numel() for p in adapter_parameters(trainer.setup.model).values()
     )
 
 
@@ -324,12 +325,12 @@ def test_the_result_says_what_the_run_came_to_and_data_that_lose_nothing_are_not
 
 def test_evaluation_before_and_after_are_of_the_model_before_and_after(build, tokenizer) -> None:
     trainer = build(texts(8))
-    before = npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH)
+    before = npt.evaluate(trainer.setup.model, tokenizer, EVAL, max_length=MAX_LENGTH)
     result = trainer.train()
     assert result.fidelity.initial == before.student
     assert (
         result.fidelity.student
-        == npt.evaluate(trainer.model, tokenizer, EVAL, max_length=MAX_LENGTH).student
+        == npt.evaluate(trainer.setup.model, tokenizer, EVAL, max_length=MAX_LENGTH).student
     )
     assert result.fidelity.layers[3]["nmse_initial"] == before.layers[3]["nmse_student"]
 
@@ -358,7 +359,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_bit_equal(
     loss = [line["loss"] for line in lines(result.folder, "metrics")]
     assert sum(loss[-2:]) < 0.9 * sum(loss[:2])
     assert result.fidelity.layers[3]["nmse_student"] < result.fidelity.layers[3]["nmse_initial"]
-    state = trainer.model.state_dict()
+    state = trainer.setup.model.state_dict()
     # packed bytes and quantisation statistics included
     for key, value in load_model().state_dict().items():
         assert torch.equal(state[key], value), key
@@ -390,7 +391,9 @@ def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
 
 def test_the_loss_of_the_first_step_is_the_strategys_sum_over_its_tokens(build) -> None:
     trainer = build(texts(2), regularization_lambda=0.2)
-    sums = STRATEGIES["local"](trainer.model, trainer._first_batch(), trainer.config)
+    sums = STRATEGIES["local"](
+        trainer.setup.model, trainer.data.first_batch(), trainer.setup.config
+    )
     (line,) = lines(trainer.train().folder, "metrics")
     # one fp32 division
     assert line["loss"] == pytest.approx(float(sums.loss) / sums.tokens, rel=1e-6)
@@ -496,14 +499,14 @@ def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(
     trainer = build(texts(10), **config)
     assert trainer.total_steps == steps
     seen: list[int] = []
-    original = Trainer._windows
+    original = RunData.windows
 
-    def counted(self: Trainer) -> Iterator[Window]:
+    def counted(self: RunData) -> Iterator[Window]:
         for window in original(self):
             seen.append(len(window.batches))
             yield window
 
-    monkeypatch.setattr(Trainer, "_windows", counted)
+    monkeypatch.setattr(RunData, "windows", counted)
     result = trainer.train()
     assert result.steps == steps
     assert seen == windows
@@ -513,7 +516,7 @@ def test_epochs_see_the_same_samples_in_another_order(build) -> None:
     trainer = build(num_epochs=2)
     ids = [
         name
-        for window in trainer._windows()
+        for window in trainer.data.windows()
         for batch in window.batches
         for name in batch.sample_ids
     ]
@@ -578,8 +581,8 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(
     random_states, trainers, results = [], [], []
     for present in (True, False):
         monkeypatch.setattr(
-            Trainer,
-            "_windows",
+            RunData,
+            "windows",
             lambda self, present=present: (w for w in windows_of(4, bad if present else None)),
         )
         trainer = build(
@@ -589,7 +592,7 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(
         )
         if bad == "nan":  # a base that breaks behind the check of it
             monkeypatch.setattr(trainer_module, "base_fault", lambda model: None)
-            trainer.model.model.embed_tokens.weight.data[3] = math.nan
+            trainer.setup.model.model.embed_tokens.weight.data[3] = math.nan
         torch.manual_seed(0)
         results.append(trainer.train())
         trainers.append(trainer)
@@ -649,8 +652,8 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
     """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows begin."""
     rows = {1: Sample("good", (5, 6, 7)), 0: Sample("broken", (5, 999))}
     monkeypatch.setattr(
-        Trainer,
-        "_windows",
+        RunData,
+        "windows",
         lambda self: (Window(0, [collate([rows[i]], 2) for i in window]) for window in windows),
     )
     trainer = build(max_consecutive_bad=3)
@@ -796,14 +799,14 @@ def test_a_stream_with_max_steps_has_a_length(build) -> None:
 def test_a_list_and_a_stream_of_it_hold_out_the_same_samples_and_never_train_on_them(build) -> None:
     for data, streaming in ((texts(80), False), (Stream(80), True)):
         trainer = build(data, streaming=streaming, eval_data=None, folder=f"run-{streaming}")
-        held_out = {sample.id for sample in trainer.eval_samples}
+        held_out = {sample.id for sample in trainer.data.eval_samples}
         trained = {
             name
-            for window in trainer._windows()
+            for window in trainer.data.windows()
             for batch in window.batches
             for name in batch.sample_ids
         }
-        assert trainer.heldout and held_out
+        assert trainer.data.heldout and held_out
         assert not held_out & trained
         assert held_out | trained == {f"text-{i}@0" for i in range(80)}
 
@@ -811,7 +814,7 @@ def test_a_list_and_a_stream_of_it_hold_out_the_same_samples_and_never_train_on_
 def test_too_little_data_to_hold_any_out_is_said_and_recorded(build) -> None:
     data = [record("a", [5, 6, 7, 8]), record("b", [9, 10, 11])]
     trainer = build(data, eval_data=None)
-    assert not trainer.heldout
+    assert not trainer.data.heldout
     result = trainer.train()
     assert "TRAINING" in said(trainer)
     assert strict((result.folder / "run.json").read_text())["heldout"] is False
@@ -904,8 +907,10 @@ def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
             smoke_test=packing,
         )
         # rows for several texts; evaluation stays as it is
-        trainer.samples._config = replace(trainer.samples._config, max_length=40)
-        trainer.total_steps = trainer._total_steps()
+        trainer.data.loader.samples._config = replace(
+            trainer.data.loader.samples._config, max_length=40
+        )
+        trainer.data.total_steps = trainer.data.count_steps()
         results[packing] = trainer.train()
         assert ("smoke test passed" in said(trainer)) == packing
         assert results[packing].steps == trainer.total_steps
@@ -929,7 +934,7 @@ def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> Non
     )
     names = [
         name
-        for window in trainer._windows()
+        for window in trainer.data.windows()
         for batch in window.batches
         for name in batch.sample_ids
     ]
@@ -957,7 +962,7 @@ def test_a_fifth_is_replayed_unless_told(build) -> None:
     trainer = build(texts(400), replay_data=texts(9), batch_size=8)
     names = [
         name
-        for window in trainer._windows()
+        for window in trainer.data.windows()
         for batch in window.batches
         for name in batch.sample_ids
     ]
@@ -978,8 +983,8 @@ def test_replay_data_without_a_sample_are_refused_by_name(build) -> None:
 def test_a_windows_position_finds_the_batches_behind_it(build) -> None:
     settings = {"gradient_accumulation_steps": 3, "num_epochs": 2, "replay_data": texts(7, seed=5)}
     first, other = build(texts(20), **settings), build(texts(20), folder="other", **settings)
-    windows = list(first._windows())
-    behind = [loaded.batch.sample_ids for loaded in other.loader.batches(windows[2].position)]
+    windows = list(first.data.windows())
+    behind = [loaded.batch.sample_ids for loaded in other.data.loader.batches(windows[2].position)]
     assert behind == [batch.sample_ids for window in windows[3:] for batch in window.batches]
 
 
@@ -1034,7 +1039,7 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("npt.train.trainer.write_checkpoint", full)
+        monkeypatch.setattr("npt.train.checkpoint_writer.write_checkpoint", full)
     elif how == "the smoke test":
         data, settings["smoke_test"] = [record("broken", [5, 999, 7])] * 20, True
     replace_strategy(monkeypatch, act)
@@ -1071,7 +1076,7 @@ def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokeniz
 
     replace_strategy(monkeypatch, act)
     trainer = build(Stream(200), streaming=True, max_steps=20, batch_size=4)
-    first = trainer._first_batch()  # the first block, in this thread
+    first = trainer.data.first_batch()  # the first block, in this thread
     monkeypatch.setattr(type(tokenizer), "__call__", tokenise)
     trainer.train()
     assert first.tokens > 0 and tokenised.is_set()
@@ -1181,9 +1186,11 @@ def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
 def test_a_number_that_is_not_finite_is_named_before_anything_is_written(build, where) -> None:
     trainer = build()
     if where == "base":
-        trainer.model.model.layers[2].mlp.up_proj.weight.quant_state.state2.absmax[0] = math.inf
+        trainer.setup.model.model.layers[2].mlp.up_proj.weight.quant_state.state2.absmax[0] = (
+            math.inf
+        )
     else:
-        trainer.model.model.layers[3].npt.A.data[0, 1] = math.nan
+        trainer.setup.model.model.layers[3].npt.A.data[0, 1] = math.nan
     with pytest.raises(
         NumericalError,
         match=(
@@ -1204,11 +1211,11 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(
     monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late))
     rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
 
-    def breaking(self: Trainer) -> Iterator[Window]:
+    def breaking(self: RunData) -> Iterator[Window]:
         yield from (Window(0, [row]) for row in rows)
         raise DataError("line 5 is broken")
 
-    monkeypatch.setattr(Trainer, "_windows", breaking)
+    monkeypatch.setattr(RunData, "windows", breaking)
     trainer = build()
     with pytest.raises(DataError, match="line 5 is broken"):
         trainer.train()

@@ -221,11 +221,11 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
     with mock.patch("npt.runs.trackers._started", lambda *_: tracker):
         watched, _ = trained(tmp_path / "watched", report_to="tensorboard", sample_steps=2)
     plain, _ = trained(tmp_path / "plain", smoke_test=False)
-    one, other = (adapter_parameters(trainer.model) for trainer in (watched, plain))
+    one, other = (adapter_parameters(trainer.setup.model) for trainer in (watched, plain))
     assert all(torch.equal(one[name], other[name]) for name in other)
     # steps, layers, targets
     assert tracker.asked["add_text"] == 3 and tracker.asked["add_histogram_raw"] == 3 * 2 * 3
-    said = watched.console.file.getvalue()
+    said = watched.setup.console.file.getvalue()
     assert "no texts" not in said and "failed" not in said
 
 

@@ -79,7 +79,7 @@ def trained(ranks: Ranks, out: str, plant: str = "", sharded: bool = False) -> d
                 time.sleep(30)
         return STRATEGIES["local"](*arguments)
 
-    trainer.strategy = planting
+    trainer.setup.strategy = planting
     result = trainer.train()
     return {
         "steps": result.steps,

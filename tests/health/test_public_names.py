@@ -7,19 +7,23 @@ import sys
 
 import pytest
 
-from npt import health
+from npt import diagnostics
 
 
-@pytest.mark.parametrize("name", health.__all__)
+@pytest.mark.parametrize("name", diagnostics.__all__)
 def test_a_public_name_is_what_its_home_has(name) -> None:
-    assert getattr(health, name).__module__ == health._HOME[name] and name in dir(health)
+    assert getattr(diagnostics, name).__module__ == diagnostics._HOME[name] and name in dir(
+        diagnostics
+    )
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match=r"module 'npt\.health' has no attribute 'nothing'"):
-        _ = health.nothing
+    with pytest.raises(
+        AttributeError, match=r"module 'npt\.diagnostics' has no attribute 'nothing'"
+    ):
+        _ = diagnostics.nothing
 
 
 def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, npt.diagnostics; assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'"
+    code = "import sys, npt.diagnostics; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,6 +25,7 @@ from npt.adapters.attach import attached_config, decoder_layers, npt_layers
 from npt.adapters.consolidate import TARGETS, product_of
 from npt.adapters.files.export_card import export_card
 from npt.adapters.files.pretrained import from_pretrained
+from npt.base.families import FAMILIES
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import declared_dtype
 from npt.base.rows import rows_of
@@ -40,15 +41,6 @@ SHARD_BYTES = 4 << 30
 """Of a file of weights, unless one tensor is larger: so much is on the host beside the model while
 it is written.
 """
-
-_FAMILIES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "smollm3": "SmolLM3",
-}
-"""Model type -> what its classes' names begin with."""
 
 _TEXT = (
     "def add(a, b):\n    return a + b\n\nOnce upon a time there was a house by the sea, and whoever"
@@ -203,7 +195,13 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
     """The content of `config.json`: that of the base, the form of the modulation, and which classes
     load it.
     """
-    config, family = attached_config(model), _FAMILIES[model.config.model_type]
+    config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
+    code = (CODE / "modeling_npt.py").read_text(encoding="utf-8")
+    if f"class NPT{family}ForCausalLM" not in code:
+        raise ModelError(
+            f"there is no code to export {model.config.model_type} models with; add its classes to"
+            f" {CODE / 'modeling_npt.py'}"
+        )
     found = {
         name: value for name, value in model.config.to_dict().items() if not name.startswith("_")
     }

@@ -12,21 +12,26 @@ costs what it did before.
 
 What becomes a row, by its `stage`:
 
-    stage         of                what it is in            every module      its main input (the
-    first tensor), unless that tensor has a row already as what another gave in.NAME       every
-    module      its other inputs, likewise; masks are left out, their -Inf is meant out
-    every module      its output, of several the first; out.NAME or out.NUMBER: the others, unless
-    they have a row weight, ...   every parameter   gradient only: what this pass added to it,
-    before any clipping h             NPT layer         the residual stream in front of the layer a
-    NPT layer         attention output, behind o_proj stream        NPT layer         h + a, what
-    the MLP reads where the attention residual is kept z             NPT layer         low-rank code
-    A a m_gate ...    NPT layer         multipliers of gate, up, down, with their saturation s_gate
-    ...    NPT layer         additive terms of gate, up, down gate, up      NPT layer         the
-    products as modulated (as they were before: `mlp.gate_proj out`, `mlp.up_proj out`) activation
-    NPT layer         act(gate) product       NPT layer         activation * up, what down_proj
-    reads mlp           NPT layer         the MLP's output as modulated o             NPT layer
-    the residual sum behind the layer, with its update ratio t             NPT layer         the
-    teacher's o, under the local strategy
+    in            every module: its main input (the first tensor), unless it already has a row as
+                  what another module gave
+    in.NAME       every module: its other inputs, likewise; masks are left out, their -Inf is meant
+    out           every module: its output, of several the first; out.NAME or out.NUMBER: the others
+    weight, ...   every parameter, gradient only: what this pass added to it, before any clipping
+
+and of an NPT layer:
+
+    h             the residual stream before the layer
+    a             the attention output, after o_proj
+    stream        h + a, what the MLP reads if the attention residual is kept
+    z             the low-rank code A a
+    m_gate ...    multipliers of gate, up, down, with their saturation
+    s_gate ...    additive terms of gate, up, down
+    gate, up      the products as modulated (before: `mlp.gate_proj out`, `mlp.up_proj out`)
+    activation    act(gate)
+    product       activation * up, what down_proj reads
+    mlp           the MLP's output as modulated
+    o             the residual sum after the layer, with its update ratio
+    t             the teacher's o, under the local strategy
 
 RMSNorms, q, k and v are modules and so have their `out`. Rows stand in the order in which the pass
 reached them. A tensor that several modules name, such as the output of an MLP and of its last

@@ -28,7 +28,7 @@ from npt.errors import NPTError
 from npt.evaluation.attribution import Reference, refer
 from npt.tools.sweep.settings import Settings
 from npt.tools.sweep.spec import Design
-from npt.train.trainer import check_trainable
+from npt.train.run_checks import check_trainable
 
 BASES_BYTES = 2 << 30
 """Bases are kept while they take no more than this together; the one that is in use is kept in any

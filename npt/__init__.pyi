@@ -1,0 +1,45 @@
+"""The public names of npt, each with its home: the only list of them."""
+
+from npt.adapters.attach import AttachReport as AttachReport
+from npt.adapters.attach import adapter_mode as adapter_mode
+from npt.adapters.attach import adapters_disabled as adapters_disabled
+from npt.adapters.attach import attach as attach
+from npt.adapters.attach import detach as detach
+from npt.adapters.consolidate import consolidate as consolidate
+from npt.adapters.consolidate import consolidated as consolidated
+from npt.adapters.consolidate import consolidation_disabled as consolidation_disabled
+from npt.adapters.consolidate import unconsolidate as unconsolidate
+from npt.adapters.consolidate import update_from as update_from
+from npt.adapters.files.adapter_files import load_adapter as load_adapter
+from npt.adapters.files.adapter_files import save_adapter as save_adapter
+from npt.adapters.files.consolidated_files import load_consolidated as load_consolidated
+from npt.adapters.files.consolidated_files import save_consolidated as save_consolidated
+from npt.adapters.files.export import export as export
+from npt.adapters.files.peft_shim import register_peft as register_peft
+from npt.adapters.files.pretrained import from_pretrained as from_pretrained
+from npt.adapters.files.push import push_to_hub as push_to_hub
+from npt.adapters.token_modulation import modulation_of as modulation_of
+from npt.base.identity import BaseIdentity as BaseIdentity
+from npt.base.identity import base_hash as base_hash
+from npt.base.identity import base_identity as base_identity
+from npt.base.load import load_base as load_base
+from npt.base.load import load_teacher as load_teacher
+from npt.calibration.calibrate import calibrate as calibrate
+from npt.calibration.report import Calibration as Calibration
+from npt.config import DataConfig as DataConfig
+from npt.config import NPTConfig as NPTConfig
+from npt.config import TrainConfig as TrainConfig
+from npt.diagnostics.tracer.trace import trace as trace
+from npt.diagnostics.tracer.verdict import Verdict as Verdict
+from npt.distributed.sharded_base import shard_base as shard_base
+from npt.errors import NPTError as NPTError
+from npt.evaluation.evaluate import Fidelity as Fidelity
+from npt.evaluation.evaluate import evaluate as evaluate
+from npt.evaluation.view import student_view as student_view
+from npt.evaluation.view import teacher_view as teacher_view
+from npt.tools.editing.transplant import transplant as transplant
+from npt.tools.editing.transplant import transplanted as transplanted
+from npt.train.trainer import Trainer as Trainer
+from npt.train.trainer import TrainResult as TrainResult
+
+__version__: str

@@ -1,0 +1,134 @@
+"""How many samples are computed at once, before and within a run, as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from npt.adapters.attach import adapter_parameters
+from npt.adapters.sharding import is_sharded
+from npt.base.attention import attention_name
+from npt.base.precision import quantization_of
+from npt.data.batch import Batch
+from npt.errors import ConfigError
+from npt.planning.measure import storage_bytes, tensors_of
+from npt.planning.memory import MemoryPlan, shown
+from npt.planning.plan import Planner
+from npt.planning.workload import Workload
+from npt.runs.checkpoint import Checkpoint
+from npt.runs.run_folder import RunFolder
+from npt.step.splitting import MicroBatchSplitter, catch_oom, free_memory
+from npt.train.run_setup import RunSetup
+
+T = TypeVar("T")
+
+
+class MemoryFit:
+    """Plans for `--max_memory`, and repeats with fewer samples what did not fit.
+
+    Args:
+        setup: of the run; its splitter is set to what fits.
+    """
+
+    def __init__(self, setup: RunSetup):
+        self._setup = setup
+        self.splitter = setup.splitter
+        self.evaluation = MicroBatchSplitter(setup.config.batch_size)
+        self.folder: RunFolder | None = None
+        self._lacks: list[dict[str, Any]] = []  # of which no folder was told yet
+        self.plan = self._make_plan()
+
+    def note(self) -> str | None:
+        """Return a line about the plan, if there is one."""
+        if self.plan is None:
+            return None
+        config = self._setup.config
+        at_once = f"{self.plan.samples_at_once} of {config.batch_size} samples at once"
+        peak = f"predicted peak {shown(self.plan.peak)} in the {self.plan.phase}"
+        even = ", with --rank_budget spent evenly" if self._planned_evenly else ""
+        return f"--max_memory {config.max_memory}: {at_once}, {peak}{even}"
+
+    def recall(self, checkpoint: Checkpoint) -> None:
+        """Do not try again what did not fit in the run that is resumed, under the same limit."""
+        rank, setup = self._setup.ranks.rank, self._setup
+        shrunk_to = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(rank)
+        if shrunk_to is not None and "max_memory" not in setup.changed:
+            samples = min(self.splitter.samples, shrunk_to)
+            self.splitter.samples = self.splitter.shrunk_to = samples
+
+    def fitting(
+        self, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch, name: str
+    ) -> T:
+        """Return what `act` returns, with fewer samples at once until it fits.
+
+        Args:
+            act: computes in parts of `splitter`.
+            splitter: is shrunk.
+            batch: the largest that is computed.
+            name: of the act.
+
+        Raises:
+            NoMemoryError: one sample at once is too much.
+        """
+        while True:
+            # Processes that share a base stay in step: one that stopped inside a layer would not.
+            with catch_oom(not is_sharded(self._setup.model)) as oom:
+                return act()
+            assert oom.message is not None
+            free_memory()
+            before = splitter.shrink(batch, oom.message)
+            self._setup.say(
+                f"{name}: out of memory with {before} samples at once ({oom.message}); it is begun"
+                f" again with {splitter.samples}"
+            )
+            self._lacks.append(
+                {
+                    "during": name,
+                    "samples": before,
+                    "samples_at_once": splitter.samples,
+                    "message": oom.message,
+                }
+            )
+            self.report()
+
+    def report(self) -> None:
+        """Write events for what did not fit, once there is a folder."""
+        while self.folder is not None and self._lacks:
+            self.folder.event("out_of_memory", **self._lacks.pop(0))
+
+    def _make_plan(self) -> MemoryPlan | None:
+        """Plan how much is computed at once under `--max_memory`, if it is given.
+
+        Raises:
+            ConfigError: one sample at a time is too much, or the base is not all on one device.
+        """
+        setup, model = self._setup, self._setup.model
+        limit = setup.config.max_memory_bytes
+        if limit is None:
+            return None
+        devices = {parameter.device for parameter in model.parameters()}
+        if is_sharded(model) or len(devices) > 1:
+            raise ConfigError(
+                f"--max_memory is {setup.config.max_memory}, but the base is spread over several"
+                " devices; lower --batch_size"
+            )
+        adapters = sum(parameter.nbytes for parameter in adapter_parameters(model).values())
+        teacher = setup.teacher
+        workload = Workload(
+            model.config,
+            setup.adapter_config,
+            setup.config,
+            setup.data_config.max_length,
+            quantization_of(model),
+            model.model.embed_tokens.weight.dtype,
+            None if teacher is None else teacher.model.embed_tokens.weight.dtype,
+            setup.device,
+            setup.ranks.size,
+            attention_name(model),
+            teacher_attention=setup.teacher_record["teacher_attention"],
+        )
+        plan = Planner(workload, storage_bytes(tensors_of(model)) - adapters).fitting(limit)
+        self.splitter.samples = plan.samples_at_once
+        self.evaluation.samples = plan.evaluated_at_once
+        self._planned_evenly = workload.approximate
+        return plan

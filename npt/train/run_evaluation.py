@@ -1,0 +1,47 @@
+"""The evaluations of a run: its student against its teacher, on the run's own held-out samples."""
+
+from __future__ import annotations
+
+from npt.data.batch import batches
+from npt.evaluation.attribution import Reference, refer
+from npt.evaluation.evaluate import Fidelity, evaluate
+from npt.train.memory_fit import MemoryFit
+from npt.train.run_data import RunData
+from npt.train.run_setup import RunSetup
+
+
+class RunEvaluator:
+    """Measures the student as it is.
+
+    Args:
+        setup, data, memory: of the run.
+    """
+
+    def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
+        self._setup, self._data, self._memory = setup, data, memory
+        self._reference: Reference | None = None  # what a separate teacher says of the samples
+
+    def __call__(self) -> Fidelity:
+        """Measure the student as it is, with no more samples at once than in training."""
+        setup, splitter = self._setup, self._memory.evaluation
+        splitter.samples = min(splitter.samples, setup.splitter.samples)
+        samples = self._data.eval_samples
+        largest = next(batches(samples, splitter.samples, setup.pad_id))
+
+        def measure() -> Fidelity:
+            at_once = splitter.samples
+            if setup.teacher is not None and self._reference is None:
+                self._reference = refer(
+                    setup.teacher, samples, batch_size=at_once, pad_id=setup.pad_id
+                )
+            return evaluate(
+                setup.model,
+                setup.tokenizer,
+                samples,
+                batch_size=at_once,
+                unquantized=self._reference,
+                between=setup.stop.check,
+                sources=self._data.eval_labels,
+            )
+
+        return self._memory.fitting(measure, splitter, largest, "an evaluation")

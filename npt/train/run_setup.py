@@ -1,0 +1,225 @@
+"""What a run is made of: model, settings, processes, and what it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.base.attention import attention_name, repeats_exactly
+from npt.base.identity import BaseIdentity
+from npt.base.load import COMPUTE
+from npt.base.precision import declared_dtype, quantization_of
+from npt.base.recipe import Recipe
+from npt.calibration.calibrate import check_calibration
+from npt.config import DataConfig, TrainConfig
+from npt.console import make_console, silent_console
+from npt.data.batch import pad_id_of
+from npt.distill.strategies import Strategy, drive
+from npt.distributed.processes import Ranks, join_ranks
+from npt.distributed.sharded_base import ranks_of
+from npt.errors import ConfigError
+from npt.runs.checkpoint import Checkpoint, read_checkpoint
+from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
+from npt.runs.run_folder import check_free, default_folder, versions
+from npt.runs.signals import StopOnSignal
+from npt.runs.trackers import Trackers
+from npt.step.schedule import kind_of_run
+from npt.step.splitting import MicroBatchSplitter
+from npt.train.run_checks import check_model, check_window, teacher_record
+
+MAY_DIFFER = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset", "dataset_mix")
+"""Settings in which the processes of a run may differ: paths on their machines."""
+
+
+@dataclass
+class RunOptions:
+    """What few callers give a Trainer; see there. report: write `report.html` and what it shows."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    console: Console | None = None
+    ranks: Ranks | None = None
+    any_base: bool = False
+    trackers: Trackers | None = None
+    report: bool = True
+
+
+class RunSetup:
+    """Model, settings and processes of a run, checked.
+
+    Args:
+        model: with adapters attached.
+        tokenizer: of the base.
+        teacher: a model of its own, or None.
+        config, data_config: settings.
+        options: of the Trainer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        teacher: PreTrainedModel | None,
+        config: TrainConfig,
+        data_config: DataConfig,
+        options: RunOptions,
+    ):
+        self.model, self.tokenizer, self.teacher = model, tokenizer, teacher
+        self.config, self.data_config, self.options = config, data_config, options
+        sharing = ranks_of(model)
+        if sharing is not None and options.ranks not in (None, sharing):
+            raise ConfigError(
+                "the base is sharded over other ranks than the Trainer was given; leave the"
+                " argument ranks out"
+            )
+        self.ranks = sharing or options.ranks or join_ranks(config.rank_timeout)
+        self.console = options.console or make_console()
+        if not self.ranks.main:
+            self.console = silent_console()
+        self.stop = StopOnSignal()
+        self.splitter = MicroBatchSplitter(config.batch_size)
+        self.strategy: Strategy = drive if teacher is None else partial(drive, teacher=teacher)
+        self.device = next(model.parameters()).device
+
+    def check(self) -> None:
+        """Refuse what cannot be trained; find what is resumed, and the run's folder."""
+        config = self.config
+        self.adapter_config = check_model(self.model, config, self.data_config)
+        self.teacher_record = teacher_record(self.model, self.teacher)
+        check_window(config, self.data_config, self.ranks.size)
+        self.resumed = self._find_resumed()
+        if self.checkpoint is None:
+            layers, width = len(npt_layers(self.model)), self.model.config.hidden_size
+            check_calibration(self.adapter_config, config.rank_budget, layers, width)
+        self.folder_path = Path(self.ranks.first(lambda: str(self._choose_folder())))
+        self.changed: Mapping[str, tuple[Any, Any]] = {}
+        if self.checkpoint is not None:
+            saved = self.checkpoint.record["settings"]
+            self.changed = changed_settings(saved, self.all_settings())
+        self.pad_id = pad_id_of(self.tokenizer)
+
+    @property
+    def window_size(self) -> int:
+        """Micro-batches of a window, over all processes."""
+        return self.config.gradient_accumulation_steps * self.ranks.size
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """What the run resumes from."""
+        return None if self.resumed is None else self.resumed.checkpoint
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run continues in the folder of an earlier one."""
+        return self.resumed is not None and self.resumed.goes_on
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step at which the run's folder is continued; None for a new one."""
+        return self.resumed.step if self.resumed is not None and self.resumed.goes_on else None
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether every step gives the same bits again, backward of attention included."""
+        return "end_to_end" not in dict(self.config.stage_shares) or repeats_exactly(self.model)
+
+    def say(self, line: str) -> None:
+        """Print a line on the main process."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def schedule(self, total_steps: int | None) -> str:
+        """Return the learning-rate schedule that a run of this length has."""
+        return kind_of_run(self.config.scheduler_type, total_steps)
+
+    def all_settings(self) -> dict[str, Any]:
+        """Return every setting, as `run.json` keeps them."""
+        found: dict[str, Any] = {
+            "attn_implementation": attention_name(self.model),
+            "processes": self.ranks.size,
+        }
+        if quantization_of(self.model) is not None:
+            names = {dtype: name for name, dtype in COMPUTE.items()}
+            found["compute_dtype"] = names.get(declared_dtype(self.model), "other")
+        configs = (self.adapter_config, self.data_config, self.config)
+        merged = {name: value for part in configs for name, value in asdict(part).items()}
+        return {**self.options.settings, **merged, **self.teacher_record, **found}
+
+    def description(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what trackers know the run by, next to its settings.
+
+        Args:
+            record: the content of `run.json`.
+        """
+        names = ("base_hash", "precision", "versions", "device", "processes")
+        recipe = Recipe.of(self.model)
+        return {
+            **{name: record[name] for name in (*names, "trainable_parameters")},
+            "base_loading": None if recipe is None else recipe.as_record(),
+            "converted_layers": record["layers"],
+            "folder": str(self.folder_path),
+        }
+
+    def agree(self, base: BaseIdentity, facts: Mapping[str, Any]) -> None:
+        """Refuse processes that would not do the same.
+
+        Args:
+            base: of the model.
+            facts: further values that must be equal, by name.
+
+        Raises:
+            RankError: names the first difference.
+        """
+        if self.ranks.size == 1:
+            return
+        plain = plain_settings(self.all_settings())
+        settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
+        tensors = adapter_parameters(self.model).values()
+        adapters = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in tensors)).hexdigest()
+        self.ranks.agree(
+            {
+                **settings,
+                "a base of hash": base.strict,
+                "adapters of hash": adapters,
+                **facts,
+                "shares of a mixture": [share for _, share in self.data_config.mix],
+                "a checkpoint of step": None if self.checkpoint is None else self.checkpoint.step,
+                "a device of kind": self.device.type,
+                **{f"version of {name}": version for name, version in versions().items()},
+            }
+        )
+
+    def _find_resumed(self) -> Resumed | None:
+        """Find what is resumed. The main process looks; the others read what it found."""
+        if self.config.resume is None:
+            return None
+        found: list[Resumed] = []
+
+        def find() -> tuple[str, str | None, bool]:
+            found.append(find_resumed(str(self.config.resume), self.config.output_dir))
+            checkpoint = found[0].checkpoint
+            path = None if checkpoint is None else str(checkpoint.folder)
+            return str(found[0].folder), path, found[0].goes_on
+
+        folder, path, goes_on = self.ranks.first(find)
+        if found:
+            return found[0]
+        checkpoint = None if path is None else read_checkpoint(Path(path))
+        return Resumed(Path(folder), checkpoint, goes_on)
+
+    def _choose_folder(self) -> Path:
+        """Return the run's folder: a new one, or the one that is continued."""
+        if self.resumed is not None:
+            return self.resumed.folder
+        trackers = self.options.trackers
+        if trackers is not None and trackers.active:
+            return trackers.folder
+        folder = Path(self.config.output_dir) if self.config.output_dir else default_folder()
+        check_free(folder)
+        return folder
