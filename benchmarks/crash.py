@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 
 import crash_run
-
 from npt.errors import CheckpointError
 from npt.runs.checkpoint import newest_good
 from npt.runs.manifest import verify_checkpoint

@@ -24,10 +24,12 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 ROOT = Path(__file__).resolve().parent.parent
-# a checkout need not be installed
-sys.path[:0] = [place for place in (str(ROOT), str(ROOT / "benchmarks")) if place not in sys.path]
+# a checkout need not be installed; the fault rig lies in debug/
+FOLDERS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "debug")]
+sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 
 import torch  # noqa: E402
+
 from gpu_sections import SECTIONS  # noqa: E402
 from gpu_sections.numbers import machine  # noqa: E402
 from gpu_sections.runner import Bench, Report, Section, run_sections  # noqa: E402

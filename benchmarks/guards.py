@@ -10,7 +10,7 @@ one is the product's: host check of the batch, scratch gradients, flags, history
 verification and restore. `ratio` is the median over pairs of guarded time / plain time.
 
 `added_synchronisations` counts, per step, how often the guarded loop makes the host wait for the
-device and the plain one does not, as `npt.planning.waits` sees it. The guarded loop is then the one
+device and the plain one does not, as `host_waits` sees it. The guarded loop is then the one
 that runs on a GPU, flags one window late, on a CPU too.
 """
 
@@ -27,13 +27,13 @@ from typing import Any
 import torch
 
 import npt
+from host_waits import count_waits
 from npt.adapters.attach import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch, batch_from_tensors, batches, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.planning.waits import count_waits
 from npt.step.train_step import TrainStep
 
 

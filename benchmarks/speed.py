@@ -53,9 +53,6 @@ from typing import Any
 
 import torch
 import transformers
-from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
-from speed_sweep import sweep
-from speed_tables import check_place, draw_runs, draw_sweep, filled, markdown
 
 import npt
 from npt.adapters.attach import resolve_layers
@@ -65,6 +62,9 @@ from npt.errors import ConfigError, NPTError
 from npt.files import write_bytes, write_text
 from npt.planning.flops import count_flops, floor_flops, training_flops
 from npt.planning.measure import matmul_roofline, peak_bytes, storage_bytes, tensors_of
+from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
+from speed_sweep import sweep
+from speed_tables import check_place, draw_runs, draw_sweep, filled, markdown
 
 BASELINE = "two_model"
 

@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from speed_runs import SHAPES, Setting, Student, make_base, make_batch
 
 from npt.adapters.attach import format_layers, resolve_layers
+from speed_runs import SHAPES, Setting, Student, make_base, make_batch
 
 KINDS = ("local", "two_model")
 BATCHES = (1, 2, 4, 8)

@@ -16,9 +16,10 @@ import sys
 
 import torch
 
+from faults.tracer_cases import all_cases
+from faults.tracer_demo import false_alarms, find_fault, print_lines, summary
 from npt.cli.main import main as npt
 from npt.console import make_console
-from npt.faults.traced import all_cases, false_alarms, find_fault, print_lines, summary
 from npt.files import to_json
 from npt.flags import OneLineParser
 

@@ -16,8 +16,7 @@ import sys
 
 import torch
 
-from npt.console import make_console
-from npt.faults.campaign import (
+from faults.campaign import (
     Line,
     campaign,
     comparison,
@@ -27,6 +26,7 @@ from npt.faults.campaign import (
     print_scorecard,
     summary,
 )
+from npt.console import make_console
 from npt.files import to_json
 
 

@@ -18,11 +18,11 @@ from dataclasses import fields
 
 import torch
 
+from faults.check import Check
+from faults.fixes import describe, open_base, print_checks, summary, verify
 from npt.config import BaseConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import NPTError
-from npt.faults.check import Check
-from npt.faults.fixes import describe, open_base, print_checks, summary, verify
 from npt.files import to_json
 from npt.flags import OneLineParser, add_settings, build
 

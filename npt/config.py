@@ -19,7 +19,27 @@ from typing import Any
 
 from npt.errors import ConfigError
 
-TARGETS = ("gate", "up", "down")
+
+@dataclass(frozen=True)
+class Target:
+    """A product of the MLP that an adapter modulates.
+
+    module: of the MLP, whose product it is. width: of the product, `ffn` or `hidden`. stage: under
+    which an observer is shown the product, modulated.
+    """
+
+    module: str
+    width: str
+    stage: str
+
+
+TARGETS = {
+    "gate": Target("gate_proj", "ffn", "gate"),
+    "up": Target("up_proj", "ffn", "up"),
+    "down": Target("down_proj", "hidden", "mlp"),
+}
+"""What can be modulated, in the order in which a layer computes it."""
+
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
@@ -279,7 +299,10 @@ class NPTConfig:
         often=True,
     )
     targets: tuple[str, ...] = setting(
-        TARGETS, "MLP products to modulate, comma-separated", choices=TARGETS, group="adapter"
+        tuple(TARGETS),
+        "MLP products to modulate, comma-separated",
+        choices=tuple(TARGETS),
+        group="adapter",
     )
     modulation: str = setting(
         "both",

@@ -12,7 +12,6 @@ from npt.errors import ConfigError
 EXTRAS = {
     "datasets": "hub",
     "lm_eval": "eval",
-    "matplotlib": "plots",
     "optuna": "sweep",
     "peft": "peft",
     "shtab": "completion",

@@ -161,6 +161,42 @@ def real_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_read_weights", loading._read_weights.read)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _plain_reports() -> Iterator[None]:
+    """Leave the charts of a run's page undrawn, half a second each time: tests of the page draw
+    them.
+    """
+    from npt.train import run_report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_report, "page", lambda record, place: f"<title>{record.name}</title>")
+        yield
+
+
+@pytest.fixture
+def real_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write whole pages, for tests that are about them."""
+    from npt.report.page import page
+    from npt.train import run_report
+
+    monkeypatch.setattr(run_report, "page", page)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Asked for by tests that look into charts where `plain_charts` is used."""
+
+
+@pytest.fixture
+def plain_charts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give charts their words and no content, which takes most of their time."""
+    if "drawn" not in request.fixturenames:
+        from matplotlib.figure import Figure
+
+        empty = '<svg xmlns="http://www.w3.org/2000/svg"><g/></svg>'
+        monkeypatch.setattr(Figure, "savefig", lambda self, stream, **more: stream.write(empty))
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with grouped-query attention, saved in bf16: D 64, F 128, 4 layers, V 128. It

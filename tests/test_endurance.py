@@ -134,7 +134,11 @@ def test_nothing_forks_a_process_that_computes() -> None:
     root = BENCHMARKS.parent
     files = [
         root / "pretrain_npt_safe.py",
-        *(path for name in ("npt", "benchmarks", "debug") for path in (root / name).rglob("*.py")),
+        *(
+            path
+            for name in ("npt", "benchmarks", "debug", "examples")
+            for path in (root / name).rglob("*.py")
+        ),
     ]
     assert [path.name for path in files if forks.search(path.read_text())] == []
     assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1

@@ -27,15 +27,15 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("step",),
     ("calibration",),
     ("evaluation",),
+    ("report",),
     ("runs",),
     ("diagnostics",),
     ("postmortem",),
     ("planning",),
-    ("report",),
     ("train",),
     ("tools",),
     ("__init__",),
-    ("cli", "demo", "faults"),
+    ("cli", "demo"),
 )
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import takewhile
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,16 @@ from npt.planning.fake_model import _PACKED_PRODUCT
 from npt.planning.memory import shown
 from npt.planning.named_models import SHAPES
 from npt.planning.plan import Planner
-from npt.presets import about, presets, settings_file
+from npt.presets import presets, settings_file
+
+
+def about(path: Path) -> str:
+    """Return the comment at the head of a file of settings, as one line."""
+    head = takewhile(
+        lambda line: line.startswith("#"), path.read_text(encoding="utf-8").split("\n")
+    )
+    return " ".join(line.removeprefix("#").strip() for line in head)
+
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 import npt
+from faults.runs import NoTokenizer
 from gpu_sections.models import base_of, embedded_student, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.attach import adapter_parameters, adapters_disabled
@@ -27,7 +28,6 @@ from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
-from npt.faults.runs import NoTokenizer
 from npt.planning.memory import PHASES, shown
 from npt.planning.named_models import SHAPES, llama_config
 from npt.planning.plan import Planner

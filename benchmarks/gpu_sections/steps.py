@@ -16,15 +16,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import npt
+from faults.bench import Base, Fill, Setting, Student, difference, run
+from faults.runs import NoTokenizer
 from gpu_sections.models import LENGTHS, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
+from host_waits import HostWaitError, no_waits
 from npt.adapters.attach import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.faults.bench import Base, Fill, Setting, Student, difference, run
-from npt.faults.runs import NoTokenizer
-from npt.planning.waits import HostWaitError, no_waits
 from npt.step.train_step import TrainStep
 
 FIRST = 3
@@ -78,9 +78,9 @@ def check_bits(bench: Bench, found: Findings) -> None:
         base = Base(model, npt.NPTConfig(rank=4, layers="2,5"), setting.train_config)
         late = replace(setting, late=True)
         runs = {
-            "late": run(late, base, plants={place: _bad_gradient})[1],
-            "late, again": run(late, base, plants={place: _bad_gradient})[1],
-            "at once": run(setting, base, plants={place: _bad_gradient})[1],
+            "late": run(late, base, faults={place: _bad_gradient})[1],
+            "late, again": run(late, base, faults={place: _bad_gradient})[1],
+            "at once": run(setting, base, faults={place: _bad_gradient})[1],
             "without the refused one": run(late, base, absent=[place])[1],
         }
         refused = [(window, refusal.micro_batch) for window, refusal in runs["late"].refusals]

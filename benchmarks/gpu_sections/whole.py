@@ -20,13 +20,13 @@ import torch
 from rich.console import Console
 
 import npt
+from faults.campaign import campaign, clean_steps, every_case, summary
+from faults.runs import NoTokenizer
 from gpu_sections.models import embedded_student
 from gpu_sections.runner import NEEDS_TWO, Bench, Findings, Section, UnavailableError
 from npt.data.batch import Batch
 from npt.distill.strategies import MicroBatch
 from npt.errors import TooManyRefusalsError
-from npt.faults.campaign import campaign, clean_steps, every_case, summary
-from npt.faults.runs import NoTokenizer
 from npt.postmortem.replay import replay
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from npt.adapters.modulation import modulate
 from npt.adapters.recompute import is_recomputing
-from npt.config import NPTConfig
+from npt.config import TARGETS, NPTConfig
 
 Mode = Literal["student", "teacher", "floor"]
 """What the layer computes: the NPT form, the untouched base, or the NPT form without any modulation
@@ -53,7 +53,8 @@ class NPTAdapter(nn.Module):
         self.mode: Mode = "student"
         self.observer: Observer | None = None
         self.recode: Callable[[Tensor], Tensor] | None = None
-        widths = {"gate": ffn_size, "up": ffn_size, "down": hidden_size}
+        sizes = {"ffn": ffn_size, "hidden": hidden_size}
+        widths = {name: sizes[target.width] for name, target in TARGETS.items()}
         # With the attention residual kept, the student has to equal its base at the start, so
         # nothing may be added.
         std_b = 0.0 if config.residual == "keep" else config.init_std_b

@@ -206,7 +206,7 @@ def check_update(model: PreTrainedModel, update: Update) -> None:
 
 def product_of(layer: Any, target: str) -> Any:
     """The linear layer whose product a target is."""
-    return getattr(layer.mlp, f"{target}_proj")
+    return getattr(layer.mlp, TARGETS[target].module)
 
 
 def check_enabled(model: PreTrainedModel) -> None:

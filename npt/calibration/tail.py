@@ -72,7 +72,7 @@ def check_layer_readable(index: int, layer: NPTLayer) -> None:
             f"layer {index} has no {', '.join(missing)} any more, and a calibrated start needs its"
             " weights; start with --init random"
         )
-    for name in (f"{target}_proj" for target in TARGETS):
+    for name in (target.module for target in TARGETS.values()):
         check_readable(
             f"layer {index}'s mlp.{name}", getattr(layer.mlp, name), "a calibrated start"
         )
@@ -102,18 +102,19 @@ class Tail:
             dense_weight(p).to(torch.float32) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
         self.biases: dict[str, Any] = {
-            name: getattr(getattr(mlp, f"{name}_proj"), "bias", None) for name in TARGETS
+            name: getattr(getattr(mlp, target.module), "bias", None)
+            for name, target in TARGETS.items()
         }
 
     def form(self, rank: int) -> Parameters:
         """Zeros for every B and M that an adapter of this form and rank has."""
         config, like = self.layer.npt.config, self.down
-        widths = {"gate": self.down.shape[1], "up": self.down.shape[1], "down": self.down.shape[0]}
+        sizes = dict(zip(("hidden", "ffn"), self.down.shape, strict=True))
         kinds = [
             kind for kind, there in (("B", config.additive), ("M", config.multiplicative)) if there
         ]
         return {
-            f"{kind}.{target}": like.new_zeros(widths[target], rank)
+            f"{kind}.{target}": like.new_zeros(sizes[TARGETS[target].width], rank)
             for kind in kinds
             for target in config.targets
         }

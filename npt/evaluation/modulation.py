@@ -23,6 +23,7 @@ from npt.adapters.attach import adapter_mode, attached_config, decoder_layers, n
 from npt.adapters.layer import device_of
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
+from npt.config import TARGETS
 from npt.data.batch import Batch, find_fault
 from npt.errors import DataError
 from npt.random_state import kept_random_state
@@ -34,9 +35,6 @@ SATURATED = 0.99
 """A multiplier is saturated beyond this share of the way from the middle of its form's range to an
 end.
 """
-
-_PRODUCTS = {"gate": "gate", "up": "up", "down": "mlp"}
-"""The stage that an adapter shows of each target's product once it is modulated."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class _Look:
         if stream is not None:
             self._width = stream.shape[-1]
             self._stream = _added(self._stream, _squares(self._rows(stream)))
-        for target, stage in _PRODUCTS.items():
+        for target, stage in ((name, target.stage) for name, target in TARGETS.items()):
             product = stages.get(stage)
             if product is not None and target in self.config.targets:
                 self._target(
@@ -229,8 +227,7 @@ class _Look:
         assert self._stream is not None
         stream = math.sqrt(float(self._stream) / (tokens * self._width))
         return LayerModulation(
-            stream,
-            {target: self._result(target) for target in _PRODUCTS if target in self._products},
+            stream, {target: self._result(target) for target in TARGETS if target in self._products}
         )
 
     def _result(self, target: str) -> TargetModulation:

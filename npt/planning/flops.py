@@ -25,7 +25,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from npt.adapters.attach import resolve_layers
-from npt.config import NPTConfig
+from npt.config import TARGETS, NPTConfig
 from npt.planning.shape import Shape
 
 
@@ -89,7 +89,7 @@ def adapter_flops(
     shape: Shape,
     converted: Sequence[int],
     ranks: int | Sequence[int],
-    targets: Collection[str] = ("gate", "up", "down"),
+    targets: Collection[str] = tuple(TARGETS),
     strategy: str = "local",
     *,
     multiplicative: bool = True,

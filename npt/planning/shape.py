@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from npt.config import TARGETS
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -72,7 +74,7 @@ class Shape:
 
     def width(self, target: str) -> int:
         """Of the product that a target modulates: F for gate and up, D for down."""
-        return self.hidden if target == "down" else self.ffn
+        return self.hidden if TARGETS[target].width == "hidden" else self.ffn
 
 
 LLAMA_3_1_8B = Shape(

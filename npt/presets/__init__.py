@@ -31,13 +31,3 @@ def study_file(name: str) -> Path:
     """
     path = Path(name)
     return path if path.exists() else studies().get(name, path)
-
-
-def about(path: Path) -> str:
-    """What a file of settings says of itself, the comment at its head, as one line."""
-    head = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        head.append(line.removeprefix("#").strip())
-    return " ".join(head)

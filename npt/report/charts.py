@@ -1,498 +1,450 @@
-"""Pictures as inline SVG that stretches with the page while its letters keep their size.
+"""Charts as SVG for pages: drawn by matplotlib, coloured by the page's style sheet.
 
-Places along a picture are percentages; lines lie in an inner picture that is stretched as a whole,
-with strokes that are not. All colours are the style sheet's, so that light and dark need one
-picture only, and nothing but a class stands for a meaning without a shape or a word beside it.
+A chart is as wide as a phone, so that its letters can be read there, and grows with the screen.
+Colours with a role are written as CSS variables, so that one picture serves light and dark. Text
+stays text, and the same numbers give the same bytes. Numbers that are not finite are left out or
+marked; the tables next to the charts hold all of them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import warnings
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from npt.report.buckets import Axis, Bucket
-from npt.report.markup import number, text
+import numpy as np
+from markupsafe import Markup
 
-PALETTE = (
-    "#470d60", "#482374", "#453781", "#3e4989", "#375b8d", "#2f6b8e", "#297a8e", "#23898e",
-    "#1f988b", "#22a785", "#32b67a", "#4ec36b", "#70cf57", "#98d83e", "#c2df23", "#ece51b",
-)  # fmt: skip
-"""Small to large: viridis, which keeps its order for every eye and in grey."""
+from npt.report.words import clean, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 400
+"""Width of a chart in CSS pixels before it grows with the page."""
+
+ROW = 20
+"""Height of a row of marks."""
+
+LEFT, RIGHT = 60, 14
+"""Margins: the left one has room for a tick's number."""
+
+COLUMNS = 480
+"""Points of a line: of more steps a column shows the mean and the range."""
 
 DOTS = 80
-"""Columns up to which each value gets a dot of its own."""
+"""Points up to which each value gets a dot."""
 
-CROWDED = 60
-"""Marks in a lane from which each is a line only."""
+LARGEST, SMALLEST = 1e100, 1e-100
+"""Sizes beyond which a number is drawn at the end of its scale."""
 
-LARGEST, SMALLEST = 1e300, 1e-290
-"""Size of a number beyond which it is drawn at the end of its scale, and of a span below which
-numbers are drawn as one: neither their difference nor a tick between them is to overflow, or to
-lose its digits."""
+INK, SOFT, RULE, PAPER = "#1c2127", "#59636e", "#d3d9df", "#fefefe"
+LINE, SECOND, BAD, ZERO, GOOD = "#0a58a8", "#a35200", "#c5162a", "#a9b0b7", "#0b7285"
 
-_POWER = math.floor(math.log10(LARGEST))  # of ten, whose multiples are numbers as well
+_ROLES = {
+    INK: "ink", SOFT: "soft", RULE: "rule", PAPER: "paper", LINE: "line", SECOND: "second",
+    BAD: "bad", ZERO: "zero", GOOD: "good",
+}  # fmt: skip
+"""The variable of the style sheet that takes a colour's place."""
 
-_ROW = 20  # of lanes and bars, in pixels
-
-
-@dataclass(frozen=True)
-class Scale:
-    """From a number to its place, 0 at the low end and 1 at the high one."""
-
-    low: float
-    high: float
-    log: bool
-
-    @classmethod
-    def of(cls, values: Sequence[float], log: bool | None = None) -> Scale | None:
-        """The scale that these finite numbers need; None of none. log: default where they are
-        positive and spread over a factor of 8.
-        """
-        if not values:
-            return None
-        low, high = (max(-LARGEST, min(LARGEST, value)) for value in (min(values), max(values)))
-        if log is None:
-            log = low > 0 and high > 8 * low
-        if log:
-            low, high = math.log10(max(low, SMALLEST)), math.log10(max(high, SMALLEST))
-        if log and high - low < 1e-6:
-            room = 0.5
-        elif high - low <= max(SMALLEST, 1e-9 * max(abs(low), abs(high))):
-            room = abs(low) / 2 if abs(low) > SMALLEST else 1.0
-        else:
-            room = 0.06 * (high - low)
-        low_end = low - room
-        return cls(max(0.0, low_end) if not log and low >= 0 else low_end, high + room, log)
-
-    def place(self, value: float) -> float:
-        if self.log:
-            value = math.log10(value) if value > 0 else self.low
-        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
-
-    def ticks(self, count: int = 4) -> list[float]:
-        """Round numbers along the scale, about so many."""
-        if not self.log:
-            return _round_numbers(self.low, self.high, count)
-        powers = range(math.ceil(self.low), math.floor(self.high) + 1)
-        if len(powers) >= 3:
-            apart = -(-len(powers) // count)
-            return [10.0**power for power in powers if power % apart == 0 and power <= _POWER]
-        decades = range(math.floor(self.low), min(_POWER, math.ceil(self.high)) + 1)
-        round_ = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
-        found = [value for value in round_ if self.low <= math.log10(value) <= self.high]
-        if len(found) >= 2:
-            return found
-        return [value for value in _round_numbers(10**self.low, 10**self.high, count) if value > 0]
-
-
-def _round_numbers(low: float, high: float, count: int) -> list[float]:
-    size = (high - low) / max(1, count)
-    power = 10.0 ** math.floor(math.log10(size))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [
-        round(i * step, 12 - math.floor(math.log10(step)))
-        for i in range(first, math.floor(high / step + 1e-9) + 1)
-    ]
-
-
-def line_chart(
-    axis: Axis,
-    series: Sequence[tuple[str, Mapping[int, Bucket]]],
-    label: str,
-    log: bool | None = None,
-    unit: str = "",
-) -> str:
-    """Lines over the steps. Of columns that hold several values a line shows the mean, a band
-    around it all of them.
-
-    Args:
-        axis: of the steps.
-        series: a class for the style sheet, and the columns; several share the scale.
-        label: what a reader who does not see it is told.
-        log: whether the scale is logarithmic; default where that shows more.
-        unit: of the values, which stands over their scale.
-    """
-    finite = [
-        x
-        for _, found in series
-        for bucket in found.values()
-        if bucket.count
-        for x in (bucket.low, bucket.high)
-    ]
-    scale = Scale.of(finite, log)
-    parts = [_grid(scale), _steps(axis)]
-    if scale is not None:
-        parts.append(
-            '<text class="tick" x="0"'
-            f' y="-6">{text(", ".join(filter(None, (unit, "logarithmic" * scale.log))))}</text>'
-        )
-        for kind, found in series:
-            parts.append(_inner(_paths(axis, found, scale, kind)))
-            if len(found) <= DOTS:
-                parts += [
-                    f'<circle class="dot {kind}" cx="{_percent(axis.middle(i))}"'
-                    f' cy="{_percent(1 - scale.place(x))}" r="2.5"/>'
-                    for i, bucket in found.items()
-                    for x in ({bucket.low, bucket.high} if bucket.count else ())
-                ]
-    bad = sorted({i for _, found in series for i, bucket in found.items() if bucket.bad})
-    parts += [
-        _mark(axis.middle(i), "5%", "cross", f"not finite at {step_text(axis, i)}")
-        for i in bad[:200]
-    ]
-    return _svg("plot", 150, label, "".join(parts))
-
-
-def _stretches(found: Mapping[int, Bucket]) -> list[list[tuple[int, Bucket]]]:
-    """The columns in stretches that end where a number was not finite: a line through that would
-    hide it.
-    """
-    stretches: list[list[tuple[int, Bucket]]] = [[]]
-    for column, bucket in found.items():
-        if bucket.count:
-            stretches[-1].append((column, bucket))
-        if bucket.bad:
-            stretches.append([])
-    return [stretch for stretch in stretches if stretch]
-
-
-def _paths(axis: Axis, found: Mapping[int, Bucket], scale: Scale, kind: str) -> str:
-    """The line of the means, and around it a band from the smallest to the largest values where a
-    column has several.
-    """
-    line, band = [], []
-
-    def points(ends: Iterable[tuple[int, float]]) -> str:
-        return "L".join(
-            f"{1000 * axis.middle(i):.1f} {1000 * (1 - scale.place(value)):.1f}"
-            for i, value in ends
-        )
-
-    for stretch in _stretches(found):
-        line.append(f"M{points((i, b.mean) for i, b in stretch)}")
-        if any(b.low < b.high for _, b in stretch):
-            there, back = (
-                points((i, b.high) for i, b in stretch),
-                points((i, b.low) for i, b in reversed(stretch)),
-            )
-            band.append(f"M{there}L{back}z")
-    drawn = f'<path class="band {kind}" d="{"".join(band)}"/>' if band else ""
-    return f'{drawn}<path class="line {kind}" d="{"".join(line)}"/>'
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What stands in one column of a lane. told: in words. hollow: it was undone."""
-
-    told: str
-    hollow: bool = False
-
-
-def lanes(axis: Axis, rows: Sequence[tuple[str, str, Mapping[int, Mark]]], label: str) -> str:
-    """Events over the steps, a lane for each kind.
-
-    Args:
-        axis: of the steps.
-        rows: the kind's name, its shape (`_SHAPES`), and its marks by column.
-        label: what a reader who does not see it is told.
-    """
-    height = _ROW * len(rows)
-    parts = []
-    for i, (name, shape, marks) in enumerate(rows):
-        y = _ROW * i + _ROW // 2
-        parts.append(
-            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8"'
-            f' y="{y}" dy="4">{text(name, 12)}</text>'
-        )
-        thin = " thin" if len(marks) > CROWDED else ""
-        parts += [
-            _mark(axis.middle(column), str(y), shape + thin, mark.told, mark.hollow)
-            for column, mark in marks.items()
-        ]
-    return _svg("plot lanes", height, label, "".join(parts))
-
-
-_SHAPES = {
-    "refusal": "M-4.5-4.5h9L0 5z",
-    "cross": "M-4-4 4 4M4-4-4 4",
-    "bar": "M0-8V8",
-    "thin": "M0-6V6",
-    "square": "M-3-3h6v6h-6z",
-    "diamond": "M0-5 5 0 0 5-5 0z",
+_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "npt",
+    "text.parse_math": False,
+    "font.size": 11,
+    "text.color": INK,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "axes.grid": True,
+    "grid.color": RULE,
+    "grid.linewidth": 1,
+    "axes.labelcolor": SOFT,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 11,
+    "legend.borderaxespad": 0,
+    "lines.linewidth": 1.6,
+    **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
+    **{f"{axis}tick.{name}": 0 for axis in "xy" for name in ("major.size", "minor.size")},
+    **{f"{axis}tick.color": SOFT for axis in "xy"},
 }
 
-
-def _mark(x: float, y: str, shape: str, told: str, hollow: bool = False) -> str:
-    kind = f"mark {shape}{' hollow' if hollow else ''}"
-    outline = _SHAPES["thin" if shape.endswith("thin") else shape]
-    return (
-        f'<svg class="at" x="{_percent(x)}" y="{y}"><path class="{kind}"'
-        f' d="{outline}"><title>{told}</title></path></svg>'
-    )
+_TOLD = "told: "
+_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 
 
-def heat_map(
-    axis: Axis,
-    layers: Sequence[int],
-    cells: Mapping[int, Mapping[int, Bucket]],
-    label: str,
-    last: int | None = None,
-) -> tuple[str, Scale | None]:
-    """A line for each layer, a column for some steps, the largest value of each by its colour; and
-    the scale of the colours.
+class Picture:
+    """A figure of so many CSS pixels. `svg` is its text once the drawing is done."""
 
-    Where a run logs every so many steps, a value stands until the next one; the last one stands for
-    no step behind `last`.
-    """
-    end = axis.columns if last is None else axis.column(last) + 1
-    largest = [b.high for found in cells.values() for b in found.values() if b.count and b.high > 0]
-    scale = Scale.of(largest, log=True)
-    paths: dict[str, list[str]] = {}
-    for row, layer in enumerate(layers):
-        for start, width, kind in _runs(end, cells.get(layer, {}), scale):
-            paths.setdefault(kind, []).append(f"M{start} {row}h{width}v1h-{width}z")
-    body = "".join(
-        f'<path class="{kind}" d="{"".join(found)}"/>' for kind, found in sorted(paths.items())
-    )
-    height = max(48, min(640, max(7, min(24, 320 // max(1, len(layers)))) * len(layers)))
-    inner = (
-        f'<svg width="100%" height="100%" viewBox="0 0 {axis.columns} {max(1, len(layers))}"'
-        f' preserveAspectRatio="none" shape-rendering="crispEdges">{body}</svg>'
-    )
-    apart = max(1, math.ceil(13 * len(layers) / height))
-    names = "".join(
-        f'<text class="tick end" dx="-8" y="{_percent((row + 0.5) / len(layers))}"'
-        f' dy="4">{layer}</text>'
-        for row, layer in enumerate(layers)
-        if row % apart == 0
-    )
-    return _svg("plot heat", height, label, inner + names + _steps(axis, lines=False)), scale
+    def __init__(self, height: float, width: float):
+        from matplotlib.figure import Figure
 
+        self.height, self.width = height, width
+        self.figure = Figure(figsize=(width / 72, height / 72))
+        self.svg = Markup()
 
-def _runs(
-    columns: int, found: Mapping[int, Bucket], scale: Scale | None
-) -> list[tuple[int, int, str]]:
-    """Stretches of one colour along a line: (first column, columns, class)."""
-    runs: list[tuple[int, int, str]] = []
-    kind = ""
-    for column in range(columns):
-        bucket = found.get(column)
-        if bucket is not None:
-            kind = colour(bucket, scale)
-        if not kind:
-            continue
-        if runs and runs[-1][2] == kind and sum(runs[-1][:2]) == column:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, kind)
-        else:
-            runs.append((column, 1, kind))
-    return runs
-
-
-def colour(bucket: Bucket, scale: Scale | None) -> str:
-    """The class of a cell."""
-    if bucket.bad or not bucket.count:
-        return "broken"
-    if scale is None or bucket.high <= 0:
-        return "nought"
-    return f"c{min(len(PALETTE) - 1, int(scale.place(bucket.high) * len(PALETTE)))}"
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A model on the way from floor to teacher. kind: of the style sheet. told: in words. low,
-    high: the ends of its whisker.
-    """
-
-    kind: str
-    place: float
-    low: float
-    high: float
-    told: str
-
-
-def track(stops: Sequence[Stop], label: str) -> str:
-    """The way from floor (0) to teacher (1), and where models stand on it; it reaches as far as
-    they do.
-    """
-    ends = [x for stop in stops for x in (stop.low, stop.high)]
-    low, high = min([0.0, *ends]), max([1.0, *ends])
-    room = 0.02 * (high - low)
-
-    def at(x: float) -> str:
-        return _percent((x - low + room) / (high - low + 2 * room))
-
-    y = "50%"
-    parts = [f'<line class="way" x1="{at(0)}" x2="{at(1)}" y1="{y}" y2="{y}"/>']
-    student = next((stop for stop in stops if stop.kind == "student"), None)
-    if student is not None:
-        parts.append(
-            f'<line class="gone" x1="{at(0)}" x2="{at(student.place)}" y1="{y}" y2="{y}"/>'
+    def axes(
+        self, top: float, height: float, left: float = LEFT, right: float = RIGHT, **more: Any
+    ) -> Axes:
+        """Return axes at a place in pixels, from the top."""
+        at = (
+            left / self.width,
+            1 - (top + height) / self.height,
+            (self.width - left - right) / self.width,
+            height / self.height,
         )
-    for stop in stops:
-        if stop.high > stop.low:
-            parts.append(
-                f'<line class="whisker" x1="{at(stop.low)}" x2="{at(stop.high)}" y1="{y}"'
-                f' y2="{y}"/>'
-            )
-    for stop in stops:
-        parts.append(f'<svg class="at" x="{at(stop.place)}" y="{y}"><path class="stop {stop.kind}" d="{_STOPS[stop.kind]}">'
-                     f"<title>{stop.told}</title></path></svg>")  # fmt: skip
-    return _svg("track", 30, label, "".join(parts))
+        return self.figure.add_axes(at, **more)
 
 
-_STOPS = {
-    "floor": "M-2-9h4V9h-4z",
-    "teacher": "M-2-9h4V9h-4z",
-    "initial": "M0-6 6 0 0 6-6 0z",
-    "student": "M-6.5 0a6.5 6.5 0 1 0 13 0a6.5 6.5 0 1 0-13 0z",
-}
+def tell(artist: Any, said: str) -> None:
+    """Give an artist a tooltip."""
+    artist.set_gid(f"{_TOLD}{clean(said)}")
 
 
-@dataclass(frozen=True)
-class Point:
-    """A figure and its standard error, which is 0 where there is none."""
-
-    value: float
-    error: float = 0.0
+def steps_text(steps: Sequence[float], most: int = 20) -> str:
+    """Return steps as a list in words."""
+    shown = ", ".join(f"{step:,.0f}" for step in steps[:most])
+    return f"step{'s' * (len(steps) > 1)} {shown}{' …' * (len(steps) > most)}"
 
 
-def dots(
-    rows: Sequence[tuple[str, Mapping[str, Point]]], scale: Scale, name: str, label: str
-) -> str:
-    """A line for each row with a mark for each figure, and its standard error as a whisker.
-
-    Marks, not bars: a scale that is logarithmic or does not begin at 0 has no length that would say
-    anything.
+@contextmanager
+def picture(height: float, label: str, width: float = WIDTH) -> Iterator[Picture]:
+    """Draw a chart. No setting of matplotlib's user gets in, and none changes.
 
     Args:
-        rows: a name, and by `student`, `initial`, `floor` the finite figures that there are.
-        scale: of the figures.
-        name: of the scale, with its unit.
-        label: what a reader who does not see it is told.
+        height: in CSS pixels, like `width`.
+        label: what a reader who does not see the chart is told.
     """
-    height = _ROW * len(rows)
-    parts = []
-    for tick in scale.ticks():
-        x = _percent(scale.place(tick))
-        parts.append(
-            f'<line class="grid" x1="{x}" x2="{x}" y2="{height}"/><text class="tick mid" x="{x}"'
-            f' y="{height}" dy="14">{brief(tick)}</text>'
-        )
-    parts.append(f'<text class="tick mid" x="50%" y="{height}" dy="30">{text(name)}</text>')
-    for i, (row, points) in enumerate(rows):
-        y = _ROW * i + _ROW // 2
-        parts.append(
-            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8"'
-            f' y="{y}" dy="4">{text(row, 12)}</text>'
-        )
-        for kind in (kind for kind in ("floor", "initial", "student") if kind in points):
-            point = points[kind]
-            told = f"{kind} {number(point.value)}" + (
-                f" ± {number(point.error, 2)}" if point.error > 0 else ""
-            )
-            if point.error > 0:
-                ends = (
-                    _percent(scale.place(end))
-                    for end in (point.value - point.error, point.value + point.error)
-                )
-                parts.append(
-                    f'<line class="whisker {kind}" x1="{next(ends)}" x2="{next(ends)}" y1="{y}"'
-                    f' y2="{y}"/>'
-                )
-            x = _percent(scale.place(point.value))
-            parts.append(
-                f'<svg class="at" x="{x}" y="{y}"><path class="stop {kind}"'
-                f' d="{_STOPS[kind]}"><title>{text(f"{row}: {told}")}</title></path></svg>'
-            )
-    return _svg("plot dots", height, label, "".join(parts))
+    import matplotlib
+    import matplotlib.style
+
+    with (
+        matplotlib.style.context("default"),
+        matplotlib.rc_context(_SETTINGS),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        made = Picture(height, width)
+        yield made
+        stream = io.StringIO()
+        made.figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    made.svg = _page_svg(stream.getvalue(), clean(label), made)
 
 
-def histogram(counts: Sequence[int], label: str) -> str:
-    """Counts over equal parts of a range, by the root of their share, so that what is rare is still
-    seen.
+def _page_svg(drawn: str, label: str, made: Picture) -> Markup:
+    """Return matplotlib's SVG as a page can hold it: no style but attributes, colours by role, and
+    ids that no other chart of the page has.
     """
-    peak = math.sqrt(max(counts, default=0)) or 1.0
-    width = max(1, len(counts))
-    outline = "".join(f"V{100 - 100 * math.sqrt(max(0, n)) / peak:.0f}h1" for n in counts)
-    body = (
-        f'<path class="hist" d="M0 100{outline}V100z"/><path class="one" d="M{width / 2:g} 0V100"/>'
-    )
-    return (
-        f'<svg class="small" viewBox="0 0 {width} 100" preserveAspectRatio="none" role="img"'
-        f' aria-label="{label}">{body}</svg>'
-    )
+    root = ET.fromstring(drawn)
+    mark = hashlib.sha256((label + drawn).encode()).hexdigest()[:8]
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{_SVG}metadata", f"{_SVG}style"):
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(_SVG)
+        given = dict(element.attrib)
+        for part in filter(None, given.pop("style", "").split(";")):
+            name, _, value = (each.strip() for each in part.partition(":"))
+            if name == "font":  # matplotlib before 3.10 has size and weight in one
+                given["font-size"] = re.findall(r"[\d.]+px", value)[0]
+                given |= {"font-weight": "bold"} if re.match(r"bold|700", value) else {}
+            elif name != "font-family":
+                given[name] = value
+        name = given.get("id", "")
+        told = name.removeprefix(_TOLD) if name.startswith(_TOLD) else ""
+        if element.tag in ("g", "image", "use", "rect"):
+            given.pop("id", None)
+        if "id" in given:
+            given["id"] += mark
+        if (target := given.pop(_LINK, None)) is not None:
+            given["href"] = target + mark if target.startswith("#") else "".join(target.split())
+        for name, value in given.items():
+            value = value.replace(")", f"{mark})") if value.startswith("url(#") else value
+            given[name] = f"var(--{_ROLES[value]})" if value in _ROLES else value
+        if element.tag == "text" and given.get("transform", "").startswith("rotate(-0 "):
+            given.pop("transform")
+        if "d" in given:
+            given["d"] = " ".join(given["d"].split())
+        for name in given.keys() & {"d", "x", "y", "transform"}:
+            given[name] = re.sub(r"(\.\d\d)\d+", r"\1", given[name])
+        element.attrib = given
+        if told:
+            title = ET.Element("title")
+            title.text = told
+            element.insert(0, title)
+        element.tail = None
+        if element.text is not None and not element.text.strip():
+            element.text = None
+    root.attrib = {
+        "class": "wide" if made.width > WIDTH else "chart",
+        "viewBox": f"0 0 {made.width:g} {made.height:g}",
+        "role": "img",
+        "aria-label": label,
+    }
+    if made.width > WIDTH:
+        root.set("width", f"{made.width:g}")
+    return Markup(ET.tostring(root, encoding="unicode"))
 
 
-def legend(scale: Scale | None) -> str:
-    """The colours of a heat map, with the numbers at their ends."""
-    if scale is None:
-        return ""
-    colours = "".join(f'<i class="c{i}"></i>' for i in range(len(PALETTE)))
-    return (
-        f'<p class="legend"><span>{number(10**scale.low, 2)}</span><span class="ramp"'
-        f' aria-hidden="true">{colours}</span><span>{number(10**scale.high, 2)}</span><span'
-        ' class=soft>logarithmic</span><span><i class="broken">×</i> not finite</span></p>'
-    )
+def drawable(values: Sequence[float | None], log: bool = False) -> np.ndarray:
+    """Return numbers as float64 that can be drawn: NaN for what is none or not finite, or has no
+    place on a logarithmic scale.
+    """
+    found = np.array([math.nan if value is None else value for value in values], np.float64)
+    there = np.isfinite(found) & ((found > 0) | (not log))
+    return np.clip(np.where(there, found, math.nan), SMALLEST if log else -LARGEST, LARGEST)
 
 
-def step_text(axis: Axis, column: int) -> str:
-    """The steps of a column in words."""
-    low, high = axis.steps(column)
-    return f"step {low:,}" if low >= high else f"steps {low:,} to {high:,}"
+def scale(axes: Axes, which: str, values: Sequence[float | None], log: bool | None = None) -> bool:
+    """Give an axis (`x` or `y`) a scale that holds these numbers, and return whether it is
+    logarithmic. log: default if they are positive and spread over a factor of 8.
+    """
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    found = drawable(values, bool(log))
+    found = found[np.isfinite(found)]
+    low, high = (float(found.min()), float(found.max())) if len(found) else (1.0, 1.0)
+    log = low > 0 and high > 8 * low if log is None else log
+    axis = getattr(axes, f"{which}axis")
+    if log:
+        low = max(low, SMALLEST)
+        room = max(0.06 * math.log10(high / low), 0.02) if high > 1.05 * low else 0.5
+        low, high = low / 10**room, high * 10**room
+        getattr(axes, f"set_{which}scale")("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6))
+        axis.set_minor_locator(NullLocator())
+    else:
+        room = 0.06 * (high - low)
+        if high - low <= 1e-9 * max(abs(low), abs(high), SMALLEST):
+            room = abs(low) / 2 or 1.0
+        low, high = (max(0.0, low - room) if low >= 0 else low - room), high + room
+        axis.set_major_locator(MaxNLocator(5))
+    getattr(axes, f"set_{which}lim")(low, high)
+    axis.set_major_formatter(lambda value, _: number(value))
+    return log
 
 
-def _svg(kind: str, height: int, label: str, body: str) -> str:
-    return f'<svg class="{kind}" height="{height}" role="img" aria-label="{label}">{body}</svg>'
+def columns(
+    steps: Sequence[int], values: Sequence[float], first: int, last: int
+) -> tuple[np.ndarray, ...]:
+    """Put many steps on few columns so that no extreme is lost.
+
+    Args:
+        steps: ascending, from `first` to `last`.
+        values: one a step; NaN for none, an infinity for one that was not finite.
+
+    Returns:
+        By column that has a value: its middle in steps, the mean, the smallest and the largest
+        finite value (NaN for none), and the number of those that were not finite.
+    """
+    at, found = np.asarray(steps, np.int64), np.asarray(values, np.float64)
+    at, found = at[~np.isnan(found)], found[~np.isnan(found)]
+    if not len(at):
+        return tuple(np.empty(0) for _ in range(5))
+    span = last - first + 1
+    count = min(COLUMNS, span)
+    place = (at - first) * count // span
+    starts = np.flatnonzero(np.diff(place, prepend=-1))
+    finite = np.isfinite(found)
+    number_of = np.add.reduceat(finite.astype(np.int64), starts)
+    kept = np.where(finite, found, math.nan)
+    weight = np.repeat(np.maximum(number_of, 1), np.diff([*starts, len(found)]))
+    mean = np.add.reduceat(np.where(finite, found, 0.0) / weight, starts)
+    low, high = np.fmin.reduceat(kept, starts), np.fmax.reduceat(kept, starts)
+    middle = first - 0.5 + (place[starts] + 0.5) * span / count
+    bad = np.add.reduceat((~finite).astype(np.int64), starts)
+    return middle, np.where(number_of > 0, np.clip(mean, low, high), math.nan), low, high, bad
 
 
-def _inner(body: str) -> str:
-    return (
-        '<svg width="100%" height="100%" viewBox="0 0 1000 1000"'
-        f' preserveAspectRatio="none">{body}</svg>'
-    )
+def paint_lines(
+    axes: Axes, span: tuple[int, int], series: Sequence[tuple[str, Sequence[int], Sequence[float]]],
+    unit: str, log: bool | None = None,
+) -> None:  # fmt: skip
+    """Draw series over the steps of a span: the first solid, the second dashed. Their names make a
+    legend if there are several.
+    """
+    found = [columns(steps, values, *span) for _, steps, values in series]
+    logarithmic = scale(axes, "y", [x for _, _, low, high, _ in found for x in (*low, *high)], log)
+    axes.set_title(unit + (", logarithmic" if logarithmic else ""), color=SOFT)
+    looks = ((LINE, "-"), (SECOND, "--"))
+    for (name, _, _), (x, mean, low, high, bad), (colour, dash) in zip(
+        series, found, looks, strict=False
+    ):
+        marker = "o" if len(x) <= DOTS else ""
+        line = drawable(list(np.where(bad > 0, math.nan, mean)), logarithmic)
+        axes.plot(x, line, dash, color=colour, label=clean(name, 40), marker=marker, markersize=3)
+        if (high > low).any():
+            least, most = (drawable(list(end), logarithmic) for end in (low, high))
+            axes.fill_between(x, least, most, color=colour, alpha=0.3)
+        broken = x[bad > 0][:200]
+        if len(broken):
+            (crosses,) = axes.plot(
+                broken, [0.95] * len(broken), "x", color=BAD, transform=axes.get_xaxis_transform(),
+                label="not finite",
+            )  # fmt: skip
+            tell(crosses, f"not finite at {steps_text(list(broken))}")
+    paint_steps(axes, span)
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1.02), ncols=3, columnspacing=1.0)
 
 
-def _grid(scale: Scale | None) -> str:
-    if scale is None:
-        return ""
-    parts = []
-    for tick in scale.ticks():
-        y = _percent(1 - scale.place(tick))
-        parts.append(
-            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text class="tick end" dx="-8"'
-            f' y="{y}" dy="4">{brief(tick)}</text>'
-        )
-    return "".join(parts)
+def paint_steps(axes: Axes, span: tuple[int, int], named: bool = True) -> None:
+    """Make the x axis one of steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    room = max(0.5, 0.01 * (span[1] - span[0]))
+    axes.set_xlim(span[0] - room, span[1] + room)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("step" if named else "")
+    axes.tick_params(labelbottom=named)
 
 
-def _steps(axis: Axis, lines: bool = True) -> str:
-    """The steps below a picture."""
-    span = axis.last - axis.first
-    wanted = (
-        [axis.first]
-        if span == 0
-        else [int(x) for x in _round_numbers(axis.first, axis.last, 5) if x == int(x)]
-    )
-    parts = ['<text class="tick mid" x="50%" y="100%" dy="29">step</text>']
-    for step in wanted:
-        x = _percent(axis.middle(axis.column(step)))
-        line = f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>' if lines else ""
-        parts.append(f'{line}<text class="tick mid" x="{x}" y="100%" dy="15">{step:,}</text>')
-    return "".join(parts)
+def layer_height(count: int) -> float:
+    """Return the pixels that a line takes of a chart with so many layers."""
+    return max(1.2, min(24.0, max(7.0, 320 / max(1, count)), 640 / max(1, count)))
 
 
-def brief(value: float) -> str:
-    if value and not 1e-3 <= abs(value) < 1e5:
-        return (
-            f"{value:.0e}".replace("e-0", "e−")
-            .replace("e+0", "e")
-            .replace("e-", "e−")
-            .replace("e+", "e")
-        )
-    return f"{value:,.10g}".replace("-", "−")
+def paint_layers(axes: Axes, names: Sequence[str]) -> None:
+    """Name the lines of a chart, those that have room for it."""
+    apart = math.ceil(13 / layer_height(len(names)))
+    shown = range(0, len(names), apart)
+    axes.set_yticks(shown, [clean(names[i], 8) for i in shown])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(False)
 
 
-def _percent(part: float) -> str:
-    return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
+def paint_heat(axes: Axes, cells: np.ndarray, extent: tuple[float, float]) -> tuple[float, float]:
+    """Draw a matrix [lines, columns] by colour on a logarithmic scale, and return its ends. NaN is
+    nothing, an infinity not finite (red), and 0 grey.
+    """
+    from matplotlib.colors import ListedColormap, LogNorm
+
+    positive = cells[np.isfinite(cells) & (cells > 0)]
+    low, high = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
+    low, high = (float(np.clip(end, SMALLEST, LARGEST)) for end in (low, high))
+    low, high = (low, high) if high > 1.01 * low else (low / 3, high * 3)
+    look: dict[str, Any] = {
+        "aspect": "auto",
+        "interpolation": "none",
+        "extent": (*extent, len(cells) - 0.5, -0.5),
+    }
+    shown = np.where(np.isfinite(cells) & (cells > 0), np.clip(cells, low, high), math.nan)
+    axes.imshow(shown, cmap="viridis", norm=LogNorm(low, high), **look)
+    special = np.where(np.isinf(cells), 1.0, np.where(cells == 0, 0.0, math.nan))
+    if np.isfinite(special).any():
+        axes.imshow(special, cmap=ListedColormap([ZERO, BAD]), vmin=0, vmax=1, **look)
+    return low, high
+
+
+def paint_ramp(made: Picture, top: float, low: float, high: float, words: str) -> None:
+    """Draw the key of a logarithmic colour scale."""
+    axes = made.axes(top, 10, LEFT, made.width - LEFT - 190)
+    axes.imshow([np.linspace(0, 1, 64)], cmap="viridis", aspect="auto", interpolation="none")
+    axes.set_axis_off()
+    for at, side, said in ((-0.03, "right", number(low, 2)), (1.03, "left", number(high, 2))):
+        axes.text(at, 0.5, said, ha=side, va="center", transform=axes.transAxes, color=SOFT)
+    axes.text(0, -1.0, words, va="center", transform=axes.transAxes, color=SOFT)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A mark in each row: the figure, and the ends of the line through it.
+
+    Attributes:
+        name: of the legend; empty for none.
+        look: marker, colour, and whether it is hollow.
+    """
+
+    name: str
+    look: tuple[str, str, bool]
+    values: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+
+
+def rows_height(names: Sequence[str], headed: bool = True) -> float:
+    """Return the pixels that `paint_rows` takes. headed: it has a title or a legend."""
+    return len(names) * (ROW if _are_short(names) else 1.6 * ROW) + 36 + 18 * headed
+
+
+def _are_short(names: Sequence[str]) -> bool:
+    return max(map(len, names), default=0) <= 8
+
+
+def paint_rows(
+    made: Picture, top: float, names: Sequence[str], marks: Sequence[Marks], what: str,
+    log: bool | None = None, reach: Sequence[float] = (), title: str = "",
+) -> float:  # fmt: skip
+    """Draw named rows of marks on a common scale: dots, not bars, for a scale need not begin at 0.
+
+    Args:
+        made: the picture.
+        top: where the rows begin.
+        names: of the rows; long ones stand above their row.
+        marks: one series for each kind of mark.
+        what: name of the scale, with its unit.
+        log: as for `scale`.
+        reach: numbers that the scale holds in any case.
+        title: of these rows.
+
+    Returns:
+        Where they end.
+    """
+    short = _are_short(names)
+    headed = bool(title) or any(each.name for each in marks)
+    height = rows_height(names, False) - 36
+    axes = made.axes(top + 18 * headed, height, LEFT if short else RIGHT + 8, RIGHT + 8)
+    axes.set_title(clean(title), fontweight="bold")
+    ends = [x for each in marks for part in (each.values, each.low, each.high) for x in part]
+    log = scale(axes, "x", [*ends, *reach], log)
+    rows = np.arange(len(names))
+    drawn = np.zeros(len(names), bool)
+    for each in marks:
+        drawn |= _paint_marks(axes, rows, each, log)
+    for i in rows[~drawn]:
+        axes.text(1, i, "not finite", ha="right", va="center", transform=axes.get_yaxis_transform())
+    axes.set_ylim(len(names) - (0.5 if short else 0.3), -0.5 if short else -0.8)
+    axes.set_yticks(rows, [clean(name, 8) for name in names] if short else [""] * len(names))
+    for i, name in enumerate([] if short else names):
+        axes.text(0, i - 0.28, clean(name, 53), va="bottom", transform=axes.get_yaxis_transform())
+    axes.set_xlabel(what + (", logarithmic" if log else ""))
+    if any(each.name for each in marks):
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, columnspacing=1.0)
+    return top + 18 * headed + height + 36
+
+
+def _paint_marks(axes: Axes, rows: np.ndarray, each: Marks, log: bool) -> np.ndarray:
+    """Draw one kind of mark, and return in which rows there is one."""
+    marker, colour, hollow = each.look
+    values = drawable(each.values, log)
+    if len(each.low):
+        low, high = np.maximum(drawable(each.low), axes.get_xlim()[0]), drawable(each.high)
+        there = np.isfinite(values) & np.isfinite(low) & np.isfinite(high) & (high > low)
+        axes.hlines(rows[there], low[there], high[there], color=colour, linewidth=2)
+    thick = {"|": 3, "x": 2}.get(marker, 1)
+    axes.plot(
+        values, rows, marker, color=colour, label=each.name or None, linestyle="none",
+        markerfacecolor=PAPER if hollow else colour, clip_on=False,
+        markersize=11 if marker == "|" else 6, markeredgewidth=thick,
+    )  # fmt: skip
+    return np.isfinite(values)
+
+
+def rows_chart(
+    names: Sequence[str], marks: Sequence[Marks], what: str, label: str, **more: Any
+) -> Markup:
+    """Return a chart of rows alone."""
+    with picture(rows_height(names, any(each.name for each in marks)), label) as made:
+        paint_rows(made, 0, names, marks, what, **more)
+    return made.svg

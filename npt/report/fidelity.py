@@ -1,17 +1,19 @@
-"""The student between its floor and its teacher."""
+"""The student between its floor and its teacher: figures of the whole model, and NMSE by layer."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from markupsafe import Markup
+
 from npt.evaluation.formatting import FIGURES, percent
-from npt.report.charts import Stop, track
+from npt.report.charts import INK, LINE, SECOND, SOFT, Marks, rows_chart
 from npt.report.lines import number as as_number
-from npt.report.markup import details, figure, lacking, table, text
 from npt.report.run import RunRecord
+from npt.report.words import clean, figure, number
 
 MODELS = {
     "floor": "floor (attention dropped)",
@@ -20,8 +22,20 @@ MODELS = {
     "teacher": "teacher (the base)",
 }
 
+LAYERS = 512
+"""Layers that are shown."""
+
 _DRAWN = ("kl", "reverse_kl", "top1", "top5", "acceptance", "perplexity_ratio")
-"""What there is a way from floor to teacher of."""
+"""Figures that have a way from floor to teacher."""
+
+_LOOKS = {
+    "floor": ("|", SOFT, False),
+    "initial": ("D", SECOND, True),
+    "student": ("o", LINE, False),
+    "teacher": ("|", INK, False),
+}
+
+_SHORT = {"initial": "before training"}
 
 _COMPARISONS = {
     "unquantized_to_4bit": "unquantised to 4-bit",
@@ -29,205 +43,180 @@ _COMPARISONS = {
     "unquantized_to_npt": "unquantised to NPT",
 }
 
+Models = Mapping[str, Mapping[str, Any]]
 
-def fidelity_section(record: RunRecord) -> str:
-    """The picture, what it says in a sentence, and the table."""
-    models = {
+
+def fidelity(record: RunRecord) -> dict[str, Any] | None:
+    """Return what the page says of the whole model; None if there are no figures."""
+    found: Models = {
         name: values
         for name in MODELS
         if isinstance(values := record.fidelity.get(name), dict) and values
     }
-    if not models:
-        return lacking(
-            record.missing, "fidelity.json", "it holds no figures of teacher, floor or student"
-        )
-    said = []
-    if record.fidelity_of:
-        said.append(
-            '<p class="missing">There is no <code>fidelity.json</code> yet:'
-            f" {text(record.fidelity_of)}.</p>"
-        )
-    elif "fidelity.json" in record.stale:
-        said.append(
-            '<p class="missing"><code>fidelity.json</code>:'
-            f" {text(record.stale['fidelity.json'])}.</p>"
-        )
-    if record.fidelity.get("heldout") is False:
-        said.append(
-            '<p class="missing">There was too little text to hold any out: these figures are of'
-            " TRAINING text.</p>"
-        )
-    rows, headline = [], ""
-    for key in _DRAWN:
-        drawn = _drawn(models, key)
-        if drawn:
-            picture, way = drawn
-            rows.append(
-                f'<div class="row"><dt>{text(FIGURES[key].name)}</dt><dd>{picture}</dd><dd'
-                f' class="told">{_figures(models, key)}</dd></div>'
-            )
-            headline = headline or way
-    key = (
-        '<p class="key"><i class="floor"></i> floor <i class="initial"></i> before training <i'
-        ' class="student"></i> student, with its standard error <i class="teacher"></i> teacher.'
-        " Every scale is linear, from the floor to the teacher.</p>"
-    )
-    pictures = (
-        f'{key}<dl class="tracks">{"".join(rows)}</dl>'
-        if rows
-        else '<p class="missing">There is nothing to draw between floor and teacher.</p>'
-    )
-    tokens = next(
-        (count for values in models.values() if (count := as_number(values.get("tokens")))), None
-    )
-    note = (
-        f'<p class="soft">On {tokens:,.0f} tokens; ± is one standard error.</p>' if tokens else ""
-    )
-    named = {label: models[name] for name, label in MODELS.items() if name in models}
-    listed = _table(named, "Fidelity to the teacher")
-    tables = [
-        details("All of these figures as a table", listed) if rows else listed,
-        *_asked_for(record.fidelity),
-    ]
-    return "\n".join(
-        [*said, f'<p class="headline">{headline}</p>' if headline else "", pictures, note, *tables]
-    )
-
-
-def _asked_for(fidelity: Mapping[str, Any]) -> Iterator[str]:
-    """What only some evaluations measure: where the student's distance comes from, and where its
-    greedy texts part.
-    """
-    attribution = fidelity.get("attribution")
-    parts = (
-        {name: values for name, values in attribution.items() if isinstance(values, dict)}
-        if isinstance(attribution, dict)
-        else {}
-    )
-    if parts:
-        yield _table(
-            {
-                _COMPARISONS.get(name, str(name)[:60]): values
-                for name, values in list(parts.items())[:10]
-            },
-            "What costs how much",
-        )
-    divergence = fidelity.get("divergence")
-    if isinstance(divergence, dict) and divergence:
-        yield _table(
-            {"student and teacher": divergence},
-            "Greedy texts behind the same prompts, until they part",
-        )
-
-
-def share(models: Mapping[str, Mapping[str, Any]], key: str) -> float | None:
-    """How much of the way from floor to teacher the student has gone, 1 being all of it; None where
-    there is no such way.
-    """
-    floor, student = (as_number(models.get(name, {}).get(key)) for name in ("floor", "student"))
-    teacher = _teacher(models, key)
-    if (
-        floor is None
-        or student is None
-        or not _is_way(key, floor, teacher)
-        or not math.isfinite(student)
-    ):
+    if not found:
         return None
-    return (student - floor) / (teacher - floor)
+    ways = {key: way for key in _DRAWN if (way := _way(found, key)) is not None}
+    attribution, divergence = (record.fidelity.get(k) for k in ("attribution", "divergence"))
+    parts = attribution if isinstance(attribution, dict) else {}
+    costs = {
+        _COMPARISONS.get(name, str(name)[:60]): values
+        for name, values in list(parts.items())[:10]
+        if isinstance(values, dict)
+    }
+    extra = []
+    if costs:
+        extra.append((*_table(costs), "What costs how much"))
+    if isinstance(divergence, dict) and divergence:
+        named = {"student and teacher": divergence}
+        extra.append((*_table(named), "Greedy texts after the same prompts, until they part"))
+    return {
+        "picture": _picture(ways) if ways else "",
+        "headline": _headline(found, next(iter(ways), "")),
+        "table": _table({MODELS[name]: values for name, values in found.items()}),
+        "extra": extra,
+        "training_text": record.fidelity.get("heldout") is False,
+        "tokens": next((n for v in found.values() if (n := as_number(v.get("tokens")))), None),
+    }
 
 
-def _teacher(models: Mapping[str, Mapping[str, Any]], key: str) -> float:
+def _way(models: Models, key: str) -> dict[str, tuple[float, float]] | None:
+    """Return where models are from floor (0) to teacher (1) in a figure, with the error; None if
+    the floor is not worse than the teacher, by more than rounding.
+    """
+    floor, teacher = as_number(models.get("floor", {}).get(key)), _teacher(models, key)
+    if floor is None or not math.isfinite(floor) or abs(floor - teacher) <= 1e-6:
+        return None
+    if (floor < teacher) != FIGURES[key].percent:
+        return None
+    places = {}
+    for kind in MODELS:
+        value = teacher if kind == "teacher" else as_number(models.get(kind, {}).get(key))
+        error = as_number(models.get(kind, {}).get(f"{key}_se"))
+        if value is not None and math.isfinite(value):
+            room = abs(error / (teacher - floor)) if error and math.isfinite(error) else 0.0
+            places[kind] = ((value - floor) / (teacher - floor), room)
+    return places
+
+
+def _teacher(models: Models, key: str) -> float:
     found, ideal = as_number(models.get("teacher", {}).get(key)), FIGURES[key].ideal
     assert ideal is not None
     return ideal if found is None or not math.isfinite(found) else found
 
 
-def _is_way(key: str, floor: float, teacher: float) -> bool:
-    """Whether the floor is worse than the teacher, by more than rounding."""
-    if not math.isfinite(floor):
-        return False
-    worse = floor < teacher if FIGURES[key].percent else floor > teacher
-    return worse and abs(floor - teacher) > 1e-6
-
-
-def _drawn(models: Mapping[str, Mapping[str, Any]], key: str) -> tuple[str, str] | None:
-    shown, floor = FIGURES[key], as_number(models.get("floor", {}).get(key))
-    teacher = _teacher(models, key)
-    if floor is None or not _is_way(key, floor, teacher):
-        return None
-    stops = []
-    for kind in ("floor", "teacher", "initial", "student"):
-        value = teacher if kind == "teacher" else as_number(models.get(kind, {}).get(key))
-        if value is None or not math.isfinite(value):
+def _picture(ways: Mapping[str, Mapping[str, tuple[float, float]]]) -> Markup:
+    marks = []
+    for kind, look in _LOOKS.items():
+        found = [way.get(kind, (None, 0.0)) for way in ways.values()]
+        if all(place is None for place, _ in found):
             continue
-        error = as_number(models.get(kind, {}).get(f"{key}_se"))
-        place = (value - floor) / (teacher - floor)
-        room = 0.0 if error is None or not math.isfinite(error) else abs(error / (teacher - floor))
-        stops.append(
-            Stop(
-                kind,
-                place,
-                place - room,
-                place + room,
-                text(f"{MODELS[kind]}: {_written(key, value, error)}"),
-            )
+        at = [None if place is None else 100 * place for place, _ in found]
+        low, high = (
+            [None if x is None else x + sign * 100 * e for x, (_, e) in zip(at, found, strict=True)]
+            for sign in (-1, 1)
         )
-    gone = share(models, key)
-    student, error = (as_number(models.get("student", {}).get(part)) for part in (key, f"{key}_se"))
-    said, way = "not measured", ""
-    if gone is not None:
-        said = f"{_share(gone)} of the way from floor to teacher"
-        way = (
-            f"The student has gone <strong>{text(_share(gone))}</strong> of the way from its floor"
-            f" to its teacher in {text(shown.name)}: {_written(key, student, error)}, from"
-            f" {shown.write(floor)} at the floor to {shown.write(teacher)}."
-        )
-    elif "student" in models and models["student"].get(key, 0) is None:
-        said = "not finite"
-        way = f"The student's {text(shown.name)} is not finite."
-    return track(stops, text(f"{shown.name}: the student is {said}")), way
+        marks.append(Marks(_SHORT.get(kind, kind), look, at, low, high))
+    students = {key: way["student"][0] for key, way in ways.items() if "student" in way}
+    said = "; ".join(
+        f"{FIGURES[key].name}: the student has gone {_share(share)}"
+        for key, share in students.items()
+    )
+    label = f"The way from floor to teacher. {said or 'No figure of the student is finite'}."
+    names = [FIGURES[key].name for key in ways]
+    return rows_chart(names, marks, "the way from floor to teacher, %", label, log=False)
+
+
+def _headline(models: Models, key: str) -> Markup | str:
+    if not key or "student" not in models:
+        return ""
+    student, shown = models["student"], FIGURES[key]
+    way = _way(models, key)
+    if way is not None and "student" in way:
+        return Markup(
+            "The student has gone <strong>{}</strong> of the way from its floor to its teacher in"
+            " {}: {}, from {} at the floor to {}."
+        ).format(
+            _share(way["student"][0]), shown.name, figure(student, key),
+            shown.write(models["floor"][key]), shown.write(_teacher(models, key)),
+        )  # fmt: skip
+    return f"The student's {shown.name} is not finite." if key in student else ""
 
 
 def _share(part: float) -> str:
     return percent(part) if 0 <= part <= 1 else f"{100 * part:.1f}%".replace("-", "−")
 
 
-def _written(key: str, value: float | None, error: float | None) -> str:
-    assert value is not None
-    return FIGURES[key].write(value, math.nan if error is None else error)
-
-
-def _figures(models: Mapping[str, Mapping[str, Any]], key: str) -> str:
-    names = {"student": "student", "initial": "start", "floor": "floor"}
-    return " · ".join(
-        f"{name} {figure(models[kind], key)}" for kind, name in names.items() if kind in models
-    )
-
-
-def _table(named: Mapping[str, Mapping[str, Any]], caption: str) -> str:
-    """Every figure that any of them has, by name; one beside `<name>_se` bears that error."""
-    keys = [
-        key
-        for values in named.values()
-        for key in values
-        if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)
-    ]
-    keys = [
-        key
-        for key in dict.fromkeys(keys)
-        if not key.endswith("_se") or key.removesuffix("_se") not in keys
-    ][:40]
+def _table(named: Models) -> tuple[list[str], list[list[str]]]:
+    """Return every figure that any of them has, by name; one with a `<name>_se` bears that error."""
+    known = dict.fromkeys(key for values in named.values() for key in values)
+    keys = [key for key in known if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)]
+    keys = [key for key in keys if not (key.endswith("_se") and key[:-3] in keys)][:40]
+    heads = [FIGURES[key].short if key in FIGURES else key.replace("_", " ") for key in keys]
     rows = [
-        (text(name, 60), *(figure(values, key) for key in keys)) for name, values in named.items()
+        [clean(name, 60), *(figure(values, key) for key in keys)] for name, values in named.items()
     ]
-    return table(
-        (
-            "of",
-            *(
-                f"*{text(FIGURES[key].short if key in FIGURES else key.replace('_', ' '))}"
-                for key in keys
-            ),
-        ),
-        rows,
-        caption,
+    return ["of", *(f"*{head}" for head in heads)], rows
+
+
+def layers(record: RunRecord) -> dict[str, Any] | None:
+    """Return what the page says of the layers' NMSE on held-out text; None if nothing was measured."""
+    rows = _layer_rows(record.fidelity, "nmse")
+    if not rows:
+        return None
+    free = _layer_rows(record.fidelity, "free_running")
+    kinds, own = (
+        [kind for kind in MODELS if any(kind in values for values in found.values())]
+        for found in (rows, free)
     )
+    students = {name: values["student"] for name, values in rows.items() if "student" in values}
+    finite = {name: value for name, value in students.items() if math.isfinite(value)}
+    hardest = max(finite, key=lambda name: finite[name], default=None)
+    heads = [f"*{MODELS[kind]}" for kind in kinds] + [f"*{MODELS[k]}, on its own" for k in own]
+    cells = [
+        [clean(name, 12), *(number(values.get(kind)) for kind in kinds),
+         *(number(free.get(name, {}).get(kind)) for kind in own)]
+        for name, values in rows.items()
+    ]  # fmt: skip
+    return {
+        "picture": _layer_picture(record.fidelity, rows, kinds),
+        "hardest": None if hardest is None else (hardest, number(finite[hardest])),
+        "bad": len(students) - len(finite),
+        "count": len(rows),
+        "own": bool(own),
+        "table": (["*layer", *heads], cells),
+    }
+
+
+def _layer_picture(
+    fidelity: Mapping[str, Any], rows: Mapping[str, Mapping[str, float]], kinds: list[str]
+) -> Markup | str:
+    marks = []
+    for kind in kinds:
+        values = [found.get(kind) for found in rows.values()]
+        errors = [
+            as_number(fidelity["layers"][name].get(f"nmse_{kind}_se")) or 0.0 for name in rows
+        ]
+        low, high = (
+            [None if x is None else x + sign * e for x, e in zip(values, errors, strict=True)]
+            for sign in (-1, 1)
+        )
+        marks.append(Marks(_SHORT.get(kind, kind), _LOOKS[kind], values, low, high))
+    if not any(x and 0 < x < math.inf for each in marks for x in each.values):
+        return ""
+    label = f"NMSE of {len(rows)} layers: {', '.join(MODELS[kind] for kind in kinds)}."
+    return rows_chart(list(rows), marks, "NMSE by layer; line: standard error", label, log=True)
+
+
+def _layer_rows(fidelity: Mapping[str, Any], what: str) -> dict[str, dict[str, float]]:
+    """Return by layer what was measured of floor, start and student; infinite for not finite."""
+    found = fidelity.get("layers")
+    rows = {}
+    for name, values in list(found.items())[:LAYERS] if isinstance(found, dict) else ():
+        row = {}
+        for kind in MODELS:
+            if isinstance(values, dict) and f"{what}_{kind}" in values:
+                value = as_number(values[f"{what}_{kind}"])
+                row[kind] = math.inf if value is None or math.isnan(value) else value
+        if row:
+            rows[str(name)] = row
+    return rows

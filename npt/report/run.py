@@ -84,7 +84,7 @@ class RunRecord:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        return _mapping(self.run.get("settings"))
+        return mapping(self.run.get("settings"))
 
     @property
     def name(self) -> str:
@@ -216,11 +216,11 @@ def _stand_in(record: RunRecord) -> None:
             found = read_json(path, NPTError)
         except NPTError:
             continue
-        initial = _mapping(found.get("initial"))
+        initial = mapping(found.get("initial"))
         if not initial:
             continue
         layers = {
-            index: _renamed(values) for index, values in _mapping(initial.get("layers")).items()
+            index: _renamed(values) for index, values in mapping(initial.get("layers")).items()
         }
         figures = {name: initial.get(name) for name in ("teacher", "floor")} | {
             "initial": initial.get("student"),
@@ -232,7 +232,7 @@ def _stand_in(record: RunRecord) -> None:
         )
         break
     evaluations = record.events.of("evaluation")
-    student = _mapping(evaluations[-1].details.get("student")) if evaluations else {}
+    student = mapping(evaluations[-1].details.get("student")) if evaluations else {}
     if student:
         said = f"the student's are those of the evaluation at step {evaluations[-1].step or 0:,}"
         record.fidelity = {**record.fidelity, "student": student}
@@ -243,7 +243,7 @@ def _renamed(values: Any) -> dict[str, Any]:
     """A layer's figures of a student that was not trained yet."""
     return {
         "nmse_initial" if key == "nmse_student" else key: value
-        for key, value in _mapping(values).items()
+        for key, value in mapping(values).items()
     }
 
 
@@ -323,7 +323,8 @@ def _is_locked(folder: Path) -> bool | None:
     )
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return a JSON object, or an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 

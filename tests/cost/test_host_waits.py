@@ -3,7 +3,7 @@ import warnings
 import pytest
 import torch
 
-from npt.planning.waits import HostWaitError, count_waits, no_waits
+from host_waits import HostWaitError, count_waits, no_waits
 
 WAITS = {
     "item": lambda x: x.sum().item(),

@@ -26,6 +26,7 @@ from rich.console import Console
 from windows import Sums, add_filled, window_over
 
 import npt
+from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
@@ -33,7 +34,6 @@ from npt.data.batch import Batch, batch_from_tensors, collate
 from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distributed.processes import Ranks
-from npt.faults.runs import NoTokenizer
 from npt.runs.null_run_folder import NullRunFolder
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal

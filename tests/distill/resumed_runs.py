@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import npt
+from faults.runs import NoTokenizer
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.distill.strategies import MicroBatch
-from npt.faults.runs import NoTokenizer
 from npt.train.trainer import Trainer, TrainResult
 
 RARE = 99

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from npt.distributed.processes import Ranks, exit_status_of, join_ranks
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["npt.train.trainer", "npt.demo", "npt.faults.runs", "torch.distributed"]
+    ["npt.train.trainer", "npt.demo", "faults.runs", "torch.distributed"]
 )
 
 DEADLINE = 60.0

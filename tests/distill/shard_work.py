@@ -13,12 +13,12 @@ import torch
 from rank_work import looped, micro_batch, trained
 
 import npt
+from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import Ranks
-from npt.faults.runs import NoTokenizer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 

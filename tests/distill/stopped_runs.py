@@ -16,9 +16,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import npt
+from faults.runs import NoTokenizer
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.errors import TooManyRefusalsError
-from npt.faults.runs import NoTokenizer
 from npt.step.train_step import TrainStep
 from npt.train.trainer import Trainer
 

@@ -22,6 +22,8 @@ from torch import nn
 from windows import Sums, add_filled, window_over
 
 import npt
+from faults.bench import SMALL, Run, Setting, clean_run, let_draw
+from faults.runs import NoTokenizer
 from npt.config import DataConfig
 from npt.data.loader import Loader
 from npt.data.sample import Sample
@@ -30,8 +32,6 @@ from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.attribution import refer
 from npt.evaluation.modulation import measure_modulation
-from npt.faults.bench import SMALL, Run, Setting, clean_run, let_draw
-from npt.faults.runs import NoTokenizer
 from npt.postmortem import restore
 from npt.postmortem.replay import replay
 from npt.postmortem.replay_batch import replay_batch

@@ -19,6 +19,8 @@ from npt.evaluation.modulation import Modulation
 from npt.train import run_writer as trainer_module
 from npt.train.run_report import write_report
 
+pytestmark = pytest.mark.usefixtures("real_reports")
+
 
 @pytest.fixture
 def here(load_model: Any, tmp_path: Path) -> Runs:

@@ -19,6 +19,7 @@ from simulated_cuda import Simulated, simulated_cuda, spread, to_cuda
 from torch import Tensor
 
 import npt
+from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
@@ -27,7 +28,6 @@ from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError
 from npt.evaluation.modulation import measure_modulation
-from npt.faults.runs import NoTokenizer
 from npt.step.train_step import TrainStep
 from npt.tools.collect.collect import compare_prompts
 

@@ -880,7 +880,7 @@ def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build) -> None
 
 
 def test_a_run_on_the_logits_alone_reports_no_hidden_states_and_its_page_does_without(
-    build,
+    build, real_reports
 ) -> None:
     trainer = build(
         strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2, smoke_test=True

@@ -4,7 +4,6 @@ cries wolf does not.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import io
 import json
@@ -16,14 +15,9 @@ import torch
 from rich.console import Console
 
 import npt
-from npt.adapters import trained
-from npt.base import linear
-from npt.data import encoding
-from npt.distill import strategies
-from npt.evaluation import greedy
-from npt.faults import bench, campaign, cases, loops, runs, sight
-from npt.faults.bench import SMALL, clean_run, difference, run
-from npt.faults.campaign import (
+from faults import bench, campaign, loops, runs
+from faults.bench import clean_run, difference, run
+from faults.campaign import (
     clean_steps,
     comparison,
     find,
@@ -32,30 +26,32 @@ from npt.faults.campaign import (
     print_scorecard,
     summary,
 )
-from npt.faults.cases import all_cases
-from npt.step import launched_window, spikes, train_step
+from faults.cases import all_cases
+from faults.patterns import Case
+from npt.adapters import trained
+from npt.base import linear
+from npt.data import encoding
+from npt.distill import strategies
+from npt.evaluation import greedy
+from npt.step import launched_window, train_step
 from npt.step.gradient_window import GradientWindow
 
-CASES = all_cases()
-SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def four_layers():
-    """The bench's model without its last two layers, behind every place in which a case plants
-    something, and shorter rows in long runs.
+def smaller(case: Case) -> Case:
+    """The case on a base of four layers, which is as far as any fault reaches, its long runs
+    shorter.
     """
-    model = copy.deepcopy(bench.embedded())
-    model.config.num_hidden_layers = 4
-    model.model.layers = model.model.layers[:4]
-    bench._clean_run.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (bench, sight, runs):
-            patch.setattr(module, "embedded", lambda: model)
-        patch.setattr(cases, "LONG", replace(cases.LONG, rows=1, length=8))
-        patch.setattr(campaign, "LONG", cases.LONG)
-        yield
-    bench._clean_run.cache_clear()
+    changes: dict[str, object] = {"base_layers": 4}
+    if case.setting.spikes:
+        changes |= {"rows": 1, "length": 8}
+    if case.id == "run-after-nan":
+        changes |= {"spike_history": 40, "windows": 42}
+    return replace(case, setting=replace(case.setting, **changes))
+
+
+CASES = [smaller(case) for case in all_cases()]
+SMALL = replace(bench.SMALL, base_layers=4)
+SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
 def case(id: str):
@@ -103,15 +99,9 @@ TURNS = [
 @pytest.mark.parametrize(
     ("chosen", "late"),
     TURNS,
-    ids=lambda v: v.id if isinstance(v, campaign.Case) else "late" if v else "at-once",
+    ids=lambda v: v.id if isinstance(v, Case) else "late" if v else "at-once",
 )
-def test_the_case_passes(chosen, late, monkeypatch) -> None:
-    # statistics of fewer windows, and as many fewer of them behind the fault
-    if chosen.id == "run-after-nan":
-        monkeypatch.setattr(spikes, "HISTORY", 40)
-        monkeypatch.setattr(
-            cases, "replace", lambda of, **changes: replace(of, **{**changes, "windows": 42})
-        )
+def test_the_case_passes(chosen, late) -> None:
     verdict = judged(replace(chosen, modes=(late,))).verdict
     assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (
         True,
@@ -125,12 +115,11 @@ def test_clean_steps_raise_no_alarm() -> None:
     """More of them, than the statistics of spikes hold, are in the case run-after-nan, read at
     once.
     """
-    verdict = judged(replace(clean_steps(40), modes=(True,))).verdict
+    verdict = judged(replace(smaller(clean_steps(40)), modes=(True,))).verdict
     assert verdict.passed and verdict.false_alarms == 0
 
 
 # --- the campaign finds what is wrong
-# --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -194,15 +183,14 @@ def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -
 
 
 def test_a_case_that_raises_has_failed_and_says_what() -> None:
-    def check(late: bool):
+    def check(setting):
         raise RuntimeError("boom")
 
-    line = judged(campaign.Case("x", "x", "x", check))
+    line = judged(Case("x", "x", "x", check))
     assert not line.verdict.passed and "RuntimeError: boom" in line.verdict.detail
 
 
 # --- the cases of what is seen find the earlier mistakes
-# ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("id", ["foreign-lora", "foreign-hook", "foreign-hook-whole"])
@@ -266,7 +254,6 @@ def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:
 
 
 # --- the counterfactual is worth something
-# ---------------------------------------------------------------------------
 
 
 def test_the_run_without_a_micro_batch_is_another_run() -> None:
@@ -284,19 +271,18 @@ def test_both_reading_modes_are_the_same_run(late) -> None:
 
 
 def test_the_shared_base_is_never_changed() -> None:
-    before = npt.base_hash(bench.embedded())
+    before = npt.base_hash(bench.embedded(4))
     for id in ("weight-absmax", "weight-packed", "data-padding-nan"):
         judged(at_once(id))
-    assert npt.base_hash(bench.embedded()) == before
+    assert npt.base_hash(bench.embedded(4)) == before
 
 
 # --- the plain loops
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", loops.LOOPS)
 def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> None:
-    setting = bench.Setting(windows=1)
+    setting = replace(SMALL, windows=1)
     student, aborted, zeros = loops.train(setting, loops.LOOPS[name], {})
     assert not aborted and not zeros
     ours, _ = run(setting)
@@ -328,16 +314,13 @@ def test_a_plain_loop_equals_itself() -> None:
 
 
 # --- what is printed
-# -------------------------------------------------------------------------------------------------
 
 
 def test_the_figures_have_their_keys_and_add_up() -> None:
     lines = [
         judged(at_once("data-label")),
         judged(
-            campaign.Case(
-                "bad", "[x]", "-", lambda late: campaign.Verdict("harmed", False, False, 3)
-            )
+            Case("bad", "[x]", "-", lambda setting: campaign.Verdict("harmed", False, False, 3))
         ),
     ]
     figures = summary(lines)

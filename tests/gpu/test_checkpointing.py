@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 import npt
+from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters
 from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
-from npt.faults.runs import NoTokenizer
 from npt.planning.measure import peak_bytes
 from npt.step.train_step import TrainStep
 from npt.train.step_metrics import StepMetrics

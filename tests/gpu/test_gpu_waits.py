@@ -7,9 +7,9 @@ import torch
 from gpu_student import LENGTHS, micro_batch, student
 
 import npt
+from host_waits import HostWaitError, count_waits, no_waits
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
-from npt.planning.waits import HostWaitError, count_waits, no_waits
 from npt.step.train_step import TrainStep
 
 pytestmark = pytest.mark.gpu

@@ -477,7 +477,7 @@ class TestPage:
 
     def test_puts_the_first_non_finite_tensor_on_top(self) -> None:
         text = Reader(page([record(4), poisoned(7)])).text
-        findings = text[text.index("Findings") : text.index("Heat map")]
+        findings = text[text.index("Non-finite tensors") : text.rindex("Heat map")]
         assert (
             findings.index("32 of 84 recorded tensors")
             < findings.index("model.layers.1.mlp out")
@@ -490,17 +490,17 @@ class TestPage:
 
     def test_links_a_finding_to_its_cell_with_and_without_the_script(self) -> None:
         reader = Reader(page([record(1), poisoned(2)]))
-        links = [a for tag, a in reader.tags if tag == "a"]
+        links = [a for tag, a in reader.tags if tag == "a" and "data-at" in a]
         assert links[0] == {
             "href": "#forward-1",
-            "data-at": f"1 forward {LINES.index('1')} {COLUMNS.index('mlp out')}",
+            "data-at": f"{LINES.index('1')} {COLUMNS.index('mlp out')}",
         }
         anchors = {a["id"] for _, a in reader.tags if "id" in a}
         assert {a["href"].removeprefix("#") for a in links} <= anchors
 
     def test_shows_every_step_without_the_script(self) -> None:
         text = page([record(step) for step in (1, 5, 12)])
-        static = Reader(text[text.index("<noscript>") : text.index("</noscript>")])
+        static = Reader(text[text.index('<details class="map"') : text.index("</main>")])
         for step in (1, 5, 12):
             for direction in ("forward", "gradient"):
                 assert f"step {step}, {direction}" in static.text
@@ -513,13 +513,8 @@ class TestPage:
             (row("a", nan=1), row("b", pos_inf=1), row("c", rms=0.0), row("d", rms=None, count=0)),
         )
         text = page([one])
-        static = text[text.index("<noscript>") : text.index("</noscript>")]
-        assert (
-            '<td class="b f">NaN' in static
-            and '<td class="b">Inf' in static
-            and "<td class=z>0" in static
-            and "<td>–" in static
-        )
+        for cell in ('<td class="b f">NaN<', "<td class=b>Inf<", "<td class=z>0<", "<td>–<"):
+            assert cell in text
 
     @pytest.mark.parametrize("name", HOSTILE)
     def test_takes_any_name_as_text(self, name) -> None:
@@ -542,10 +537,8 @@ class TestPage:
         text = page([record(1), poisoned(2)])
         assert "://" not in text and "url(" not in text and "@import" not in text
         for tag, attributes in Reader(text).tags:
-            assert (
-                tag not in ("link", "img", "iframe", "object", "embed") and "src" not in attributes
-            )
-            assert (attributes.get("href") or "#").startswith("#")
+            assert tag not in ("img", "iframe", "object", "embed") and "src" not in attributes
+            assert (attributes.get("href") or "#").startswith(("#", "data:,"))
 
     def test_shows_some_of_more_steps_than_it_can_hold_and_lists_findings_of_all(
         self, monkeypatch
@@ -560,7 +553,7 @@ class TestPage:
             and {"step 0", "step 4", "step 11"} <= set(data["steps"])
             and "step 7" not in data["steps"]
         )
-        assert "5 of 12 steps are shown" in text and '<td class="">step 7</td>' in text
+        assert "5 of 12 steps are shown" in text and "<td>step 7</td>" in text
 
     def test_the_scale_is_viridis_with_the_ink_that_contrasts_more(self) -> None:
         from matplotlib import colormaps

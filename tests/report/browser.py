@@ -38,7 +38,7 @@ class Browser:
 
     Attributes:
         complaints: errors and warnings of the console, exceptions, and requests for anything but
-            the page itself.
+            the page itself and what it holds.
     """
 
     def __init__(self, program: str, timeout: float = 60.0):
@@ -214,8 +214,7 @@ class Browser:
             self.complaints.append(json.dumps(found["args"]))
         elif method == "Log.entryAdded" and found["entry"]["level"] in ("error", "warning"):
             self.complaints.append(f"{found['entry']['text']} {found['entry'].get('url', '')}")
-        elif method == "Network.requestWillBeSent" and found["request"]["url"] not in (
-            self._url,
-            "about:blank",
-        ):
-            self.complaints.append(f"asked for {found['request']['url']}")
+        elif method == "Network.requestWillBeSent":
+            asked = found["request"]["url"]
+            if asked not in (self._url, "about:blank") and not asked.startswith("data:"):
+                self.complaints.append(f"asked for {asked}")

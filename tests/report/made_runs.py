@@ -154,13 +154,14 @@ class Reader(HTMLParser):
 
     Attributes:
         elements: (name, attributes). text: all that is shown. sections: the text by the id of its
-            heading.
+            heading. told: the tooltips of charts.
     """
 
     def __init__(self, page: str):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.text, self.data, self.sections = "", "", dict[str, str]()
+        self.told: list[str] = []
         self._open: list[str] = []
         self._section = ""
         self._script: dict[str, str | None] | None = None
@@ -192,6 +193,8 @@ class Reader(HTMLParser):
         if self._script is not None:
             self.data += data if self._script.get("id") == "data" else ""
             return
+        if self._open[-1:] == ["title"]:
+            self.told.append(data)
         self.text += data
         self.sections[self._section] = self.sections.get(self._section, "") + data
 

@@ -1,5 +1,5 @@
-"""Every picture of every page: XML of its own, numbers that are numbers, nothing outside its frame,
-whatever it is drawn of.
+"""Every chart of every page: XML of its own, numbers that are numbers, colours by role, nothing
+outside its frame, whatever it is drawn of.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import Reader, event, fidelity, make_run, metrics, modulation, refusal
 
@@ -19,19 +20,8 @@ sys.path.append(str(Path(__file__).parents[1] / "sweep"))
 
 from made_study import table
 
-from npt.report.buckets import Axis, buckets
-from npt.report.charts import (
-    Mark,
-    Point,
-    Scale,
-    Stop,
-    dots,
-    heat_map,
-    histogram,
-    lanes,
-    line_chart,
-    track,
-)
+from npt.report import charts
+from npt.report.charts import LINE, Marks, columns, picture, rows_chart, scale
 from npt.report.page import page
 from npt.report.run import read_run
 from npt.tools.sweep import figures
@@ -39,93 +29,30 @@ from npt.tools.sweep.analysis import Analysis, Cell, Effect, Map, stability_map
 from npt.tools.sweep.page import Study
 from npt.tools.sweep.page import page as study_page
 
-LETTER = 6.6
-"""Width of a letter of 11 px at most, on average over a line of a common sans-serif font."""
-
-ODD = st.one_of(
-    st.none(), st.floats(), st.sampled_from([0.0, -0.0, 1e-300, 1e300, math.inf, math.nan])
-)
-"""Figures as rows may have them."""
+DOT = ("o", LINE, False)
 
 
 def svgs(html: str) -> list[str]:
-    """The outermost pictures of a page."""
-    found, depth, start = [], 0, 0
-    for tag in re.finditer(r"<svg\b|</svg>", html):
-        if tag[0] == "<svg":
-            start = tag.start() if depth == 0 else start
-            depth += 1
-        else:
-            depth -= 1
-            if depth == 0:
-                found.append(html[start : tag.end()])
-    assert depth == 0
-    return found
+    return re.findall(r"<svg\b.*?</svg>", html, re.DOTALL)
 
 
 def check(svg: str) -> ET.Element:
-    """Assert that it is sound."""
+    """Assert that it is sound, and that its letters and marks lie within its frame."""
     root = ET.fromstring(svg)
+    _, _, width, height = map(float, (root.get("viewBox") or "").split())
     for element in root.iter():
         for name, value in element.attrib.items():
-            if name in ("aria-label", "class"):
-                continue
-            assert not re.search(r"nan|inf", value, re.IGNORECASE), (element.tag, name, value)
-            for share in re.findall(r"(-?[\d.]+)%", value):
-                assert 0 <= float(share) <= 100, (element.tag, name, value)
+            assert name != "style" and not name.startswith("on")
+            if name not in ("aria-label", "href"):
+                assert not re.search(r"nan|inf", value, re.IGNORECASE), (element.tag, name, value)
+        if element.tag in ("text", "use"):
+            x, y = float(element.get("x", "0")), float(element.get("y", "0"))
+            assert -1 <= x <= width + 1 and -1 <= y <= height + 1, (element.tag, element.attrib)
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    used = re.findall(r'(?:url\(|href=")#([^)"]+)', svg)
+    assert len(ids) == len(set(ids)) and set(used) <= set(ids)
     assert root.get("role") == "img" and len(root.get("aria-label") or "") > 3
     return root
-
-
-def check_frame(svg: str) -> None:
-    """Assert that a picture with a frame has everything within it."""
-    root = check(svg)
-    _, _, width, height = map(float, (root.get("viewBox") or "").split())
-
-    def within(x: float, y: float, what: object) -> None:
-        assert -0.5 <= x <= width + 0.5 and -0.5 <= y <= height + 0.5, (what, x, y, width, height)
-
-    for element in root.iter():
-        if element.tag == "rect":
-            x, y, w, h = (float(element.get(name, "0")) for name in ("x", "y", "width", "height"))
-            within(x, y, element.attrib), within(x + w, y + h, element.attrib)
-            assert w >= 0 and h >= 0
-        elif element.tag == "text":
-            x, y, room = (
-                float(element.get("x", "0")),
-                float(element.get("y", "0")),
-                LETTER * len(element.text or ""),
-            )
-            left = (
-                x - room / 2
-                if "mid" in element.get("class", "")
-                else x - room
-                if "end" in element.get("class", "")
-                else x
-            )
-            within(
-                max(left, 0.0) if "mid" in element.get("class", "") and left > -8 else left,
-                y,
-                element.text,
-            )
-            within(
-                min(left + room, width) if left + room < width + 8 else left + room, y, element.text
-            )
-        elif element.tag == "path" and element.get("transform"):
-            within(
-                *map(float, re.findall(r"[-\d.]+", element.get("transform", ""))), element.attrib
-            )
-        elif element.tag == "path":
-            for x, y in re.findall(r"M(-?[\d.]+) (-?[\d.]+)", element.get("d", "")):
-                within(float(x), float(y), element.attrib)
-            for x in re.findall(r"H(-?[\d.]+)", element.get("d", "")):
-                within(float(x), 0, element.attrib)
-            for y in re.findall(r"V(-?[\d.]+)", element.get("d", "")):
-                within(0, float(y), element.attrib)
-
-
-def ids_of(html: str) -> list[str]:
-    return [found["id"] or "" for _, found in Reader(html).elements if "id" in found]
 
 
 RUNS = {
@@ -164,10 +91,11 @@ RUNS = {
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_every_picture_of_a_runs_page_is_sound(tmp_path, kind) -> None:
+def test_every_chart_of_a_runs_page_is_sound(tmp_path, kind) -> None:
     folder = make_run(tmp_path / "run", **RUNS[kind])
     html = page(read_run(folder), folder / "report.html")
-    assert len(ids_of(html)) == len(set(ids_of(html)))
+    ids = [found["id"] for _, found in Reader(html).elements if "id" in found]
+    assert len(ids) == len(set(ids))
     for svg in svgs(html):
         check(svg)
 
@@ -177,10 +105,6 @@ STUDIES = {
     "whole": ROWS,
     "one trial": ROWS[:1],
     "all diverged": [{**row, "outcome": "diverged", "kl": None} for row in ROWS],
-    "constant": [
-        {**row, "kl": 0.5, "parameters": 10, "seconds_start": 0.0, "seconds_training": 0.0}
-        for row in ROWS
-    ],
     "zero": [{**row, "kl": 0.0, "kl_se": 0.0} for row in ROWS],
     "not finite": [{**row, "kl": math.inf, "kl_se": math.nan, "fault_harm": None} for row in ROWS],
     "hostile": [
@@ -190,104 +114,195 @@ STUDIES = {
 
 
 @pytest.mark.parametrize("kind", STUDIES)
-def test_every_picture_of_a_studys_page_is_sound_in_the_page_and_as_a_file(kind) -> None:
+def test_every_chart_of_a_study_is_sound_in_its_page_and_as_a_file(kind) -> None:
     study = Study("made", STUDIES[kind])
     html = study_page(study)
-    assert len(ids_of(html)) == len(set(ids_of(html)))
     assert sorted(svgs(html)) == sorted(study.pictures.values())
     for svg in study.pictures.values():
-        check_frame(svg)
-        assert svg.startswith("<svg") and "prefers-color-scheme: dark" in figures.standalone(svg)
-        assert ET.fromstring(figures.standalone(svg)).tag == "{http://www.w3.org/2000/svg}svg"
+        check(svg)
+        alone = figures.standalone(svg)
+        assert "prefers-color-scheme: dark" in alone
+        assert ET.fromstring(alone).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_colours_with_a_role_are_variables_of_the_style_sheet() -> None:
+    svg = rows_chart(["a"], [Marks("one", DOT, [1.0], [0.5], [2.0])], "what", "a chart")
+    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+    assert "var(--line)" in svg and "var(--soft)" in svg and LINE not in svg
+    assert all(f"--{name}:" in style for name in re.findall(r"var\(--(\w+)\)", svg))
+
+
+def test_the_same_numbers_give_the_same_bytes_and_settings_of_users_stay_out() -> None:
+    import matplotlib
+
+    def drawn() -> str:
+        return rows_chart(["4"], [Marks("one", DOT, [0.1], [0.05], [0.15])], "NMSE", "one layer")
+
+    first = drawn()
+    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": False}):
+        assert drawn() == first
+        assert matplotlib.rcParams["font.size"] == 30
+    assert "matplotlib.pyplot" not in sys.modules or "pyplot" not in charts.__dict__
+
+
+def test_texts_of_a_chart_are_text_whatever_they_are() -> None:
+    for name in ("</svg><script>alert(1)</script>", r"$\frac{1}$", "日本", "\ud800 half", "a\x00b"):
+        root = check(rows_chart([name], [Marks("", DOT, [1.0])], "what", name * 2))
+        assert {element.tag for element in root.iter()} <= {
+            "svg", "g", "defs", "path", "text", "use", "clipPath", "rect"
+        }  # fmt: skip
 
 
 def test_a_map_names_both_of_its_settings_and_what_its_colours_mean() -> None:
     found = stability_map(ROWS, "forms", ["mult_form", "learning_rate", "seed"])
     assert found is not None
-    drawn = figures.map_figure(found)
-    said = [text.text for text in ET.fromstring(drawn).iter("text")]
-    assert (
-        "rows: mult_form" in said and "columns: learning rate, one for each that was tried" in said
-    )
-    assert "colour and number: median KL in the end, nats, logarithmic" in said
-    assert {
-        "ended worse, of so many",
-        "diverged, of so many",
+    root = ET.fromstring(figures.map_figure(found))
+    said = {text.text for text in root.iter("text")}
+    assert said >= {
+        "rows: mult_form",
+        "columns: learning rate, one for each that was tried",
+        "colour and number: median KL in the end, nats, logarithmic",
+        "↑ ended worse, of so many",
+        "✕ diverged, of so many",
         "the edge: from here on some trial failed",
-    } <= set(said)
+    }
+    told = [title.text for title in root.iter("title")]
+    (last,) = (said for said in told if (said or "").startswith("one_plus_tanh, learning rate 0.1"))
+    assert (last or "").endswith("2 of 2 failed")
 
 
-def test_a_standard_error_is_a_whisker_and_none_is_none() -> None:
-    scale = Scale.of([0.01, 1.0], log=True)
-    assert scale is not None
-    drawn = dots(
-        [("4", {"student": Point(0.1, 0.05), "floor": Point(0.5)})], scale, "NMSE", "one layer"
-    )
-    (whisker,) = re.findall(r'<line class="whisker student" x1="([\d.]+)%" x2="([\d.]+)%"', drawn)
-    assert [float(end) for end in whisker] == pytest.approx(
-        [100 * scale.place(x) for x in (0.05, 0.15)], abs=0.01
-    )
-    # a bar on a scale that does not begin at 0 has a length that says nothing
-    assert "<rect" not in drawn
+def test_a_standard_error_is_a_line_and_none_is_none() -> None:
+    def lines(low: list[float | None]) -> int:
+        svg = rows_chart(["4"], [Marks("", DOT, [0.1], low, [0.15])], "NMSE", "one layer")
+        return svg.count('stroke-width="2"')
+
+    assert lines([0.05]) == 1 and lines([None]) == 0
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.lists(ODD, max_size=6), st.integers(1, 5))
-def test_charts_of_a_run_are_sound_whatever_the_numbers(values, first) -> None:
+def test_a_number_that_is_not_finite_breaks_the_line_and_is_marked() -> None:
+    with picture(180, "broken") as made:
+        axes = made.axes(20, 120)
+        values = [1.0, 2.0, math.inf, 2.0, 1.0]
+        charts.paint_lines(axes, (1, 5), [("loss", [1, 2, 3, 4, 5], values)], "loss")
+        assert np.isnan(axes.lines[0].get_ydata()).tolist() == [False, False, True, False, False]
+    assert "<title>not finite at step 3</title>" in made.svg
+
+
+def test_a_spike_of_one_step_in_a_hundred_thousand_reaches_the_chart() -> None:
+    steps, values = list(range(1, 100_001)), [1.0] * 100_000
+    values[54_321] = 900.0
+    with picture(180, "spiked") as made:
+        axes = made.axes(20, 120)
+        charts.paint_lines(axes, (1, 100_000), [("loss", steps, values)], "loss")
+        (band,) = axes.collections
+        assert band.get_paths()[0].vertices[:, 1].max() == 900.0
+    assert len(made.svg) < 60_000
+
+
+def test_a_heat_map_tells_zero_broken_and_unknown_from_numbers() -> None:
+    with picture(100, "heat") as made:
+        axes = made.axes(0, 80)
+        cells = np.array([[1e-6, 1.0, 0.0, math.inf, math.nan]])
+        assert charts.paint_heat(axes, cells, (0, 5)) == (1e-6, 1.0)
+        numbers, special = (image.get_array() for image in axes.images)
+    assert np.ma.filled(numbers, -1)[0, :2].tolist() == [1e-6, 1.0]
+    assert np.ma.filled(special, -1)[0, 2:4].tolist() == [0, 1]
+    assert np.isnan(np.ma.filled(numbers, np.nan)[0, 2:]).all()
+
+
+values_of = st.lists(
+    st.one_of(st.floats(-1e300, 1e300), st.just(math.inf), st.just(math.nan)),
+    min_size=1,
+    max_size=200,
+)
+
+
+@given(values_of, st.integers(1, 7))
+def test_columns_lose_neither_the_extremes_nor_what_is_not_finite(values, apart) -> None:
+    steps = [5 + apart * i for i in range(len(values))]
+    x, mean, low, high, bad = columns(steps, values, 5, steps[-1])
+    finite = [value for value in values if math.isfinite(value)]
+    assert bad.sum() == sum(math.isinf(value) for value in values)
+    assert len(x) <= charts.COLUMNS and (np.diff(x) > 0).all()
+    assert ((x >= 4.5) & (x <= steps[-1] + 0.5)).all()
+    there = np.isfinite(low)
+    assert (there == np.isfinite(mean)).all()
+    assert (low[there] <= mean[there]).all() and (mean[there] <= high[there]).all()
+    if finite:
+        assert (low[there].min(), high[there].max()) == (min(finite), max(finite))
+
+
+@pytest.mark.parametrize(
+    ("values", "log"),
+    [
+        ([2e-79, 1e287], None),
+        ([-4e-320], False),
+        ([5.83e-320, 5.84e-320], True),
+        ([1.0, 1.0000000000000002], True),
+        ([-1.7e308, 1.7e308], None),
+        ([0.01, 0.09], None),
+        ([5.0], None),
+        ([0.0], None),
+        ([0.0, 1e-12], None),
+        ([3000, 3001], None),
+        ([7e20, 7.1e20], True),
+        ([1e-8, 1.0], None),
+    ],
+)
+def test_a_scale_holds_its_numbers_and_has_a_few_ticks(values, log) -> None:
+    with picture(100, "a scale") as made:
+        axes = made.axes(0, 50)
+        logarithmic = scale(axes, "x", values, log if min(values) > 0 else None)
+        low, high = axes.get_xlim()
+        held = charts.drawable(values)
+        held = np.maximum(held, charts.SMALLEST) if logarithmic else held
+        assert ((low <= held) & (held <= high)).all()
+        assert 1 <= len([tick for tick in axes.get_xticks() if low <= tick <= high]) <= 12
+
+
+ODD = [None, 0.0, -0.0, 1e-300, 1e300, math.inf, math.nan, -1.7e308, -5.0, 2.0]
+"""Figures as rows may have them."""
+
+MIXTURES = [ODD, [None], [0.0, 0.0], [1e-300, 1e300], [1e300], [math.inf, math.nan], [-5.0, 2.0]]
+
+
+@pytest.mark.parametrize("values", MIXTURES, ids=range(len(MIXTURES)))
+def test_charts_are_sound_whatever_the_numbers(values) -> None:
     numbers = [math.nan if value is None else value for value in values]
-    axis = Axis.of(range(first, first + len(values)))
-    columns = buckets(
-        axis, range(first, first + len(values)), [math.inf if math.isinf(x) else x for x in numbers]
-    )
-    check(line_chart(axis, [("first", columns)] if columns else [], "a line", unit="<nats>"))
-    check(heat_map(axis, [0], {0: columns}, "a heat map", first)[0])
-    check(lanes(axis, [("loss", "refusal", {0: Mark("x")})], "some lanes"))
-    finite = [x for x in numbers if math.isfinite(x)]
-    scale = Scale.of(finite)
-    if scale is not None:
-        check(
-            dots([("0", {"student": Point(x, abs(x))}) for x in finite], scale, "NMSE", "some dots")
-        )
-    stops = [Stop("student", x, x, x, "x") for x in finite if abs(x) < 1e9]
-    check(track(stops, "a track"))
-    check(histogram([int(min(9, abs(x))) for x in finite], "a histogram"))
+    span = (3, 2 + len(values))
+    with picture(180, "a line") as made:
+        series = [("<nats>", range(3, 3 + len(values)), numbers)]
+        charts.paint_lines(made.axes(20, 120), span, series, "<nats>")
+    check(made.svg)
+    with picture(100, "a heat map") as made:
+        charts.paint_heat(made.axes(0, 60), np.array([numbers]), (0, len(numbers)))
+    check(made.svg)
+    check(rows_chart(["x"] * len(values), [Marks("", DOT, values, values, values)], "x", "rows"))
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(ODD, ODD, ODD), min_size=1, max_size=5), st.booleans())
-def test_pictures_of_a_study_are_sound_whatever_the_numbers(values, chance) -> None:
-    check_frame(figures.limits_figure([("x" * 99, a, b) for a, b, _ in values], "learning_rate"))
-    rows = [{"fault_harm": a, "fault_refused": chance, "kl": b, "kl_se": c} for a, b, c in values]
-    check_frame(figures.faults_figure(rows, ["a fault"] * len(rows)))
-    ends = [
-        tuple(x if x is not None and math.isfinite(x) else 0.0 for x in each) for each in values
-    ]
-    if chance:
-        ends = [tuple(min(1.0, abs(x)) for x in each) for each in ends]
-    effects = tuple(
-        Effect("rate", str(i), a, min(b, c), max(b, c), 3) for i, (a, b, c) in enumerate(ends)
-    )
-    check_frame(
-        figures.effects_figure([Analysis("KL", 9, effects, {"rate": 0.5}, 0.5, None, chance)])
-    )
+@pytest.mark.parametrize("values", MIXTURES, ids=range(len(MIXTURES)))
+def test_charts_of_a_study_are_sound_whatever_the_numbers(values) -> None:
+    back = values[::-1]
+    pairs = list(zip(values, back, strict=True))
+    check(figures.limits_figure([("x" * 99, a, b) for a, b in pairs], "learning_rate"))
+    rows = [{"fault_harm": a, "fault_refused": False, "kl": b, "kl_se": a} for a, b in pairs]
+    check(figures.faults_figure(rows, ["a fault"] * len(rows)))
+    finite = [x if x is not None and math.isfinite(x) else 0.0 for x in values]
+    effects = tuple(Effect("rate", str(i), x, x - 1, x + 1, 3) for i, x in enumerate(finite))
+    check(figures.effects_figure([Analysis("KL", 9, effects, {"rate": 0.5}, 0.5, None, False)]))
     stable = [
-        {
-            "kl": abs(b) or 1.0,
-            "kl_se": c,
-            "parameters": 1 + abs(int(min(9.0, a))),
-            "seconds_training": 1.0,
-        }
-        for a, b, c in ends
+        {"kl": abs(x) or 1.0, "kl_se": y, "parameters": 5, "seconds_training": 1.0}
+        for x, y in zip(finite, back, strict=True)
     ]
-    check_frame(figures.pareto_figure(stable, dict.fromkeys(range(len(stable)), 1)))
+    check(figures.pareto_figure(stable, dict.fromkeys(range(len(stable)), 1)))
 
 
-@pytest.mark.parametrize("columns", [1, 3, 12])
-def test_a_map_of_many_rates_is_as_wide_as_its_cells_need(columns) -> None:
-    heads = tuple(f"{10.0**-i:.2g} to 1" for i in range(columns))
-    cells = {(0, j): Cell(2, 0.5, 0.0, 0.1) for j in range(columns)}
+@pytest.mark.parametrize("rates", [1, 3, 12])
+def test_a_map_of_many_rates_is_as_wide_as_its_cells_need(rates) -> None:
+    heads = tuple(f"{10.0**-i:.2g} to 1" for i in range(rates))
+    cells = {(0, j): Cell(2, 0.5, 0.0, 0.1) for j in range(rates)}
     drawn = figures.map_figure(
         Map("forms", "mult_form", heads, ("sigmoid",), cells, ((None, None),), ((),))
     )
-    check_frame(drawn)
-    assert ('class="drawn wide"' in drawn) == (columns > 8)
+    check(drawn)
+    assert ('class="wide"' in drawn) == (rates > 8)

@@ -71,8 +71,7 @@ def test_the_page_fits_and_the_browser_has_nothing_to_say(browser, report, width
     assert browser.evaluate("document.title") == "run: report of a run"
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     widths = browser.evaluate(
-        "[...document.querySelectorAll('.plot, .track')].map((x) =>"
-        " x.getBoundingClientRect().width)"
+        "[...document.querySelectorAll('svg')].map((x) => x.getBoundingClientRect().width)"
     )
     assert len(widths) >= 10 and min(widths) > 0.6 * min(width, 600)
     ink, paper = browser.evaluate(
@@ -84,53 +83,11 @@ def test_the_page_fits_and_the_browser_has_nothing_to_say(browser, report, width
 def test_labels_keep_their_size_and_stay_on_the_screen(browser, report) -> None:
     browser.open(report, width=400)
     boxes = browser.evaluate(
-        "[...document.querySelectorAll('.plot text')].map((x) => x.getBoundingClientRect()).map((x)"
+        "[...document.querySelectorAll('svg text')].map((x) => x.getBoundingClientRect()).map((x)"
         " => [x.left, x.right, x.height])"
     )
     assert len(boxes) > 30
     assert all(left >= 0 and right <= 400 and height >= 10 for left, right, height in boxes)
-
-
-def test_steps_are_read_off_by_keyboard(browser, report) -> None:
-    browser.open(report)
-    assert browser.evaluate("document.getElementById('readout').hidden") is False
-    browser.evaluate("document.getElementById('step').focus()")
-    last = browser.evaluate("document.getElementById('at').textContent")
-    browser.press("ArrowLeft")
-    assert browser.evaluate("document.getElementById('at').textContent") != last
-    browser.press("Home")
-    assert browser.evaluate("document.getElementById('at').textContent") == "steps 1 to 4"
-    assert "loss" in browser.evaluate("document.getElementById('values').textContent")
-    assert (
-        browser.evaluate(
-            "[...document.querySelectorAll('.cursor')].every((x) =>"
-            " x.getAttribute('x1').endsWith('%'))"
-        )
-        is True
-    )
-    assert browser.complaints == []
-
-
-def test_steps_are_read_off_under_the_pointer(browser, report) -> None:
-    browser.open(report)
-    browser.evaluate(
-        "window.plot = document.querySelector('.plot'), window.area ="
-        " plot.getBoundingClientRect(), 0"
-    )
-    # Step 700 of 1 to 1498 lies in column 223 of 480.
-    browser.evaluate(
-        "plot.dispatchEvent(new PointerEvent('pointermove', { clientX: area.left + area.width *"
-        " (223.5 / 480), bubbles: true }))"
-    )
-    # the spike at step 700
-    assert browser.evaluate("document.getElementById('values').textContent.includes('50')") is True
-
-
-def test_without_scripts_the_pictures_and_numbers_are_there(browser, report) -> None:
-    browser.open(report, scripts=False)
-    browser._call("Emulation.setScriptExecutionDisabled", value=False)
-    assert browser.evaluate("document.getElementById('readout').hidden") is True
-    assert browser.evaluate("document.querySelectorAll('.plot path.line').length") >= 4
 
 
 def test_the_policy_stops_a_script_that_got_in(browser, tmp_path, report) -> None:

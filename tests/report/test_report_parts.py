@@ -1,6 +1,4 @@
-"""Reading the files of a run: half lines, repeated steps, what was undone; and putting many steps
-on few columns.
-"""
+"""Reading the files of a run: half lines, repeated steps, what was undone; and values as words."""
 
 from __future__ import annotations
 
@@ -9,16 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import event, metrics, refusal, write_lines
 
-from npt.report.buckets import Axis, buckets, coarser
-from npt.report.charts import PALETTE, Scale, colour, heat_map, line_chart
 from npt.report.events import read_events
 from npt.report.lines import Lines
-from npt.report.markup import clean, link, number, plus_minus, text
 from npt.report.metrics import read_metrics
+from npt.report.words import address, clean, number, plus_minus
 
 
 def test_lines_that_are_no_objects_are_counted_and_a_half_written_one_is_not(tmp_path) -> None:
@@ -176,176 +172,13 @@ def test_events_of_odd_forms_are_read(tmp_path) -> None:
     ]
 
 
-# --- columns
-# ---------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 10**6), st.integers(0, 5000), st.integers(1, 500), st.data())
-def test_every_step_lies_in_the_column_whose_steps_hold_it(first, span, columns, data) -> None:
-    axis = Axis.of([first, first + span], columns)
-    step = data.draw(st.integers(first, first + span))
-    low, high = axis.steps(axis.column(step))
-    assert low <= step <= high
-    assert 0 <= axis.column(step) < axis.columns and 0 < axis.middle(axis.column(step)) < 1
-    assert axis.shared == (axis.columns < span + 1)
-
-
-values_of = st.lists(
-    st.one_of(st.floats(-1e300, 1e300), st.just(math.inf), st.just(math.nan)),
-    min_size=1,
-    max_size=200,
-)
-
-
-@given(values_of, st.integers(1, 12), st.integers(1, 7))
-def test_columns_lose_neither_the_extremes_nor_what_is_not_finite(values, columns, apart) -> None:
-    steps = [5 + apart * i for i in range(len(values))]
-    axis = Axis.of(steps, columns)
-    found = buckets(axis, steps, values)
-    finite = [value for value in values if math.isfinite(value)]
-    assert sum(b.count for b in found.values()) == len(finite)
-    assert sum(b.bad for b in found.values()) == sum(math.isinf(value) for value in values)
-    if finite:
-        assert min(b.low for b in found.values()) == min(finite)
-        assert max(b.high for b in found.values()) == max(finite)
-    assert list(found) == sorted(found)
-    for bucket in found.values():
-        assert not bucket.count or bucket.low <= bucket.mean <= bucket.high
-
-
-@given(values_of, st.integers(1, 40))
-def test_columns_of_columns_are_the_columns_of_all_values(values, columns) -> None:
-    steps = list(range(1, len(values) + 1))
-    fine, coarse = Axis.of(steps, 4 * columns), Axis.of(steps, columns)
-    direct, merged = (
-        buckets(coarse, steps, values),
-        coarser(fine, coarse, buckets(fine, steps, values)),
-    )
-    assert list(direct) == list(merged)
-    for column, bucket in direct.items():
-        other = merged[column]
-        assert (bucket.low, bucket.high, bucket.count, bucket.bad) == (
-            other.low,
-            other.high,
-            other.count,
-            other.bad,
-        )
-
-
-# --- pictures
-# --------------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5),
-    st.sampled_from([None, False, True]),
-)
-@example([2e-79, 1e287], None)  # powers of ten at its upper end are no numbers any more
-@example([8.6e21, 1e300], None)
-@example([-4e-320], False)  # a tick's step has no digits left
-@example([5.83e-320, 5.84e-320], True)
-@example([1.0, 1.0000000000000002], True)
-@example([-1.7e308, 1.7e308], None)  # their difference is no number
-def test_a_scale_holds_its_numbers_and_has_a_few_ticks_within(values, log) -> None:
-    scale = Scale.of(values, log if min(values) > 0 else None)
-    assert scale is not None
-    places = [scale.place(value) for value in values]
-    assert all(0 <= place <= 1 for place in places)
-    assert sorted(places) == [place for _, place in sorted(zip(values, places, strict=True))]
-    ticks = scale.ticks()
-    assert len(ticks) <= 12 and all(math.isfinite(tick) for tick in ticks)
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        [0.01, 0.09],
-        [1e-8, 1.0],
-        [5.0],
-        [0.0],
-        [0.0, 1e-12],
-        [1e-320, 1.0],
-        [-3.0, 4.0],
-        [3000, 3001],
-        [7e20, 7.1e20],
-    ],
-)
-def test_every_scale_shows_at_least_one_tick(numbers) -> None:
-    assert Scale.of(numbers).ticks()
-
-
-def test_a_spike_of_one_step_in_a_hundred_thousand_reaches_the_picture() -> None:
-    steps = list(range(1, 100_001))
-    values = [1.0] * len(steps)
-    axis = Axis.of(steps)
-    flat = line_chart(axis, [("first", buckets(axis, steps, values))], "flat")
-    values[54_321] = 900.0
-    spiked = line_chart(axis, [("first", buckets(axis, steps, values))], "spiked")
-    assert "band" not in flat and "band" in spiked
-    highest = [
-        float(y)
-        for pair in spiked.partition('class="band first" d="M')[2].partition("z")[0].split("L")
-        for y in pair.split()[1:]
-    ]
-    assert min(highest) < 100  # near the upper end of a picture 1000 high
-    assert len(spiked) < 30_000
-
-
-def test_a_number_that_is_not_finite_breaks_the_line_and_is_marked() -> None:
-    axis = Axis.of([1, 5])
-    picture = line_chart(
-        axis, [("first", buckets(axis, [1, 2, 3, 4, 5], [1.0, 2.0, math.inf, 2.0, 1.0]))], "broken"
-    )
-    assert picture.count("not finite at step 3") == 1
-    assert picture.partition('class="line first" d="')[2].partition('"')[0].count("M") == 2
-
-
-def test_a_heat_map_has_a_class_for_small_large_zero_and_broken_cells() -> None:
-    axis = Axis.of([1, 4], 120)
-    cells = {7: buckets(axis, [1, 2, 3, 4], [1e-6, 1.0, 0.0, math.inf])}
-    picture, scale = heat_map(axis, [7], cells, "heat")
-    for kind in ("c0", f"c{len(PALETTE) - 1}", "nought", "broken"):
-        assert f'class="{kind}" d="M' in picture
-    assert [colour(bucket, scale) for bucket in cells[7].values()] == [
-        "c0",
-        "c15",
-        "nought",
-        "broken",
-    ]
-
-
-def test_a_value_stands_until_the_next_one_is_logged() -> None:
-    axis = Axis.of([1, 100], 100)
-    picture, _ = heat_map(axis, [0], {0: buckets(axis, [1, 50, 100], [1.0, 2.0, 4.0])}, "heat")
-    assert (
-        "M0 0h49v1h-49z" in picture and "M49 0h50v1h-50z" in picture and "M99 0h1v1h-1z" in picture
-    )
-
-
 # --- text
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        "<script>alert(1)</script>",
-        '"><img src=x onerror=alert(1)>',
-        "' onload='x",
-        "</title>",
-        "&lt;",
-        "a\x00b\u202ec\ud800",
-    ],
-)
-def test_text_cannot_leave_its_place(hostile) -> None:
-    shown = text(hostile)
-    assert not set(shown) & set("<>\"'\x00\u202e\ud800")
-    shown.encode("utf-8")
-
-
 @given(st.text(), st.integers(1, 400))
 def test_text_is_bounded_and_can_be_encoded(value, limit) -> None:
-    text(value, limit).encode("utf-8")
+    clean(value, limit).encode("utf-8")
     # a letter that cannot be seen is shown by its number, of ten letters at most
     assert len(clean(value, limit)) <= 10 * limit
 
@@ -363,15 +196,13 @@ def test_what_looks_like_a_secret_is_left_out(secret, shown) -> None:
     assert clean(secret) == shown
 
 
-def test_a_link_is_relative_and_can_be_no_other_kind_of_address(tmp_path) -> None:
+def test_an_address_is_relative_and_of_no_other_kind(tmp_path) -> None:
     folder = tmp_path / "a" / 'javascript:alert(1)"<x>'
     folder.mkdir(parents=True)
-    made = link(folder, tmp_path / "page.html", "x")
-    assert made == '<a href="./a/javascript%3Aalert%281%29%22%3Cx%3E/">x</a>'
-    assert (
-        link(tmp_path / "b.txt", tmp_path / "a" / "page.html", "b") == '<a href="./../b.txt">b</a>'
-    )
-    assert link(Path("run/c"), Path("run/report.html"), "c") == '<a href="./c">c</a>'
+    made = address(folder, tmp_path / "page.html")
+    assert made == "./a/javascript%3Aalert%281%29%22%3Cx%3E/"
+    assert address(tmp_path / "b.txt", tmp_path / "a" / "page.html") == "./../b.txt"
+    assert address(Path("run/c"), Path("run/report.html")) == "./c"
 
 
 @pytest.mark.parametrize(

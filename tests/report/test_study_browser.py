@@ -29,14 +29,15 @@ def test_a_studys_page_stands_without_complaint(tmp_path, width, dark) -> None:
         browser.open(place, width=width, dark=dark)
         assert browser.complaints == []
         widths = browser.evaluate(
-            "[...document.querySelectorAll('svg.drawn')].map(x => x.getBoundingClientRect().width)"
+            "[...document.querySelectorAll('svg')].map(x => x.getBoundingClientRect().width)"
         )
         assert len(widths) >= 8 and min(widths) > 0.85 * min(width, 480)
         heights = browser.evaluate(
-            "[...document.querySelectorAll('.drawn text')].map(x =>"
-            " x.getBoundingClientRect().height)"
+            "[...document.querySelectorAll('svg text')].map(x => x.getBoundingClientRect().height)"
         )
         assert min(heights) >= 10  # of a line of letters: what is smaller is not read on a phone
-        ink = browser.evaluate("getComputedStyle(document.querySelector('.drawn .head')).fill")
+        ink = browser.evaluate(
+            "getComputedStyle(document.querySelector('svg text[font-weight]')).fill"
+        )
         assert (sum(map(int, ink[4:-1].split(","))) > 384) == dark
         assert browser.evaluate("document.documentElement.scrollWidth") <= width

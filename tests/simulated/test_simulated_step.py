@@ -13,9 +13,9 @@ from students import LENGTHS, load_student, make_batch
 from torch import Tensor
 
 import npt
+from faults.bench import let_draw
 from npt.adapters.attach import adapter_parameters
 from npt.distill.strategies import STRATEGIES, MicroBatch, drive
-from npt.faults.bench import let_draw
 from npt.step.train_step import TrainStep
 from npt.step.window_result import WindowResult
 

@@ -62,8 +62,8 @@ CAUSES: dict[str, str] = {
         " torch.where in front"
     ),
     "fully masked row": (
-        "a query has no key: build masks with npt.diagnostics.tracer.masks, which let every row see one, and"
-        " zero padded queries"
+        "a query has no key: let every row of the mask see one, its own position at least, and zero"
+        " padded queries"
     ),
     "exponential overflow": (
         "the logits are too large: subtract their maximum, as softmax and logsumexp do, or scale"

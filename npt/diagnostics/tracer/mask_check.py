@@ -1,12 +1,16 @@
 """A look at the attention masks of a pass: does one leave a valid token without keys?
 
-Softmax over such a row gives NaN, zeros or, where masks are finfo.min, an even mixture of
-everything that was masked. The last two are finite and wrong and reach no loss as NaN, so the masks
+Softmax over a row without a key has no answer, so each kernel makes one up: NaN (eager, with -Inf),
+zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of what was masked (any of them,
+with a finite mask). The last two are finite and wrong and reach no loss as NaN, so the masks
 themselves are looked at, as modules are given them.
+
+Shapes: B batch, T queries, S keys, H heads.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,10 +21,64 @@ from torch import Tensor, nn
 
 from npt.base.hooks import only_looks
 from npt.data.batch import Batch
+from npt.diagnostics.guards import Finding
 from npt.diagnostics.tracer import causes
-from npt.diagnostics.tracer.masks import mask_fault
 from npt.diagnostics.tracer.source_location import Tokens, layer_of
 from npt.diagnostics.tracer.verdict import Verdict, dtype_name
+
+MASKED = -1e3
+"""An additive entry that low is masked. It lies between biases, of which every row has one near 0
+(ALiBi, T5), and the stand-ins for minus infinity: -Inf, finfo.min of any dtype, or -1e9 and -1e4
+(in bf16 -9984) in older code."""
+
+
+def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
+    """Find a valid query that may attend to nothing, or a row with an entry that no softmax can
+    take (NaN, +Inf). A padded query may be without keys. Waits for the device.
+
+    Args:
+        mask: [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
+        valid: [B, T], bool or ones and zeros.
+    """
+    valid = valid.bool()
+    masked = mask <= MASKED if mask.is_floating_point() else ~mask
+    unusable = mask.isnan() | mask.isposinf()
+    keyless, broken = masked.all(dim=-1).any(dim=1), unusable.any(dim=-1).any(dim=1)
+    bad = broken if bool(broken.any()) else keyless & valid
+    if not bool(bad.any()):
+        return None
+    b, t = (int(i) for i in bad.nonzero()[0])
+    form = _form(mask, masked) if mask.is_floating_point() else "bool"
+    said = f"attention mask {list(mask.shape)}, form {form}: "
+    if bad is broken:
+        value = float(mask[b, :, t].max())
+        said += (
+            f"{int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}], which"
+            " comes out as NaN; make the mask anew"
+        )
+        return Finding("attention mask", (b, t), value, said)
+    value = float(mask[b, :, t].amax(dim=-1).min())  # the head without a key has the lowest peak
+    row = "all False" if form == "bool" else f"at most {value:g}"
+    comes_out = (
+        "a mixture of masked keys, finite and wrong"
+        if form != "bool" and math.isfinite(value)
+        else "NaN or zeros, depending on the kernel"
+    )
+    said += (
+        f"the valid token at [b={b}, t={t}] may attend to nothing (its row is {row}: {comes_out};"
+        f" such are {int((keyless & valid).sum())} valid and {int((keyless & ~valid).sum())} padded"
+        f" ones of {valid.numel()}); let every valid token see itself"
+    )
+    return Finding("attention mask", (b, t), value, said)
+
+
+def _form(mask: Tensor, masked: Tensor) -> str:
+    """Name what masks: -Inf, finfo.min, another low number, several of them, or nothing."""
+    values = mask[masked]
+    lowest, infinite = values == torch.finfo(values.dtype).min, values == -math.inf
+    kinds = {"-inf": infinite, "finfo.min": lowest, "finite": ~(infinite | lowest)}
+    present = [form for form, which in kinds.items() if bool(which.any())]
+    return "open" if not present else present[0] if len(present) == 1 else "mixed"
 
 
 class MaskLook:

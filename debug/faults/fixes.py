@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from faults import check_maths, check_training
+from faults.bench import Base
+from faults.check import Check
 from npt.adapters.attach import check_fit, detach
 from npt.base.load import load_base, read_config
 from npt.base.precision import quantization_of
 from npt.base.quantization_error import set_matmul_precision
 from npt.config import BaseConfig, NPTConfig, TrainConfig
-from npt.faults import check_maths, check_training
-from npt.faults.bench import Base
-from npt.faults.check import Check
 from npt.train.run_checks import check_trainable
 
 CHECKS: tuple[Callable[[Base], Check], ...] = (

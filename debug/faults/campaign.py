@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from npt.faults.bench import run
-from npt.faults.cases import LONG, Case, all_cases
-from npt.faults.loops import OUTCOMES, compare
-from npt.faults.verdict import Verdict, together
+from faults import scenarios
+from faults.cases import LONG, all_cases
+from faults.loops import OUTCOMES, compare
+from faults.patterns import Case
+from faults.verdict import Verdict, together
 
 CLEAN_STEPS = 1000
 
@@ -28,19 +29,8 @@ class Line:
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        v = self.verdict
-        return {
-            "id": self.case.id,
-            "name": self.case.name,
-            "group": self.case.group,
-            "truth": self.case.truth,
-            "verdict": v.verdict,
-            "located": v.located,
-            "passed": v.passed,
-            "false_alarms": v.false_alarms,
-            "detail": v.detail,
-            "seconds": round(self.seconds, 2),
-        }
+        of_case = {key: getattr(self.case, key) for key in ("id", "name", "group", "truth")}
+        return {**of_case, **asdict(self.verdict), "seconds": round(self.seconds, 2)}
 
 
 def judged(case: Case) -> Line:
@@ -51,37 +41,18 @@ def judged(case: Case) -> Line:
     verdicts = []
     for late in case.modes:
         try:
-            verdicts.append(case.check(late))
+            verdicts.append(case.check(replace(case.setting, late=late)))
         except Exception as error:
             reading = "late" if late else "at once"
-            verdicts.append(
-                Verdict(
-                    "crashed",
-                    False,
-                    False,
-                    detail=f"read {reading}: {type(error).__name__}: {error}",
-                )
-            )
+            said = f"read {reading}: {type(error).__name__}: {error}"
+            verdicts.append(Verdict("crashed", False, False, detail=said))
     return Line(case, together(verdicts), time.perf_counter() - started)
 
 
 def clean_steps(count: int = CLEAN_STEPS) -> Case:
-    """Steps without a fault, spike refusal on: every refusal is a false alarm."""
-
-    def check(late: bool) -> Verdict:
-        setting = replace(LONG, late=late, windows=count)
-        _, outcome = run(setting)
-        alarms = len(outcome.refusals)
-        good = alarms == 0 and outcome.steps == setting.windows
-        return Verdict(
-            "unharmed" if good else "alarmed",
-            good,
-            good,
-            alarms,
-            "; ".join(str(r) for _, r in outcome.refusals[:3]),
-        )
-
-    return Case("clean-steps", f"{count:,} clean steps, spike refusal on", "no alarm", check)
+    """Make the case of steps without a fault, spike refusal on."""
+    name = f"{count:,} clean steps, spike refusal on"
+    return Case("clean-steps", name, "no alarm", scenarios.clean, replace(LONG, windows=count))
 
 
 def every_case() -> list[Case]:
@@ -144,7 +115,7 @@ def comparison(cases: Iterable[Case] | None = None) -> list[dict[str, str]]:
     """
     rows = []
     for case in cases if cases is not None else all_cases():
-        if case.plant is not None:
+        if case.fault is not None:
             line = judged(case)
             ours = "survives" if line.verdict.passed else line.verdict.verdict
             rows.append({"id": case.id, "name": case.name, "ours": ours, **compare(case)})

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from faults.bench import Fault, Place, Setting, Student, difference, no_fault
 from npt.diagnostics.guards import moments_fault, tensor_fault
-from npt.faults.bench import Place, Plant, Setting, Student, difference, no_fault
 
 if TYPE_CHECKING:
-    from npt.faults.cases import Case
+    from faults.patterns import Case
 
 OUTCOMES: dict[str, str] = {
     "survives": "equal, bit for bit, to the same loop without the bad micro-batch",
@@ -70,7 +70,7 @@ LOOPS: dict[str, Step] = {
 
 
 def train(
-    setting: Setting, step: Step, plants: dict[Place, Plant], absent: Iterable[Place] = ()
+    setting: Setting, step: Step, faults: dict[Place, Fault], absent: Iterable[Place] = ()
 ) -> tuple[Student, bool, bool]:
     """Train a fresh student with a plain loop.
 
@@ -91,7 +91,7 @@ def train(
         total, tokens = torch.zeros(()), 0
         for micro in range(setting.size):
             if (window, micro) not in missing:
-                with plants.get((window, micro), no_fault)(
+                with faults.get((window, micro), no_fault)(
                     student, setting.batch((window, micro))
                 ) as (batch, fill):
                     sums = fill() if fill is not None else student.fill(batch)
@@ -108,8 +108,8 @@ def train(
 
 def became(case: Case, step: Step) -> str:
     """What becomes of a plain loop that meets the case's fault: one of `OUTCOMES`."""
-    assert case.plant is not None
-    student, aborted, zeros = train(case.setting, step, dict.fromkeys(case.places, case.plant))
+    assert case.fault is not None
+    student, aborted, zeros = train(case.setting, step, dict.fromkeys(case.places, case.fault))
     poisoned = (
         tensor_fault(student.parameters) is not None
         or moments_fault(student.parameters, student.optimizer) is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from faults.bench import FIRST_ID, Base, Run, Setting, Student, difference
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import detach, npt_layers
 from npt.data.batch import Batch
 from npt.data.samples import Sample
 from npt.distill.strategies import MicroBatch
-from npt.faults.bench import FIRST_ID, Base, Run, Setting, Student
 
 
 @dataclass(frozen=True)
@@ -43,45 +43,74 @@ class CannotLook(Exception):
     """This model or these settings leave nothing to look at, and why."""
 
 
-Look = Callable[[Base], tuple[bool, str]]
+class Wrong(Exception):
+    """A check found what it looks for, and what it is."""
+
+
+def ensure(good: bool, detail: str) -> str:
+    """Return the figures of a check, or raise `Wrong` with them."""
+    if not good:
+        raise Wrong(detail)
+    return detail
+
+
+Look = Callable[[Base], str]
 
 
 def check(name: str, earlier: str) -> Callable[[Look], Callable[[Base], Check]]:
-    """Make a check of a function that says whether all is in order, and with what figures."""
+    """Make a check of a function that returns its figures if all is in order, and else raises."""
 
     def made(look: Look) -> Callable[[Base], Check]:
         @functools.wraps(look)
         def checked(base: Base) -> Check:
             try:
-                passed, detail = look(base)
+                return Check(name, earlier, True, look(base))
+            except Wrong as reason:
+                detail = str(reason)
             except CannotLook as reason:
-                passed, detail = False, f"cannot be checked: {reason}"
+                detail = f"cannot be checked: {reason}"
             except Exception as error:
                 first = str(error).splitlines()[0] if str(error) else ""
-                passed, detail = False, f"cannot be checked: {type(error).__name__}: {first}"
+                detail = f"cannot be checked: {type(error).__name__}: {first}"
             finally:
                 detach(base.model)
-            return Check(name, earlier, passed, detail)
+            return Check(name, earlier, False, detail)
 
         return checked
 
     return made
 
 
+def device_of(base: Base) -> torch.device:
+    return next(base.model.parameters()).device
+
+
+def logits_of(base: Base, batch: Batch) -> Tensor:
+    batch = batch.to(device_of(base))
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    with torch.no_grad():
+        return base.model(**inputs, use_cache=False).logits
+
+
+def random(seed: int, *shape: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return normal noise, made on the host."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], wrong: str) -> None:
+    """Raise `Wrong` if a tensor differs in a bit; `wrong` says {} for its name."""
+    different = difference(one, other)
+    if different is not None:
+        raise Wrong(wrong.format(different))
+
+
 def setting_of(base: Base, **changes: Any) -> Setting:
     """The bench's setting on this base: its token ids, and flags read as a run on its device reads
     them.
     """
-    late = next(base.model.parameters()).device.type == "cuda"
-    return Setting(
-        **{
-            "late": late,
-            "vocabulary": base.model.config.vocab_size,
-            "windows": 2,
-            "size": 2,
-            **changes,
-        }
-    )
+    late = device_of(base).type == "cuda"
+    usual = {"late": late, "vocabulary": base.model.config.vocab_size, "windows": 2, "size": 2}
+    return Setting(**{**usual, **changes})
 
 
 def student_of(base: Base, modulation: str | None = None, **changes: Any) -> Run:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Verdict:
     """verdict: one word for what became of the run. located: exactly what was planted was named, or
-    nothing where nothing had to be. false_alarms: refusals and findings of what nobody planted.
-    detail: what is wrong, empty where nothing is."""
+    nothing if there was nothing to name. false_alarms: refusals and findings of what nobody
+    planted. detail: what is wrong, if anything."""
 
     verdict: str
     located: bool
@@ -19,29 +18,21 @@ class Verdict:
     detail: str = ""
 
 
-Check = Callable[[bool], Verdict]
-"""Judges a case in a reading mode of the transaction: True reads flags one window late."""
-
-
 def verdict_of(
     word: str, complaints: list[str], located: bool = True, false_alarms: int = 0
 ) -> Verdict:
-    """`word` where there is no complaint, else `harmed`, with the complaints."""
+    """Return `word` if there is no complaint, else `harmed`, with the complaints."""
     good = not complaints and not false_alarms
+    said = "; ".join(complaints)
     return Verdict(
-        word if good else "harmed",
-        located and good,
-        good and located,
-        false_alarms,
-        "; ".join(complaints),
+        word if good else "harmed", located and good, good and located, false_alarms, said
     )
 
 
 def together(verdicts: list[Verdict]) -> Verdict:
-    """One verdict for a case that was judged in several modes."""
-    words = list(dict.fromkeys(v.verdict for v in verdicts))
+    """Join the verdicts of a case that was judged in several modes."""
     return Verdict(
-        " / ".join(words),
+        " / ".join(dict.fromkeys(v.verdict for v in verdicts)),
         all(v.located for v in verdicts),
         all(v.passed for v in verdicts),
         sum(v.false_alarms for v in verdicts),

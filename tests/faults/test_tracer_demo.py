@@ -15,19 +15,12 @@ import pytest
 from rich.console import Console
 
 import npt
+from faults import tracer_demo
+from faults.bench import no_fault
+from faults.tracer_cases import Case, Truth, all_cases
+from faults.tracer_demo import Line, false_alarms, find_fault, print_lines, summary
 from npt.diagnostics.tracer.causes import CAUSES
 from npt.diagnostics.tracer.verdict import Verdict
-from npt.faults import traced
-from npt.faults.traced import (
-    Case,
-    Line,
-    Truth,
-    all_cases,
-    false_alarms,
-    find_fault,
-    print_lines,
-    summary,
-)
 
 CASES = all_cases()
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "debug_nan.py"
@@ -41,7 +34,7 @@ def case(id: str) -> Case:
 @pytest.fixture(scope="module")
 def shared_student():
     """One for each setting: a trace and a plant leave it as it was."""
-    return functools.cache(traced.Student)
+    return functools.cache(tracer_demo.Student)
 
 
 # A bad element of a plain weight, and what only one pass shows, are planted in models of every kind
@@ -52,7 +45,7 @@ COVERED = {"norm-weight", "embedding-row", "head-weight", "transient"}
 @pytest.mark.parametrize("planted", [c for c in CASES if c.id not in COVERED], ids=lambda c: c.id)
 def test_the_planted_fault_is_found_exactly(planted, shared_student, monkeypatch) -> None:
     if planted.act is None:  # nothing is done to the student for good
-        monkeypatch.setattr(traced, "Student", shared_student)
+        monkeypatch.setattr(tracer_demo, "Student", shared_student)
     line = find_fault(planted)
     assert line.error == ""
     assert line.found == str(line.truth)
@@ -66,7 +59,7 @@ def test_the_planted_fault_is_found_exactly(planted, shared_student, monkeypatch
 
 
 def test_the_clean_model_gives_no_alarm(shared_student, monkeypatch) -> None:
-    monkeypatch.setattr(traced, "Student", shared_student)
+    monkeypatch.setattr(tracer_demo, "Student", shared_student)
     assert false_alarms() == 0
 
 
@@ -85,9 +78,8 @@ def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
 
 
 # --- a verdict that is wrong anywhere does not pass
-# -------------------------------------------------------------------
 
-TRUTH = Truth("forward", 5, "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
+TRUTH = Truth("forward", "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
 RIGHT = Verdict(
     cause="invalid argument",
     phase="forward",
@@ -138,24 +130,22 @@ def test_a_truth_without_a_token_asks_for_none() -> None:
 
 
 def test_nothing_found_and_a_tracer_that_breaks_do_not_pass(monkeypatch) -> None:
-    monkeypatch.setattr(traced, "trace", lambda *_, **__: None)
+    monkeypatch.setattr(tracer_demo, "trace", lambda *_, **__: None)
     line = find_fault(case("forward-log"))
     assert not line.passed and line.found == "nothing"
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr(traced, "trace", broken)
+    monkeypatch.setattr(tracer_demo, "trace", broken)
     line = find_fault(case("forward-log"))
     assert not line.passed and line.found == line.error == "RuntimeError: no idea"
 
 
-def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(
-    shared_student, monkeypatch
-) -> None:
-    monkeypatch.setattr(traced, "Student", shared_student)
+def test_a_tracer_that_always_names_one_fault_does_not_pass(shared_student, monkeypatch) -> None:
+    monkeypatch.setattr(tracer_demo, "Student", shared_student)
     verdict = find_fault(case("forward-log")).verdict
-    monkeypatch.setattr(traced, "trace", lambda *_, **__: verdict)
+    monkeypatch.setattr(tracer_demo, "trace", lambda *_, **__: verdict)
     assert [
         find_fault(case(id)).passed
         for id in ("forward-log", "forward-sqrt", "slope-sqrt", "token-id")
@@ -166,12 +156,11 @@ def test_a_tracer_that_always_names_the_same_fault_does_not_pass_and_alarms(
 def test_a_plant_is_what_makes_the_fault() -> None:
     """The same run without the plant is clean, so what is found is what was planted."""
     for id in ("norm-epsilon", "slope-sqrt"):
-        line = find_fault(replace(case(id), plant=None))
+        line = find_fault(replace(case(id), fault=no_fault))
         assert line.verdict is None and not line.passed
 
 
 # --- the script
-# -------------------------------------------------------------------------------------------------------
 
 
 def script(
@@ -205,7 +194,7 @@ def test_the_demonstration_as_json_has_its_form(monkeypatch, capsys) -> None:
 
 
 def test_a_fault_that_is_not_found_ends_the_demonstration_with_1(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(traced, "trace", lambda *_, **__: None)
+    monkeypatch.setattr(tracer_demo, "trace", lambda *_, **__: None)
     assert script(monkeypatch, "--demo", "--json", cases=("forward-log",), alarms=0) == 1
     figures = json.loads(capsys.readouterr().out)
     assert (figures["passed"], figures["total"], figures["cases"][0]["found"]) == (0, 1, "nothing")

@@ -20,6 +20,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from faults.bench import Setting, Student, difference, embedded, module_of, whole_window
+from faults.verdict import Verdict, verdict_of
 from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
@@ -27,8 +29,6 @@ from npt.data.batch import Batch
 from npt.diagnostics.guards import tensor_fault
 from npt.distill.strategies import STRATEGIES, MicroBatch, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
-from npt.faults.bench import SMALL, Setting, Student, difference, embedded, module_of
-from npt.faults.verdict import Verdict, verdict_of
 from npt.files import to_json
 from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder
@@ -52,39 +52,35 @@ class NoTokenizer:
 
 
 def saving_goes_wrong(student: Student, name: str) -> list[str]:
-    """Complaints, unless saving is refused for the tensor `name` and leaves nothing behind."""
+    """Return complaints, unless saving is refused for the tensor `name` and leaves nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            save_adapter(student.model, Path(folder) / "adapter")
-        except AdapterFileError as error:
-            complaints = [] if name in str(error) else [f"saving was refused with: {error}"]
-        else:
-            complaints = ["the adapter was saved"]
+        said = error_of(AdapterFileError, save_adapter, student.model, Path(folder) / "adapter")
+        complaints = [] if said is not None and name in said else [f"saving says: {said}"]
         return complaints + [f"saving left {path.name}" for path in Path(folder).iterdir()]
 
 
-def audit_message(model: Any) -> str | None:
-    """What the precision audit says, if anything."""
+def error_of(kind: type[Exception], act: Callable[..., Any], *arguments: Any) -> str | None:
+    """Return what `act` is refused with, None if it is not."""
     try:
-        audit_precision(model, policy_dtype(model))
-    except PrecisionError as error:
+        act(*arguments)
+    except kind as error:
         return str(error)
     return None
 
 
-def dtype_flipped() -> tuple[str | None, str]:
+def audit_message(model: Any) -> str | None:
+    return error_of(PrecisionError, audit_precision, model, policy_dtype(model))
+
+
+def dtype_flipped(setting: Setting) -> tuple[str | None, str]:
     """One 4-bit layer in fp16: the audit, which comes before every save, names it and no other."""
-    student = Student(SMALL)
-    name = "model.layers.3.self_attn.k_proj"
-    layer: Any = module_of(student, name)
-    layer.compute_dtype = torch.float16
-    return (
-        audit_message(student.model),
-        f"{name} computes in float16 forward, float32 backward; load",
-    )
+    student, name = Student(setting), "model.layers.3.self_attn.k_proj"
+    module_of(student, name).compute_dtype = torch.float16
+    said = audit_message(student.model)
+    return said, f"{name} computes in float16 forward, float32 backward; load"
 
 
-def autocast(late: bool) -> Verdict:
+def autocast(setting: Setting) -> Verdict:
     """The loop switches a caller's autocast off around its micro-batches, and the audit does not
     let it pass unsaid.
     """
@@ -92,8 +88,8 @@ def autocast(late: bool) -> Verdict:
     messages = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            states.append(_looped(late))
-            messages.append(audit_message(embedded()))
+            states.append(_looped(setting))
+            messages.append(audit_message(embedded(setting.base_layers)))
     different = difference(*states)
     complaints = [] if different is None else [f"autocast changed {different}"]
     said = messages[1]
@@ -102,15 +98,12 @@ def autocast(late: bool) -> Verdict:
     return verdict_of("unharmed", complaints)
 
 
-def _looped(late: bool) -> dict[str, Tensor]:
+def _looped(setting: Setting) -> dict[str, Tensor]:
     """The state after three windows of the training loop itself."""
-    setting = SMALL
-    windows = [
-        [setting.batch((window, micro)) for micro in range(setting.size)]
-        for window in range(setting.windows)
-    ]
+    places = [whole_window(setting, window) for window in range(setting.windows)]
+    windows = [[setting.batch(place) for place in window] for window in places]
     student = Student(setting)
-    looped(student, windows, late=late)
+    looped(student, windows, late=setting.late)
     return student.state()
 
 
@@ -153,12 +146,7 @@ def looped(
         loop = Loop(context, step, len(windows), actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
-        written = folder.path / "metrics.jsonl"
-        lines = (
-            [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
-            if written.exists()
-            else []
-        )
+        lines = _lines(folder.path / "metrics.jsonl")
     student.optimizer = loop.step.update.optimizer
     return loop, lines
 
@@ -176,21 +164,14 @@ def reading(late: bool) -> Iterator[None]:
 
 @contextmanager
 def trainer(
-    late: bool, records: list[dict[str, Any]], *, packing: bool = False, **settings: Any
+    setting: Setting, records: list[dict[str, Any]], *, packing: bool = False, **settings: Any
 ) -> Iterator[Trainer]:
-    """A trainer of a fresh student on records of token ids, its run folder temporary."""
-    with tempfile.TemporaryDirectory() as folder, reading(late):
-        config = TrainConfig(
-            **{
-                "batch_size": 1,
-                "log_steps": 1,
-                "smoke_test": False,
-                "output_dir": f"{folder}/run",
-                **settings,
-            }
-        )
+    """Make a trainer of a fresh student on records of token ids, its run folder temporary."""
+    with tempfile.TemporaryDirectory() as folder, reading(setting.late):
+        usual = {"batch_size": 1, "log_steps": 1, "smoke_test": False}
+        config = TrainConfig(**{**usual, "output_dir": f"{folder}/run", **settings})
         yield Trainer(
-            Student(Setting(layers="1", targets=("gate",))).model,
+            Student(replace(setting, layers="1", targets=("gate",))).model,
             NoTokenizer(),
             records,
             config,
@@ -202,13 +183,9 @@ def trainer(
 
 def records(good: int, bad: int) -> list[dict[str, Any]]:
     """Records of eight token ids, those called `bad-...` with one outside the vocabulary."""
-    made = [
-        {"id": f"good-{i}", "input_ids": [3 + (7 * i + j) % 2000 for j in range(8)]}
-        for i in range(good)
-    ]
-    return made + [
-        {"id": f"bad-{i}", "input_ids": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i]} for i in range(bad)
-    ]
+    ids = {f"good-{i}": [3 + (7 * i + j) % 2000 for j in range(8)] for i in range(good)}
+    ids |= {f"bad-{i}": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i] for i in range(bad)}
+    return [{"id": id, "input_ids": input_ids} for id, input_ids in ids.items()]
 
 
 def stopped(
@@ -221,28 +198,23 @@ def stopped(
     try:
         trainer.train()
     except TooManyRefusalsError as error:
-        complaints = (
-            [] if reason in str(error) and error.exit_status == 3 else [f"stopped with {error}"]
-        )
+        expected = reason in str(error) and error.exit_status == 3
+        complaints = [] if expected else [f"stopped with {error}"]
     else:
         return Verdict("went on", False, False, detail="the run was not stopped")
     bundles = sorted((run / "postmortem").iterdir()) if (run / "postmortem").is_dir() else []
     if len(bundles) != 1 or (step is not None and bundles[0].name != f"step-{step:08d}"):
-        return verdict_of(
-            "stopped", [*complaints, f"bundles: {[b.name for b in bundles]}"], located=False
-        )
-    events = [
-        json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+        complaints.append(f"bundles: {[b.name for b in bundles]}")
+        return verdict_of("stopped", complaints, located=False)
+    events = _lines(run / "events.jsonl")
     stops = [event for event in events if event["event"] == "stopped"]
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
     missing = {"adapter", "state.safetensors", "window.safetensors", "postmortem.json"} - files
     if missing:
-        return verdict_of(
-            "stopped", [*complaints, f"the bundle lacks {sorted(missing)}"], located=False
-        )
+        complaints.append(f"the bundle lacks {sorted(missing)}")
+        return verdict_of("stopped", complaints, located=False)
     state = load_file(bundles[0] / "state.safetensors")
     for part in ("optimizer.", "rng.0.cpu"):
         if not any(key.startswith(part) for key in state):
@@ -256,15 +228,16 @@ def stopped(
 
 
 def _planted(event: dict[str, Any]) -> bool:
-    """A data refusal is of a bad record, whose bad id it names; any other is of the poisoned
-    weight.
-    """
-    if event["kind"] == "data":
-        return (
-            all("bad-" in name for name in event["sample_ids"])
-            and f"token id {BAD_ID}" in event["detail"]
-        )
-    return event["kind"] == "loss"
+    """A data refusal is of a bad record and names its bad id; any other is of the spoilt weight."""
+    if event["kind"] != "data":
+        return event["kind"] == "loss"
+    bad = all("bad-" in name for name in event["sample_ids"])
+    return bad and f"token id {BAD_ID}" in event["detail"]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _said(bundle: Path) -> dict[str, Any]:
@@ -283,72 +256,57 @@ def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     made.setup.strategy = acting
 
 
-def bad_in_a_row(late: bool) -> Verdict:
+def bad_in_a_row(setting: Setting) -> Verdict:
     """Nothing but bad records: the run ends after the third, without a step."""
 
     def check(bundle: Path) -> list[str]:
-        said = _said(bundle)
-        good = [
-            r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said["refusals"]
-        ] == [True]
-        return [] if good else [f"the bundle tells of {said['refusals']}"]
+        said = _said(bundle)["refusals"]
+        bad = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said]
+        return [] if bad == [True] else [f"the bundle tells of {said}"]
 
-    with trainer(late, records(0, 8), max_consecutive_bad=3) as made:
+    with trainer(setting, records(0, 8), max_consecutive_bad=3) as made:
         return stopped(made, "3 refusals in a row", 0, check)
 
 
-def packed_run(late: bool) -> Verdict:
+def packed_run(setting: Setting) -> Verdict:
     """Rows of two documents, one of which has a bad token: the bundle tells of every row where its
     documents end.
     """
 
     def check(bundle: Path) -> list[str]:
-        batches = read_bundle(bundle).window
-        rows = [
-            (batch, row, name)
-            for batch in batches
+        kept = {
+            name: batch.documents is not None and bool(batch.documents[row].any())
+            for batch in read_bundle(bundle).window
             for row, name in enumerate(batch.sample_ids)
             if "+" in name
-        ]
-        lost = [
-            name
-            for batch, row, name in rows
-            if batch.documents is None or not bool(batch.documents[row].any())
-        ]
-        return [f"the documents of {name} are lost" for name in lost] or (
-            [] if len(rows) > 1 else ["no packed row was kept"]
-        )
+        }
+        lost = [f"the documents of {name} are lost" for name, known in kept.items() if not known]
+        return lost or ([] if len(kept) > 1 else ["no packed row was kept"])
 
     with trainer(
-        late, records(7, 1), packing=True, gradient_accumulation_steps=4, max_consecutive_bad=1
+        setting, records(7, 1), packing=True, gradient_accumulation_steps=4, max_consecutive_bad=1
     ) as made:
         return stopped(made, "1 refusal", 0, check)
 
 
-def poisoned_run(late: bool) -> Verdict:
+def poisoned_run(setting: Setting) -> Verdict:
     """A weight turns NaN in front of the third micro-batch. The two steps before it stand, and
     nothing is saved behind it.
     """
     name = "model.layers.1.npt.A"
 
     def check(bundle: Path) -> list[str]:
-        state = load_file(bundle / "adapter" / WEIGHTS_NAME) | load_file(
-            bundle / "state.safetensors"
-        )
-        bad = [
-            key
-            for key, tensor in state.items()
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all()
-        ]
-        complaints = (
-            [] if bad == [f"base_model.model.{name}"] else [f"not finite in the bundle: {bad}"]
-        )
+        adapter = load_file(bundle / "adapter" / WEIGHTS_NAME)
+        state = (adapter | load_file(bundle / "state.safetensors")).items()
+        bad = [key for key, t in state if t.is_floating_point() and not torch.isfinite(t).all()]
+        right = bad == [f"base_model.model.{name}"]
+        complaints = [] if right else [f"not finite in the bundle: {bad}"]
         traces = _said(bundle)["history"]
         if [trace["loss"] is None for trace in traces[:5]] != [False, False, True, True, True]:
             complaints.append(f"the bundle's history is {traces}")
         return complaints
 
-    with trainer(late, records(10, 0), max_consecutive_bad=3) as made:
+    with trainer(setting, records(10, 0), max_consecutive_bad=3) as made:
 
         def poison(model: Any) -> None:
             model.get_parameter(name).data[1, 1] = math.nan
@@ -357,48 +315,43 @@ def poisoned_run(late: bool) -> Verdict:
         return stopped(made, "3 refusals in a row", 2, check)
 
 
-def over_budget(late: bool) -> Verdict:
+def over_budget(setting: Setting) -> Verdict:
     """Half of the micro-batches bad, never many in a row: the share ends the run."""
 
     def check(bundle: Path) -> list[str]:
         return [] if _said(bundle)["history"] else ["the bundle has no history"]
 
     with trainer(
-        late, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4
+        setting, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4
     ) as made:
         return stopped(made, "--max_refused_share", None, check)
 
 
-def dtype_flipped_in_a_run(late: bool) -> Verdict:
+def dtype_flipped_in_a_run(setting: Setting) -> Verdict:
     """The audit in front of every checkpoint names the layer; of the steps it computed nothing is
     saved.
     """
     name = "model.layers.0.mlp.up_proj"
-    with trainer(late, records(10, 0), save_steps=2) as made:
+    with trainer(setting, records(10, 0), save_steps=2) as made:
 
         def flip(model: Any) -> None:
             model.get_submodule(name).compute_dtype = torch.float16
 
         _before_the_third(made, flip)
-        try:
-            made.train()
-        except PrecisionError as error:
-            complaints = (
-                [] if f"{name} computes in float16" in str(error) else [f"stopped with: {error}"]
-            )
-        else:
-            complaints = ["the run went on"]
+        said = error_of(PrecisionError, made.train)
+        named = said is not None and f"{name} computes in float16" in said
+        complaints = [] if named else [f"stopped with: {said}"]
         saved = sorted(path.name for path in (made.folder_path / "checkpoints").iterdir())
     if saved != ["step-00000002"]:
         complaints.append(f"saved: {saved}")
     return verdict_of("stopped", complaints)
 
 
-def refused_save(late: bool) -> Verdict:
+def refused_save(setting: Setting) -> Verdict:
     """An adapter that was saved well is still there, byte for byte, after a poisoned one was
     refused in its place.
     """
-    student = Student(SMALL)
+    student = Student(setting)
     name = "model.layers.2.npt.M.down"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "adapter"
@@ -406,18 +359,14 @@ def refused_save(late: bool) -> Verdict:
         before = (path / WEIGHTS_NAME).read_bytes()
         with torch.no_grad():
             student.parameters[name][0, 3] = math.inf
-        try:
-            save_adapter(student.model, path)
-        except AdapterFileError as error:
-            complaints = [] if name in str(error) else [f"refused with: {error}"]
-        else:
-            complaints = ["it was saved"]
+        said = error_of(AdapterFileError, save_adapter, student.model, path)
+        complaints = [] if said is not None and name in said else [f"refused with: {said}"]
         if (path / WEIGHTS_NAME).read_bytes() != before or len(list(Path(folder).iterdir())) != 1:
             complaints.append("the good adapter was touched")
     return verdict_of("refused", complaints)
 
 
-def tracker(late: bool) -> Verdict:
+def tracker(setting: Setting) -> Verdict:
     """A real TensorBoard writer is shown NaN, Inf and None beside a number: it draws the number."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

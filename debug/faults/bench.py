@@ -1,5 +1,4 @@
-"""The bench: a small student on the embedded 4-bit model, trained for a few windows in which faults
-can be planted.
+"""A small student on the embedded 4-bit model, trained for a few windows with faults in them.
 
 A `Run` drives strategies and transaction as the training loop does. Its outcome holds everything
 that a fault could leave a trace in; two outcomes are compared bit for bit.
@@ -12,9 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from npt.data.batch import Batch, collate
 from npt.data.sample import Sample
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.step.schedule import rate_table
+from npt.step.spikes import HISTORY
 from npt.step.train_step import ADAM_BETAS, TrainStep, forward_backward
 from npt.step.window_result import Refusal, WindowResult
 
@@ -42,10 +43,10 @@ Place = tuple[int, int]
 class Setting:
     """What is trained, and how.
 
-    late: the reading mode of the transaction's flags. layers, targets: of the student. size: K.
-    padding: the side it is on. rates: of the steps, where they are not to fall linearly from
-    `learning_rate`. vocabulary: V, where it is not the embedded model's. change: what is done to
-    the copy of the embedded model first.
+    late: the transaction reads its flags one window late. layers, targets: of the student. size: K.
+    padding: its side. rates: of the steps; default falling linearly from `learning_rate`.
+    spike_history: accepted steps that the spike guard remembers. vocabulary: V; default the
+    embedded model's. base_layers: of the embedded model. change: done to the copy of it first.
     """
 
     late: bool = False
@@ -61,7 +62,9 @@ class Setting:
     spikes: bool = False
     learning_rate: float = 1e-2
     rates: tuple[float, ...] | None = None
+    spike_history: int = HISTORY
     vocabulary: int | None = None
+    base_layers: int = 6
     change: Callable[[PreTrainedModel], None] | None = None
 
     @property
@@ -76,14 +79,12 @@ class Setting:
         )
 
     def batch(self, place: Place) -> Batch:
-        """The micro-batch at a place: random tokens, the same whatever else a run sees; the last of
-        several rows is padded.
+        """Return the micro-batch at a place: random tokens that depend on nothing else, the last of
+        several rows padded.
         """
         window, micro = place
         generator = torch.Generator().manual_seed(10_007 * window + micro)
-        vocabulary = (
-            self.vocabulary if self.vocabulary is not None else embedded().config.vocab_size
-        )
+        vocabulary = self.vocabulary or embedded(self.base_layers).config.vocab_size
         lengths = [self.length] * self.rows
         if self.rows > 1:
             lengths[-1] -= self.length // 4
@@ -102,21 +103,17 @@ SMALL = Setting()
 
 
 @functools.cache
-def embedded() -> PreTrainedModel:
-    """The first six layers of the embedded model in NF4, loaded once and never changed: no fault is
-    planted behind them.
-    """
+def embedded(layers: int = SMALL.base_layers) -> PreTrainedModel:
+    """Return the first layers of the embedded model in NF4, loaded once and never changed."""
     model = load_base("tiny", quantization="nf4", device="cpu")[0]
-    model.config.num_hidden_layers = 6
+    model.config.num_hidden_layers = layers
     decoder: Any = model.model
-    decoder.layers = decoder.layers[:6]
+    decoder.layers = decoder.layers[:layers]
     return model
 
 
 def let_draw(model: PreTrainedModel) -> None:
-    """Dropout on what every attention gives, in every mode, and noise on the embeddings; the hooks
-    stay.
-    """
+    """Add hooks that stay: dropout after every attention in every mode, noise on the embeddings."""
 
     def drop(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (nn.functional.dropout(output[0], 0.1, training=True), *output[1:])
@@ -129,25 +126,17 @@ def let_draw(model: PreTrainedModel) -> None:
 
 
 class Around(nn.Module):
-    """A frozen linear layer with a LoRA beside it, made as PEFT's are: the `weight` that it shows
-    is the base's alone.
-    """
+    """A frozen linear layer with a LoRA, made as PEFT's are: its `weight` is the base's alone."""
 
     def __init__(self, base_layer: Any, seed: int, rank: int = 4):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.base_layer, self.in_features, self.out_features = (
-            base_layer,
-            base_layer.in_features,
-            base_layer.out_features,
-        )
-        self.lora_A = nn.Parameter(
-            torch.randn(rank, self.in_features, generator=generator) / self.in_features**0.5,
-            requires_grad=False,
-        )
-        self.lora_B = nn.Parameter(
-            0.3 * torch.randn(self.out_features, rank, generator=generator), requires_grad=False
-        )
+        self.base_layer = base_layer
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        a = torch.randn(rank, self.in_features, generator=generator) / self.in_features**0.5
+        b = 0.3 * torch.randn(self.out_features, rank, generator=generator)
+        self.lora_A = nn.Parameter(a, requires_grad=False)
+        self.lora_B = nn.Parameter(b, requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
@@ -162,7 +151,7 @@ class Around(nn.Module):
 
 
 def put_around(model: PreTrainedModel) -> None:
-    """A LoRA around every projection of every MLP."""
+    """Put a LoRA around every projection of every MLP."""
     for index, layer in enumerate(decoder_layers(model)):
         mlp: Any = layer.mlp
         for place, name in enumerate(("gate_proj", "up_proj", "down_proj")):
@@ -170,7 +159,7 @@ def put_around(model: PreTrainedModel) -> None:
 
 
 def let_change(model: PreTrainedModel) -> None:
-    """Hooks that change what MLPs, their down_proj and whole layers give; they stay."""
+    """Add hooks that stay and change what MLPs, their down_proj and whole layers give."""
     for layer in decoder_layers(model):
         mlp: Any = layer.mlp
         mlp.down_proj.register_forward_hook(
@@ -182,8 +171,8 @@ def let_change(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """What a student is made on, and how it is to be trained, where that is not a copy of the
-    embedded model. The model bears one student at a time: the next one takes the place of the last.
+    """Another model than a copy of the embedded one to make students on, and how to train them. It
+    bears one student at a time: the next one replaces the last.
     """
 
     model: PreTrainedModel
@@ -192,15 +181,13 @@ class Base:
 
 
 class Student:
-    """A fresh student with its optimizer. `fill` is one micro-batch: gradients into `.grad`, sums
-    returned.
-    """
+    """A fresh student with its optimizer."""
 
     def __init__(self, setting: Setting, base: Base | None = None):
         torch.manual_seed(0)
         if base is None:
             adapter = NPTConfig(rank=4, layers=setting.layers, targets=setting.targets)
-            base = Base(copy.deepcopy(embedded()), adapter, setting.train_config)
+            base = Base(copy.deepcopy(embedded(setting.base_layers)), adapter, setting.train_config)
             if setting.change is not None:
                 setting.change(base.model)
         self.setting, self.config, self.model = setting, base.config, base.model
@@ -216,13 +203,12 @@ class Student:
         )
 
     def fill(self, batch: Batch) -> MicroBatch:
+        """Add one micro-batch's gradients to `.grad` and return its sums."""
         strategy = STRATEGIES[self.config.strategy]
         return forward_backward(self.model, strategy, batch, self.config)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, moments and step counts as bytes, so that equal means every bit: NaN equals
-        itself, 0 is not -0.
-        """
+        """Return weights, moments and step counts as bytes: NaN equals itself, 0 is not -0."""
         tensors: dict[str, Tensor] = {name: p.detach() for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
             tensors |= {
@@ -236,10 +222,9 @@ class Student:
 
 
 Fill = Callable[[], MicroBatch]
-Plant = Callable[[Student, Batch], AbstractContextManager[tuple[Batch, Fill | None]]]
-"""Plants a fault for one micro-batch: the batch to use instead, and what to fill gradients with
-instead, if anything.
-"""
+Fault = Callable[[Student, Batch], AbstractContextManager[tuple[Batch, Fill | None]]]
+"""A transient fault: the context of one micro-batch, which gives the batch to use and, if anything,
+what to fill gradients with instead."""
 
 
 @contextmanager
@@ -249,9 +234,7 @@ def no_fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | Non
 
 @dataclass
 class Outcome:
-    """All that a run comes to. rng: the CPU's random state. rates: learning rates of the applied
-    windows, in order.
-    """
+    """All that a run comes to. rng: the CPU's random state. rates: of the applied windows."""
 
     state: dict[str, Tensor]
     rng: Tensor
@@ -267,11 +250,11 @@ class Outcome:
 
     @property
     def refusals(self) -> list[tuple[int, Refusal]]:
-        """(window, refusal) of everything that was refused."""
+        """Return (window, refusal) of everything that was refused."""
         return [(r.index, refusal) for r in self.results for refusal in r.refusals]
 
     def difference(self, other: Outcome) -> str | None:
-        """What differs from another outcome, by name; None where not one bit does."""
+        """Return what differs from another outcome, by name, or None if not one bit does."""
         for what in ("rates", "steps"):
             if getattr(self, what) != getattr(other, what):
                 return f"{what}: {getattr(self, what)} and {getattr(other, what)}"
@@ -281,7 +264,7 @@ class Outcome:
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor in which two states differ, if any does."""
+    """Return the name of the first tensor in which two states differ, if any does."""
     if one.keys() != other.keys():
         return f"the set of tensors: {', '.join(sorted(one.keys() ^ other.keys()))}"
     return next((name for name, value in one.items() if not torch.equal(value, other[name])), None)
@@ -295,7 +278,8 @@ class Run(Student):
         # Every step has a rate of its own, so a schedule that moved by one is seen.
         rates = setting.rates or rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows)
         strategy = STRATEGIES[self.config.strategy]
-        self.step = TrainStep(self.model, strategy, self.config, rates, late=setting.late)
+        with mock.patch("npt.step.spikes.HISTORY", setting.spike_history):
+            self.step = TrainStep(self.model, strategy, self.config, rates, late=setting.late)
         self.optimizer = self.step.update.optimizer
         self.results: list[WindowResult[MicroBatch]] = []
 
@@ -308,17 +292,21 @@ class Run(Student):
         finally:
             self.step.strategy = strategy
 
-    def window(self, number: int, plants: Mapping[Place, Plant], absent: frozenset[Place]) -> None:
-        for micro in range(self.setting.size):
-            place = (number, micro)
-            if place in absent:
-                continue
-            with plants.get(place, no_fault)(self, self.setting.batch(place)) as (batch, fill):
-                self.micro_batch(batch, fill)
+    def window(
+        self,
+        number: int,
+        faults: Mapping[Place, Fault] | None = None,
+        absent: frozenset[Place] = frozenset(),
+    ) -> None:
+        for place in ((number, micro) for micro in range(self.setting.size)):
+            if place not in absent:
+                fault = (faults or {}).get(place, no_fault)
+                with fault(self, self.setting.batch(place)) as (batch, fill):
+                    self.micro_batch(batch, fill)
         self.results += self.step.window.commit()
 
     def outcome(self) -> Outcome:
-        """Everything as it stands, once every window's result is known."""
+        """Return the state once every window's result is known."""
         self.results += self.step.window.flush()
         return Outcome(self.state(), torch.get_rng_state(), list(self.results))
 
@@ -330,39 +318,33 @@ def run(
     setting: Setting,
     base: Base | None = None,
     *,
-    plants: Mapping[Place, Plant] | None = None,
+    faults: Mapping[Place, Fault] | None = None,
     absent: Iterable[Place] = (),
     before: Mapping[int, Act] | None = None,
-    around: Callable[[Run], AbstractContextManager[Any]] | None = None,
 ) -> tuple[Run, Outcome]:
     """Train a fresh student.
 
     Args:
         setting: what and how.
         base: on what, if not the embedded model.
-        plants: faults, by the micro-batch they are planted in.
+        faults: transient ones, by their micro-batch.
         absent: micro-batches that this run never sees.
-        before: what is done to the run in front of a window.
-        around: a context that the whole run is in.
+        before: what is done to the run before a window.
     """
-    made = Run(setting, base)
-    missing = frozenset(absent)
-    with around(made) if around is not None else nullcontext():
-        for number in range(setting.windows):
-            if before and number in before:
-                before[number](made)
-            made.window(number, plants or {}, missing)
-        return made, made.outcome()
+    made, missing = Run(setting, base), frozenset(absent)
+    for number in range(setting.windows):
+        if before and number in before:
+            before[number](made)
+        made.window(number, faults, missing)
+    return made, made.outcome()
 
 
-def clean_run(setting: Setting, absent: frozenset[Place] = frozenset()) -> Outcome:
-    """The counterfactual: the run that never saw the micro-batches `absent`, and no fault in the
-    others.
+def clean_run(setting: Setting, absent: Iterable[Place] = ()) -> Outcome:
+    """Return the outcome of the run that never saw the micro-batches `absent`, nor a fault.
 
-    Its flags are read at once whatever the setting says: a clean run is the same in both modes, and
-    so needs to be made once.
+    Its flags are read at once: a clean run is the same in both modes, so it is made once.
     """
-    return _clean_run(replace(setting, late=False), absent)
+    return _clean_run(replace(setting, late=False), frozenset(absent))
 
 
 @functools.lru_cache(maxsize=64)
@@ -370,9 +352,9 @@ def _clean_run(setting: Setting, absent: frozenset[Place]) -> Outcome:
     return run(setting, absent=absent)[1]
 
 
-def whole_window(setting: Setting, number: int) -> frozenset[Place]:
-    return frozenset((number, micro) for micro in range(setting.size))
+def whole_window(setting: Setting, number: int) -> list[Place]:
+    return [(number, micro) for micro in range(setting.size)]
 
 
-def module_of(student: Student, name: str) -> nn.Module:
+def module_of(student: Student, name: str) -> Any:
     return student.model.get_submodule(name)

@@ -1,5 +1,5 @@
-"""Cases of what is seen and by whom: attention, windows and the tokens of a text, where nothing is
-refused and nothing must differ.
+"""Checks in which two ways to compute must agree: attention, windows, tokens, whole layers called.
+Nothing is refused and nothing may differ.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import MistralConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from faults.bench import Setting, Student, embedded
+from faults.verdict import Verdict, verdict_of
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import open_stream
@@ -23,19 +25,15 @@ from npt.data.samples import cut
 from npt.distill.hidden_losses import hidden_loss
 from npt.distill.strategies import drive
 from npt.evaluation.greedy import continue_greedily
-from npt.faults.bench import SMALL, Setting, Student, embedded
-from npt.faults.patterns import Case
-from npt.faults.verdict import Verdict, verdict_of
-
-_WINDOW = 4
 
 
-def other_attention(late: bool) -> Verdict:
+def other_attention(setting: Setting) -> Verdict:
     """A second model as the teacher, whose masks are another kind of tensor than the student's."""
-    teacher, batch = copy.deepcopy(embedded()), SMALL.batch((0, 0))
+    teacher = copy.deepcopy(embedded(setting.base_layers))
+    batch = setting.batch((0, 0))
     complaints = []
     for strategy in STRATEGIES:
-        student = Student(Setting(strategy=strategy))
+        student = Student(replace(setting, strategy=strategy))
         found = {}
         for attention in ("sdpa", "eager"):
             teacher.set_attn_implementation(attention)
@@ -49,10 +47,8 @@ def other_attention(late: bool) -> Verdict:
     return verdict_of("unharmed", complaints)
 
 
-def as_called(late: bool, setting: Setting) -> Verdict:
-    """Loss and gradients of a strategy against those of calls of whole decoder layers and automatic
-    differentiation.
-    """
+def as_called(setting: Setting) -> Verdict:
+    """Compare a strategy with calls of whole decoder layers and automatic differentiation."""
     student, batch = Student(setting), setting.batch((0, 0))
     with torch.no_grad():
         for seed, parameter in enumerate(student.parameters.values()):
@@ -67,11 +63,8 @@ def as_called(late: bool, setting: Setting) -> Verdict:
     complaints = []
     if not abs(loss / called - 1) < 1e-4:  # fp32 sums in another order
         complaints.append(f"a loss of {loss:.6g}, and {called:.6g} from calls")
-    for name, gradient in zip(
-        student.parameters,
-        torch.autograd.grad(expected, list(student.parameters.values())),
-        strict=True,
-    ):
+    wanted = torch.autograd.grad(expected, list(student.parameters.values()))
+    for name, gradient in zip(student.parameters, wanted, strict=True):
         found = gradients[name]
         if found is None or not float((found - gradient).norm()) <= 1e-3 * float(gradient.norm()):
             complaints.append(f"another gradient of {name}")
@@ -80,8 +73,8 @@ def as_called(late: bool, setting: Setting) -> Verdict:
 
 
 def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tensor:
-    """The loss on hidden states of a strategy, scalar with its graph, from calls of whole decoder
-    layers alone.
+    """Return a strategy's loss on hidden states, a scalar with its graph, from calls of whole
+    decoder layers alone.
     """
     stream = open_stream(model, batch)
     taught = hidden = stream.hidden
@@ -101,45 +94,29 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
     return torch.stack(losses).sum() / len(losses)
 
 
-def unequal_prompts(late: bool) -> Verdict:
+def unequal_prompts(setting: Setting) -> Verdict:
     """Prompts of unequal length in one batch, of a model that looks back on four tokens."""
-    size = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    model = random_base(
-        MistralConfig(**size, num_key_value_heads=2, sliding_window=_WINDOW),
-        quantization=None,
-        device="cpu",
-    )
+    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(**size, **heads, sliding_window=4)
+    model = random_base(config, quantization=None, device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(12.0)  # so that attention decides which token is next
     generator = torch.Generator().manual_seed(2)
-    prompts = [
-        torch.randint(3, 64, (length,), generator=generator).tolist() for length in (2, 9, 5)
-    ]
+    prompts = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in (2, 9, 5)]
     names = [f"prompt {row}" for row in range(3)]
     together = continue_greedily(model, prompts, [8] * 3, (), names)
-    alone = [
-        continue_greedily(model, [prompt], [8], (), [name])[0]
-        for prompt, name in zip(prompts, names, strict=True)
-    ]
-    return verdict_of(
-        "unharmed",
-        [
-            f"{n} goes on with {a}, alone with {b}"
-            for n, a, b in zip(names, together, alone, strict=True)
-            if a != b
-        ],
-    )
+    complaints = []
+    for name, prompt, found in zip(names, prompts, together, strict=True):
+        (alone,) = continue_greedily(model, [prompt], [8], (), [name])
+        if found != alone:
+            complaints.append(f"{name} goes on with {found}, alone with {alone}")
+    return verdict_of("unharmed", complaints)
 
 
-def space_in_front(late: bool) -> Verdict:
+def space_in_front(setting: Setting) -> Verdict:
     """A tokenizer that begins every text with a space of its own."""
     tokenizer = _metaspace()
     complaints = []
@@ -155,42 +132,8 @@ def space_in_front(late: bool) -> Verdict:
 
 
 def _metaspace() -> Any:
-    pieces = [
-        ("<unk>", 0.0),
-        ("▁", -3.0),
-        ("▁the", -1.0),
-        ("▁answer", -1.0),
-        ("answer", -2.0),
-        (":", -2.0),
-        *((c, -9.0) for c in "theanswr"),
-    ]
-    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    pieces = {"<unk>": 0.0, "▁": -3.0, "▁the": -1.0, "▁answer": -1.0, "answer": -2.0, ":": -2.0}
+    letters = [(c, -9.0) for c in "theanswr"]
+    backend = Tokenizer(models.Unigram([*pieces.items(), *letters], unk_id=0))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-
-
-def sight_cases() -> list[Case]:
-    once, truth = (False,), "no difference"
-    return [
-        Case(
-            "sight-attention",
-            "a teacher of its own in eager attention, the student under SDPA",
-            truth,
-            other_attention,
-            once,
-        ),
-        Case(
-            "sight-window",
-            "prompts of unequal length under a sliding window",
-            truth,
-            unequal_prompts,
-            once,
-        ),
-        Case(
-            "sight-space",
-            "a tokenizer that begins every text with a space",
-            truth,
-            space_in_front,
-            once,
-        ),
-    ]

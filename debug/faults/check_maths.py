@@ -12,18 +12,29 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from faults.bench import Base, Student
+from faults.check import (
+    CannotLook,
+    Wrong,
+    adapters_of,
+    check,
+    device_of,
+    ensure,
+    logits_of,
+    random,
+    rounding,
+    setting_of,
+    student_of,
+)
+from faults.transient_faults import scaled
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapters_disabled, detach
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import audit_precision
 from npt.distill import strategies
 from npt.errors import PrecisionError
-from npt.faults import plants
-from npt.faults.bench import Base, Student
-from npt.faults.check import CannotLook, adapters_of, check, rounding, setting_of, student_of
 
 # --- the modulation
-# --------------------------------------------------------------------------------------------------
 
 EXTREME_CODES = (0.0, 1e-38, 1e-3, 1.0, 9.0, 17.0, 1e4, 1e19, 1e38)
 """Up to where a code times a weight overflows, with 9 and 17 where fp32's tanh is about to round to
@@ -35,7 +46,7 @@ EXTREME_CODES = (0.0, 1e-38, 1e-3, 1.0, 9.0, 17.0, 1e4, 1e19, 1e38)
     "the modulation never reaches 0",
     "1 + tanh(u) reached 0 and switched channels off, with their gradients",
 )
-def bounded(base: Base) -> tuple[bool, str]:
+def bounded(base: Base) -> str:
     student = student_of(base, modulation="both")
     beta = base.adapter.mult_bound
     codes = torch.tensor(sorted({sign * c for c in EXTREME_CODES for sign in (-1.0, 1.0)}))
@@ -47,24 +58,17 @@ def bounded(base: Base) -> tuple[bool, str]:
         for size in (1.0, 1e3):  # 1e3 makes the largest code overflow to infinity
             with torch.no_grad():
                 weight[:, 0] = size
-                _, m, _ = adapter.apply_to(
-                    target, torch.ones(len(codes), len(weight), device=z.device), z
-                )
-            assert m is not None
+            m = _multipliers(adapter, target, z)
             if not bool(torch.isfinite(m).all()):
-                return (
-                    False,
-                    f"m of {target} is not finite for a code of size {float(codes.abs().max()):g}",
-                )
+                largest = float(codes.abs().max())
+                raise Wrong(f"m of {target} is not finite for a code of size {largest:g}")
             low, high = min(low, float(m.min())), max(high, float(m.max()))
     # One rounding of fp32 at the ends.
     good = low > 0 and low >= 1 - beta - 1e-6 and high <= 1 + beta + 1e-6
-    return (
+    return ensure(
         good,
-        (
-            f"m in [{low:.6g}, {high:.6g}] for codes from -1e38 to 1e38; beta {beta:g} allows"
-            f" [{1 - beta:g}, {1 + beta:g}]"
-        ),
+        f"m in [{low:.6g}, {high:.6g}] for codes from -1e38 to 1e38; beta {beta:g} allows"
+        f" [{1 - beta:g}, {1 + beta:g}]",
     )
 
 
@@ -72,69 +76,65 @@ def bounded(base: Base) -> tuple[bool, str]:
     "the modulation is exactly 1 at the start",
     "0.5 sigmoid(u) + 0.5 is 0.75 at u = 0, so every layer started damped",
 )
-def neutral(base: Base) -> tuple[bool, str]:
+def neutral(base: Base) -> str:
     student = student_of(base, modulation="both")
     seen = wrong = 0
     value = 1.0
     for adapter in adapters_of(student):
-        z = torch.randn(8, adapter.config.rank, generator=torch.Generator().manual_seed(2)).to(
-            adapter.A.device
-        )
+        z = random(2, 8, adapter.config.rank, device=adapter.A.device)
         z = z * torch.logspace(-30, 30, 8, device=z.device)[:, None]
-        for target, weight in adapter.M.items():
-            with torch.no_grad():
-                _, m, _ = adapter.apply_to(target, torch.ones(8, len(weight), device=z.device), z)
-            assert m is not None
+        for target in adapter.M:
+            m = _multipliers(adapter, target, z)
             seen += m.numel()
             off = m != 1.0
             if bool(off.any()):
                 wrong, value = wrong + int(off.sum()), float(m[off][0])
     if wrong:
-        return (
-            False,
-            (
-                f"{wrong:,} of {seen:,} multipliers are not 1 before the first step, the first of"
-                f" them {value:.6g}"
-            ),
+        raise Wrong(
+            f"{wrong:,} of {seen:,} multipliers are not 1 before the first step, the first of"
+            f" them {value:.6g}"
         )
-    return True, f"{seen:,} multipliers, each exactly 1, for codes of size 1e-30 to 1e30"
+    return f"{seen:,} multipliers, each exactly 1, for codes of size 1e-30 to 1e30"
+
+
+@torch.no_grad()
+def _multipliers(adapter: NPTAdapter, target: str, z: Tensor) -> Tensor:
+    ones = torch.ones(len(z), len(adapter.M[target]), device=z.device)
+    _, m, _ = adapter.apply_to(target, ones, z)
+    assert m is not None
+    return m
 
 
 @check("the start is small, as configured", "large random starts made the first losses overflow")
-def start(base: Base) -> tuple[bool, str]:
+def start(base: Base) -> str:
     student = student_of(base, modulation="both")
     config = base.adapter
     adapters = adapters_of(student)
     if any(bool(weight.any()) for adapter in adapters for weight in adapter.M.values()):
-        return False, "M is not 0 at the start"
+        raise Wrong("M is not 0 at the start")
     said = []
     good = True
+    std_b = 0.0 if config.residual == "keep" else config.init_std_b
     groups = {
         "A": (config.init_std_a, [adapter.A for adapter in adapters]),
-        "B": (
-            0.0 if config.residual == "keep" else config.init_std_b,
-            [b for adapter in adapters for b in adapter.B.values()],
-        ),
+        "B": (std_b, [b for adapter in adapters for b in adapter.B.values()]),
     }
     for name, (std, tensors) in groups.items():
         values = torch.cat([t.detach().flatten() for t in tensors]).to(torch.float64)
         found, n = float(values.square().mean().sqrt()), values.numel()
         # Six standard errors of a standard deviation, sigma / sqrt(2 n): a sound start falls
         # outside once in 5e8.
-        good = (
-            good
-            and abs(found - std) <= 6 * std / math.sqrt(2 * n)
-            and float(values.abs().max()) <= 8 * std
-        )
+        close = abs(found - std) <= 6 * std / math.sqrt(2 * n)
+        good = good and close and float(values.abs().max()) <= 8 * std
         said.append(f"{name} {found:.3g} for {std:g} over {n:,}")
-    return good, f"standard deviation of {', of '.join(said)}; M all 0"
+    return ensure(good, f"standard deviation of {', of '.join(said)}; M all 0")
 
 
 @check(
     "the additive term is scaled by alpha",
     "an unscaled additive term drowned the product it was added to",
 )
-def scaled_additive(base: Base) -> tuple[bool, str]:
+def scaled_additive(base: Base) -> str:
     worst = 0.0
     doubled = True
     alpha = base.adapter.additive_scale
@@ -142,27 +142,21 @@ def scaled_additive(base: Base) -> tuple[bool, str]:
     terms = _additive_terms(student)
     for adapter, target, z, y, out, s in terms:
         weight = adapter.B[target].detach().to(torch.float64)
-        expected, size = (
-            alpha * (z.double() @ weight.T),
-            alpha * (z.double().abs() @ weight.abs().T),
-        )
+        expected = alpha * (z.double() @ weight.T)
+        size = alpha * (z.double().abs() @ weight.abs().T)
         worst = max(worst, float(((s.double() - expected).abs() / size.clamp_min(1e-300)).max()))
         if not torch.equal(out, y + s):
-            return False, f"what is added to {target} is not s"
-    twice = student_of(
-        replace(base, adapter=replace(base.adapter, additive_scale=2 * alpha)),
-        modulation="additive",
-    )
+            raise Wrong(f"what is added to {target} is not s")
+    other = replace(base, adapter=replace(base.adapter, additive_scale=2 * alpha))
+    twice = student_of(other, modulation="additive")
     for (_, _, _, _, _, s), (_, _, _, _, _, t) in zip(terms, _additive_terms(twice), strict=True):
         doubled = doubled and torch.equal(2 * s, t)
     # The error of a sum of R products, each rounded once, and one rounding for alpha.
     good = worst <= (base.adapter.rank + 2) * rounding() and doubled
-    return (
+    return ensure(
         good,
-        (
-            f"s = {alpha:g} (B z) within {worst:.1e}; twice the alpha gives"
-            f" {'exactly' if doubled else 'NOT'} twice the s"
-        ),
+        f"s = {alpha:g} (B z) within {worst:.1e}; twice the alpha gives"
+        f" {'exactly' if doubled else 'NOT'} twice the s",
     )
 
 
@@ -184,23 +178,17 @@ def _additive_terms(
 
 
 # --- the loss
-# --------------------------------------------------------------------------------------------------------
 
 
 @check(
     "the NMSE is normalised token by token",
     "one loud token drowned all others, and a silent one divided by 0",
 )
-def normalised(base: Base) -> tuple[bool, str]:
-    device = next(base.model.parameters()).device
-    width = base.model.config.hidden_size
-    direction = nn.functional.normalize(
-        torch.randn(width, generator=torch.Generator().manual_seed(4)), dim=0
-    ).to(device)
-    loud, silent = (
-        torch.logspace(-3, 12, 16, device=device),
-        torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1e-12], device=device),
-    )
+def normalised(base: Base) -> str:
+    device, width = device_of(base), base.model.config.hidden_size
+    direction = nn.functional.normalize(random(4, width), dim=0).to(device)
+    loud = torch.logspace(-3, 12, 16, device=device)
+    silent = torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1e-12], device=device)
     teacher = torch.cat([loud, silent])[:, None] * direction
     student = (1.1 * teacher).requires_grad_(True)
     nmse = strategies.nmse_per_token(student, teacher)
@@ -210,33 +198,27 @@ def normalised(base: Base) -> tuple[bool, str]:
     )
     nmse, alone = nmse.detach(), alone.detach()
     if nmse.shape != (len(teacher),):
-        return False, f"{list(nmse.shape)} values for {len(teacher)} tokens"
+        raise Wrong(f"{list(nmse.shape)} values for {len(teacher)} tokens")
     if not bool(torch.isfinite(nmse).all()):
-        return (
-            False,
-            (
-                f"the NMSE is {float(nmse[~torch.isfinite(nmse)][0])} for a teacher's state of size"
-                f" {_size_of(teacher, nmse):g}"
-            ),
+        raise Wrong(
+            f"the NMSE is {float(nmse[~torch.isfinite(nmse)][0])} for a teacher's state of size"
+            f" {_size_of(teacher, nmse):g}"
         )
     if not bool(torch.isfinite(gradient).all()):
-        return False, "the gradient is not finite for a teacher's state near 0"
+        raise Wrong("the gradient is not finite for a teacher's state near 0")
     spread = float((nmse[: len(loud)] / 0.01 - 1).abs().max())
     largest = float(nmse[len(loud) :].max())
     # 1.1 t - t is rounded in fp32 at about 1e-7 of t, a millionth of the difference; squared and
     # summed.
     good = spread < 1e-4 and 0 <= largest <= 0.0101
     if not torch.allclose(alone, nmse, rtol=1e-5, atol=0):
-        return (
-            False,
-            f"a token of NMSE {float(alone[0]):.4g} alone has {float(nmse[0]):.4g} among others",
+        raise Wrong(
+            f"a token of NMSE {float(alone[0]):.4g} alone has {float(nmse[0]):.4g} among others"
         )
-    return (
+    return ensure(
         good,
-        (
-            f"10% off gives 0.01 within {0.01 * spread:.0e} for states of size 1e-3 to 1e12, at"
-            f" most {largest:.2g} for 1e-12 to 0"
-        ),
+        f"10% off gives 0.01 within {0.01 * spread:.0e} for states of size 1e-3 to 1e12, at"
+        f" most {largest:.2g} for 1e-12 to 0",
     )
 
 
@@ -248,7 +230,7 @@ def _size_of(teacher: Tensor, nmse: Tensor) -> float:
     "clipping bounds the norm that is applied",
     "clipping behind a NaN, or not at all, let single batches throw the weights",
 )
-def clipped(base: Base) -> tuple[bool, str]:
+def clipped(base: Base) -> str:
     limit = base.config.max_grad_norm
     raw, _ = _applied_norm(base, 1.0)
     if not raw > 0:
@@ -262,25 +244,20 @@ def clipped(base: Base) -> tuple[bool, str]:
         # norm.
         good = good and applied <= limit * (1 + 1e-5) and abs(applied - expected) <= 1e-3 * expected
         said.append(f"{before:.3g} became {applied:.3g}")
-    return good, f"gradient norm {', '.join(said)}; max_grad_norm {limit:g}"
+    return ensure(good, f"gradient norm {', '.join(said)}; max_grad_norm {limit:g}")
 
 
 def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
-    """The window's norm as reported before clipping, and that of the gradients that the optimizer
-    is given.
-    """
+    """Return the window's norm before clipping, and that of the gradients the optimizer is given."""
     made = student_of(base, windows=1, size=1)
     norms: list[float] = []
-    made.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(
-            float(
-                torch.nn.utils.get_total_norm(
-                    [p.grad for p in made.parameters.values() if p.grad is not None]
-                )
-            )
-        )
-    )
-    made.window(0, {(0, 0): plants.scaled(factor)}, frozenset())
+
+    def look(*_: object) -> None:
+        grads = [p.grad for p in made.parameters.values() if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    made.optimizer.register_step_pre_hook(look)
+    made.window(0, {(0, 0): scaled(factor)})
     (result,) = made.outcome().results
     if result.grad_norm is None or len(norms) != 1:
         raise CannotLook(f"the window was refused: {result.refusals}")
@@ -288,7 +265,6 @@ def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
 
 
 # --- precision and the base
-# ------------------------------------------------------------------------------------------
 
 LARGE = 1e6
 """Activations that fp16 has no numbers for."""
@@ -298,11 +274,11 @@ LARGE = 1e6
     "everything computes in fp32",
     "activations beyond 65504 overflowed inside 4-bit products that ran in fp16",
 )
-def in_fp32(base: Base) -> tuple[bool, str]:
+def in_fp32(base: Base) -> str:
     try:
         audit_precision(student_of(base).model)
     except PrecisionError as error:
-        return False, f"the audit: {error}"
+        raise Wrong(f"the audit: {error}") from error
     detach(base.model)
     worst, seen = 0.0, 0
     generator = torch.Generator().manual_seed(5)
@@ -317,12 +293,9 @@ def in_fp32(base: Base) -> tuple[bool, str]:
             rows = dense_weight(module)[:64].double()
             expected = x.double() @ rows.T
         if y.dtype != torch.float32 or not bool(torch.isfinite(y).all()):
-            return (
-                False,
-                (
-                    f"{name} gives {y.dtype} with {int((~torch.isfinite(y)).sum())} non-finite"
-                    " values for inputs of 1e6"
-                ),
+            raise Wrong(
+                f"{name} gives {y.dtype} with {int((~torch.isfinite(y)).sum())} non-finite"
+                " values for inputs of 1e6"
             )
         bias = 0.0 if module.bias is None else module.bias[:64].double()
         worst = max(worst, float((y[:, :64].double() - expected - bias).norm() / expected.norm()))
@@ -334,9 +307,8 @@ def in_fp32(base: Base) -> tuple[bool, str]:
     said = (
         f"{seen} products ({packed} in 4 bit) of inputs of 1e6 finite, within {worst:.0e} of fp64"
     )
-    return (
-        worst < limit,
-        said if worst < limit else f"{said}, which fp32 would be within {limit:g} of",
+    return ensure(
+        worst < limit, said if worst < limit else f"{said}, which fp32 would be within {limit:g} of"
     )
 
 
@@ -344,41 +316,29 @@ def in_fp32(base: Base) -> tuple[bool, str]:
     "teacher and student are one base",
     "a second copy of embeddings and base took the memory, and drifted from the first",
 )
-def shared(base: Base) -> tuple[bool, str]:
-    batch = setting_of(base).batch((0, 0)).to(next(base.model.parameters()).device)
-    model = base.model
-
-    def logits() -> Tensor:
-        with torch.no_grad():
-            return model(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-            ).logits
-
-    before, size, teacher = _addresses(model), _bytes(model), logits()
+def shared(base: Base) -> str:
+    batch, model = setting_of(base).batch((0, 0)), base.model
+    before, size, teacher = _addresses(model), _bytes(model), logits_of(base, batch)
     student = student_of(base)
-    student.window(0, {}, frozenset())
+    student.window(0)
     student.outcome()
     added = sum(p.numel() * p.element_size() for p in student.parameters.values())
     with adapters_disabled(model):
-        during, same = _addresses(model), torch.equal(logits(), teacher)
+        during, equal = _addresses(model), torch.equal(logits_of(base, batch), teacher)
     moved = [name for name, address in before.items() if during.get(name) != address]
     extra = _bytes(model) - size - added
     if moved:
-        return (
-            False,
-            f"{len(moved)} tensors of the base lie elsewhere under the student, {moved[0]} first",
+        raise Wrong(
+            f"{len(moved)} tensors of the base lie elsewhere under the student, {moved[0]} first"
         )
     if extra:
-        return False, f"{extra:,} bytes beside the base and the adapters' {added:,}"
+        raise Wrong(f"{extra:,} bytes beside the base and the adapters' {added:,}")
     detail = (
         f"{len(before)} tensors of the base at their addresses, {added:,} bytes of adapters beside"
         f" {size:,}"
     )
-    return same, detail + (
-        ", teacher bit-equal after a step"
-        if same
-        else "; the teacher's logits CHANGED in a step of the student"
-    )
+    changed = "; the teacher's logits CHANGED in a step of the student"
+    return ensure(equal, detail + (", teacher bit-equal after a step" if equal else changed))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -391,9 +351,6 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Of all distinct storages of the model's tensors."""
-    return sum(
-        {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in _tensors(model)
-        }.values()
-    )
+    """Return the size of all distinct storages of the model's tensors."""
+    storages = (tensor.untyped_storage() for _, tensor in _tensors(model))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

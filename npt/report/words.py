@@ -1,15 +1,14 @@
-"""HTML out of text that anybody may have written: escaped, bounded, without control characters and
-without what looks like a secret.
+"""Values as words that a page may show: bounded, without control characters and without what looks
+like a secret. Templates escape them.
 """
 
 from __future__ import annotations
 
-import html
 import math
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -33,24 +32,17 @@ _SECRETS = (
 
 
 def clean(value: Any, limit: int = TEXT) -> str:
-    """A value as plain text of so many letters at most, all of which can be seen."""
+    """Return a value as plain text of so many letters at most, all of which can be seen."""
     shown = value if isinstance(value, str) else "none" if value is None else str(value)
     for pattern, instead in _SECRETS:
         shown = pattern.sub(instead, shown[: 16 * limit])
     if len(shown) > limit:
         shown = shown[: limit - 1] + "…"
-    return "".join(map(_visible, shown))
-
-
-def text(value: Any, limit: int = TEXT) -> str:
-    """A value as HTML text, also fit for an attribute in double quotes."""
-    return html.escape(clean(value, limit))
+    return shown if shown.isprintable() else "".join(map(_visible, shown))
 
 
 def _visible(letter: str) -> str:
-    """A letter, or its number where it would do something else than stand there: end the text, turn
-    the line's direction, hide.
-    """
+    """Return a letter, or its number if it would end the text, turn the line's direction or hide."""
     if letter in "\n\t":
         return " "
     if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
@@ -58,17 +50,14 @@ def _visible(letter: str) -> str:
     return letter
 
 
-def link(path: Path, page: Path, shown: str) -> str:
-    """A link from the page, which lies at `page`, to a file or folder beside it, by a relative
-    address.
-    """
+def address(path: Path, page: Path) -> str:
+    """Return the relative address of a file or folder, for a link on the page at `page`."""
     where = Path(os.path.relpath(path, page.parent)).as_posix()
-    address = quote(where.encode("utf-8", "surrogateescape")) + ("/" if path.is_dir() else "")
-    return f'<a href="./{html.escape(address)}">{text(shown)}</a>'
+    return f"./{quote(where.encode('utf-8', 'surrogateescape'))}{'/' if path.is_dir() else ''}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for reading: a few digits of it, a long one by its power of ten. None and NaN: there
+    """Return a number for reading: a few digits of it, a long one by its power of ten. None and NaN: there
     is none. Infinite: it was not finite, which a file says of NaN and infinities alike."""
     if value is None or not math.isfinite(value):
         return "–" if value is None or math.isnan(value) else "not finite"
@@ -84,7 +73,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def plus_minus(value: float | None, error: float | None) -> str:
-    """A figure with its standard error, both to the error's second digit; an error that is nothing
+    """Return a figure with its standard error, both to the error's second digit; an error that is nothing
     but rounding is left out.
     """
     if (
@@ -100,7 +89,7 @@ def plus_minus(value: float | None, error: float | None) -> str:
 
 
 def figure(values: Mapping[str, Any], key: str) -> str:
-    """One of a model's figures with its standard error; null in a file is a number that was not
+    """Return one of a model's figures with its standard error; null in a file is a number that was not
     finite.
     """
     if key in values and values[key] is None:
@@ -112,7 +101,7 @@ def figure(values: Mapping[str, Any], key: str) -> str:
 
 
 def flat(value: Any, depth: int = 0) -> str:
-    """A value of a JSON file on one line, not escaped yet."""
+    """Return a value of a JSON file on one line."""
     if isinstance(value, dict) and depth < 3:
         return ", ".join(
             f"{key} {flat(entry, depth + 1)}" for key, entry in list(value.items())[:30]
@@ -133,59 +122,14 @@ def flat(value: Any, depth: int = 0) -> str:
 
 
 def both_ends(items: Sequence[Item]) -> Sequence[Item]:
-    """All, or the first and the last of them, SHOWN together."""
+    """Return all, or the first and the last of them, SHOWN together."""
     return items if len(items) <= SHOWN else [*items[: SHOWN // 2], *items[-SHOWN // 2 :]]
 
 
 def cut(items: Sequence[Any], what: str) -> str:
-    """What stands above the items that `both_ends` left."""
+    """Return the caption of a table of what `both_ends` left."""
     return (
         f"{what}, the first and last {SHOWN // 2} of {len(items):,}"
         if len(items) > SHOWN
         else f"{what}, {len(items):,}"
     )
-
-
-def lacking(missing: Mapping[str, str], file: str, otherwise: str) -> str:
-    """What stands where a part would.
-
-    Args:
-        missing: by file, what is wrong with it.
-        file: that the part would come from.
-        otherwise: what to say where nothing is wrong with the file.
-    """
-    why = missing.get(file)
-    said = (
-        f"<code>{text(file)}</code> says nothing: {text(why)}"
-        if why
-        else text(otherwise[:1].upper() + otherwise[1:])
-    )
-    return f'<p class="missing">{said}.</p>'
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
-    """A table that scrolls by itself where it is wider than the screen. Cells are HTML already; a
-    star before a heading makes its column one of numbers, a tilde one of names."""
-    kinds = [{"*": "n", "~": "name"}.get(name[:1], "") for name in head]
-
-    def cell(tag: str, kind: str, content: str) -> str:
-        return f'<{tag} class="{kind}">{content}' if kind else f"<{tag}>{content}"
-
-    heads = "".join(
-        cell("th scope=col", kind, name.lstrip("*~"))
-        for kind, name in zip(kinds, head, strict=True)
-    )
-    body = "\n".join(
-        "<tr>" + "".join(cell("td", kind, x) for kind, x in zip(kinds, row, strict=True))
-        for row in rows
-    )
-    name = text(caption)
-    return (
-        f'<div class="scroll" role="region" aria-label="{name}" tabindex="0"><table'
-        f' class="list"><caption>{name}</caption>'
-        f"<thead><tr>{heads}</thead>\n<tbody>{body}</tbody></table></div>"
-    )
-
-
-def details(summary: str, content: str, open_: bool = False) -> str:
-    return f"<details{' open' if open_ else ''}><summary>{summary}</summary>\n{content}\n</details>"

@@ -1,0 +1,151 @@
+#!/usr/bin/env python
+"""Multi-token prediction: extra heads on a frozen 4-bit base, each of which looks one token further
+(Gloeckle et al., "Better & faster large language models via multi-token prediction", 2024).
+
+    python examples/multi_token_prediction.py [--heads 3] [--steps 20]
+
+The base predicts the token at t + 1. Head k, from 0, reads the base's last hidden state at t and
+predicts the token at t + 2 + k; it is a residual linear layer before the base's own lm_head. The
+heads are trained through NPT's safe step: a micro-batch that is not finite leaves no trace. A
+target that is padding, ignored, past its row's end or in another document is never counted. The
+script prints every head's loss per predicted token, in nats.
+
+Shapes: B batch, T time, D hidden, V vocabulary, N tokens that are predicted, K heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import npt
+from npt.adapters.stream import model_inputs
+from npt.data.batch import Batch, collate, pad_id_of, target_index
+from npt.data.samples import Samples
+from npt.data.source import open_source
+from npt.distill.hidden_losses import SumAndCount
+from npt.distill.logit_losses import through_head, token_cross_entropy
+from npt.step.gradient_window import GradientWindow
+from npt.step.guarded_update import GuardedUpdate
+
+BATCH_SIZE, WINDOW, LENGTH, RATE = 4, 2, 64, 3e-3
+
+
+@dataclass
+class Sums:
+    """Loss and targets of one micro-batch, summed over all heads; report: [2 K], of each head."""
+
+    loss: Tensor
+    tokens: int
+    report: Tensor
+
+
+class Head(nn.Module):
+    """A residual linear layer that starts as the identity, before a frozen lm_head."""
+
+    def __init__(self, lm_head: nn.Module, width: int):
+        super().__init__()
+        self.residual = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.residual.weight)
+        self._lm_head = (lm_head,)  # in a tuple: it is the base's, not a part of this module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._lm_head[0](hidden + self.residual(hidden))
+
+
+def prediction_losses(
+    hidden: Tensor, batch: Batch, heads: Sequence[nn.Module], vocab_size: int
+) -> list[SumAndCount]:
+    """Return each head's (sum, count) of the cross-entropy with the token it looks ahead to.
+
+    Positions that count are gathered first, so a NaN at any other reaches neither value nor
+    gradient. Logits exist for a chunk of them at a time.
+
+    Args:
+        hidden: [B, T, D].
+        batch: labels, mask and positions, [B, T].
+        heads: modules from [N, D] to [N, V].
+        vocab_size: V.
+    """
+    sums = []
+    for k, head in enumerate(heads):
+        ahead = k + 2
+        index = target_index(batch.labels, batch.attention_mask, batch.position_ids, ahead=ahead)
+        rows = hidden.flatten(0, 1).index_select(0, index)
+        targets = batch.labels.flatten().index_select(0, index + ahead)
+        sums.append(through_head(head, _row_loss, rows, targets, vocab_size))
+    return sums
+
+
+def _row_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> SumAndCount:
+    return token_cross_entropy(logits, targets, weights=weights)
+
+
+def forward_backward(model: PreTrainedModel, heads: nn.ModuleList, batch: Batch) -> Sums:
+    """Add the heads' gradients of one micro-batch to `.grad`; return its sums."""
+    with torch.no_grad():
+        hidden = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state
+    per_head = prediction_losses(hidden, batch, list(heads), model.config.vocab_size)
+    loss = torch.stack([part for part, _ in per_head]).sum()
+    loss.backward()
+    counts = [count for _, count in per_head]
+    report = torch.tensor([*(part.item() for part, _ in per_head), *counts])
+    return Sums(loss.detach(), sum(counts), report)
+
+
+def text(tokenizer: object, pad_id: int) -> Iterator[Batch]:
+    """Yield batches of built-in text: whole pieces of LENGTH tokens and shorter ones, padded."""
+    data = npt.DataConfig(max_length=LENGTH)
+    samples = Samples(open_source(data), tokenizer, data, seed=0)
+    pieces = iter(samples.epoch(0))
+    while group := list(islice(pieces, BATCH_SIZE)):
+        yield collate(group, pad_id)
+
+
+def train(count: int, steps: int) -> list[list[float]]:
+    """Train `count` heads; return, for each step, every head's mean loss per predicted token."""
+    torch.manual_seed(0)
+    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
+    heads = nn.ModuleList(Head(model.lm_head, model.config.hidden_size) for _ in range(count))
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, fused=True)
+    update = GuardedUpdate(dict(heads.named_parameters()), optimizer)
+    window: GradientWindow[Sums] = GradientWindow(update, max_grad_norm=1.0, rates=[RATE])
+    batches, curve = text(tokenizer, pad_id_of(tokenizer)), []
+    for _ in range(steps):
+        for batch in islice(batches, WINDOW):
+            window.begin()
+            window.add(forward_backward(model, heads, batch), batch.sample_ids)
+        (result,) = window.commit()
+        for refusal in result.refusals:
+            print(f"refused: {refusal}")
+        sums, counts = torch.tensor(result.reports).reshape(-1, 2, count).sum(dim=0)
+        curve.append((sums / counts).tolist())
+    return curve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", type=int, default=3, metavar="INT", help="how many (default: 3)")
+    parser.add_argument("--steps", type=int, default=20, metavar="INT", help="default: 20")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)  # at this size the fastest
+    print("step  " + "  ".join(f"t + {k + 2}".rjust(7) for k in range(given.heads)))
+    for step, losses in enumerate(train(given.heads, given.steps), start=1):
+        print(f"{step:4}  " + "  ".join(f"{loss:7.4f}" for loss in losses))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Pages from templates: one file each that needs nothing else, and lets nothing run or load but its
+own.
+
+A page may be mailed and kept, and its texts may be anybody's: every value is cleaned and escaped,
+and the page's policy knows its style and script by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup, escape
+
+from npt.evaluation.formatting import percent
+from npt.report.words import clean, figure, number
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: str, *, script: str = "", css: str = "", **data: Any) -> str:
+    """Return a whole HTML page.
+
+    Args:
+        template: name of one that extends `frame.html.j2`.
+        script: name of the page's script, if it has one, which reads `json` from the data.
+        css: style that only this page has.
+        data: what the template shows.
+    """
+    style, code = _file("style.css") + css, _file(script) if script else ""
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src '{_hash(style)}'"
+    policy += f"; script-src '{_hash(code)}'" if code else ""
+    page = _environment().get_template(template)
+    return page.render(style=Markup(style), code=Markup(code), policy=Markup(policy), **data)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else clean(value),
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters |= {
+        "upto": lambda value, limit: Markup(escape(clean(value, limit))),
+        "figure": figure, "number": number, "percent": percent, "comma": "{:,}".format,
+        "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
+    }  # fmt: skip
+    return made
+
+
+@cache
+def _file(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def style() -> str:
+    """Return the style sheet of all pages."""
+    return _file("style.css")
+
+
+def _hash(content: str) -> str:
+    """Return what a policy knows a style or script by."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
