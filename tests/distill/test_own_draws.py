@@ -272,7 +272,7 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
     made = make_trainer(
         poisoned_folder, [*good(15), BAD], tmp_path / "run", gradient_accumulation_steps=2
     )
-    let_draw(made.model)
+    let_draw(made.setup.model)
     folder = stop(made)
     monkeypatch.setattr(restore, "load_base", drawing)
     found = replay(folder)
