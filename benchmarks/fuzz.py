@@ -42,8 +42,9 @@ from npt.adapters.attach import adapter_parameters
 from npt.adapters.files.adapter_files import read_adapter
 from npt.errors import NPTError, TooManyRefusalsError
 from npt.postmortem.bundle import read_bundle
-from npt.runs.checkpoint import MANIFEST, read_checkpoint, write_manifest
+from npt.runs.checkpoint import read_checkpoint
 from npt.runs.data_fingerprint import check_same_data
+from npt.runs.manifest import MANIFEST, write_manifest
 from npt.runs.resume import changed_settings
 
 SLOW = 5.0
@@ -138,7 +139,7 @@ class Fuzzer:
         self.targets = [
             self._target("adapter", checkpoint / "adapter", place, self._read_adapter),
             self._target("checkpoint", checkpoint, place, self._read_checkpoint, right_sums),
-            self._target("bundle", bundle, place, self._read_bundle),
+            self._target("bundle", bundle, place, self._read_bundle, right_sums),
         ]
         self.others = [
             path.read_bytes()
@@ -174,7 +175,7 @@ class Fuzzer:
         return read.state(self.model, self.base), read.position, read.initial
 
     def _read_bundle(self, folder: Path) -> Any:
-        return read_bundle(folder).kept(self.parameters)
+        return read_bundle(folder).snapshot(self.model)
 
     def run(self, inputs: int, first: int = 0) -> None:
         """Try inputs by their numbers."""

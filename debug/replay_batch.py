@@ -14,7 +14,7 @@ import sys
 from npt.console import make_console
 from npt.errors import NPTError
 from npt.files import to_json
-from npt.postmortem.replay import replay_batch
+from npt.postmortem.replay_batch import replay_batch
 
 
 def main() -> int:

@@ -1,8 +1,10 @@
-"""Writing files so that a reader never sees half of one."""
+"""Write files and folders so that a reader never sees half of one."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
 import math
 import os
@@ -16,21 +18,20 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL, OLD = ".partial", ".old"
-"""What the names of temporary files and folders end in: what is being made, and what is being
-replaced by it.
-"""
+"""Suffixes of temporary names: of a file or folder being made, and of one being replaced by it."""
 
 _LEFT_OVER = re.compile(
     rf"\.(?P<name>.+)\.[a-z0-9_]{{8}}(?P<kind>{re.escape(PARTIAL)}|{re.escape(OLD)})", re.DOTALL
 )
 
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
+"""What a file system without locks answers."""
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2(2)
 
 
 def finite_or_null(value: Any) -> Any:
-    """`value` with every NaN and infinity, at any depth, replaced by None: JSON has no word for
-    them.
-    """
+    """Replace every NaN and infinity, at any depth, by None: JSON has no word for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -41,14 +42,12 @@ def finite_or_null(value: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Standard JSON, non-finite numbers as null."""
+    """Return standard JSON, non-finite numbers as null."""
     return json.dumps(finite_or_null(value), indent=indent, allow_nan=False)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically: a sibling temporary file, synced, then renamed over
-    it.
-    """
+    """Replace `path` by `content` atomically: a temporary file next to it, synced, then renamed."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
     try:
@@ -74,13 +73,11 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a sibling temporary folder to fill; it becomes `path` when the block ends well, and is
-    removed when it does not.
+    """Yield a temporary folder to fill, which becomes `path` if the block ends without an error.
 
-    An existing `path` is replaced as a whole, in one operation where the file system knows how to
-    exchange two names. Files come out with the modes that the umask gives. A process that is killed
-    within may leave the temporary folder, or the old one beside it: `clean` removes the one and
-    puts the other back.
+    An existing `path` is replaced as a whole, in one operation if the file system can exchange two
+    names. Modes follow the umask. A process that is killed here may leave the temporary folder, or
+    the old one under another name: `clean` removes the one and restores the other.
     """
     path = Path(path)
     made = _make_parents(path.parent)
@@ -113,25 +110,40 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder so that nobody ever sees half of it under its name; what a killed process
-    leaves of it `clean` removes.
+    """Remove a folder so that nobody ever sees half of it under its name.
 
     Raises:
-        OSError: it could not be renamed, and is still there.
+        OSError: it could not be renamed, and still exists.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     os.replace(path, temporary)
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def clean(folder: Path) -> list[str]:
-    """Clear away what killed processes left directly below a folder that nobody else is writing to.
-
-    A folder that was about to be replaced, and whose successor never took its name, gets the name
-    back.
+def lock_folder(path: Path) -> int | None:
+    """Lock a folder until the process ends, however that ends, or the handle is closed.
 
     Returns:
-        The names that were put back.
+        The handle, of no lock if the file system has none; None if another process holds the lock.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return handle
+        os.close(handle)
+        return None
+    return handle
+
+
+def clean(folder: Path) -> list[str]:
+    """Remove what killed processes left directly below a folder that nobody else is writing to.
+
+    A folder whose successor never took its name gets the name back.
+
+    Returns:
+        The names that were restored.
     """
     back: list[str] = []
     for item in sorted(Path(folder).iterdir()):
@@ -153,9 +165,7 @@ def clean(folder: Path) -> list[str]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change names in one operation; False where the system or the file system
-    cannot.
-    """
+    """Exchange the names of two folders in one operation; False if the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -164,9 +174,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Make a folder and those above it; the folders in which one was made, which have to be synced
-    for it to last.
-    """
+    """Make a folder and those above it; return those in which one was made, which must be synced."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return [place.parent for place in missing]

@@ -1,7 +1,6 @@
-"""Reading JSON and safetensors that may come from somebody else: never a pickle, bounded, and every
-fault one line.
+"""Read JSON and safetensors that may come from somebody else: bounded, and every fault one line.
 
-Names in such a file are compared with names that are known, and lead nowhere on disk.
+Names in such a file are compared with known names, and lead nowhere on disk.
 """
 
 from __future__ import annotations
@@ -13,20 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from npt.errors import NPTError, kind_of
 
 JSON_BYTES = 64 << 20
-"""What a JSON file may be long: a large model's record is a few megabytes."""
+"""The largest JSON file that is read: a large model's record is a few megabytes."""
 
 Header = tuple[str, tuple[int, ...]]
 """Dtype, as safetensors calls it, and shape."""
 
 
 def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Return the object in a JSON file.
 
     Raises:
         `error`: unreadable, too long, not JSON in the strict sense, or no object.
@@ -64,13 +64,13 @@ def check_entries(
     error: type[NPTError],
     exact: bool = True,
 ) -> None:
-    """Check that an object out of a JSON file has the wanted entries, each of a wanted type.
+    """Check that an object has the wanted entries, each of a wanted type.
 
     Args:
-        path, prefix: what an entry is called in the message.
+        path, prefix: the name of an entry in the message.
         found: the object.
         wanted: by entry, the types that it may have; `bool` is no `int` here.
-        error: raised by name.
+        error: the type that is raised.
         exact: refuse other entries as well.
     """
     odd = sorted(set(wanted) - set(found)) or (sorted(set(found) - set(wanted)) if exact else [])
@@ -89,9 +89,7 @@ def check_entries(
 def check_names(
     path: Path, found: Iterable[str], wanted: Iterable[str], error: type[NPTError]
 ) -> None:
-    """Check that the tensors in a file are the wanted ones, no more and no fewer; the first that is
-    not is named.
-    """
+    """Check that a file holds exactly the wanted tensors; the first that differs is named."""
     have, need = set(found), set(wanted)
     for kind, names in (("lacks the", need - have), ("has the extra", have - need)):
         if names:
@@ -100,27 +98,51 @@ def check_names(
             )
 
 
+def check_tensors(
+    path: Path,
+    headers: Mapping[str, Header],
+    wanted: Mapping[str, tuple[int, ...]],
+    error: type[NPTError],
+    dtype: str = "F32",
+) -> None:
+    """Check that a file holds exactly the wanted tensors, of these shapes and this dtype; the first
+    that differs is named.
+    """
+    check_names(path, headers, wanted, error)
+    for name, shape in wanted.items():
+        if headers[name] != (dtype, shape):
+            raise error(
+                f"{path}: {name} is {described(headers[name])}, the model needs {dtype}"
+                f" {list(shape)}"
+            )
+
+
+def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor with a value that is not finite, or None."""
+    return next((n for n, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+
+
 def described(header: Header) -> str:
-    """A tensor's dtype and shape, for a message."""
+    """Return a tensor's dtype and shape for a message."""
     return f"{shown(header[0])[1:-1]} {list(header[1])}"
 
 
 def read_headers(path: Path, error: type[NPTError]) -> dict[str, Header]:
-    """Dtype and shape of every tensor in a safetensors file, of which nothing else is read."""
+    """Return dtype and shape of every tensor in a safetensors file, without reading the tensors."""
     with opened(path, error) as stored:
         slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
         return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def read_tensors(path: Path, names: Iterable[str], error: type[NPTError]) -> dict[str, Tensor]:
-    """These tensors of a safetensors file, on the host."""
+    """Return these tensors of a safetensors file, on the host."""
     with opened(path, error) as stored:
         return {name: stored.get_tensor(name) for name in names}
 
 
 @contextmanager
 def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
-    """A safetensors file; what its library finds wrong with it comes as `error`."""
+    """Open a safetensors file; a fault that its library finds is raised as `error`."""
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError("it is no file")
@@ -131,6 +153,6 @@ def opened(path: Path, error: type[NPTError]) -> Iterator[Any]:
 
 
 def shown(value: Any) -> str:
-    """A value of a file that may hold anything, short and on one line."""
+    """Return a value of whatever kind, short and on one line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

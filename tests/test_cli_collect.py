@@ -41,8 +41,9 @@ def command(adapter: Path, prompts: Path, output: Path, *arguments: str) -> list
     return ["collect", "--use_quantization", *named, *NEW, "--batch_size", "2", *arguments]
 
 
-def content(path: Path) -> tuple[bytes, bytes]:
-    return path.read_bytes(), path.with_name(path.name + ".state").read_bytes()
+def content(path: Path) -> dict[str, bytes]:
+    parts = sorted(path.with_name(path.name + ".parts").iterdir())
+    return {"": path.read_bytes(), **{part.name: part.read_bytes() for part in parts}}
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +87,11 @@ def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
 ) -> None:
     path = tmp_path / "failures.jsonl"
     program = Program(command(adapter, prompts, path), tmp_path / "errors")
-    program.wait_for(lambda: path.is_file() and path.stat().st_size > 0)
+    parts = path.with_name("failures.jsonl.parts")
+    program.wait_for(lambda: any(parts.glob("*.part")))
     program.send(number)
     assert program.wait() == status, program.errors.read_text()
-    assert path.stat().st_size < whole.stat().st_size  # it was in the middle
+    assert len(list(parts.glob("*.part"))) < PROMPTS // 2  # it was in the middle
     assert main(command(adapter, prompts, path)) == 0
     assert content(path) == content(whole)
 
@@ -142,7 +144,7 @@ BAD = {
         ["--dataset_name", "builtin", "--dataset_split", "heldout"],
         ["heldout", "'train'"],
     ),
-    "a file of others": (["--output", "others.jsonl"], ["others.jsonl", "others.jsonl.state"]),
+    "a file of others": (["--output", "others.jsonl"], ["others.jsonl", "others.jsonl.parts"]),
     "a seed beyond 31 bits": (["--seed", "99999999999"], ["99999999999"]),
 }
 

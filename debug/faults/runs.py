@@ -211,12 +211,12 @@ def stopped(
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
-    missing = {"state.safetensors", "window.safetensors", "postmortem.json"} - files
+    missing = {"adapter", "state.safetensors", "window.safetensors", "postmortem.json"} - files
     if missing:
         complaints.append(f"the bundle lacks {sorted(missing)}")
         return verdict_of("stopped", complaints, located=False)
     state = load_file(bundles[0] / "state.safetensors")
-    for part in ("adapter.", "optimizer.", "rng.cpu"):
+    for part in ("optimizer.", "rng.0.cpu"):
         if not any(key.startswith(part) for key in state):
             complaints.append(f"the bundle's state lacks {part}*")
     for file in run.glob("checkpoints/*/adapter/*.safetensors"):
@@ -296,9 +296,11 @@ def poisoned_run(setting: Setting) -> Verdict:
     name = "model.layers.1.npt.A"
 
     def check(bundle: Path) -> list[str]:
-        state = load_file(bundle / "state.safetensors").items()
-        bad = [key for key, tensor in state if not torch.isfinite(tensor).all()]
-        complaints = [] if bad == [f"adapter.{name}"] else [f"not finite in the bundle: {bad}"]
+        adapter = load_file(bundle / "adapter" / WEIGHTS_NAME)
+        state = (adapter | load_file(bundle / "state.safetensors")).items()
+        bad = [key for key, t in state if t.is_floating_point() and not torch.isfinite(t).all()]
+        right = bad == [f"base_model.model.{name}"]
+        complaints = [] if right else [f"not finite in the bundle: {bad}"]
         traces = _said(bundle)["history"]
         if [trace["loss"] is None for trace in traces[:5]] != [False, False, True, True, True]:
             complaints.append(f"the bundle's history is {traces}")

@@ -37,10 +37,10 @@ def collect(given: dict[str, Any]) -> int:
     from npt.files import to_json
     from npt.tools.collect.collect import collect as run
     from npt.tools.collect.collect import prompt_length
-    from npt.tools.collect.journal import read_state
+    from npt.tools.collect.parts import check_output
 
     console = make_console(stderr=given["json"])
-    read_state(Path(given["output"]))
+    check_output(Path(given["output"]))
     prompt_length(data, given["max_new_tokens"])
     check_source(data)
     check_length(data.max_length, read_config(base.model_name))
@@ -72,10 +72,6 @@ def collect(given: dict[str, Any]) -> int:
         print(to_json(figures, indent=2))
     else:
         before = f", {result.resumed:,} of them earlier" if result.resumed else ""
-        if result.removed:
-            console.print(
-                f"removed {result.removed:,} bytes of a batch that an earlier call had not finished"
-            )
         console.print(
             f"{figures['prompts']:,} prompts{before}: the student leaves its teacher in"
             f" {figures['disagreements']:,}; over {figures['tokens']:,} tokens top-1"

@@ -162,13 +162,6 @@ def collate(
     return replace(batch, documents=documents, position_ids=positions)
 
 
-def documents_of(position_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
-    """Return `Batch.documents` [B, T] as positions tell them; None if no row has several."""
-    valid = attention_mask.bool()
-    documents = torch.where(valid, (valid & (position_ids == 0)).cumsum(dim=-1) - 1, 0)
-    return documents if bool(documents.any()) else None
-
-
 def batch_from_tensors(
     input_ids: Tensor, attention_mask: Tensor, sample_ids: tuple[str, ...] | None = None
 ) -> Batch:

@@ -1,15 +1,12 @@
-"""Replaying a post-mortem bundle: does what stopped the run recur, where does it arise, and is it
-the data or the state?
+"""Replay a post-mortem: does the fault recur, where does it arise, is it the data or the state?
 
-The window is taken through a transaction again, with the optimizer, the learning rate and the
-limits of the time, so that what it refused as a whole recurs as well. What recurs is traced. Then
-other batches are taken in the same state: those that were accepted around the window, and fresh
-ones of random tokens that the refused ones do not have.
+The window's step is made again, with the optimizer, learning rate and limits of the run, so that a
+refusal of the whole window recurs too. Refusals that recur are traced. Then other batches are tried
+in the same state: those accepted around the window, and fresh ones of random tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,12 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from npt.adapters.attach import npt_layers
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import ConfigError
 from npt.postmortem.bundle import Bundle, read_bundle
-from npt.postmortem.restore import Rebuilt, Tried, rebuilt
+from npt.postmortem.restore import RestoredState, Tried, restored
 from npt.postmortem.write import first_fault, suspect
 from npt.runs.run_folder import versions
 from npt.step.window_result import MicroBatchRecord, Refusal
@@ -33,12 +29,12 @@ FRESH = 4
 """Batches, or windows, of random tokens that are tried."""
 
 TRACED = 3
-"""Refused micro-batches that are traced; more of them say the same."""
+"""Refused micro-batches that are traced; more would say the same."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Other batches in the bundle's state. name: which. fresh: of random tokens, not of the run's."""
+    """Other batches in the bundle's state. fresh: of random tokens, not of the run's."""
 
     name: str
     fresh: bool
@@ -51,12 +47,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay came to.
+    """The result of a replay.
 
     device: it was replayed on. found: refusals of the replayed window. traces: of its
-    micro-batches. findings: what is not finite in adapters, moments and base before anything is
-    computed. verdicts: (micro-batch, where its first bad number arose, None where it has none).
-    trials: other batches.
+    micro-batches. findings: numbers in adapters, moments and base that are not finite before
+    anything is computed. verdicts: (micro-batch, source of its first bad number or None). trials:
+    other batches.
     """
 
     bundle: Bundle
@@ -73,21 +69,17 @@ class Replay:
 
     @property
     def reproduced(self) -> bool:
-        """Whether exactly the recorded refusals recurred: the same micro-batches, for the same
-        reason.
-        """
+        """Whether exactly the recorded refusals recurred, of the same micro-batches and kinds."""
         return _places(self.found) == _places(self.bundle.refusals)
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of the first traced micro-batch that has one."""
+        """The first one found."""
         return next((verdict for _, verdict in self.verdicts if verdict is not None), None)
 
     @property
     def same_fault(self) -> bool | None:
-        """Whether the first bad number is the recorded one: the same tensor, the same index; None
-        where one of them is unknown.
-        """
+        """Whether the first bad number has the recorded tensor and index; None if unknown."""
         recorded = self.bundle.said["verdict"]
         found = dict(self.verdicts).get(self.bundle.said["micro_batch"])
         if recorded is None or found is None:
@@ -100,14 +92,12 @@ class Replay:
 
     @property
     def base_changed(self) -> bool | None:
-        """Whether the base in the run's memory was another one when it stopped than when it
-        started; None where unknown.
-        """
+        """Whether the base in the run's memory had changed when it stopped; None if unknown."""
         now = self.bundle.said["base_hash_at_stop"]
         return None if now is None else now != self.bundle.base.hash
 
     def count(self, fresh: bool) -> tuple[int, int]:
-        """How many trials of a kind failed, and how many there were."""
+        """Return how many trials of a kind failed, and how many were made."""
         chosen = [trial.failed for trial in self.trials if trial.fresh == fresh]
         return sum(chosen), len(chosen)
 
@@ -121,7 +111,6 @@ class Replay:
             "bundle": str(self.bundle.folder),
             "step": self.bundle.step,
             "reason": self.bundle.reason,
-            "note": self.bundle.note,
             "classification": self.classification,
             "reproduced": self.reproduced,
             "recorded": [asdict(r) for r in self.bundle.refusals],
@@ -143,7 +132,7 @@ class Replay:
             ],
             "device": self.device,
             "recorded_device": self.bundle.device,
-            "versions": _differing(self.bundle.said["versions"]),
+            "versions": _differing(self.bundle.versions),
         }
 
     def __str__(self) -> str:
@@ -154,10 +143,9 @@ class Replay:
                 f"base {base.name} ({base.hash[:12]}), recorded on {self.bundle.device}, replayed"
                 f" on {self.device}"
             ),
-            *([self.bundle.note] if self.bundle.note else []),
             *(
                 f"  {name} was {then}, is {now}"
-                for name, (then, now) in _differing(self.bundle.said["versions"]).items()
+                for name, (then, now) in _differing(self.bundle.versions).items()
             ),
             *_listed("recorded", self.bundle.refusals),
             *_listed("replayed", self.found),
@@ -188,9 +176,7 @@ class Replay:
                 (r.detail for r in self.found if r.micro_batch == index and r.kind == "data"), None
             )
             said = (
-                _verdict_lines(verdict)
-                if fault is None
-                else [f"{fault}; nothing is computed on it"]
+                verdict_lines(verdict) if fault is None else [f"{fault}; nothing is computed on it"]
             )
             lines += [
                 "",
@@ -248,51 +234,6 @@ class Replay:
         )
 
 
-@dataclass(frozen=True)
-class BatchReplay:
-    """One micro-batch in the bundle's state.
-
-    fault: what the check on the host finds; nothing is computed then. loss: mean per valid token.
-    layer_nmse: by layer, likewise. gradient_norms: by tensor, of the summed loss. note: the
-    bundle's.
-    """
-
-    micro_batch: int
-    sample_ids: tuple[str, ...]
-    tokens: int
-    fault: str | None = None
-    loss: float | None = None
-    layer_nmse: Mapping[int, float] | None = None
-    gradient_norms: Mapping[str, float] | None = None
-    verdict: Verdict | None = None
-    note: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": None if self.verdict is None else self.verdict.as_dict()}
-
-    def __str__(self) -> str:
-        head = (
-            f"micro-batch {self.micro_batch} (samples {', '.join(self.sample_ids)}), {self.tokens}"
-            " valid tokens"
-        )
-        if self.loss is None or self.layer_nmse is None or self.gradient_norms is None:
-            return f"{head}: {self.fault}; nothing is computed on it"
-        width = max(map(len, self.gradient_norms))
-        return "\n".join(
-            [
-                head,
-                *([self.note] if self.note else []),
-                f"loss per token {self.loss:.6g}",
-                *(f"layer {index:3} NMSE {value:.6g}" for index, value in self.layer_nmse.items()),
-                *(
-                    f"{name:{width}} gradient norm {value:.6g}"
-                    for name, value in self.gradient_norms.items()
-                ),
-                *_verdict_lines(self.verdict),
-            ]
-        )
-
-
 def replay(
     folder: str | Path,
     *,
@@ -300,18 +241,18 @@ def replay(
     device: str | torch.device | None = None,
     micro_batch: int | None = None,
 ) -> Replay:
-    """Rebuild a bundle's state, take its window again, trace what recurs and classify it. The
-    process's random state stays.
+    """Restore a bundle's state, make its step again, trace the refusals that recur and classify
+    them. The process's random state stays.
 
-    *transient*: no refusal recurs. *data*: what recurs was found on the host, or other batches are
-    clean in this state. *state*: adapters, moments or base hold a number that is not finite, or
-    another batch fails too.
+    *transient*: no refusal recurs. *data*: the batch was refused before any computation, or other
+    batches are clean in this state. *state*: adapters, moments or base hold a number that is not
+    finite, or another batch fails too.
 
     Args:
         folder: of the bundle.
-        model_name: of the base, where it is not to be found under the recorded name.
+        model_name: of the base; default the recorded name.
         device: default the recorded kind.
-        micro_batch: trace this one, refused or not, instead of those that are refused.
+        micro_batch: trace this one, refused or not, instead of the refused ones.
 
     Raises:
         BundleError: the bundle or its base cannot be used.
@@ -319,8 +260,8 @@ def replay(
     """
     bundle = read_bundle(folder)
     if micro_batch is not None:
-        _check_index(bundle, micro_batch)
-    with rebuilt(bundle, model_name=model_name, device=device) as state:
+        check_index(bundle, micro_batch)
+    with restored(bundle, model_name=model_name, device=device) as state:
         findings = state.findings()
         tried = state.window(bundle.window, bundle.limits)
         return Replay(
@@ -332,7 +273,7 @@ def replay(
             verdicts=tuple(
                 (
                     index,
-                    _verdict(
+                    trace_again(
                         state, index, any(r.micro_batch in (index, None) for r in tried.refusals)
                     ),
                 )
@@ -342,61 +283,10 @@ def replay(
         )
 
 
-def replay_batch(
-    folder: str | Path,
-    micro_batch: int,
-    *,
-    model_name: str | None = None,
-    device: str | torch.device | None = None,
-) -> BatchReplay:
-    """One micro-batch of a bundle alone: its loss, layers and gradients, and where its first bad
-    number arises.
-
-    Args:
-        folder: of the bundle.
-        micro_batch: index in its window.
-        model_name, device: as for `replay`.
-
-    Raises:
-        BundleError, ConfigError: as `replay`.
-    """
-    bundle = read_bundle(folder)
-    _check_index(bundle, micro_batch)
-    batch = bundle.window[micro_batch]
-    with rebuilt(bundle, model_name=model_name, device=device) as state:
-        fault = find_fault(batch, state.model.config.vocab_size)
-        if fault is not None:
-            return BatchReplay(micro_batch, batch.sample_ids, batch.tokens, fault=fault)
-        sums = state.fill(batch)
-        norms = {
-            name: float(torch.linalg.vector_norm(p.grad))
-            for name, p in state.parameters.items()
-            if p.grad is not None
-        }
-        exploded = not math.isfinite(
-            float(sums.loss) + float(torch.linalg.vector_norm(torch.tensor([*norms.values()])))
-        )
-        layers = [index for index, _ in npt_layers(state.model)]
-        return BatchReplay(
-            micro_batch,
-            batch.sample_ids,
-            batch.tokens,
-            loss=float(sums.loss) / sums.tokens,
-            layer_nmse=(
-                dict(zip(layers, (sums.layer_nmse / sums.tokens).tolist(), strict=True))
-                if bundle.train_config.hidden_weight
-                else {}
-            ),
-            gradient_norms=norms,
-            verdict=_verdict(state, micro_batch, exploded),
-            note=bundle.note,
-        )
-
-
 def classify(
     found: Sequence[Refusal], findings: Mapping[str, str | None], trials: Iterable[Trial]
 ) -> Classification:
-    """See `replay`."""
+    """Return the class that `replay` describes."""
     if not found:
         return "transient"
     if all(refusal.kind == "data" for refusal in found):
@@ -405,12 +295,12 @@ def classify(
 
 
 def fresh_batch(like: Batch, avoid: torch.Tensor, vocab_size: int, seed: int) -> Batch:
-    """A batch of random tokens in the shape and with the padding of another.
+    """Return a batch of random tokens in the shape and with the padding of another.
 
     Args:
-        like: whose shape and padding it has.
-        avoid: token ids that it does not have, unless they are the whole vocabulary: a broken token
-            is the data's, not the state's.
+        like: the other batch.
+        avoid: token ids that are not drawn, unless they are the whole vocabulary: a broken token is
+            the data's fault, not the state's.
         vocab_size: V.
         seed: of the draw.
     """
@@ -430,8 +320,8 @@ def fresh_batch(like: Batch, avoid: torch.Tensor, vocab_size: int, seed: int) ->
     )
 
 
-def _trials(state: Rebuilt, found: Sequence[Refusal]) -> list[Trial]:
-    """Other batches in the same state, each as a window of its own; none where nothing computed was
+def _trials(state: RestoredState, found: Sequence[Refusal]) -> list[Trial]:
+    """Try other batches in the same state, each as a window of its own, if a computed one was
     refused.
     """
     computed = [refusal for refusal in found if refusal.kind != "data"]
@@ -463,8 +353,8 @@ def _trials(state: Rebuilt, found: Sequence[Refusal]) -> list[Trial]:
     ]
 
 
-def _window_trials(state: Rebuilt, spike: bool) -> list[Trial]:
-    """The same where the window was refused as a whole. Random tokens are no text: whether they
+def _window_trials(state: RestoredState, spike: bool) -> list[Trial]:
+    """Try other windows, if this one was refused as a whole. Random tokens are no text: whether they
     spike says nothing.
     """
     bundle, vocab_size = state.bundle, state.model.config.vocab_size
@@ -503,7 +393,7 @@ def _to_trace(bundle: Bundle, tried: Tried, micro_batch: int | None) -> list[int
     return refused[:TRACED]
 
 
-def _verdict(state: Rebuilt, index: int, exploded: bool) -> Verdict | None:
+def trace_again(state: RestoredState, index: int, exploded: bool) -> Verdict | None:
     batch = state.bundle.window[index]
     if find_fault(batch, state.model.config.vocab_size) is not None:
         return None
@@ -511,7 +401,7 @@ def _verdict(state: Rebuilt, index: int, exploded: bool) -> Verdict | None:
     return first_fault(state.model, batch, lambda: state.fill(batch), exploded=exploded)
 
 
-def _check_index(bundle: Bundle, micro_batch: int) -> None:
+def check_index(bundle: Bundle, micro_batch: int) -> None:
     if not 0 <= micro_batch < len(bundle.window):
         raise ConfigError(
             f"--micro_batch is {micro_batch}, the bundle has micro-batches 0 to"
@@ -536,7 +426,7 @@ def _listed(title: str, refusals: Sequence[Refusal]) -> list[str]:
     return [f"{title}: {refusal}" for refusal in refusals] or [f"{title}: no refusal"]
 
 
-def _verdict_lines(verdict: Verdict | None) -> list[str]:
+def verdict_lines(verdict: Verdict | None) -> list[str]:
     return (
         ["no operation made a number that is not finite"]
         if verdict is None

@@ -1,6 +1,4 @@
-"""The state of a bundle on its base again: whatever is tried starts from it, and leaves it as it
-was.
-"""
+"""The state of a bundle, restored on its base: every attempt starts from it and never changes it."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attach
@@ -23,29 +20,30 @@ from npt.distill.strategies import MicroBatch, drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.postmortem.bundle import Bundle
 from npt.random_state import kept_random_state, set_random_state
+from npt.runs.checkpoint import State
 from npt.step.splitting import MicroBatchSplitter
 from npt.step.train_step import TrainStep, forward_backward
-from npt.step.window_result import MicroBatchRecord, Refusal, Snapshot
+from npt.step.window_result import MicroBatchRecord, Refusal
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a window. traces: of the micro-batches that were computed."""
+    """The result of a window. traces: of the micro-batches that were computed."""
 
     refusals: tuple[Refusal, ...]
     traces: tuple[MicroBatchRecord, ...]
 
 
-class Rebuilt:
+class RestoredState:
     """Model, optimizer, schedule and random state as the window of a bundle found them.
 
     Args:
-        bundle: whose state it is.
+        bundle: of the state.
         model: its base, with adapters attached.
-        teacher: the run's teacher, where it had one of its own.
+        teacher: the run's own teacher, if it had one.
 
     Raises:
-        BundleError: the bundle's tensors do not fit the model.
+        CheckpointError, AdapterFileError: the bundle's tensors do not fit the model.
     """
 
     def __init__(
@@ -54,15 +52,15 @@ class Rebuilt:
         self.bundle, self.model, self.teacher = bundle, model.eval(), teacher
         self.parameters = adapter_parameters(model)
         self._strategy = partial(drive, teacher=teacher)
-        self._kept = bundle.kept(self.parameters)
+        self._state = State(bundle.step, bundle.snapshot(model), None, {0: bundle.random_state})
         self.device = next(model.parameters()).device
         self.restore()
 
     def restore(self) -> None:
-        """Adapters and random state; gradients there are none."""
+        """Restore adapters and random state, and remove gradients."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(self._kept[name][0])
+                parameter.copy_(self._state.snapshot[name][0])
                 parameter.grad = None
         set_random_state(self.bundle.random_state)
 
@@ -97,11 +95,11 @@ class Rebuilt:
         step = TrainStep(
             self.model, self._strategy, bundle.train_config, [bundle.rate], splitter=splitter
         )
-        step.update.restore(self._fresh(step.update.snapshot()))
+        self._state.restore(step.window)
         return step
 
     def findings(self) -> dict[str, str | None]:
-        """What is not finite before anything is computed: of adapters, moments and base."""
+        """Return what is not finite in adapters, moments and base before anything is computed."""
         found = {
             "adapters": tensor_fault(self.parameters),
             "moments": moments_fault(self.parameters, self._step().update.optimizer),
@@ -109,42 +107,25 @@ class Rebuilt:
         }
         return {name: None if finding is None else str(finding) for name, finding in found.items()}
 
-    def _fresh(self, made: Snapshot) -> Snapshot:
-        """The bundle's state in tensors of its own, each on its parameter's device; moments it does
-        not hold as they are `made`.
-        """
-
-        def own(tensor: Tensor, parameter: Tensor) -> Tensor:
-            return tensor.to(parameter.device, copy=True)
-
-        return {
-            name: (
-                own(value, self.parameters[name]),
-                {k: own(v, self.parameters[name]) for k, v in state.items()} or made[name][1],
-            )
-            for name, (value, state) in self._kept.items()
-        }
-
 
 @contextmanager
-def rebuilt(
+def restored(
     bundle: Bundle, *, model_name: str | None = None, device: str | torch.device | None = None
-) -> Iterator[Rebuilt]:
-    """Load the bundle's base, check that it is the one, and put the bundle's state on it.
+) -> Iterator[RestoredState]:
+    """Load the bundle's base, check that it is the same, and restore the bundle's state on it.
 
-    Within the context torch's products and random state are the bundle's; afterwards they are as
-    before.
+    Precision of torch's products and random state are the bundle's within the context only.
 
     Args:
         bundle: from `read_bundle`.
-        model_name: of the base, where it is not to be found under the recorded name.
-        device: default the recorded kind, where there is one, since statistics of 4-bit weights are
-            rounded otherwise on another.
+        model_name: of the base; default the recorded name.
+        device: default the recorded kind, since statistics of 4-bit weights are rounded otherwise
+            on another.
 
     Raises:
         BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit
             it.
-        ConfigError: there is no such kind of device.
+        ConfigError: no such kind of device exists.
     """
     precision = torch.get_float32_matmul_precision()
     with kept_random_state():
@@ -152,7 +133,7 @@ def rebuilt(
             torch.set_float32_matmul_precision(bundle.base.matmul_precision)
             name = model_name if model_name is not None else bundle.base.name
             model = _load(bundle, name, device)
-            yield Rebuilt(bundle, model, _load_teacher(bundle, name, model.device))
+            yield RestoredState(bundle, model, _load_teacher(bundle, name, model.device))
         finally:
             torch.set_float32_matmul_precision(precision)
 
@@ -203,8 +184,8 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
 
 
 def _attention(bundle: Bundle, *settings: str) -> str:
-    """The attention recorded under the first of the settings that is there; the default where none
-    is recorded, or one of a model that `load_base` did not load."""
+    """Return the attention recorded under the first of these settings; the default if none is
+    recorded, or one that `load_base` does not know."""
     recorded = next(
         (bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]),
         None,

@@ -1,10 +1,14 @@
-"""The bundle written when training stops for numerical reasons: the state it stopped in and what it
-stopped on.
+"""Write a post-mortem when training stops for numerical reasons.
 
-safetensors and JSON only, written as a whole or not at all. Adapters, optimizer state and
-micro-batches are what a replay cannot do without: they are written first. What is looked at for the
-reader's sake (findings, the record and the trace of one micro-batch) means running that micro-batch
-again, which may fail in any way or be killed; it is added to a bundle that stands.
+    postmortem/step-00000123/
+      adapter/ state.safetensors state.json manifest.json   a checkpoint: the state that the window
+                                                            found, whatever its numbers
+      window.safetensors                                    the micro-batches of the window
+      postmortem.json                                       refusals, settings, verdict, findings
+
+The state and the micro-batches, without which nothing can be replayed, are written first, as a
+whole or not at all. To find out more, one micro-batch is computed again, which may fail in any way
+or be killed; its findings are added to `postmortem.json` afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters
-from npt.base.identity import base_hash
+from npt.base.identity import BaseIdentity, base_hash
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.config import TrainConfig
 from npt.data.batch import Batch
@@ -34,34 +38,31 @@ from npt.distill.strategies import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
 from npt.random_state import kept_random_state, random_state
+from npt.runs.checkpoint import write_state
+from npt.runs.manifest import POSTMORTEM, write_manifest
 from npt.step.gradient_window import GradientWindow
 from npt.step.schedule import kind_of_run, rate_at
-from npt.step.window_result import MicroBatchRecord, Refusal, Snapshot, WindowResult
+from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 
-FORMAT = 1
-STATE_NAME, WINDOW_NAME, RECORD_NAME = "state.safetensors", "window.safetensors", "postmortem.json"
+VERSION = 2
+WINDOW = "window.safetensors"
 
 ACCEPTED = 4
-"""Micro-batches at most that are kept of the last window in which nothing was refused, for
-comparison.
-"""
+"""Micro-batches at most that are stored of the last window without a refusal, for comparison."""
 
 EXPLOSION = 1e18
-"""A size whose square leaves fp32: what a trace looks for where no number was non-finite but a sum
-of squares.
-"""
+"""A size whose square leaves fp32: traced if no number was non-finite but a sum of squares."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a run stands when it gives up.
+    """A run that gives up.
 
-    model, transaction: as they are, with no window in flight. fill: gradients and sums of one
-    micro-batch. window: the micro-batches that ended the run, as collated. result: what became of
-    them. accepted: those of the last window of which nothing was refused. step: applied steps that
-    the state before the window has behind it. total_steps: of the run, None where unknown. record:
-    the content of `run.json`. samples_at_once: that `fill` computes of a micro-batch, None for all
-    of it.
+    model, transaction: with no window in flight. fill: gradients and sums of one micro-batch.
+    window: the micro-batches that ended the run, as collated. result: theirs. accepted: the
+    micro-batches of the last window without a refusal. step: applied steps before the window.
+    total_steps: of the run, None if unknown. record: the content of `run.json`. samples_at_once:
+    that `fill` computes of a micro-batch, None for all of it.
     """
 
     model: PreTrainedModel
@@ -80,49 +81,56 @@ class Situation:
 
 
 def write_postmortem(run: Path, situation: Situation) -> Path:
-    """Write `postmortem/step-XXXXXXXX` below the run folder. Model, optimizer and random state are
-    as before afterwards.
+    """Write `postmortem/step-XXXXXXXX` below the run folder; model, optimizer and random state stay
+    as they are.
 
     Args:
         run: the run folder.
-        situation: what is written down.
+        situation: at the stop.
 
     Returns:
-        The bundle's folder: `state.safetensors` (adapters and optimizer state as the window found
-        them, random state),
-        `window.safetensors` (its micro-batches), `postmortem.json`.
+        The bundle's folder.
 
     Raises:
         OSError: it could not be written.
     """
     folder = run / "postmortem" / f"step-{situation.step:08d}"
-    known = _known(situation)
+    known, record = _known(situation), situation.record
+    state = {
+        "step": situation.step,
+        "base_hash": record["base_hash"],
+        "versions": record["versions"],
+        "counters": dict(situation.counters),
+    }
+    snapshot = situation.result.snapshot or situation.transaction.update.snapshot()
+    base = BaseIdentity(**record["base_parts"], strict=record["base_hash"])
     try:
         with new_folder(folder) as temporary:
-            save_file(_state(situation), temporary / STATE_NAME)
-            save_file(_tokens(situation), temporary / WINDOW_NAME)
-            write_json(temporary / RECORD_NAME, known)
+            write_state(temporary, situation.model, snapshot, state, base, {0: random_state()})
+            save_file(_tokens(situation), temporary / WINDOW)
+            write_manifest(temporary)
+            write_json(temporary / POSTMORTEM, known)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     try:
         observed = _observed(situation)
-    except Exception as error:  # an observer takes nothing along with it
+    except Exception as error:  # a failing observer loses nothing
         observed = {"failures": {"observation": f"{type(error).__name__}: {error}"}}
-    with contextlib.suppress(OSError):  # the bundle stands without it
-        write_json(folder / RECORD_NAME, known | observed)
+    with contextlib.suppress(OSError):  # the bundle can be replayed without it
+        write_json(folder / POSTMORTEM, known | observed)
     return folder
 
 
 def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> int | None:
-    """The micro-batch of a window to look into: the first that was refused for what it computed,
-    else, where the window was refused as a whole, the one with the largest gradient.
+    """Return the micro-batch of a window to trace: the first that was refused for its numbers, else,
+    if the whole window was refused, the one with the largest gradient.
 
     Args:
         refusals: of the window.
         traces: of its micro-batches that were computed.
 
     Returns:
-        Its index; None where everything was refused before it was computed.
+        Its index; None if nothing was computed.
     """
     refusals = list(refusals)
     own = [r.micro_batch for r in refusals if r.micro_batch is not None and r.kind != "data"]
@@ -137,14 +145,14 @@ def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> 
 def first_fault(
     model: PreTrainedModel, batch: Batch, run: Callable[[], Any], *, exploded: bool
 ) -> Verdict | None:
-    """The operation that made a micro-batch's first bad number.
+    """Return the operation that made a micro-batch's first bad number.
 
     Args:
         model: with adapters attached.
         batch: the micro-batch.
         run: computes it.
-        exploded: it, or its window, was refused. Where every number is finite the first one too
-            large to be squared is looked for then, since a norm overflows before its elements do.
+        exploded: it, or its window, was refused. If every number is finite, the first one too large
+            to be squared is traced then, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
     return (
@@ -154,9 +162,7 @@ def first_fault(
 
 @contextmanager
 def untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context the adapters have no gradients; afterwards theirs are as before, and so is
-    torch's random state.
-    """
+    """Give the adapters no gradients within the context, and restore gradients and random state."""
     parameters = adapter_parameters(model).values()
     gradients = [p.grad for p in parameters]
     try:
@@ -170,12 +176,11 @@ def untouched(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _known(situation: Situation) -> dict[str, Any]:
-    """What needs nothing to be computed, and an empty place for what does."""
+    """Return everything that needs no computation, and null for the rest."""
     c, result, step = situation.config, situation.result, situation.step
     kind = kind_of_run(c.scheduler_type, situation.total_steps)
     return {
-        "format": FORMAT,
-        "step": step,
+        "version": VERSION,
         "reason": situation.reason,
         "refusals": [asdict(r) for r in result.refusals],
         "sample_ids": [list(b.sample_ids) for b in situation.window],
@@ -183,7 +188,6 @@ def _known(situation: Situation) -> dict[str, Any]:
         "offsets": [b.offset for b in situation.window],
         "accepted_offsets": [b.offset for b in situation.accepted[:ACCEPTED]],
         "history": [asdict(t) for t in situation.transaction.history],
-        "counters": dict(situation.counters),
         "schedule": {
             "learning_rate": c.learning_rate,
             "scheduler_type": kind,
@@ -196,13 +200,10 @@ def _known(situation: Situation) -> dict[str, Any]:
         "spike_limits": None if situation.transaction.spikes is None else list(result.limits),
         "settings": {**situation.record["settings"], **asdict(c)},  # of this stage
         "base": {
-            "name": getattr(situation.model.config, "_name_or_path", ""),
-            "hash": situation.record["base_hash"],
             "quantization": quantization_of(situation.model),
             "dtype": str(declared_dtype(situation.model)).removeprefix("torch."),
             "matmul_precision": torch.get_float32_matmul_precision(),
         },
-        "versions": situation.record["versions"],
         "device": situation.record["device"],
         "base_hash_at_stop": None,
         "precision": None,
@@ -221,40 +222,19 @@ def _traces(situation: Situation) -> list[MicroBatchRecord]:
     return [t for t in situation.transaction.history if t.window == situation.result.index]
 
 
-def _state(situation: Situation) -> dict[str, Tensor]:
-    """Everything that a step depends on, on the host; non-finite numbers are stored like any other."""
-    kept: Snapshot = situation.result.snapshot or situation.transaction.update.snapshot()
-    state = {f"rng.{name}": value for name, value in random_state().items()}
-    for name, (value, moments) in kept.items():
-        state[f"adapter.{name}"] = _stored(value)
-        state |= {
-            f"optimizer.{name}.{key}": _stored(moment)
-            for key, moment in moments.items()
-            if isinstance(moment, Tensor)
-        }
-    return state
-
-
 def _tokens(situation: Situation) -> dict[str, Tensor]:
-    named = [(str(index), batch) for index, batch in enumerate(situation.window)]
-    named += [
-        (f"accepted.{index}", batch) for index, batch in enumerate(situation.accepted[:ACCEPTED])
-    ]
+    named = {str(index): batch for index, batch in enumerate(situation.window)}
+    accepted = situation.accepted[:ACCEPTED]
+    named |= {f"accepted.{index}": batch for index, batch in enumerate(accepted)}
     return {
-        f"{place}.{name}": _stored(tensor)
-        for place, batch in named
+        f"{place}.{name}": tensor.detach().to("cpu", copy=True).contiguous()
+        for place, batch in named.items()
         for name, tensor in batch.row_tensors.items()
     }
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 def _observed(situation: Situation) -> dict[str, Any]:
-    """What there is to see in the state that the window found; of what cannot be had the failure is
-    said.
-    """
+    """Return findings about the state that the window found, and by name why one could not be had."""
     model, index = situation.model, suspect(situation.result.refusals, _traces(situation))
     failures: dict[str, str] = {}
 
@@ -291,7 +271,7 @@ def _observed(situation: Situation) -> dict[str, Any]:
 
 @contextmanager
 def _as_before(situation: Situation) -> Iterator[None]:
-    """Within the context the adapters are those that the window started from."""
+    """Give the model the adapters that the window started from, within the context."""
     before = situation.result.snapshot
     if before is None:
         yield
@@ -314,7 +294,7 @@ def _text(finding: object) -> str | None:
 
 
 def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
-    """What the audit found, or what it refused."""
+    """Return the findings of the audit, or its refusal."""
     try:
         return audit_precision(model, policy_dtype(model)).as_dict()
     except PrecisionError as error:
@@ -322,7 +302,7 @@ def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
 
 
 def _recorded(situation: Situation, micro_batch: int) -> dict[str, Any]:
-    """The health of every tensor of one micro-batch."""
+    """Return the record of every tensor of one micro-batch."""
     from npt.diagnostics.recorder.recorder import (
         Recorder,  # here, so that all else can be had without it
     )

@@ -1,4 +1,4 @@
-"""The run folder of a rank that does not write: rank 0 does."""
+"""The run folder of a process that does not write: rank 0 does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from npt.base.identity import BaseIdentity
 from npt.runs.run_folder import RunFolder
 
 
-class UnwrittenFolder(RunFolder):
-    """A run folder to which nothing is written from here.
+class NullRunFolder(RunFolder):
+    """A run folder that nothing is written to.
 
     Args:
-        path: where rank 0 writes.
+        path: the folder of rank 0.
     """
 
     def __init__(self, path: str | Path):

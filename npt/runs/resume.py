@@ -1,6 +1,4 @@
-"""Taking a run up again: which checkpoint, in which folder, and whether its settings go with those
-asked for.
-"""
+"""Resume a run: find the checkpoint and the folder, and compare the settings."""
 
 from __future__ import annotations
 
@@ -12,7 +10,8 @@ from typing import Any
 from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
 from npt.errors import CheckpointError, ConfigError
-from npt.runs.checkpoint import MANIFEST, Checkpoint, newest_good, read_checkpoint
+from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
+from npt.runs.manifest import MANIFEST
 from npt.runs.run_folder import check_free, is_run, tidy
 from npt.stored import shown
 
@@ -27,8 +26,8 @@ _MATTERS = {
     "teacher_precision": "teacher_precision",
     "teacher": "teacher (its hash)",
 }
-"""Settings that a run cannot go on with in another form: the adapters', the base's, and what the
-order of its samples is made of.
+"""Settings that must stay as they were: the adapters', the base's, and those that decide the order
+of samples.
 """
 
 _OF_ONE_START = ("resume", "output_dir")
@@ -36,12 +35,11 @@ _OF_ONE_START = ("resume", "output_dir")
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from; finding it has changed nothing.
+    """The checkpoint that a run resumes from; finding it has changed nothing.
 
-    folder: the run's. checkpoint: None where a run is to start anew in it. goes_on: the folder is
-    the one that the checkpoint lies in, or that a run without checkpoints left, and is written on;
-    otherwise it is a new one. broken: newer checkpoints that do not verify, and why. seen: the
-    names of all checkpoints there.
+    folder: the run's. checkpoint: None if a run is to start anew in it. goes_on: the folder is the
+    checkpoint's own, or that of a run without checkpoints; otherwise it is a new one. broken: newer
+    checkpoints that do not verify, and why. seen: the names of all checkpoints there.
     """
 
     folder: Path
@@ -56,12 +54,12 @@ class Resumed:
 
 
 def find_resumed(resume: str, output_dir: str | None) -> Resumed:
-    """The checkpoint that `--resume` means.
+    """Return the checkpoint that `--resume` means.
 
     Args:
         resume: `auto` for the newest good one below `output_dir`; else a run folder, or one
             checkpoint of it.
-        output_dir: of the run. A path without it goes on in the folder that it lies in.
+        output_dir: of the run; default the folder of the checkpoint's run.
 
     Raises:
         ConfigError: `auto` without a folder, or with one that holds something other than a run; a
@@ -108,7 +106,7 @@ def _find(resume: str, output_dir: str | None) -> Resumed:
 
 
 def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
-    """The newest good checkpoint of a run folder, to go on from in the folder `to`."""
+    """Return the newest good checkpoint of a run folder, to resume in the folder `to`."""
     goes_on = _same(run, to)
     if not run.is_dir() or not any(run.iterdir()):
         check_free(run)
@@ -144,17 +142,17 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def changed_settings(
-    before: Mapping[str, Any], now: Mapping[str, Any]
+    recorded: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ between a checkpoint's run and this one, with both values; those that
-    only one of them has are not compared.
+    """Return the settings that differ between a checkpoint's run and this one, with both values;
+    those that only one of them has are not compared.
 
     Raises:
-        CheckpointError: one that matters differs.
+        CheckpointError: one that must stay differs.
     """
     changed: dict[str, tuple[Any, Any]] = {}
-    for name in sorted(set(before) & set(now) - set(_OF_ONE_START)):
-        old, new = _plain(before[name]), _plain(now[name])
+    for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
+        old, new = _plain(recorded[name]), _plain(now[name])
         if old == new:
             continue
         if name in _MATTERS:
@@ -167,7 +165,7 @@ def changed_settings(
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON gives them back."""
+    """Return settings as JSON gives them back."""
     return {name: _plain(value) for name, value in settings.items()}
 
 
@@ -176,10 +174,6 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return (
-        ",".join(map(str, value))
-        if isinstance(value, list)
-        else value
-        if isinstance(value, str) and value.isprintable()
-        else shown(value)
-    )
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) and value.isprintable() else shown(value)

@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves behind, each file complete at any moment."""
+"""The run folder, each file of which is complete at any moment."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ from npt.adapters.files.adapter_files import save_adapter
 from npt.adapters.files.run_layout import ADAPTER, BEST, CHECKPOINTS, checkpoints, step_name
 from npt.base.identity import BaseIdentity
 from npt.errors import CheckpointError, ConfigError
-from npt.files import clean, new_folder, remove_folder, to_json, write_json, write_text
-from npt.runs.checkpoint import verify_checkpoint
+from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, write_json, write_text
+from npt.runs.manifest import verify_checkpoint
 from npt.version import __version__
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION = "report.html", "modulation.json"
 TRACKED = frozenset({"wandb", "npt", ".aim", "dvclive", "swanlog"})
-"""Where trackers write, which start before anything else of a run is there."""
+"""Folders of trackers, which start before anything else of a run exists."""
 
 _STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED
-"""What may stand in the folder of a run that was killed before it had a `run.json`."""
+"""Names in the folder of a run that was killed before it had a `run.json`."""
 
 BROKEN, SUPERSEDED = "broken", "superseded"
-"""What is put behind the name of a checkpoint that is kept for its owner and never picked again: it
-did not verify, or the run went on from one before it."""
+"""Suffix of a checkpoint that is kept for its owner and never picked again: it did not verify, or
+the run resumed from an earlier one."""
 
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOSYS)
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those whose numerics a run depends on."""
+    """Return the versions of Python, of this package and of those that decide a run's numerics."""
     return {
         "python": platform.python_version(),
         "npt": __version__,
@@ -53,9 +52,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _version(package: str) -> str:
-    """Looked up once: every checkpoint names it, and to read what a package says of itself takes as
-    long as to write a small one.
-    """
+    # every checkpoint names them, and to read a package's metadata takes as long as to write one
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -66,14 +63,13 @@ class RunFolder:
     """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `adapter/`,
     `fidelity.json`, `modulation.json` below one folder.
 
-    One process writes it at a time. A line that the disk has no room for is lost and counted; the
-    run goes on. A folder that is removed or renamed under way is made anew with what comes from
-    then on.
+    One process writes it at a time. A line that the disk has no room for is lost and counted. A
+    folder that is removed or renamed meanwhile is made anew.
 
     Args:
-        path: made if missing; has to be empty otherwise.
-        resume_at: the folder is that of a run which goes on from this step: what its metrics say of
-            later ones is taken out.
+        path: made if missing; must be empty otherwise.
+        resume_at: the folder is of a run that resumes at this step; metrics of later steps are
+            removed.
 
     Raises:
         ConfigError: the folder holds something, cannot be written, or another process is writing
@@ -93,7 +89,7 @@ class RunFolder:
             self._lock = _locked(self.path)
             try:
                 if resume_at is not None:
-                    if (self.path / ADAPTER).is_dir():  # of an end that is none any more
+                    if (self.path / ADAPTER).is_dir():  # the student of an earlier end
                         remove_folder(self.path / ADAPTER)
                     _cut_log(self.path / METRICS, resume_at)
                     _cut_log(self.path / EVENTS, None)
@@ -108,17 +104,17 @@ class RunFolder:
             ) from error
 
     def write(self, name: str, value: Any) -> None:
-        """A JSON file below the folder, replaced atomically."""
+        """Write a JSON file below the folder, atomically."""
         if name == RUN:
             self._run = value
         write_json(self.path / name, value)
 
     def metrics(self, values: dict[str, Any]) -> None:
-        """One line of `metrics.jsonl`."""
+        """Write one line of `metrics.jsonl`."""
         self._write(METRICS, values)
 
     def event(self, event: str, /, **details: Any) -> None:
-        """One line of `events.jsonl`: what happened, and when (seconds since the epoch)."""
+        """Write one line of `events.jsonl`: the event, and its time in seconds since the epoch."""
         self._write(EVENTS, {"event": event, "time": round(time.time(), 3), **details})
 
     def _write(self, log: str, values: dict[str, Any]) -> None:
@@ -127,12 +123,11 @@ class RunFolder:
         try:
             self._make_anew_if_gone()
             self._logs[log].write(to_json(values) + "\n")
-        except OSError:  # a full disk must neither end the run nor hide why it ends
+        except OSError:  # a full disk must not end the run, nor hide why it ends
             self.lines_lost += 1
 
     def _make_anew_if_gone(self) -> None:
-        """A run whose folder was removed or renamed has everything before it; what comes from here
-        on goes where it was told to.
+        """Make the folder anew if it was removed or renamed.
 
         Raises:
             OSError: it cannot be made.
@@ -143,7 +138,7 @@ class RunFolder:
                 return
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # whose it is now is not worth ending the run for
+        with contextlib.suppress(OSError):  # another owner is no reason to end the run
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
         for log in self._logs.values():
@@ -159,12 +154,12 @@ class RunFolder:
         self.event("warning", message=message)
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        """`checkpoints/step-XXXXXXXX` as `write` fills it; older ones beyond `keep` go after this
-        one has verified.
+        """Let `write` make `checkpoints/step-XXXXXXXX`, verify it, and then remove older ones beyond
+        `keep`.
 
         Raises:
             OSError: it could not be written.
-            CheckpointError: what was written does not read back as it was; it is set aside.
+            CheckpointError: it does not read back as it was written; it is set aside.
         """
         self._make_anew_if_gone()
         folder = self.path / CHECKPOINTS / step_name(step)
@@ -184,9 +179,7 @@ class RunFolder:
     def save_best(
         self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]
     ) -> Path:
-        """`best`: the adapters, and the figures that make them the best so far. It takes no part in
-        rotation.
-        """
+        """Write `best`: the adapters, and the figures that make them the best so far."""
         self._make_anew_if_gone()
         folder = self.path / BEST
         with new_folder(folder) as temporary:
@@ -197,9 +190,7 @@ class RunFolder:
     def save_final(
         self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]
     ) -> Path:
-        """`adapter`: the student that the run ends with, and its fidelity in the card;
-        `npt.from_pretrained` takes the run's folder.
-        """
+        """Write `adapter`: the last student, with its fidelity in the card."""
         self._make_anew_if_gone()
         return save_adapter(model, self.path / ADAPTER, base=base, fidelity=fidelity)
 
@@ -208,21 +199,21 @@ class RunFolder:
         return (self.path / BEST).is_dir()
 
     def checkpoints(self) -> list[Path]:
-        """Checkpoint folders, oldest first; none where they cannot be looked for."""
+        """Return the checkpoint folders, oldest first; none if they cannot be listed."""
         try:
             return checkpoints(self.path / CHECKPOINTS)
         except OSError:
             return []
 
     def set_aside(self, checkpoint: Path, why: str) -> Path:
-        """Rename a checkpoint so that nobody picks it again; where that fails it stays as it is.
+        """Rename a checkpoint so that nobody picks it again, if that can be done.
 
         Args:
             checkpoint: its folder.
             why: BROKEN or SUPERSEDED.
 
         Returns:
-            Where it is now.
+            Its folder now.
         """
         aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
         while aside.exists():
@@ -235,15 +226,13 @@ class RunFolder:
         return aside
 
     def discard(self) -> None:
-        """Remove the folder if it was made for a run that never started; that of a run which goes
-        on stays as it is.
-        """
+        """Close, and remove a folder that was made for a run that never started."""
         self.close()
         if self._fresh:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Let go of the folder; doing so twice is doing it once."""
+        """Release the folder; a second call does nothing."""
         if not self._closed:
             self._closed = True
             for log in self._logs.values():
@@ -252,7 +241,7 @@ class RunFolder:
 
 
 class _Log:
-    """A file of lines, each of which is there as a whole or not at all."""
+    """A file of lines, each written as a whole or not at all."""
 
     def __init__(self, path: Path):
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -275,25 +264,22 @@ class _Log:
 
 
 def _locked(path: Path) -> int:
-    """An exclusive lock on the folder, which ends with the process however that ends; none where
-    the file system has no locks.
+    """Return the handle of a lock on the folder, which ends with the process.
+
+    Raises:
+        ConfigError: another process has it.
     """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return handle
-        os.close(handle)
+    handle = lock_folder(path)
+    if handle is None:
         raise ConfigError(
             f"--output_dir {path} is being written by another process; wait for it, or choose"
             " another folder"
-        ) from error
+        )
     return handle
 
 
 def _cut_log(path: Path, last_step: int | None) -> None:
-    """Take out the lines of later steps, and one that was cut off in the middle of being written."""
+    """Remove the lines of later steps, and one that was only half written."""
     if not path.is_file():
         return
     lines = []
@@ -311,19 +297,18 @@ def _step_of(values: dict[str, Any]) -> float:
 
 
 def default_folder() -> Path:
-    """A run folder named by the time, to the second."""
+    """Return a run folder named by the time, to the second."""
     return Path("outputs") / time.strftime("npt-%Y%m%d-%H%M%S")
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run, one that was killed early included."""
+    """Return whether a folder is of a run, which may have been killed early."""
     names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
     return RUN in names or CHECKPOINTS in names or (bool(names) and names <= _STARTED_WITH)
 
 
 def tidy(path: Path) -> None:
-    """Clear away what a killed process left half-written in the folder of a run, before anything is
-    looked for in it.
+    """Remove half-written files that a killed process left in a run's folder.
 
     Raises:
         ConfigError: another process is writing it.
@@ -342,8 +327,7 @@ def check_free(path: Path) -> None:
     """Refuse a folder that is in use or cannot be made, before anything expensive is done.
 
     Raises:
-        ConfigError: it is a file, a folder that holds something, or lies where nothing can be
-            written.
+        ConfigError: it is a file or holds something, or nothing can be written there.
     """
     try:
         if path.exists() and not path.is_dir():

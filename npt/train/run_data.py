@@ -17,7 +17,7 @@ from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
 from npt.data.samples import no_sample
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
-from npt.runs.data_fingerprint import check_same_data, data_identity
+from npt.runs.data_fingerprint import check_same_data, data_fingerprint
 from npt.runs.run_folder import RunFolder
 from npt.train.calibrated_start import is_solved, leaves_enough, solved_on
 from npt.train.run_checks import check_replay
@@ -195,8 +195,8 @@ class RunData:
     def _identify(self) -> dict[str, Any]:
         """Return fingerprints of the data; refuse a resumed run other data than it had."""
         mixed = self._setup.data_config.dataset_mix is not None
-        identity = {} if mixed else {REPLAY: data_identity(None)}
-        identity |= {source.label: data_identity(source.records) for source in self.sources}
+        identity = {} if mixed else {REPLAY: data_fingerprint(None)}
+        identity |= {source.label: data_fingerprint(source.records) for source in self.sources}
         checkpoint = self._setup.checkpoint
         if checkpoint is not None:
             check_same_data(checkpoint.record["data"], identity)

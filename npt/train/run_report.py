@@ -7,7 +7,7 @@ from pathlib import Path
 from npt.files import write_text
 from npt.report.page import page
 from npt.report.run import RunRecord, read_run
-from npt.runs.checkpoint import verify_checkpoint
+from npt.runs.manifest import verify_checkpoint
 from npt.runs.run_folder import REPORT
 
 

@@ -30,7 +30,7 @@ from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
-from npt.runs.null_run_folder import UnwrittenFolder
+from npt.runs.null_run_folder import NullRunFolder
 from npt.runs.run_folder import EVENTS, RunFolder, versions
 from npt.runs.trackers import Trackers, start_trackers
 from npt.step.schedule import rate_table
@@ -266,7 +266,7 @@ class Trainer:
     def _run(self, trackers: Trackers) -> TrainResult:
         """Open the folder, train, and leave it in order."""
         setup = self.setup
-        folder: RunFolder = UnwrittenFolder(setup.folder_path)
+        folder: RunFolder = NullRunFolder(setup.folder_path)
         if setup.ranks.main:
             folder = RunFolder(setup.folder_path, resume_at=setup.resume_step)
         writer = RunWriter(setup, self.data, self.base, self.initial, folder, trackers)

@@ -12,7 +12,8 @@ from test_token_modulation import IDS, student
 
 import npt
 from npt.adapters.attach import is_attached
-from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, for_hub
+from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME
+from npt.adapters.files.card import for_hub
 from npt.adapters.files.consolidated_files import HISTORY_NAME, ROWS_NAME
 from npt.adapters.files.hub import is_hub_id
 from npt.cli.main import main

@@ -16,7 +16,8 @@ import torch
 import npt
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.files import hub
-from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES, for_hub
+from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES
+from npt.adapters.files.card import for_hub
 from npt.adapters.files.hub import adapter_folder
 from npt.base.load import EMBEDDED_FOLDER
 from npt.base.recipe import ENTRY, Recipe
@@ -114,10 +115,8 @@ def test_the_base_may_lie_elsewhere_and_another_one_is_refused(tmp_path):
 def test_an_adapter_is_looked_for_once(tmp_path, monkeypatch, call):
     saved(tmp_path / "run" / "adapter", RECIPES["fp32"])
     looked: list[Path] = []
-    inside = hub._inside
-    monkeypatch.setattr(
-        hub, "_inside", lambda path, mark: looked.append(path) or inside(path, mark)
-    )
+    places = hub.adapter_places
+    monkeypatch.setattr(hub, "adapter_places", lambda path: looked.append(path) or places(path))
     call(tmp_path / "run", device="cpu")
     assert looked == [tmp_path / "run"]
 

@@ -28,11 +28,12 @@ from windows import Sums, add_filled, window_over
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.attach import adapter_parameters
+from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distributed.processes import Ranks
-from npt.runs.null_run_folder import UnwrittenFolder
+from npt.runs.null_run_folder import NullRunFolder
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
@@ -152,7 +153,7 @@ def looped(
     config = TrainConfig(
         **{"log_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "eval_samples": 1, **settings}
     )
-    folder = RunFolder(out) if ranks.main else UnwrittenFolder(out)
+    folder = RunFolder(out) if ranks.main else NullRunFolder(out)
     stop = StopOnSignal()
     saved: list[int] = []
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
@@ -164,7 +165,7 @@ def looped(
         Trackers(config, folder.path),
         ProgressDisplay(len(windows), Console(file=io.StringIO())),
         stop,
-        {"settings": {}, "base_hash": "", "versions": {}, "device": "cpu"},
+        {"settings": {}, **BaseIdentity(*[""] * 6).as_record(), "versions": {}, "device": "cpu"},
         ranks,
     )
     actions = RunActions(

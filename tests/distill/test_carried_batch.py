@@ -19,12 +19,14 @@ from test_postmortem import situation
 
 import npt
 from npt.config import DataConfig, NPTConfig
-from npt.data.batch import Batch, Sample, batches, collate, documents_of
+from npt.data.batch import Batch, Sample, collate
 from npt.data.packing import pack
 from npt.errors import BundleError
 from npt.postmortem.bundle import read_bundle
-from npt.postmortem.replay import replay, replay_batch
+from npt.postmortem.replay import replay
+from npt.postmortem.replay_batch import replay_batch
 from npt.postmortem.write import write_postmortem
+from npt.runs.manifest import write_manifest
 from npt.step.splitting import MicroBatchSplitter
 
 
@@ -83,7 +85,6 @@ def test_a_postmortem_keeps_every_field(full, load_model, tmp_path) -> None:
     )
     for read, batch in zip([*found.window, *found.accepted], [plain, full, accepted], strict=True):
         assert_same(read, batch)
-    assert found.note is None
 
 
 # --- packed runs
@@ -101,22 +102,6 @@ def packed_bundle(poisoned_folder: Path, tmp_path_factory: pytest.TempPathFactor
         gradient_accumulation_steps=2,
     )
     return stop(made)
-
-
-@pytest.fixture
-def older(packed_bundle: Path, tmp_path: Path) -> Path:
-    """The same as it was written before documents were."""
-    folder = shutil.copytree(packed_bundle, tmp_path / "step-00000001")
-    tensors = load_file(folder / "window.safetensors")
-    save_file(
-        {name: t for name, t in tensors.items() if not name.endswith(".documents")},
-        folder / "window.safetensors",
-    )
-    said = json.loads((folder / "postmortem.json").read_text())
-    for name in ("offsets", "accepted_offsets"):
-        del said[name]
-    (folder / "postmortem.json").write_text(json.dumps(said))
-    return folder
 
 
 def computed(folder: Path) -> list[tuple[Any, Any]]:
@@ -137,41 +122,10 @@ def test_a_packed_micro_batch_is_replayed_bit_for_bit(packed_bundle) -> None:
     assert all(replayed == then for replayed, then in computed(packed_bundle))
 
 
-def test_a_packed_bundle_without_documents_has_them_told_from_its_positions_and_says_so(
-    older,
-) -> None:
-    assert all(replayed == then for replayed, then in computed(older))
-    said = [line for line in str(replay(older)).splitlines() if "rows are packed" in line]
-    assert said == [
-        "its rows are packed, and the npt that wrote it left out where their documents end; that is"
-        " told from the positions"
-    ]
-    assert said[0] in str(replay_batch(older, 0))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_documents_are_told_from_positions(side) -> None:
-    rows = [
-        *packed_rows(),
-        *pack([Sample("a", (5,)), Sample("b", (6,)), Sample("c", (7, 8))], 14),
-        Sample("one", (3, 4, 5)),
-    ]
-    packed = collate(rows, 2, side=side, length=17)
-    found = documents_of(packed.position_ids, packed.attention_mask)
-    assert (
-        found is not None and packed.documents is not None and torch.equal(found, packed.documents)
-    )
-    (plain,) = batches([Sample("a", (3, 4)), Sample("b", (5, 6, 7))], 2, 2, side=side)
-    assert documents_of(plain.position_ids, plain.attention_mask) is None
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            lambda t, said: t["0.documents"].add_(30),
-            "0.documents holds numbers of documents outside",
-        ),
+        (lambda t, said: t["0.documents"].add_(30), "0.documents holds numbers outside"),
         (
             lambda t, said: t.update({"0.documents": t["0.documents"][:, :3].clone()}),
             "0.documents is I64",
@@ -192,5 +146,6 @@ def test_documents_and_offsets_that_cannot_be_are_refused(
     change(tensors, said)
     save_file(tensors, folder / "window.safetensors")
     (folder / "postmortem.json").write_text(json.dumps(said))
+    write_manifest(folder)
     with pytest.raises(BundleError, match=says):
         read_bundle(folder)

@@ -30,15 +30,15 @@ from npt.distill.strategies import drive
 from npt.errors import AdapterFileError, CheckpointError, NPTError
 from npt.random_state import random_state
 from npt.runs import checkpoint as checkpoint_module
+from npt.runs import manifest as manifest_module
 from npt.runs.checkpoint import (
     OPTIMIZER_TENSORS,
     checkpoints,
     newest_good,
     read_checkpoint,
-    verify_checkpoint,
     write_checkpoint,
-    write_manifest,
 )
+from npt.runs.manifest import verify_checkpoint, write_manifest
 from npt.step.gradient_window import GradientWindow
 from npt.step.train_step import TrainStep
 
@@ -174,7 +174,7 @@ def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
             transaction.update.optimizer.state[parameter]["step"].fill_(7)
             with torch.no_grad():
                 parameter.zero_()
-    assert all(float(moments["step"]) == 3.0 for _, moments in state.kept.values())
+    assert all(float(moments["step"]) == 3.0 for _, moments in state.snapshot.values())
 
 
 def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp_path) -> None:
@@ -352,13 +352,13 @@ MANIFESTS: dict[str, Any] = {
 def test_a_manifest_whose_own_sum_is_right_may_say_anything(folder, case, monkeypatch) -> None:
     files = MANIFESTS[case].get("files")
     if isinstance(files, dict):
-        (folder / MANIFEST).write_text(checkpoint_module._manifest_text(files))
+        (folder / MANIFEST).write_text(manifest_module._text(files))
     else:
         (folder / MANIFEST).write_text(json.dumps(MANIFESTS[case]))
     opened: list[Path] = []
-    original = checkpoint_module._sums
+    original = manifest_module._sums
     monkeypatch.setattr(
-        checkpoint_module, "_sums", lambda path: (opened.append(path), original(path))[1]
+        manifest_module, "_sums", lambda path: (opened.append(path), original(path))[1]
     )
     refused(folder)
     assert all(folder in path.resolve().parents for path in opened)
@@ -378,7 +378,7 @@ def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(
     def failing(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr(checkpoint_module, "_sums", failing)
+    monkeypatch.setattr(manifest_module, "_sums", failing)
     assert "Input/output error" in refused(folder)
 
 
@@ -531,13 +531,13 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     ),
     "a moment of another shape": (
         lambda t: t.update({SOME: t[SOME].T.contiguous()}),
-        f"{SOME} is F32 [2, 128], the run needs F32 [128, 2]",
+        f"{SOME} is F32 [2, 128], the model needs F32 [128, 2]",
     ),
     "a moment of another dtype": (lambda t: t.update({SOME: t[SOME].double()}), f"{SOME} is F64"),
     "a moment of nothing": (lambda t: t.update({SOME: t[SOME][:0]}), f"{SOME} is F32 [0, 2]"),
     "a step count of two": (
         lambda t: t.update({SOME.replace("exp_avg", "step"): torch.zeros(2)}),
-        "B.up.step is F32 [2], the run needs F32 []",
+        "B.up.step is F32 [2], the model needs F32 []",
     ),
     "a NaN among the moments": (full(float("nan")), f"{SOME} holds a non-finite value"),
     "an infinity among the moments": (full(float("inf")), f"{SOME} holds a non-finite value"),
@@ -570,7 +570,7 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     ),
     "a NaN that the spike guard remembers": (
         lambda t: t["spikes.losses"].fill_(float("nan")),
-        "remembered is not finite",
+        "spikes.losses holds a non-finite value",
     ),
 }
 

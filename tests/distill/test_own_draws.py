@@ -32,8 +32,9 @@ from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.attribution import refer
 from npt.evaluation.modulation import measure_modulation
-from npt.postmortem import restore as rebuilt
-from npt.postmortem.replay import replay, replay_batch
+from npt.postmortem import restore
+from npt.postmortem.replay import replay
+from npt.postmortem.replay_batch import replay_batch
 from npt.random_state import named_draws, random_state
 from npt.step.train_step import TrainStep
 from npt.train.smoke import smoke_test
@@ -261,7 +262,7 @@ def test_several_ranks_draw_for_a_micro_batch_what_one_rank_draws(poisoned_folde
 
 
 def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch) -> None:
-    honest = rebuilt.load_base
+    honest = restore.load_base
 
     def drawing(*arguments: Any, **more: Any) -> Any:
         model, tokenizer = honest(*arguments, **more)
@@ -271,9 +272,9 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
     made = make_trainer(
         poisoned_folder, [*good(15), BAD], tmp_path / "run", gradient_accumulation_steps=2
     )
-    let_draw(made.model)
+    let_draw(made.setup.model)
     folder = stop(made)
-    monkeypatch.setattr(rebuilt, "load_base", drawing)
+    monkeypatch.setattr(restore, "load_base", drawing)
     found = replay(folder)
     assert found.reproduced and found.same_fault
     recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}

@@ -71,7 +71,7 @@ def situation(
             for part in (NPTConfig(rank=2, layers="3"), DataConfig(), CONFIG)
             for name, value in vars(part).items()
         },
-        "base_hash": npt.base_hash(model),
+        **npt.base_identity(model).as_record(),
         "versions": {"torch": torch.__version__},
         "device": "cpu",
     }
@@ -95,10 +95,9 @@ def situation(
     )
 
 
-def said(folder: Path) -> dict[str, Any]:
+def said(folder: Path, name: str = "postmortem.json") -> dict[str, Any]:
     return json.loads(
-        (folder / "postmortem.json").read_text(),
-        parse_constant=lambda word: pytest.fail(f"{word} in JSON"),
+        (folder / name).read_text(), parse_constant=lambda word: pytest.fail(f"{word} in JSON")
     )
 
 
@@ -111,16 +110,17 @@ def test_the_bundle_holds_adapters_moments_and_random_state(student, tmp_path) -
     folder = write_postmortem(tmp_path, stopped)
     assert folder == tmp_path / "postmortem" / "step-00000012"
     state = load_file(folder / "state.safetensors")
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     parameters = adapter_parameters(student)
     for name, parameter in parameters.items():
-        assert torch.equal(state[f"adapter.{name}"], parameter.detach())
+        assert torch.equal(adapter[f"base_model.model.{name}"], parameter.detach())
         kept = stopped.transaction.update.optimizer.state[parameter]
         assert set(kept) == {"step", "exp_avg", "exp_avg_sq"} and bool(kept["exp_avg"].any())
         for key, value in kept.items():
             assert torch.equal(state[f"optimizer.{name}.{key}"], value)
-    assert torch.equal(state["rng.cpu"], torch.get_rng_state())
-    devices = {f"rng.cuda.{index}" for index in range(torch.cuda.device_count())}
-    assert len(state) == 4 * len(parameters) + 1 + len(devices)
+    assert torch.equal(state["rng.0.cpu"], torch.get_rng_state())
+    devices = {f"rng.0.cuda.{index}" for index in range(torch.cuda.device_count())}
+    assert len(state) == 3 * len(parameters) + 1 + len(devices)
 
 
 def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_path) -> None:
@@ -136,7 +136,7 @@ def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_p
             assert torch.equal(tokens.pop(f"{place}.{name}"), tensor)
     assert not tokens
     record = said(folder)
-    assert record["step"] == 12 and record["reason"] == "3 refusals in a row"
+    assert said(folder, "state.json")["step"] == 12 and record["reason"] == "3 refusals in a row"
     assert record["sample_ids"] == [["a", "b"], ["c"]]
     assert record["accepted_sample_ids"] == [["old-0"], ["old-1"], ["old-2"], ["old-3"]]
     assert [(r["kind"], r["micro_batch"], r["sample_ids"]) for r in record["refusals"]] == [
@@ -149,7 +149,8 @@ def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_p
 def test_the_bundle_holds_schedule_counters_settings_base_precision_and_versions(
     student, tmp_path
 ) -> None:
-    record = said(write_postmortem(tmp_path, situation(student)))
+    folder = write_postmortem(tmp_path, situation(student))
+    record, state = said(folder), said(folder, "state.json")
     schedule = record["schedule"]
     # eight of the sixteen steps behind warm-up are done
     assert schedule.pop("next_rate") == pytest.approx(0.1 * (1 - 8 / 16))
@@ -159,22 +160,21 @@ def test_the_bundle_holds_schedule_counters_settings_base_precision_and_versions
         "warmup_steps": 4,
         "total_steps": 20,
     }
-    assert record["counters"] == {"steps": 12, "tokens": 345, "refused": {"loss": 1}}
+    assert state["counters"] == {"steps": 12, "tokens": 345, "refused": {"loss": 1}}
     assert (
         record["settings"]["rank"] == 2
         and record["settings"]["max_length"] == 256
         and record["settings"]["learning_rate"] == 0.1
     )
     assert record["base"] == {
-        "name": student.config._name_or_path,
-        "hash": npt.base_hash(student),
         "quantization": "nf4",
         "dtype": "float32",
         "matmul_precision": "highest",
     }
-    assert record["base_hash_at_stop"] == record["base"]["hash"]
+    assert record["base_hash_at_stop"] == state["base_hash"] == npt.base_hash(student)
+    assert read_bundle(folder).base.name == student.config._name_or_path
     assert record["precision"]["compute_dtype"].keys() == {"float32"}
-    assert record["versions"] == {"torch": torch.__version__} and record["device"] == "cpu"
+    assert state["versions"] == {"torch": torch.__version__} and record["device"] == "cpu"
 
 
 def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> None:
@@ -186,17 +186,18 @@ def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> No
         weight_decay=0.1,
     )
     read = read_bundle(stop(made))
-    assert read.train_config == made.config and read.adapter_config == made.adapter_config
+    setup = made.setup
+    assert read.train_config == setup.config and read.adapter_config == setup.adapter_config
     assert (
         read.said["settings"] == json.loads((made.folder_path / "run.json").read_text())["settings"]
     )
-    assert read.base.hash == made.base.strict
+    assert read.base.hash == npt.base_hash(setup.model)
     # the window was stepped on its other micro-batch
-    assert read.said["counters"]["steps"] == read.step + 1
-    assert read.said["counters"]["refused"] == {"loss": 1}
-    kept = read.kept(adapter_parameters(made.model))
-    for name, parameter in adapter_parameters(made.model).items():
-        value, state = kept[name]
+    counters = read.checkpoint.record["counters"]
+    assert counters["steps"] == read.step + 1 and counters["refused"] == {"loss": 1}
+    snapshot = read.snapshot(setup.model)
+    for name, parameter in adapter_parameters(setup.model).items():
+        value, state = snapshot[name]
         assert float(state["step"]) == read.step
         # and these are the adapters from before that step
         assert not torch.equal(value, parameter.detach())
@@ -217,7 +218,8 @@ def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_
     record = said(folder)
     assert record["reason"].startswith("3 of 50 micro-batches refused")
     assert record["sample_ids"] == [["bad"]] and record["refusals"][0]["kind"] == "loss"
-    assert record["step"] == record["counters"]["steps"] == 47
+    state = said(folder, "state.json")
+    assert state["step"] == state["counters"]["steps"] == 47
     found = replay(folder)
     assert found.reproduced and found.classification == "data"
 
@@ -232,27 +234,17 @@ def test_a_poisoned_adapter_is_stored_and_named(student, tmp_path) -> None:
     ] = -math.inf
     folder = write_postmortem(tmp_path, stopped)
     state = load_file(folder / "state.safetensors")
-    assert (
-        state["adapter.model.layers.3.npt.A"][0, 0].isnan()
-        and state[f"optimizer.{name}.exp_avg"][0, 1] == -math.inf
-    )
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert adapter["base_model.model.model.layers.3.npt.A"][0, 0].isnan()
+    assert state[f"optimizer.{name}.exp_avg"][0, 1] == -math.inf
+    value, moments = read_bundle(folder).snapshot(student)[name]
+    assert bool(value.isfinite().all()) and moments["exp_avg"][0, 1] == -math.inf
     findings = said(folder)["findings"]
     assert (
         "model.layers.3.npt.A[" in findings["adapters"]
         and f"exp_avg of {name}[0, 1] is -inf" in findings["moments"]
     )
     assert findings["base"] is None
-
-
-def test_a_run_without_optimizer_state_is_recorded_as_well(student, tmp_path) -> None:
-    stopped = situation(student)
-    stopped.transaction.update.optimizer.state.clear()
-    folder = write_postmortem(tmp_path, stopped)
-    assert not [
-        key for key in load_file(folder / "state.safetensors") if key.startswith("optimizer.")
-    ]
-    kept = read_bundle(folder).kept(adapter_parameters(student))
-    assert all(state == {} for _, state in kept.values())
 
 
 def test_a_module_that_computes_in_another_dtype_is_recorded_as_what_the_audit_says(
@@ -303,7 +295,7 @@ def test_nothing_is_computed_on_data_that_were_refused_unseen(
 def test_the_environment_stays_out_of_it(trainer, poisoned_folder, monkeypatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "not-for-the-bundle")
     folder = stop(trainer(poisoned_folder, [*good(3), BAD]))
-    for file in folder.iterdir():
+    for file in (path for path in folder.rglob("*") if path.is_file()):
         assert b"not-for-the-bundle" not in file.read_bytes()
 
 
@@ -399,9 +391,9 @@ def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(
         assert p.grad is gradients[name] and bool((p.grad == 3.0).all())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [p.name for p in (tmp_path / "postmortem").iterdir()] == ["step-00000012"]
-    state = load_file(folder / "state.safetensors")
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert torch.equal(
-        state["adapter.model.layers.3.npt.A"], weights["model.layers.3.npt.A"] + applied
+        adapter["base_model.model.model.layers.3.npt.A"], weights["model.layers.3.npt.A"] + applied
     )
     assert said(folder)["failures"] == {"record": "RuntimeError: half way"}
 

@@ -38,8 +38,8 @@ import npt
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
-from npt.runs.checkpoint import MANIFEST, write_manifest
-from npt.runs.data_fingerprint import check_same_data, data_identity
+from npt.runs.data_fingerprint import check_same_data, data_fingerprint
+from npt.runs.manifest import MANIFEST, write_manifest
 from npt.runs.resume import changed_settings, find_resumed
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
@@ -913,9 +913,9 @@ class Rows:
 
 
 def test_equal_data_have_one_identity_and_others_another() -> None:
-    one = data_identity(records(50))
+    one = data_fingerprint(records(50))
     assert (
-        one == data_identity(Rows(records(50))) == data_identity(tuple(records(50)))
+        one == data_fingerprint(Rows(records(50))) == data_fingerprint(tuple(records(50)))
         and one["records"] == 50
     )
     others: list[Iterable[Any]] = [
@@ -932,21 +932,21 @@ def test_equal_data_have_one_identity_and_others_another() -> None:
                 r"the checkpoint was trained on data of 50 records \(sha256 \w{12}\), this run has "
             ),
         ):
-            check_same_data({"data": one}, {"data": data_identity(other)})
+            check_same_data({"data": one}, {"data": data_fingerprint(other)})
     check_same_data({"data": one}, {"data": one})
 
 
 def test_of_a_stream_the_first_record_is_looked_at_and_of_a_generator_none() -> None:
-    stream = data_identity(Stream(records(5)))
-    assert stream["records"] is None and stream == data_identity(
+    stream = data_fingerprint(Stream(records(5)))
+    assert stream["records"] is None and stream == data_fingerprint(
         Stream(records(9))
-    ) != data_identity(Stream(records(5, seed=1)))
+    ) != data_fingerprint(Stream(records(5, seed=1)))
     taken = (record for record in records(3))
-    assert data_identity(taken) == {"records": None, "sha256": None} and len(list(taken)) == 3
-    check_same_data({"data": stream}, {"data": data_identity(record for record in records(3))})
+    assert data_fingerprint(taken) == {"records": None, "sha256": None} and len(list(taken)) == 3
+    check_same_data({"data": stream}, {"data": data_fingerprint(record for record in records(3))})
     check_same_data({}, {"data": stream})
     with pytest.raises(CheckpointError, match="an unknown number of records"):
-        check_same_data({"data": stream}, {"data": data_identity(Stream(records(5, seed=1)))})
+        check_same_data({"data": stream}, {"data": data_fingerprint(Stream(records(5, seed=1)))})
 
 
 @pytest.mark.parametrize(
@@ -954,7 +954,7 @@ def test_of_a_stream_the_first_record_is_looked_at_and_of_a_generator_none() -> 
     [[], [{"text": "x", "more": b"bytes", "deep": {"a": torch.ones(2)}}], [3, None], Stream([])],
 )
 def test_whatever_the_records_are_their_identity_is_json(data) -> None:
-    json.dumps(data_identity(data), allow_nan=False)
+    json.dumps(data_fingerprint(data), allow_nan=False)
 
 
 def test_data_that_went_missing_are_refused_as_data(runs) -> None:

@@ -22,7 +22,7 @@ from npt.config import NPTConfig
 from npt.errors import CheckpointError, ConfigError
 from npt.files import new_folder
 from npt.runs import run_folder
-from npt.runs.checkpoint import write_manifest
+from npt.runs.manifest import write_manifest
 from npt.runs.run_folder import (
     BROKEN,
     SUPERSEDED,

@@ -22,6 +22,7 @@ from npt.cli.main import main
 from npt.errors import StoppedError
 from npt.evaluation import evaluate as evaluate_module
 from npt.runs import checkpoint as checkpoint_module
+from npt.runs import manifest as manifest_module
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import SIGNALS, StopOnSignal
 from npt.runs.trackers import Trackers
@@ -227,7 +228,7 @@ def test_in_the_middle_of_the_smoke_test_a_signal_leaves_the_adapters_as_they_we
 WITHIN: dict[str, tuple[Any, str, int, int]] = {
     "the end of the first evaluation inside the run": (evaluate_module, "_compare_layers", 3, 2),
     "the best adapters": (RunFolder, "save_best", 0, 2),
-    "the check of a save": (checkpoint_module, "_sums", 7, 2),
+    "the check of a save": (manifest_module, "_sums", 7, 2),
     "the last save": (RunFolder, "save_checkpoint", 1, 4),
     "its file": (RunFolder, "write", 1, 4),
     "the end": (Trackers, "close", 0, 4),
@@ -320,7 +321,8 @@ def test_a_second_signal_in_the_middle_of_saving_ends_at_once_and_leaves_a_folde
     here, whole, monkeypatch, where, number
 ) -> None:
     def ended() -> None:
-        in_front_of(monkeypatch, checkpoint_module, where, number, 15 if where == "_sums" else 1)
+        module = manifest_module if where == "_sums" else checkpoint_module
+        in_front_of(monkeypatch, module, where, number, 15 if where == "_sums" else 1)
         here.run("run", at(5, number), smoke_test=False)
 
     assert in_a_child(ended) == -number

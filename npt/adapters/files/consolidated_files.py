@@ -1,5 +1,5 @@
-"""Consolidated updates on disk: `consolidated.safetensors` and the history `consolidated.json`,
-alone or beside an adapter's files.
+"""Consolidated updates on disk, alone or with an adapter: `consolidated.safetensors` and the history
+`consolidated.json`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ from npt.base.rows import Rows
 from npt.config import TARGETS
 from npt.errors import AdapterFileError, ConfigError, ModelError
 from npt.files import new_folder, write_json
-from npt.stored import (
-    check_entries,
-    check_names,
-    described,
-    read_headers,
-    read_json,
-    read_tensors,
-    shown,
-)
+from npt.stored import check_entries, check_tensors, read_headers, read_json, read_tensors, shown
 
 HISTORY_NAME = "consolidated.json"
 ROWS_NAME = "consolidated.safetensors"
@@ -49,13 +41,13 @@ def save_consolidated(
     model: PreTrainedModel, folder: str | Path, *, base: BaseIdentity | None = None
 ) -> Path:
     """Write the model's updates and nothing else to `folder`, all or nothing. `npt.save_adapter`
-    writes them beside the adapter.
+    writes them with the adapter.
 
     Args:
         model: with updates.
         folder: made anew; one that holds updates and nothing else is replaced, anything else is
             refused.
-        base: `npt.base_identity(model)` where known already.
+        base: `npt.base_identity(model)` if known already.
 
     Raises:
         AdapterFileError: the folder holds other things.
@@ -105,13 +97,12 @@ def load_consolidated(
     base: BaseIdentity | None = None,
     check_base: bool = True,
 ) -> tuple[Update, ...]:
-    """Make the updates saved in `folder` part of the model, with adapters or without. A refused
-    folder leaves it as it was.
+    """Consolidate the updates saved in `folder` into the model. A refused folder leaves it as it was.
 
     Args:
         model: the base that they were made on, without updates of its own.
         folder: of `save_consolidated`, or of `save_adapter` on a model with updates.
-        base: `npt.base_identity(model)` where known already; computed otherwise. It must be the
+        base: `npt.base_identity(model)` if known already; computed otherwise. It must be the
             recorded one, as for `npt.load_adapter`.
         check_base: False takes any base that they fit.
 
@@ -133,8 +124,8 @@ def read_consolidated(
     base: BaseIdentity | None = None,
     check_base: bool = True,
 ) -> tuple[Update, ...]:
-    """The updates saved in `folder`, once all are found to fit the model, which is not changed; as
-    for `load_consolidated`.
+    """Return the updates saved in `folder`, once all are found to fit the model, which is not
+    changed; arguments and errors are those of `load_consolidated`.
     """
     folder = Path(folder)
     if consolidated(model):
@@ -151,13 +142,12 @@ def read_consolidated(
     check_entries(
         path, "", record, {"base_hash": (str,), "updates": (list,)}, AdapterFileError, exact=False
     )
-    found = (
-        (base if base is not None else base_identity(model)).mismatch(record)
-        if check_base
-        else None
-    )
-    if found is not None:
-        raise AdapterFileError(f"{folder} was consolidated on another base: {found}; {OTHER_BASE}")
+    if check_base:
+        found = (base if base is not None else base_identity(model)).mismatch(record)
+        if found is not None:
+            raise AdapterFileError(
+                f"{folder} was consolidated on another base: {found}; {OTHER_BASE}"
+            )
     places = [_places(path, number, entry) for number, entry in enumerate(record["updates"])]
     tensors = _read_rows(model, folder / ROWS_NAME, places)
     updates = tuple(
@@ -173,7 +163,7 @@ def read_consolidated(
 
 
 def _places(path: Path, number: int, entry: Any) -> list[Place]:
-    """The places of one update of the history, checked one by one: they become names of tensors."""
+    """Return the places of one update, checked one by one: they become names of tensors."""
     if (
         not isinstance(entry, dict)
         or not isinstance(entry.get("record"), dict)
@@ -218,14 +208,8 @@ def _read_rows(
                 shapes[_name(number, (index, target), part)] = (
                     product_of(layers[index], target).out_features,
                 )
-    headers = read_headers(path, AdapterFileError)
-    check_names(path, headers, shapes, AdapterFileError)
-    for name, shape in shapes.items():
-        if headers[name] != ("F32", shape):
-            raise AdapterFileError(
-                f"{path}: {name} is {described(headers[name])}, the model needs F32 {list(shape)}"
-            )
-    return read_tensors(path, headers, AdapterFileError)
+    check_tensors(path, read_headers(path, AdapterFileError), shapes, AdapterFileError)
+    return read_tensors(path, shapes, AdapterFileError)
 
 
 def _rows(tensors: dict[str, torch.Tensor], number: int, place: Place) -> Rows:

@@ -1,8 +1,5 @@
-"""Adapters from a model hub: a name that is no folder is looked for there, and nothing but an
-adapter's own files is fetched.
-
-They are read as those of any folder: JSON and safetensors, checked before they are used; no pickle
-and no code.
+"""Adapters from a model hub: only an adapter's own files are fetched, JSON and safetensors, which
+are then read as those of any folder.
 """
 
 from __future__ import annotations
@@ -21,19 +18,17 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is of the form USER/NAME."""
+    """Return whether a name is of the form USER/NAME."""
     return _ID.fullmatch(name) is not None and ".." not in name and "--" not in name
 
 
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
-    """The folder that a name means: one that is there, one inside it where it is of a run, or a
-    copy of what the hub has under it.
+    """Return the folder that a name means, fetched from the hub if it is not on disk.
 
     Args:
-        name: a folder, or USER/NAME on the hub. What is there on disk goes first. Of a run's folder
-            its best adapter is meant, else its last, else that of its last checkpoint; of a
-            checkpoint its adapter.
-        files: names that are fetched, where they exist; an adapter's folder has the first.
+        name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
+            checkpoint), a checkpoint, or USER/NAME on the hub.
+        files: names that are fetched, if they exist; an adapter's folder has the first.
         revision: branch, tag or commit on the hub.
 
     Raises:
@@ -41,7 +36,7 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
-        return _inside(path, files[0])
+        return next((place for place in adapter_places(path) if (place / files[0]).is_file()), path)
     from huggingface_hub import snapshot_download
 
     return Path(
@@ -52,64 +47,49 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     )
 
 
-def _inside(path: Path, mark: str) -> Path:
-    """The adapter's folder in or below a folder; the folder itself where there is none."""
-    return next((place for place in adapter_places(path) if (place / mark).is_file()), path)
-
-
 def on_hub(where: str, call: Callable[[], T]) -> T:
     """Call something that speaks with the hub, and say in one line what goes wrong.
 
     Args:
-        where: what the message begins with.
+        where: the beginning of the message.
         call: of huggingface_hub.
 
     Raises:
         HubError: whatever the library or the network raised.
     """
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
     try:
         return call()
-    except GatedRepoError as error:
-        reason, remedy = "the repository is gated", "ask for access on its page, and log in"
-        cause: Exception = error
-    except RevisionNotFoundError as error:
-        reason, remedy = "the repository has no such revision", "check --revision"
-        cause = error
-    except RepositoryNotFoundError as error:
-        reason, remedy = (
-            "the hub has no such repository, or it is private",
-            "check the name, and log in with `hf auth login`",
-        )
-        cause = error
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "no status"
-        reason, remedy = (
-            f"the hub answers {status}: {_line(error)}",
-            "log in with `hf auth login`, and check that you may write there",
-        )
-        cause = error
-    except HFValidationError as error:
-        reason, remedy, cause = _line(error), "write USER/NAME", error
-    # the network as it comes up through several libraries, each with its own classes
+    # the network's failures come through several libraries, each with its own classes
     except Exception as error:
-        reason, remedy, cause = (
-            f"the hub cannot be reached: {_line(error)}",
-            "check the network (HF_ENDPOINT, HF_HUB_OFFLINE)",
-            error,
-        )
-    raise HubError(f"{where} {reason}; {remedy}") from cause
+        raise HubError(f"{where} {_explained(error)}") from error
 
 
-def _line(error: Exception) -> str:
-    text = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
-    return text[:200]
+def _explained(error: Exception) -> str:
+    """Return what went wrong, and the remedy."""
+    from huggingface_hub import errors as hub
+
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = (line or type(error).__name__)[:200]
+    match error:
+        case hub.GatedRepoError():
+            return "the repository is gated; ask for access on its page, and log in"
+        case hub.RevisionNotFoundError():
+            return "the repository has no such revision; check --revision"
+        case hub.RepositoryNotFoundError():
+            return (
+                "the hub has no such repository, or it is private; check the name, and log in with"
+                " `hf auth login`"
+            )
+        case hub.HfHubHTTPError():
+            status = error.response.status_code if error.response is not None else "no status"
+            return (
+                f"the hub answers {status}: {line}; log in with `hf auth login`, and check that you"
+                " may write there"
+            )
+        case hub.HFValidationError():
+            return f"{line}; write USER/NAME"
+        case _:
+            return (
+                f"the hub cannot be reached: {line}; check the network (HF_ENDPOINT,"
+                " HF_HUB_OFFLINE)"
+            )

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from npt.adapters.files.adapter_files import (
@@ -21,16 +20,15 @@ from npt.adapters.files.adapter_files import (
     CONFIG_NAME,
     FILES,
     WEIGHTS_NAME,
-    card,
     find_adapter,
-    for_hub,
     save_adapter,
 )
+from npt.adapters.files.card import card, for_hub
 from npt.adapters.files.consolidated_files import HISTORY_NAME
 from npt.adapters.files.hub import is_hub_id, on_hub
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import write_json, write_text
-from npt.stored import read_headers, read_json, read_tensors
+from npt.stored import non_finite, read_headers, read_json, read_tensors
 
 
 def push_to_hub(
@@ -74,57 +72,59 @@ def push_to_hub(
             save_adapter(adapter, folder, fidelity=fidelity)
         else:
             _copy(find_adapter(adapter).folder, folder)
-        _tell(folder, fidelity, repo_id)
-        from huggingface_hub import CommitOperationAdd, HfApi
+        _prepare(folder, fidelity, repo_id)
+        from huggingface_hub import HfApi
 
         api = HfApi(token=token)
-        added = [
-            CommitOperationAdd(path.name, path)
-            for path in sorted(folder.iterdir())
-            if path.name in FILES
-        ]
-        on_hub(f"{repo_id}:", lambda: api.create_repo(repo_id, private=private, exist_ok=True))
-        # All or nothing: one commit.
-        commit = on_hub(
-            f"{repo_id}:",
-            lambda: api.create_commit(repo_id, added, commit_message=message, revision=revision),
-        )
+
+        def upload() -> Any:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            return api.upload_folder(  # one commit: all or nothing
+                repo_id=repo_id,
+                folder_path=folder,
+                allow_patterns=list(FILES),
+                commit_message=message,
+                revision=revision,
+            )
+
+        commit = on_hub(f"{repo_id}:", upload)
     return str(commit.commit_url)
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """An adapter's files, found to be usable."""
+    """Copy an adapter's files, if they are usable.
+
+    Raises:
+        AdapterFileError: the numbers are missing or not finite.
+    """
     weights = source / WEIGHTS_NAME
     if not weights.is_file():
         raise AdapterFileError(f"{source} holds no {WEIGHTS_NAME}; the adapter is incomplete")
     headers = read_headers(weights, AdapterFileError)
-    for name, tensor in read_tensors(weights, headers, AdapterFileError).items():
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise AdapterFileError(
-                f"{weights}: {name} holds a non-finite value; the adapter is not pushed"
-            )
+    bad = non_finite(read_tensors(weights, headers, AdapterFileError))
+    if bad is not None:
+        raise AdapterFileError(
+            f"{weights}: {bad} holds a non-finite value; the adapter is not pushed"
+        )
     folder.mkdir()
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
-def _tell(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
-    """The card, with the fidelity where that is given; and where a base lies on this machine's disk
-    stays here, but for its name.
-    """
+def _prepare(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
+    """Write the card for the hub, and leave out where on this machine's disk a base lies."""
     record = dict(find_adapter(folder).record)
     name = str(record["base_model_name_or_path"])
     local = Path(name).is_absolute() or name.startswith((".", "~"))
     if local:
-        record["base_model_name_or_path"] = Path(name).name
-        for file in (CONFIG_NAME, HISTORY_NAME):
-            if (folder / file).is_file():
-                stored = read_json(folder / file, AdapterFileError)
-                write_json(folder / file, {**stored, "base_model_name_or_path": Path(name).name})
-    if local or fidelity is not None or not (folder / CARD_NAME).is_file():
-        write_text(folder / CARD_NAME, card(record, fidelity, repo_id))
+        named = {"base_model_name_or_path": Path(name).name}
+        record |= named
+        for file in (folder / CONFIG_NAME, folder / HISTORY_NAME):
+            if file.is_file():
+                write_json(file, read_json(file, AdapterFileError) | named)
+    path = folder / CARD_NAME
+    if local or fidelity is not None or not path.is_file():
+        write_text(path, card(record, fidelity, repo_id))
     else:
-        write_text(
-            folder / CARD_NAME, for_hub((folder / CARD_NAME).read_text(encoding="utf-8"), repo_id)
-        )
+        write_text(path, for_hub(path.read_text(encoding="utf-8"), repo_id))

@@ -1,6 +1,4 @@
-"""Where a run's folder has its adapters: what writes it, resumes from it and loads from it goes by
-these names.
-"""
+"""Names in a run's folder, for whatever writes it, resumes from it or loads from it."""
 
 from __future__ import annotations
 
@@ -8,21 +6,19 @@ import re
 from pathlib import Path
 
 CHECKPOINTS, BEST, ADAPTER = "checkpoints", "best", "adapter"
-"""Below a run's folder: `checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the one
-that it ended with.
-"""
+"""`checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the one that it ended with."""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
 
 def step_name(step: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders below `folder`, oldest first; half-written ones, those set aside and
-    links are none.
+    """Return the checkpoint folders below `folder`, oldest first, without half-written ones, those
+    set aside, and links.
     """
     if not folder.is_dir():
         return []
@@ -33,8 +29,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def adapter_places(folder: Path) -> list[Path]:
-    """Where below a run's folder, or a checkpoint's, an adapter may be; the one that is meant goes
-    first.
+    """Return the places of an adapter in its own folder, a run's or a checkpoint's, the preferred
+    one first.
     """
     newest = reversed(checkpoints(folder / CHECKPOINTS))
     return [

@@ -32,7 +32,7 @@ from npt.evaluation.greedy import continue_greedily, end_ids
 from npt.evaluation.greedy_divergence import Comparison, compare_prompts
 from npt.evaluation.metrics import COLUMNS
 from npt.runs.signals import StopOnSignal
-from npt.tools.collect.journal import Journal
+from npt.tools.collect.parts import Parts
 from npt.tools.collect.prompts import read_prompts
 
 NUM_PROMPTS = 256
@@ -58,13 +58,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """resumed: prompts that an earlier call had done. removed: bytes of an unfinished batch that it
-    had left. signal: number of the signal that ended this call early, if one did."""
+    """resumed: prompts that an earlier call had done. signal: number of the signal that ended this
+    call early, if one did."""
 
     output: Path
     progress: Progress
     resumed: int
-    removed: int
     signal: int | None = None
 
     @property
@@ -83,7 +82,6 @@ class CollectResult:
             "kl": p.kl_sum / tokens,
             "acceptance": p.acceptance_sum / tokens,
             "resumed": self.resumed,
-            "removed": self.removed,
             "signal": self.signal,
         }
 
@@ -105,14 +103,14 @@ def collect(
     """Write the prompts at which the student leaves its teacher to `output`, a .jsonl file to train
     on.
 
-    Called again with the same settings it goes on after the last batch that was finished; the file
-    is then the one that an uninterrupted call writes, byte for byte at the same batch size.
+    Called again with the same settings it resumes after the last finished batch; the file is then
+    the one that an uninterrupted call writes, byte for byte at the same batch size.
 
     Args:
         model: with adapters attached.
         tokenizer: of the base model.
         data: records with prompts or texts, see `read_prompts`.
-        output: the file; its state stands beside it, as `<output>.state`.
+        output: the file, written at the end from the finished batches in `<output>.parts/`.
         data_config: columns and `max_length`, which prompt and completion together stay within.
         max_new_tokens: of a completion.
         num_prompts: how many prompts in all, earlier calls included; None for all there are.
@@ -144,7 +142,7 @@ def collect(
         "--prompt_column": config.prompt_column,
         "--seed": seed,
     }
-    marks = {"base_hash": base_hash, "adapter_hash": student}
+    origin = {"base_hash": base_hash, "adapter_hash": student}
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
     first = next(prompts, None)  # before there is a file
     if first is None:
@@ -157,10 +155,10 @@ def collect(
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with Journal(output, settings, marks) as journal, StopOnSignal() as stop:
-            done = Progress(**journal.progress)
+        with Parts(output, settings) as parts, StopOnSignal() as stop:
+            done = Progress(**parts.progress)
             resumed = done.prompts
-            digest = _passed_over(prompts, done, journal.path)
+            digest = _passed_over(prompts, done, parts.output)
             while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
                 wanted = (
                     batch_size
@@ -173,17 +171,17 @@ def collect(
                 compared = compare_prompts(model, batch, max_new_tokens, ends)
                 left = [c for c in compared if c.position is not None]
                 records = [
-                    {**r, **marks} for r in _records(model, tokenizer, left, max_new_tokens, ends)
+                    {**r, **origin} for r in _records(model, tokenizer, left, max_new_tokens, ends)
                 ]
                 for prompt in batch:
                     digest.update(_bytes(prompt))
                 done = _advanced(done, compared, digest.hexdigest())
-                journal.commit(records, asdict(done))
+                parts.commit(records, asdict(done))
                 report(done)
     finally:
         for module in in_training:
             module.training = True
-    return CollectResult(journal.path, done, resumed, journal.removed, stop.number)
+    return CollectResult(parts.output, done, resumed, stop.number)
 
 
 def prompt_length(config: DataConfig, max_new_tokens: int) -> int:

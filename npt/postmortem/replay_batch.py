@@ -1,0 +1,109 @@
+"""Replay one micro-batch of a post-mortem alone: loss, layers, gradients, first bad number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npt.adapters.attach import npt_layers
+from npt.data.batch import find_fault
+from npt.diagnostics.tracer.verdict import Verdict
+from npt.postmortem.bundle import read_bundle
+from npt.postmortem.replay import check_index, trace_again, verdict_lines
+from npt.postmortem.restore import restored
+
+
+@dataclass(frozen=True)
+class BatchReplay:
+    """One micro-batch in the bundle's state.
+
+    fault: found before any computation, of which there is none then. loss: mean per valid token.
+    layer_nmse: by layer, likewise. gradient_norms: by tensor, of the summed loss.
+    """
+
+    micro_batch: int
+    sample_ids: tuple[str, ...]
+    tokens: int
+    fault: str | None = None
+    loss: float | None = None
+    layer_nmse: Mapping[int, float] | None = None
+    gradient_norms: Mapping[str, float] | None = None
+    verdict: Verdict | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": None if self.verdict is None else self.verdict.as_dict()}
+
+    def __str__(self) -> str:
+        head = (
+            f"micro-batch {self.micro_batch} (samples {', '.join(self.sample_ids)}), {self.tokens}"
+            " valid tokens"
+        )
+        if self.loss is None or self.layer_nmse is None or self.gradient_norms is None:
+            return f"{head}: {self.fault}; nothing is computed on it"
+        width = max(map(len, self.gradient_norms))
+        return "\n".join(
+            [
+                head,
+                f"loss per token {self.loss:.6g}",
+                *(f"layer {index:3} NMSE {value:.6g}" for index, value in self.layer_nmse.items()),
+                *(
+                    f"{name:{width}} gradient norm {value:.6g}"
+                    for name, value in self.gradient_norms.items()
+                ),
+                *verdict_lines(self.verdict),
+            ]
+        )
+
+
+def replay_batch(
+    folder: str | Path,
+    micro_batch: int,
+    *,
+    model_name: str | None = None,
+    device: str | torch.device | None = None,
+) -> BatchReplay:
+    """Compute one micro-batch of a bundle alone, in the bundle's state.
+
+    Args:
+        folder: of the bundle.
+        micro_batch: index in its window.
+        model_name, device: as for `replay`.
+
+    Raises:
+        BundleError, ConfigError: as `replay`.
+    """
+    bundle = read_bundle(folder)
+    check_index(bundle, micro_batch)
+    batch = bundle.window[micro_batch]
+    with restored(bundle, model_name=model_name, device=device) as state:
+        fault = find_fault(batch, state.model.config.vocab_size)
+        if fault is not None:
+            return BatchReplay(micro_batch, batch.sample_ids, batch.tokens, fault=fault)
+        sums = state.fill(batch)
+        norms = {
+            name: float(torch.linalg.vector_norm(p.grad))
+            for name, p in state.parameters.items()
+            if p.grad is not None
+        }
+        exploded = not math.isfinite(
+            float(sums.loss) + float(torch.linalg.vector_norm(torch.tensor([*norms.values()])))
+        )
+        layers = [index for index, _ in npt_layers(state.model)]
+        return BatchReplay(
+            micro_batch,
+            batch.sample_ids,
+            batch.tokens,
+            loss=float(sums.loss) / sums.tokens,
+            layer_nmse=(
+                dict(zip(layers, (sums.layer_nmse / sums.tokens).tolist(), strict=True))
+                if bundle.train_config.hidden_weight
+                else {}
+            ),
+            gradient_norms=norms,
+            verdict=trace_again(state, micro_batch, exploded),
+        )

@@ -1,0 +1,99 @@
+"""The manifest of a checkpoint: sha256 and size of every file, and a sum of its own entries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from npt.errors import CheckpointError
+from npt.stored import read_json, shown
+
+MANIFEST = "manifest.json"
+POSTMORTEM = "postmortem.json"
+"""Left out of a post-mortem's manifest: findings are added to it after the rest is written."""
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the sums of every file below the folder."""
+    files = {name: _sums(path) for name, path in _files(folder).items()}
+    (folder / MANIFEST).write_text(_text(files), encoding="utf-8")
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Check every bit of a checkpoint against its manifest, and the manifest against itself.
+
+    Raises:
+        CheckpointError: which file, with both sums.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no {MANIFEST}; it was not written to its end")
+    manifest = read_json(path, CheckpointError)
+    files = manifest.get("files")
+    try:
+        if not isinstance(files, dict) or path.read_bytes() != _text(files).encode():
+            raise CheckpointError(
+                f"{path} does not add up: it says sha256 {_short(manifest.get('sha256'))} of its"
+                f" entries, they have {_own_sum(files)[:12]}"
+            )
+        found = _files(folder)
+        for kind, names in (
+            ("lacks", set(files) - set(found)),
+            ("holds the extra file", set(found) - set(files)),
+        ):
+            if names:
+                raise CheckpointError(f"{folder} {kind} {shown(min(names))} ({len(names)} such)")
+        for name, sums in files.items():
+            now = _sums(found[name])
+            if now != sums:
+                said = sums if isinstance(sums, dict) else {}
+                raise CheckpointError(
+                    f"{found[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
+                    f" manifest says {_short(said.get('sha256'))} of {shown(said.get('bytes'))}"
+                )
+    except (OSError, RecursionError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return every file that the manifest names, by its path below the folder.
+
+    Raises:
+        CheckpointError: something is no plain file, for example a link that leads elsewhere.
+    """
+    found: dict[str, Path] = {}
+    for place, folders, names in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            mode = path.lstat().st_mode
+            if stat.S_ISREG(mode):
+                found[path.relative_to(folder).as_posix()] = path
+            elif not stat.S_ISDIR(mode):
+                raise CheckpointError(
+                    f"{path} is a {'link' if stat.S_ISLNK(mode) else 'special file'}; a checkpoint"
+                    " holds plain files only"
+                )
+    return {name: found[name] for name in sorted(set(found) - {MANIFEST, POSTMORTEM})}
+
+
+def _sums(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"sha256": digest, "bytes": path.stat().st_size}
+
+
+def _short(value: Any) -> str:
+    """Return the beginning of a sum out of a file, which may hold anything."""
+    return shown(value[:12])[1:-1] if isinstance(value, str) else shown(value)
+
+
+def _own_sum(files: Any) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _text(files: Mapping[str, Any]) -> str:
+    return json.dumps({"files": files, "sha256": _own_sum(files)}, indent=2, sort_keys=True) + "\n"
