@@ -326,8 +326,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]
-        if checkpoint.position.as_dict() != record["position"]:
-            raise ValueError(f"position {record['position']}")
+        known, position = checkpoint.position.as_dict(), record["position"]
+        odd = sorted(name for name in known | position if known.get(name) != position.get(name))
+        if odd:
+            raise ValueError(f"position has {', '.join(map(repr, odd))}")
         _check_figures(checkpoint.initial)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
