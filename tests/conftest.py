@@ -343,3 +343,60 @@ def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Hollow, "peak_of", lambda self, act: 0)
     monkeypatch.setattr(Planner, "_count", formula)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _unsynced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leaves what is written to the kernel, which no test outlives: not a killed process but a lost
+    machine would need it on the disk.
+
+    To wait for that is a quarter of a short run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name != "test_files.py":  # which is about that
+            patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(llama_folder: Path, load_model: Any) -> Path:
+    """The random Llama's folder, with a tokenizer beside the weights."""
+    return llama_folder
+
+
+@pytest.fixture(scope="session")
+def poisoned_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random Llama with an embedding of 1e30 for RARE: every number is finite, its square is
+    not.
+    """
+    from stopped_runs import RARE, with_row
+
+    return with_row(tiny_folder, tmp_path_factory.mktemp("poisoned") / "model", RARE, 1e30)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., Any]:
+    """`trainer(base, data, **config)`, its run folder below the test's own."""
+    from stopped_runs import make_trainer
+
+    return lambda base, data, **config: make_trainer(base, data, tmp_path / "run", **config)
+
+
+@pytest.fixture(scope="session")
+def _made_once(poisoned_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from stopped_runs import BAD, good, make_trainer, stop
+
+    return stop(
+        make_trainer(
+            poisoned_folder,
+            [*good(15), BAD],
+            tmp_path_factory.mktemp("made") / "run",
+            gradient_accumulation_steps=2,
+        )
+    )
+
+
+@pytest.fixture
+def bundle(_made_once: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle of a run in windows of two that met BAD after some steps."""
+    return shutil.copytree(_made_once, tmp_path / "postmortem" / _made_once.name)

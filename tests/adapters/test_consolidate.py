@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounded import round_otherwise
 from safetensors.torch import load_file, save_file
-from test_token_modulation import IDS, student
+from token_students import IDS, student
 from torch.testing import assert_close
 
 import npt

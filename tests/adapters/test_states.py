@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_token_modulation import IDS, student
+from token_students import IDS, student
 
 import npt
 from npt.adapters.attach import (

@@ -1,24 +1,11 @@
 import pytest
 import torch
+from token_students import IDS, student
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.attach import npt_layers
 from npt.adapters.modulation import multiplier
 from npt.errors import ConfigError, ModelError, NumericalError
-
-IDS = [5, 60, 17, 44, 90]
-
-
-def student(load_model, quantization="nf4", **settings):
-    model = load_model(quantization)
-    npt.attach(
-        model, npt.NPTConfig(**{"layers": "1-2", "rank": 8, "additive_scale": 0.4, **settings})
-    )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from several import several, values
 
 import npt
 from npt.adapters.attach import adapter_parameters
@@ -25,9 +25,6 @@ from npt.distill.strategies import STRATEGIES
 from npt.distributed.heartbeat import Heartbeat
 from npt.distributed.processes import Ranks
 from npt.runs.checkpoint import read_checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distill"))
-from several import several, values
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import Reader, event, fidelity, make_run, metrics, modulation, refusal
-
-sys.path.append(str(Path(__file__).parents[1] / "sweep"))
-
 from made_study import table
 
 from npt.report import charts

@@ -4,14 +4,8 @@ the screen.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from browser import Browser, find
-
-sys.path.append(str(Path(__file__).parents[1] / "sweep"))
-
 from made_study import table
 
 from npt.tools.sweep.page import Study, page

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from test_token_modulation import IDS, student
+from token_students import IDS, student
 
 import npt
 from npt.adapters.attach import npt_layers

@@ -18,7 +18,7 @@ from npt.presets import study_file
 from npt.tools.sweep.settings import LEFT_OUT, Settings
 from npt.tools.sweep.spec import _fingerprint, design_of, read_design
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHORT = {"max_steps": 4, "use_quantization": True}
 
 

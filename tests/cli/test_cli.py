@@ -25,7 +25,7 @@ from npt.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("short_library")
 
-SCRIPT = Path(__file__).parents[1] / "pretrain_npt_safe.py"
+SCRIPT = Path(__file__).parents[2] / "pretrain_npt_safe.py"
 
 # A run that is over in seconds: a few steps of short samples on the embedded model.
 SHORT = [

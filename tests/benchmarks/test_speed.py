@@ -19,7 +19,7 @@ from npt.planning.flops import count_flops
 from npt.planning.measure import matmul_roofline, storage_bytes, tensors_of
 from npt.planning.shape import Shape
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = Shape(layers=4, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=96)
 PEFT = ("peft_lora_distill", "peft_lora_ce")
 

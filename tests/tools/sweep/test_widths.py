@@ -16,7 +16,7 @@ from npt.tools.sweep.spec import design_of
 @pytest.fixture(scope="module")
 def widths():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "benchmarks"))
         yield importlib.import_module("widths")
 
 

@@ -4,7 +4,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_token_modulation import IDS, student
+from token_students import IDS, student
 
 import npt
 from npt.adapters.attach import adapter_parameters, is_attached

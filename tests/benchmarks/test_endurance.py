@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def benchmark(name: str) -> ModuleType:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from stub_hub import TOKEN, Hub, running
-from test_token_modulation import IDS, student
+from token_students import IDS, student
 
 import npt
 from npt.adapters.attach import is_attached
