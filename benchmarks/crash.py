@@ -138,7 +138,9 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _one_process(self, folder: Path, kills: int, fresh_every: int) -> bool:
-        """Start one, and kill it if there are kills left; False where the run has come to its end."""
+        """Start one, and kill it if there are kills left; False where the run has come to
+        its end.
+        """
         figures = self.figures
         said = resumptions(folder)
         kill = figures.kills < kills

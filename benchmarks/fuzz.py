@@ -272,7 +272,7 @@ def right_sums(folder: Path, source: random.Random) -> None:
 
 
 # --- changes
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def change(path: Path, content: bytes, source: random.Random, others: list[bytes]) -> None:

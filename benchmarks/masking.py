@@ -57,7 +57,9 @@ def nmse(model: LlamaForCausalLM, batch: Batch) -> int:
 
 
 def predictions(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Student's and teacher's logits [N, V] at the N positions that have a target, and the targets."""
+    """Student's and teacher's logits [N, V] at the N positions that have a target, and the
+    targets.
+    """
     targets = batch.labels[:, 1:]
     scored = (targets != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
     inputs = model_inputs(model, batch)

@@ -36,8 +36,9 @@ take minutes a run.
 """
 
 SETTINGS: dict[str, Any] = {
-    "use_quantization": True, "layers": "upper_half", "adapter_rank": 16, "batch_size": 2, "max_length": 128, "num_samples": 512,
-    "eval_samples": 4, "max_steps": 40, "max_consecutive_bad": 4, "additive_scale": 0.1,
+    "use_quantization": True, "layers": "upper_half", "adapter_rank": 16, "batch_size": 2,
+    "max_length": 128, "num_samples": 512, "eval_samples": 4, "max_steps": 40,
+    "max_consecutive_bad": 4, "additive_scale": 0.1,
 }  # fmt: skip
 CALIBRATED = {"init": "calibrated", "calibration_tokens": 4096, "calibration_rounds": 0}
 RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]

@@ -1096,7 +1096,9 @@ class TrainConfig:
         return tuple(found)
 
     def in_stage(self, strategy: str) -> TrainConfig:
-        """These settings where this strategy drives the student: without what only the others take."""
+        """These settings where this strategy drives the student: without what only the
+        others take.
+        """
         if self.stages is None:
             return self
         return replace(

@@ -73,7 +73,9 @@ class HubError(NPTError, OSError):
 
 
 class BundleError(NPTError, ValueError):
-    """A post-mortem bundle that cannot be replayed: its files, or the base it is to be replayed on."""
+    """A post-mortem bundle that cannot be replayed: its files, or the base it is to be replayed
+    on.
+    """
 
     exit_status = 5
 

@@ -174,7 +174,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Make a folder and those above it; return those in which one was made, which must be synced."""
+    """Make a folder and those above it; return those in which one was made, which must be
+    synced.
+    """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return [place.parent for place in missing]

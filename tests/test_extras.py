@@ -36,15 +36,19 @@ for verb in VERBS:
         assert end.code == 0
 
 folder = Path(sys.argv[1])
-(folder / "lines.jsonl").write_text('{"text": "The quick brown fox jumps over the lazy dog. "}\\n' * 40)
+line = '{"text": "The quick brown fox jumps over the lazy dog. "}\\n'
+(folder / "lines.jsonl").write_text(line * 40)
 run = ["--init", "random", "--no_smoke_test"]
-run += ["--layers", "3", "--adapter_rank", "2", "--max_length", "32", "--max_steps", "1", "--batch_size", "2", "--trace_steps", "1"]
+run += "--layers 3 --adapter_rank 2 --max_length 32 --max_steps 1 --batch_size 2".split()
+run += ["--trace_steps", "1"]
+tiny = ["pretrain", "--model_name", "tiny", *run]
 lines = ["--dataset_name", str(folder / "lines.jsonl")]
-assert main(["pretrain", "--model_name", "tiny", *run, *lines, "--eval_samples", "2", "--output_dir", str(folder / "run")]) == 0
+output = ["--eval_samples", "2", "--output_dir", str(folder / "run")]
+assert main([*tiny, *lines, *output]) == 0
 (folder / "run" / "report.html").unlink(missing_ok=True)
 assert main(["report", str(folder / "run")]) == 0
 for flag in ("--use_wandb", "--use_tensorboard"):
-    assert main(["pretrain", "--model_name", "tiny", *run, *lines, flag, "--output_dir", str(folder / "tracked")]) == 2
+    assert main([*tiny, *lines, flag, "--output_dir", str(folder / "tracked")]) == 2
 assert not (folder / "tracked").exists()
 """
 
@@ -138,7 +142,10 @@ def test_a_page_about_a_study_names_the_package_that_it_needs(
     absent(monkeypatch, package)
     (tmp_path / "study.json").write_text("{}")
     assert main(["report", str(tmp_path)]) == 2
-    said = f"the page about a study needs {package}, which is not installed; pip install 'npt-distill[sweep]'"
+    said = (
+        f"the page about a study needs {package}, which is not installed; pip install"
+        " 'npt-distill[sweep]'"
+    )
     assert said in " ".join(capsys.readouterr().err.split())
 
 
@@ -151,7 +158,10 @@ def test_a_study_is_refused_before_it_runs_without_its_packages(
     absent(monkeypatch, package)
     with pytest.raises(
         ConfigError,
-        match=rf"^a study needs {package}, which is not installed; pip install 'npt-distill\[sweep\]'$",
+        match=(
+            rf"^a study needs {package}, which is not installed; pip install"
+            r" 'npt-distill\[sweep\]'$"
+        ),
     ):
         Storage(f"sqlite:///{tmp_path}/study.db", "study")
 

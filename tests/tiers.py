@@ -26,7 +26,9 @@ def listed() -> list[str]:
 
 
 def slow(ids: Sequence[str], entries: Iterable[str]) -> set[str]:
-    """Return the node ids of `ids`, in the order of collection, that are no part of the fast tier."""
+    """Return the node ids of `ids`, in the order of collection, that are no part of the
+    fast tier.
+    """
     entries = set(entries)
     cases: dict[str, list[str]] = defaultdict(list)
     for each in ids:

@@ -202,7 +202,9 @@ NAMES = ("local", "end_to_end", "two_model", "peft_lora_distill", "peft_lora_ce"
 
 
 def measure_speed(bench: Bench, found: Findings) -> None:
-    """`benchmarks/speed.py` on the shapes that are trained, at both precisions of matrix products."""
+    """`benchmarks/speed.py` on the shapes that are trained, at both precisions of matrix
+    products.
+    """
     import speed
     import speed_tables
 

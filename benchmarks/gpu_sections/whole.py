@@ -59,7 +59,9 @@ def run_campaign(bench: Bench, found: Findings) -> None:
 
 
 def _replayed(bench: Bench, found: Findings) -> None:
-    """A run that stops for a weight that is no number, and its bundle replayed on the same device."""
+    """A run that stops for a weight that is no number, and its bundle replayed on the
+    same device.
+    """
     model = embedded_student(bench.device)
     rows = [[3 + (7 * i + j) % 2000 for j in range(12)] for i in range(24)]
     config = npt.TrainConfig(

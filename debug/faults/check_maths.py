@@ -248,7 +248,9 @@ def clipped(base: Base) -> str:
 
 
 def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
-    """Return the window's norm before clipping, and that of the gradients the optimizer is given."""
+    """Return the window's norm before clipping, and that of the gradients the optimizer
+    is given.
+    """
     made = student_of(base, windows=1, size=1)
     norms: list[float] = []
 

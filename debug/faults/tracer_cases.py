@@ -167,7 +167,9 @@ def one_hot(like: Tensor, index: Index) -> Tensor:
 
 
 def put(x: Tensor, index: Index, value: float) -> Tensor:
-    """Replace one element of `x`, in one operation that is differentiable and writes nothing bad."""
+    """Replace one element of `x`, in one operation that is differentiable and writes
+    nothing bad.
+    """
     return torch.where(one_hot(x, index), value, x)
 
 

@@ -255,7 +255,9 @@ def attention_masks(change: Callable[[Tensor], Tensor], layer: int | None = None
 
 
 def mask_row(layer: int, row: int, query: int, form: str) -> Fault:
-    """A valid token's row of one layer's mask leaves it nothing to attend to, in one of the forms."""
+    """A valid token's row of one layer's mask leaves it nothing to attend to, in one of
+    the forms.
+    """
 
     def change(mask: Tensor) -> Tensor:
         mask = mask.clone()

@@ -157,7 +157,9 @@ def consolidated(model: PreTrainedModel) -> tuple[Update, ...]:
 
 @contextmanager
 def consolidation_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context the model computes as it did before any update; its history stays. Nests."""
+    """Within the context the model computes as it did before any update; its history
+    stays. Nests.
+    """
     model = viewed(model)
     _apply(model, ())
     setattr(model, _OFF, getattr(model, _OFF, 0) + 1)

@@ -7,8 +7,8 @@ the MLP becomes
     y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
 
 m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and
-its gradient, off; it is exactly 1 at M z = 0. At the ends fp32 rounds it to the bound itself. Left out
-on purpose: dropout, biases, any normalisation of a or z.
+its gradient, off; it is exactly 1 at M z = 0. At the ends fp32 rounds it to the bound itself. Left
+out on purpose: dropout, biases, any normalisation of a or z.
 
 Shapes: B batch, T time, D hidden, R rank; `...` is any leading shape, O the width of the modulated
 product (F or D).

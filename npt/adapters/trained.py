@@ -403,7 +403,9 @@ def _aside(
 
 
 class _Twin(torch.autograd.Function):
-    """A tensor, whose gradient also goes to another one that was computed for somebody who looks."""
+    """A tensor, whose gradient also goes to another one that was computed for somebody
+    who looks.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, shown: Tensor) -> Tensor:

@@ -135,7 +135,9 @@ def _on_cuda_in_fp32(*tensors: Tensor) -> bool:
 
 
 def _has_exact_backward(query: Tensor, causal: bool) -> bool:
-    """Return whether the memory-efficient kernel takes such heads here, and its splits can be set."""
+    """Return whether the memory-efficient kernel takes such heads here, and its splits
+    can be set.
+    """
     if torch.version.hip is not None or torch.compiler.is_compiling():
         return False
     found = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, causal, False)
@@ -143,7 +145,9 @@ def _has_exact_backward(query: Tensor, causal: bool) -> bool:
 
 
 def _scale(scaling: float | None, width: int) -> float | None:
-    """Return None for the kernel's default: torch's shape function of its backward takes no other."""
+    """Return None for the kernel's default: torch's shape function of its backward takes
+    no other.
+    """
     return None if scaling is None or math.isclose(scaling, width**-0.5, rel_tol=1e-12) else scaling
 
 

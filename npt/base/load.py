@@ -232,7 +232,9 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
 
 
 def packing_config(quantization: str) -> BitsAndBytesConfig:
-    """How weights are packed: `nf4` or `fp4`, their scales quantised once more, products in fp32."""
+    """How weights are packed: `nf4` or `fp4`, their scales quantised once more, products
+    in fp32.
+    """
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization,
@@ -352,7 +354,9 @@ def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Refuse a model of which a weight is missing or has another shape than its configuration says."""
+    """Refuse a model of which a weight is missing or has another shape than its configuration
+    says.
+    """
     absent = sorted(report["missing_keys"])
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""

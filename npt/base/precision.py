@@ -38,7 +38,9 @@ from npt.errors import PrecisionError
 
 
 class UpcastEmbedding(nn.Embedding):
-    """An embedding stored in 16 bit whose output is fp32. The lookup is exact, so nothing is lost."""
+    """An embedding stored in 16 bit whose output is fp32. The lookup is exact, so nothing
+    is lost.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).to(torch.float32)

@@ -73,7 +73,9 @@ class Plan:
     kept: int
 
     def place(self, device: torch.device, free: int) -> Placement:
-        """The first of `PREFERENCES` whose peak fits into a GPU's `free` bytes; the host for a CPU."""
+        """The first of `PREFERENCES` whose peak fits into a GPU's `free` bytes; the host
+        for a CPU.
+        """
         if device.type != "cpu":
             for names in PREFERENCES:
                 placement = placement_of(device, names)
@@ -82,7 +84,9 @@ class Plan:
         return Placement()
 
     def keep(self, device: torch.device, placement: Placement, free: int) -> int:
-        """Bytes of linearisations to hold: on a GPU what the rest leaves, on the host `HOST_KEEP`."""
+        """Bytes of linearisations to hold: on a GPU what the rest leaves, on the host
+        `HOST_KEEP`.
+        """
         room = HOST_KEEP
         if device.type != "cpu":
             if placement.all_on_host:
@@ -91,7 +95,9 @@ class Plan:
         return max(0, min(room, self.kept))
 
     def peak(self, device: torch.device, placement: Placement) -> int:
-        """Bytes on the model's device at the highest moment, without linearisations that are kept."""
+        """Bytes on the model's device at the highest moment, without linearisations that
+        are kept.
+        """
         return max(self._phases(device, placement).values())
 
     def _phases(self, device: torch.device, placement: Placement) -> dict[str, int]:

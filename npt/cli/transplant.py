@@ -20,7 +20,9 @@ from npt.flags import add_settings
 
 
 def transplant(given: dict[str, Any]) -> int:
-    """Put the modulation of one text's token in the place of another's, and show what comes next."""
+    """Put the modulation of one text's token in the place of another's, and show what
+    comes next.
+    """
     given = with_adapter(given)
     base = base_config(given)
     import npt

@@ -133,8 +133,8 @@ ROW_TENSORS = tuple(
 def collate(
     samples: Sequence[Sample], pad_id: int, *, side: str = "right", length: int | None = None
 ) -> Batch:
-    """Pad samples, none of them empty, to the longest or to `length`. Any `pad_id` does: real tokens
-    are told by the samples' lengths."""
+    """Pad samples, none of them empty, to the longest or to `length`. Any `pad_id` does: real
+    tokens are told by the samples' lengths."""
     longest = max(len(s.input_ids) for s in samples)
     width = longest if length is None else length
     if side not in ("left", "right") or width < longest:

@@ -141,7 +141,9 @@ class VariantFigures:
 
     @property
     def first_non_finite(self) -> tuple[int, str, int] | None:
-        """Layer, checkpoint and count of the first non-finite values on the variant's own stream."""
+        """Layer, checkpoint and count of the first non-finite values on the variant's own
+        stream.
+        """
         for index, layer in enumerate(self.layers):
             for name, extent in layer.checkpoints.items():
                 if extent.non_finite:

@@ -158,7 +158,9 @@ def chunk_rows(device: torch.device, vocab_size: int) -> int:
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of a function over chunks of rows, with its gradient for the first argument, [N, D]."""
+    """The sum of a function over chunks of rows, with its gradient for the first
+    argument, [N, D].
+    """
 
     @staticmethod
     def forward(

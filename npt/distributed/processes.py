@@ -347,7 +347,9 @@ class Ranks:
         )
 
     def _answers(self) -> tuple[dict[int, dict[str, Any]], list[int]]:
-        """Reasons that other ranks have left, and the ranks that say nothing within a few seconds."""
+        """Reasons that other ranks have left, and the ranks that say nothing within a few
+        seconds.
+        """
         silent = [rank for rank in range(self.size) if rank != self.rank]
         reasons: dict[int, dict[str, Any]] = {}
         if self._store is None:

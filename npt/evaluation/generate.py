@@ -115,7 +115,9 @@ class Written:
 
 
 class NoNaN(LogitsProcessor):
-    """Ends a generation whose logits are not numbers, from which a token would come all the same."""
+    """Ends a generation whose logits are not numbers, from which a token would come all
+    the same.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if bool((torch.isnan(scores) | (scores == math.inf)).any()):

@@ -2,8 +2,8 @@
 at once.
 
 The activations are counted on hollow models of a few layers, through the very strategies,
-evaluation and losses that would run (npt/planning/fake_model.py); what each further layer adds is the
-difference of two counts. All rows are taken to be full, which is what has to fit.
+evaluation and losses that would run (npt/planning/fake_model.py); what each further layer adds is
+the difference of two counts. All rows are taken to be full, which is what has to fit.
 """
 
 from __future__ import annotations

@@ -146,7 +146,9 @@ class Workload:
         }
 
     def small_config(self, layers: int, vocab: int | None = None) -> PreTrainedConfig:
-        """The base's configuration with other numbers of layers and of tokens, all else as it is."""
+        """The base's configuration with other numbers of layers and of tokens, all else
+        as it is.
+        """
         small: Any = copy.deepcopy(self.config)
         small.num_hidden_layers = layers
         for name in ("layer_types", "no_rope_layers"):

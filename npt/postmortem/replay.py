@@ -354,8 +354,8 @@ def _trials(state: RestoredState, found: Sequence[Refusal]) -> list[Trial]:
 
 
 def _window_trials(state: RestoredState, spike: bool) -> list[Trial]:
-    """Try other windows, if this one was refused as a whole. Random tokens are no text: whether they
-    spike says nothing.
+    """Try other windows, if this one was refused as a whole. Random tokens are no text: whether
+    they spike says nothing.
     """
     bundle, vocab_size = state.bundle, state.model.config.vocab_size
     limits = bundle.limits if spike else None

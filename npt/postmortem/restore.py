@@ -1,4 +1,6 @@
-"""The state of a bundle, restored on its base: every attempt starts from it and never changes it."""
+"""The state of a bundle, restored on its base: every attempt starts from it and never changes
+it.
+"""
 
 from __future__ import annotations
 

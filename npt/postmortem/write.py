@@ -122,8 +122,8 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
 
 
 def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> int | None:
-    """Return the micro-batch of a window to trace: the first that was refused for its numbers, else,
-    if the whole window was refused, the one with the largest gradient.
+    """Return the micro-batch of a window to trace: the first that was refused for its numbers,
+    else, if the whole window was refused, the one with the largest gradient.
 
     Args:
         refusals: of the window.
@@ -234,7 +234,9 @@ def _tokens(situation: Situation) -> dict[str, Tensor]:
 
 
 def _observed(situation: Situation) -> dict[str, Any]:
-    """Return findings about the state that the window found, and by name why one could not be had."""
+    """Return findings about the state that the window found, and by name why one could
+    not be had.
+    """
     model, index = situation.model, suspect(situation.result.refusals, _traces(situation))
     failures: dict[str, str] = {}
 

@@ -147,7 +147,9 @@ def _share(part: float) -> str:
 
 
 def _table(named: Models) -> tuple[list[str], list[list[str]]]:
-    """Return every figure that any of them has, by name; one with a `<name>_se` bears that error."""
+    """Return every figure that any of them has, by name; one with a `<name>_se` bears
+    that error.
+    """
     known = dict.fromkeys(key for values in named.values() for key in values)
     keys = [key for key in known if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)]
     keys = [key for key in keys if not (key.endswith("_se") and key[:-3] in keys)][:40]
@@ -159,7 +161,9 @@ def _table(named: Models) -> tuple[list[str], list[list[str]]]:
 
 
 def layers(record: RunRecord) -> dict[str, Any] | None:
-    """Return what the page says of the layers' NMSE on held-out text; None if nothing was measured."""
+    """Return what the page says of the layers' NMSE on held-out text; None if nothing was
+    measured.
+    """
     rows = _layer_rows(record.fidelity, "nmse")
     if not rows:
         return None

@@ -21,7 +21,8 @@ from npt.report.words import clean, number
 LAYERS, BINS = 512, 200
 
 WORTH_SAYING = 0.05
-"""Share of multipliers at their bounds from which it is said: they have next to no gradient left."""
+"""Share of multipliers at their bounds from which it is said: they have next to no gradient left.
+"""
 
 _TARGETS = ("gate", "up", "down")
 _ALARM = Markup('<span class="alarm">{}</span>')

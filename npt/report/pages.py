@@ -34,7 +34,10 @@ def render(template: str, *, script: str = "", css: str = "", **data: Any) -> st
         data: what the template shows.
     """
     style, code = _file("style.css") + css, _file(script) if script else ""
-    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src '{_hash(style)}'"
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src"
+        f" '{_hash(style)}'"
+    )
     policy += f"; script-src '{_hash(code)}'" if code else ""
     page = _environment().get_template(template)
     return page.render(style=Markup(style), code=Markup(code), policy=Markup(policy), **data)

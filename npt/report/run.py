@@ -115,7 +115,9 @@ class RunRecord:
 
     @property
     def refused_in(self) -> int | None:
-        """The step that was being tried when the last refusals came, if it has not been made since."""
+        """The step that was being tried when the last refusals came, if it has not been
+        made since.
+        """
         steps = [
             event.step
             for event in self.events.of("refusal")

@@ -42,7 +42,9 @@ def clean(value: Any, limit: int = TEXT) -> str:
 
 
 def _visible(letter: str) -> str:
-    """Return a letter, or its number if it would end the text, turn the line's direction or hide."""
+    """Return a letter, or its number if it would end the text, turn the line's direction
+    or hide.
+    """
     if letter in "\n\t":
         return " "
     if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
@@ -57,8 +59,9 @@ def address(path: Path, page: Path) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number for reading: a few digits of it, a long one by its power of ten. None and NaN: there
-    is none. Infinite: it was not finite, which a file says of NaN and infinities alike."""
+    """Return a number for reading: a few digits of it, a long one by its power of ten. None and
+    NaN: there is none. Infinite: it was not finite, which a file says of NaN and infinities alike.
+    """
     if value is None or not math.isfinite(value):
         return "–" if value is None or math.isnan(value) else "not finite"
     if value == 0:
@@ -73,8 +76,8 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def plus_minus(value: float | None, error: float | None) -> str:
-    """Return a figure with its standard error, both to the error's second digit; an error that is nothing
-    but rounding is left out.
+    """Return a figure with its standard error, both to the error's second digit; an error that is
+    nothing but rounding is left out.
     """
     if (
         value is None
@@ -89,8 +92,8 @@ def plus_minus(value: float | None, error: float | None) -> str:
 
 
 def figure(values: Mapping[str, Any], key: str) -> str:
-    """Return one of a model's figures with its standard error; null in a file is a number that was not
-    finite.
+    """Return one of a model's figures with its standard error; null in a file is a number that was
+    not finite.
     """
     if key in values and values[key] is None:
         return number(math.inf)

@@ -2,7 +2,8 @@
 
     step-00000500/
       adapter/            the adapter, usable on its own
-      state.safetensors   moments, step counts, random state of every rank, history of the spike guard
+      state.safetensors   moments, step counts, random state of every rank, history of the spike
+      guard
       state.json          counters, position in the data, settings, the base's hash
       manifest.json       sha256 and size of every other file, and of itself; written last
 
@@ -84,7 +85,8 @@ _LOOP: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class State:
-    """The content of a checkpoint, found to fit the model, so that restoring it cannot fail halfway.
+    """The content of a checkpoint, found to fit the model, so that restoring it cannot fail
+    halfway.
 
     snapshot: adapters and optimizer state. spikes: history of the spike guard, if there was one.
     random_states: by rank.

@@ -1,4 +1,6 @@
-"""Which data a run is trained on, told from a few records: a position in other data means nothing."""
+"""Which data a run is trained on, told from a few records: a position in other data means
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ class RunFolder:
         self.event("warning", message=message)
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        """Let `write` make `checkpoints/step-XXXXXXXX`, verify it, and then remove older ones beyond
-        `keep`.
+        """Let `write` make `checkpoints/step-XXXXXXXX`, verify it, and then remove older ones
+        beyond `keep`.
 
         Raises:
             OSError: it could not be written.

@@ -71,7 +71,10 @@ class StopOnSignal:
         with contextlib.suppress(OSError):  # nobody may be reading any more
             os.write(
                 2,
-                f"signal {number}: finishing the micro-batch and saving; once more ends at once\n".encode(),
+                (
+                    f"signal {number}: finishing the micro-batch and saving; once more ends at"
+                    " once\n"
+                ).encode(),
             )
 
     def _restore(self) -> None:

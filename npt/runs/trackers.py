@@ -196,7 +196,9 @@ class Trackers:
         self._each(store)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Numbers at `step`; None and non-finite values are left out, which every tracker can draw."""
+        """Numbers at `step`; None and non-finite values are left out, which every tracker
+        can draw.
+        """
         numbers = _finite(values)
         self._each(lambda _, tracker: tracker.log(numbers, step=step))
 

@@ -196,8 +196,8 @@ def _check_same_state(found: list[int], owner: GradientWindow[Any]) -> None:
         )
         raise owner.ranks.everywhere(
             RankError(
-                f"every rank took step {owner.known_steps + 1} alike, but {left}; it was taken back:"
-                " look at the hardware of these processes, then go on with --resume auto"
+                f"every rank took step {owner.known_steps + 1} alike, but {left}; it was taken"
+                " back: look at the hardware of these processes, then go on with --resume auto"
             )
         )
 

@@ -49,7 +49,9 @@ class SpikeGuard:
         return (loss > self.limits[0]) | (norm > self.limits[1])
 
     def accept(self, loss: float, norm: float) -> None:
-        """Take an applied step into the statistics; a value without a finite logarithm is left out."""
+        """Take an applied step into the statistics; a value without a finite logarithm is
+        left out.
+        """
         for logarithms, value in ((self._losses, loss), (self._norms, norm)):
             if math.isfinite(value) and value > 0:
                 logarithms.append(math.log(value))

@@ -38,7 +38,9 @@ class Preparation:
         return self._memory.fitting(test, setup.splitter, batch, "the smoke test")
 
     def calibrate(self) -> Calibration | None:
-        """Solve the adapters' start, and give every process the main one's; None if it was not solved."""
+        """Solve the adapters' start, and give every process the main one's; None if it was not
+        solved.
+        """
         setup, data = self._setup, self._data
         if setup.teacher is not None:
             setup.say(

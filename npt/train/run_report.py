@@ -1,4 +1,6 @@
-"""`report.html` of a run: made at its end, and again whenever it is wanted, from its folder alone."""
+"""`report.html` of a run: made at its end, and again whenever it is wanted, from its folder
+alone.
+"""
 
 from __future__ import annotations
 

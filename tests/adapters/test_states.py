@@ -230,7 +230,7 @@ class TestWithoutGradients:
 
 
 # --- contexts
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 CONTEXTS: dict[str, Callable[[Any, Any], Any]] = {
     "disabled": lambda base, wrapped: npt.adapters_disabled(base),

@@ -34,7 +34,9 @@ OPEN = (
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine where torch says that it has a GPU; whatever is put there fails, as torch has none."""
+    """A machine where torch says that it has a GPU; whatever is put there fails, as torch has
+    none.
+    """
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 

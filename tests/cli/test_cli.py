@@ -757,7 +757,7 @@ SECRETS = {
 }
 
 
-def test_a_run_of_refusals_ends_3_with_a_post_mortem_and_nothing_of_it_holds_a_secret_of_its_environment(
+def test_too_many_refusals_exit_3_and_leak_no_secret_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in SECRETS.items():

@@ -1,4 +1,6 @@
-"""`npt sweep`: what it refuses before anything runs, and a study through workers that are killed."""
+"""`npt sweep`: what it refuses before anything runs, and a study through workers that are
+killed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mixtures: sources by weight, in shares that hold, resumable from anywhere; replay is one of them."""
+"""Mixtures: sources by weight, in shares that hold, resumable from anywhere; replay is one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -264,9 +266,17 @@ def make(load_model, tokenizer, tmp_path):
         model = load_model()
         npt.attach(model, npt.NPTConfig(rank=4, layers="upper_half"), seed=1)
         config = npt.TrainConfig(
-            output_dir=str(tmp_path / name), learning_rate=1e-3, log_steps=10, eval_samples=8, batch_size=4, smoke_test=False,
-            max_steps=max_steps, resume=resume, scheduler_type="constant", **more,
-        )  # fmt: skip
+            output_dir=str(tmp_path / name),
+            learning_rate=1e-3,
+            log_steps=10,
+            eval_samples=8,
+            batch_size=4,
+            smoke_test=False,
+            max_steps=max_steps,
+            resume=resume,
+            scheduler_type="constant",
+            **more,
+        )
         console = Console(file=io.StringIO(), width=300)
         data_config = npt.DataConfig(max_length=10, dataset_mix=mix)
         return npt.Trainer(model, tokenizer, data, config, data_config=data_config, console=console)

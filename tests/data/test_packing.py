@@ -31,7 +31,9 @@ def documents(sizes: list[int], labelled: bool = True) -> list[Sample]:
 
 
 def of_document(batch: Batch, row: int) -> list[tuple[list[int], list[int], list[int]]]:
-    """Ids, positions and labels of each document of a row, by what the batch says of its documents."""
+    """Ids, positions and labels of each document of a row, by what the batch says of its
+    documents.
+    """
     valid = batch.attention_mask[row].bool()
     number = (
         batch.documents[row]

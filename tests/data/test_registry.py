@@ -1,4 +1,6 @@
-"""Readers and record forms are added from outside the package, as docs/extend/data-reader.md says."""
+"""Readers and record forms are added from outside the package, as docs/extend/data-reader.md
+says.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def assert_exact(variant: VariantFigures) -> None:
 
 
 # --- errors
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_fp32_against_itself_is_exactly_zero(load_model, batch) -> None:
@@ -136,7 +136,7 @@ def test_the_error_of_an_early_layer_is_not_counted_again_in_the_later_ones(
 
 
 # --- overflow
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -> None:
@@ -208,7 +208,7 @@ def test_headroom_of_nothing_and_of_what_is_not_finite() -> None:
 
 
 # --- checkpoints
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
@@ -282,7 +282,7 @@ def test_no_hook_is_left_when_a_pass_fails(load_model, batch, monkeypatch) -> No
 
 
 # --- padding
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def all_figures(batch: Batch, load_model: Any) -> dict[str, Any]:

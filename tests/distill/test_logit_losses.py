@@ -1,4 +1,6 @@
-"""Losses on logits against their formulas in fp64, at their limits, and in chunks through the head."""
+"""Losses on logits against their formulas in fp64, at their limits, and in chunks through the
+head.
+"""
 
 from __future__ import annotations
 
@@ -313,7 +315,7 @@ def test_a_nan_among_the_logits_is_never_masked_away(name, who) -> None:
 
 
 # --- cross-entropy
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_cross_entropy_of_rows_is_minus_the_log_of_the_targets_probability() -> None:

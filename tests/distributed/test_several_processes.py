@@ -195,7 +195,7 @@ def test_too_many_refusals_end_all_ranks_with_one_bundle_of_the_whole_window(
 
 
 # --- how they end
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_error_on_rank_1_ends_both_in_front_of_its_window(train: Loops) -> None:
@@ -275,7 +275,7 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: Pat
 
 
 # --- whole runs
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -408,7 +408,7 @@ def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(
 
 
 # --- who they are
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_one_process_is_alone_whatever_else_is_set() -> None:

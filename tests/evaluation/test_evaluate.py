@@ -532,7 +532,7 @@ def test_a_model_without_adapters_is_refused(load_model, tokenizer) -> None:
 
 
 # --- the record
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_after_puts_the_first_student_beside_the_last() -> None:

@@ -198,7 +198,7 @@ def test_the_rate_is_found_whatever_the_limit_cuts_off(rate, seed) -> None:
 
 
 # --- prompts
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_prompts_are_what_stands_in_front_of_a_completion_or_the_beginning_of_a_text() -> None:

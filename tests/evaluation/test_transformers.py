@@ -259,7 +259,7 @@ def test_generate_uses_the_quantised_cache_that_is_asked_for(endless, name) -> N
 
 
 # --- pipeline
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 TEXTS = ["class Stack:\n    def __init__(self", "import os", "def read(path):\n"]
 

@@ -272,7 +272,9 @@ def counting_padding(patch: pytest.MonkeyPatch, base: Base) -> None:
 
 
 def noisy(patch: pytest.MonkeyPatch, base: Base) -> None:
-    """Each call gives another loss; not by torch's generator, which a micro-batch has its own of."""
+    """Each call gives another loss; not by torch's generator, which a micro-batch has its
+    own of.
+    """
     honest, calls = STRATEGIES["local"], itertools.count()
 
     def careless(model: Any, *arguments: Any) -> Any:

@@ -38,7 +38,9 @@ def copied(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """Copy what a module holds; `known` has the copies by the identity of what they are copies of."""
+    """Copy what a module holds; `known` has the copies by the identity of what they are
+    copies of.
+    """
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, dict | list | set):
@@ -98,5 +100,7 @@ class Loads:
 
     @staticmethod
     def _of_libraries() -> tuple[Any, ...]:
-        """What a test, or packing on another device, may have put in the place of a library's own."""
+        """What a test, or packing on another device, may have put in the place of a
+        library's own.
+        """
         return loading.AutoModelForCausalLM.from_pretrained, Bnb4BitHfQuantizer.get_quantize_ops

@@ -14,12 +14,12 @@ RATES = [1e-4, 1e-3, 1e-2, 1e-1]
 def result(**given: Any) -> dict[str, Any]:
     """What a run gives."""
     usual = {
-        "outcome": "stable", "kl": 0.1, "kl_start": 1.1, "kl_se": 0.01, "perplexity_ratio": 1.1, "top1": 0.8, "acceptance": 0.85,
-        "floor_kl": 1.2,
-        "loss_first": 0.1, "loss_last": 0.05, "loss_end": 0.05, "loss_max": 0.1, "steps": 40, "applied": 40, "refused": 0,
-        "refused_kinds": "", "runs": 1, "parameters": 1000, "tokens": 10240, "seconds_start": 0.5, "seconds_training": 2.0, "seconds": 3.0,
-        "heldout": True,
-        "trial": 0, "worker": "host:1:ab", "started": "2026-01-01T00:00:00", "ended": "2026-01-01T00:00:03", "curve": [0.1, 0.05],
+        "outcome": "stable", "kl": 0.1, "kl_start": 1.1, "kl_se": 0.01, "perplexity_ratio": 1.1,
+        "top1": 0.8, "acceptance": 0.85, "floor_kl": 1.2, "loss_first": 0.1, "loss_last": 0.05,
+        "loss_end": 0.05, "loss_max": 0.1, "steps": 40, "applied": 40, "refused": 0,
+        "refused_kinds": "", "runs": 1, "parameters": 1000, "tokens": 10240, "seconds_start": 0.5,
+        "seconds_training": 2.0, "seconds": 3.0, "heldout": True, "trial": 0, "worker": "host:1:ab",
+        "started": "2026-01-01T00:00:00", "ended": "2026-01-01T00:00:03", "curve": [0.1, 0.05],
     }  # fmt: skip
     assert set(usual) | set(given) <= set(MEASURES)
     return usual | given
@@ -71,8 +71,15 @@ def table() -> list[dict[str, Any]]:
             row |= {"limit_low": 0.03, "limit_high": 0.1, "runs": 6}
         elif trial.places[0].part == "faults":
             refused = s.probe.compute_dtype == "fp16"
-            row |= {"fault_refused": refused, "fault_loss": None if refused else 1e6, "loss_before_fault": 0.06, "loss_after_fault": 0.05,
-                    "loss_worst_behind": 0.08, "fault_harm": 1.0 if refused else 1.2, "recovered_after": 1}  # fmt: skip
+            row |= {
+                "fault_refused": refused,
+                "fault_loss": None if refused else 1e6,
+                "loss_before_fault": 0.06,
+                "loss_after_fault": 0.05,
+                "loss_worst_behind": 0.08,
+                "fault_harm": 1.0 if refused else 1.2,
+                "recovered_after": 1,
+            }
         elif form == "one_plus_tanh" and rate >= 0.01:
             row |= {
                 "outcome": "diverged",

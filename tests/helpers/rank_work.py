@@ -370,7 +370,9 @@ def _small(
     kind: str,
     name: str,
 ) -> None:
-    """One micro-batch: good, broken in its gradient, refused on the host, or good without a token."""
+    """One micro-batch: good, broken in its gradient, refused on the host, or good without
+    a token.
+    """
     if kind == "d":
         transaction.refuse("broken", (name,))
         return

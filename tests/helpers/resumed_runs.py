@@ -1,4 +1,6 @@
-"""Runs that are interrupted and taken up again, and what has to be equal to the run that was not."""
+"""Runs that are interrupted and taken up again, and what has to be equal to the run that was
+not.
+"""
 
 from __future__ import annotations
 

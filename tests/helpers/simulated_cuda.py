@@ -324,7 +324,9 @@ _kept: list[Tensor] = []
 
 
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    """Stand in for `Tensor.pin_memory`, in every thread: a batch is pinned by the one that made it."""
+    """Stand in for `Tensor.pin_memory`, in every thread: a batch is pinned by the one that made
+    it.
+    """
     assert not isinstance(tensor, Simulated), "only tensors of the host can be pinned"
     return _pin(tensor.clone())
 
@@ -362,7 +364,9 @@ def _on_cuda(device: Any) -> bool:
 
 
 def _with_index(leaf: Any) -> Any:
-    """`cuda` means the current device; without an index torch would ask the driver which that is."""
+    """`cuda` means the current device; without an index torch would ask the driver which
+    that is.
+    """
     if isinstance(leaf, torch.device):
         return torch.device("cuda", 0) if leaf.type == "cuda" and leaf.index is None else leaf
     return "cuda:0" if isinstance(leaf, str) and leaf == "cuda" else leaf

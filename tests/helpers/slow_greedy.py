@@ -9,7 +9,9 @@ import torch
 
 
 def alone(model: Any, prompt: Sequence[int], limit: int, ends: Sequence[int] = ()) -> list[int]:
-    """The slow way to greedy tokens: the whole row anew for every token, without cache and padding."""
+    """The slow way to greedy tokens: the whole row anew for every token, without cache and
+    padding.
+    """
     ids = list(prompt)
     with torch.no_grad():
         while len(ids) < len(prompt) + limit and not (len(ids) > len(prompt) and ids[-1] in ends):

@@ -58,7 +58,9 @@ def make_trainer(
     data_config: DataConfig | None = None,
     **config: Any,
 ) -> Trainer:
-    """A trainer of two small adapters on the base in a folder, which gives up at the first refusal."""
+    """A trainer of two small adapters on the base in a folder, which gives up at the first
+    refusal.
+    """
     model, _ = npt.load_base(
         str(base),
         quantization=quantization,

@@ -56,7 +56,9 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory, load_model: Any) -> Any:
-    """A random Llama whose layers are wide beside everything else: D 128, F 352, 5 layers, V 160."""
+    """A random Llama whose layers are wide beside everything else: D 128, F 352, 5
+    layers, V 160.
+    """
     import shutil
 
     from npt.base import load as loading

@@ -102,7 +102,7 @@ def said(folder: Path, name: str = "postmortem.json") -> dict[str, Any]:
 
 
 # --- what it holds
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_bundle_holds_adapters_moments_and_random_state(student, tmp_path) -> None:

@@ -46,12 +46,10 @@ def places(refusals: Any) -> list[tuple[str, int | None]]:
 
 
 # --- what is found
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_that_overflows_is_the_data_and_its_window_is_computed_in_the_state_that_the_run_had(
-    trainer, poisoned_folder
-) -> None:
+def test_an_overflowing_sample_is_found_in_the_state_of_the_run(trainer, poisoned_folder) -> None:
     """In windows of two, so that the other micro-batch was stepped on, and read late the window
     behind it as well.
     """
@@ -370,7 +368,7 @@ def test_tensors_that_do_not_fit_the_base_are_named(bundle, file, change, named)
 
 
 # --- its parts
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def refusal(kind: str) -> Refusal:

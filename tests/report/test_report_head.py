@@ -97,13 +97,16 @@ def test_no_layer_is_drawn_at_steps_that_were_never_made(tmp_path, monkeypatch) 
 
 def test_the_head_says_what_the_run_was_made_of(tmp_path) -> None:
     settings = {
-        "model_name": "tiny", "rank": 16, "targets": ["gate", "up"], "modulation": "both", "init": "calibrated", "additive_scale": 1.0,
-        "mult_bound": 0.5, "strategy": "end_to_end", "loss": "nmse", "learning_rate": 3e-4, "batch_size": 4, "processes": 1,
-        "gradient_accumulation_steps": 2, "dataset_name": "builtin", "max_length": 256, "use_quantization": True, "run_name": "one",
+        "model_name": "tiny", "rank": 16, "targets": ["gate", "up"], "modulation": "both", "init":
+        "calibrated", "additive_scale": 1.0, "mult_bound": 0.5, "strategy": "end_to_end", "loss":
+        "nmse", "learning_rate": 3e-4, "batch_size": 4, "processes": 1,
+        "gradient_accumulation_steps": 2, "dataset_name": "builtin", "max_length": 256,
+        "use_quantization": True, "run_name": "one",
     }  # fmt: skip
     run = {
-        "settings": settings, "layers": [4, 5, 6, 9], "seed": 7, "base_hash": "1c8e85f57d0448e3" * 4, "device": "cpu",
-        "trainable_parameters": 503808, "precision": {"quantization": "nf4"}, "versions": {"npt": "0.1.0", "torch": "2.13.0"},
+        "settings": settings, "layers": [4, 5, 6, 9], "seed": 7, "base_hash": "1c8e85f57d0448e3" *
+        4, "device": "cpu", "trainable_parameters": 503808, "precision": {"quantization": "nf4"},
+        "versions": {"npt": "0.1.0", "torch": "2.13.0"},
     }  # fmt: skip
     reader = read(make_run(tmp_path / "run", run=run))
     (head,) = [text for name, text in reader.sections.items() if not name]

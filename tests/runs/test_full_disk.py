@@ -233,7 +233,7 @@ def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
 
 
 # --- real disks
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -319,7 +319,9 @@ def open_place() -> Iterator[Path]:
 
 
 def unprivileged(act: Callable[[], int]) -> int:
-    """The exit status of a process without the rights of an administrator, whom no mode keeps out."""
+    """The exit status of a process without the rights of an administrator, whom no mode
+    keeps out.
+    """
     child = os.fork()
     if child == 0:
         status = 70

@@ -191,7 +191,8 @@ def test_every_tracker_is_opened_described_told_and_ended(seen, tmp_path, monkey
         )
         assert own[5][2:] == (
             {f"modulation/layers.3.{key}": value for key, value in (
-                ("gate.saturated", 0.125), ("gate.add_rms", 0.5), ("gate.std", 0.125), ("up.add_rms", 0.5)
+                ("gate.saturated", 0.125), ("gate.add_rms", 0.5), ("gate.std", 0.125),
+                ("up.add_rms", 0.5)
             )},
             4,
         )  # fmt: skip

@@ -491,9 +491,7 @@ def test_a_refusal_says_what_and_where(kind) -> None:
         assert ("nan" if "nan" in kind else "inf") in refusal.detail
 
 
-def test_refusals_come_in_the_order_of_their_micro_batches_and_counting_starts_anew_in_each_window() -> (
-    None
-):
+def test_refusals_come_in_the_order_of_their_micro_batches() -> None:
     world = World()
     for _ in range(2):
         world.bad("nan loss")

@@ -50,7 +50,7 @@ def ask(kind: str) -> None:
 
 
 # --- parts
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 # lengths of its documents
 _SAMPLE = st.tuples(st.integers(1, 3), st.integers(1, 6)).map(lambda pair: (pair[1],) * pair[0])
@@ -228,7 +228,7 @@ def test_a_library_without_room_for_itself_lacks_memory_to_training_and_to_the_c
 
 
 # --- runs
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,9 @@ def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
 
 
 def in_backward(trainer: Trainer, call: int) -> Trainer:
-    """Memory runs out in the middle of one call's backward, when some gradients are there already."""
+    """Memory runs out in the middle of one call's backward, when some gradients are there
+    already.
+    """
     strategy, numbers = trainer.setup.strategy, iter(range(10**6))
     parameter = next(iter(adapter_parameters(trainer.setup.model).values()))
 
@@ -329,9 +331,7 @@ def test_memory_that_runs_out_in_backward_leaves_no_gradient_behind(runs, strate
     assert len(events(here.place / "lacking", "out_of_memory")) == 1
 
 
-def test_from_a_later_window_on_a_run_is_the_one_that_was_stopped_there_and_resumed_in_smaller_parts(
-    runs,
-) -> None:
+def test_a_run_split_later_equals_one_resumed_in_smaller_parts(runs) -> None:
     here = runs(data=lambda: records(12))
     here.run("lacking", lacking(3))
     here.run("stopped", max_steps=1)
@@ -418,9 +418,7 @@ def test_refusals_are_counted_once_and_at_their_place_whatever_is_begun_again(ru
     assert any(RARE in record["input_ids"] for record in with_faults(records(24)))
 
 
-def test_what_one_sample_at_a_time_does_not_fit_into_ends_with_one_line_and_what_was_trained_is_saved(
-    runs,
-) -> None:
+def test_out_of_memory_at_batch_size_one_saves_and_exits(runs) -> None:
     here = runs()
     with pytest.raises(NoMemoryError, match="one sample of") as caught:
         here.run("run", lambda number, batch: ask("cpu") if number >= 5 else None)

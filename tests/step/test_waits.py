@@ -1,4 +1,6 @@
-"""A micro-batch makes the host wait for no device, whatever its rows, its strategy and its losses."""
+"""A micro-batch makes the host wait for no device, whatever its rows, its strategy and its
+losses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs with a calibrated start: solved once, on training data alone, before the first evaluation."""
+"""Runs with a calibrated start: solved once, on training data alone, before the first
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +97,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Sample]]:
     return found
 
 
-def test_a_calibration_that_lacks_memory_is_begun_again_in_smaller_batches_from_adapters_as_they_were(
-    build, monkeypatch
-) -> None:
+def test_a_calibration_out_of_memory_begins_again_in_smaller_batches(build, monkeypatch) -> None:
     trainer = build(batch_size=4, smoke_test=False, max_steps=1)
     trainer.setup.splitter.samples = 2  # as --max_memory has it
     before = {
@@ -211,9 +211,7 @@ def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(bui
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_data_too_short_to_leave_them_out_are_trained_on_from_the_beginning_and_the_fits_own_figure_is_said(
-    build, calls, stream
-) -> None:
+def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls, stream) -> None:
     """A list keeps nine tenths of its steps at least; of a stream nothing is known but that
     something comes behind them.
     """

@@ -64,7 +64,9 @@ def folder(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def pair(folder: Callable[[str], Path]) -> Callable[[str, str, Change], tuple[Any, Any]]:
-    """`made_pair`, made once of each kind: what is computed with it changes nothing but gradients."""
+    """`made_pair`, made once of each kind: what is computed with it changes nothing but
+    gradients.
+    """
     made: dict[tuple[str, str, Change], tuple[Any, Any]] = {}
 
     def of(family: str, attention: str, change: Change) -> tuple[Any, Any]:

@@ -1,4 +1,6 @@
-"""The report that a run writes at its end: whichever end that is, and whatever goes wrong with it."""
+"""The report that a run writes at its end: whichever end that is, and whatever goes wrong with
+it.
+"""
 
 from __future__ import annotations
 

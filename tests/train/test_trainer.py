@@ -524,7 +524,7 @@ def test_epochs_see_the_same_samples_in_another_order(build) -> None:
 
 
 # --- refusals
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with_the_sample(
@@ -648,7 +648,9 @@ def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> No
 def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
     build, monkeypatch, windows, stops
 ) -> None:
-    """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows begin."""
+    """1 is a micro-batch that counts, 0 one that is refused; a row is a row wherever windows
+    begin.
+    """
     rows = {1: Sample("good", (5, 6, 7)), 0: Sample("broken", (5, 999))}
     monkeypatch.setattr(
         RunData,
@@ -1082,7 +1084,7 @@ def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokeniz
 
 
 # --- signals
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -146,8 +146,8 @@ def write_adapter(
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter that was found, so that it need not be looked for again: a run may save another one
-    meanwhile.
+    """An adapter that was found, so that it need not be looked for again: a run may save another
+    one meanwhile.
 
     name: it was asked for by. folder: that it is in. config: its form. record: the content of its
     `adapter_config.json`.

@@ -1,5 +1,5 @@
-"""Consolidated updates on disk, alone or with an adapter: `consolidated.safetensors` and the history
-`consolidated.json`.
+"""Consolidated updates on disk, alone or with an adapter: `consolidated.safetensors` and the
+history `consolidated.json`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def load_consolidated(
     base: BaseIdentity | None = None,
     check_base: bool = True,
 ) -> tuple[Update, ...]:
-    """Consolidate the updates saved in `folder` into the model. A refused folder leaves it as it was.
+    """Consolidate the updates saved in `folder` into the model. A refused folder leaves it as it
+    was.
 
     Args:
         model: the base that they were made on, without updates of its own.

@@ -10,11 +10,14 @@ from npt.adapters.files.hub import is_hub_id
 
 _OTHERS = """## Elsewhere
 
-- vLLM: not tried. What its transformers backend asks for in writing is there: `AutoModel` in `auto_map`, the change in the base model,
-  attention through transformers' interface. Two things may stand in the way: it fuses gate_proj and up_proj where it can, and these layers
-  call them one by one; and tensor parallelism has to leave the MLPs whole, as the plan here does. It computes in 16 bit by default.
-- llama.cpp, and what is built on it (GGUF): no. Its converter goes by the names of architectures and does not know this one, and there is
-  no graph for the modulation. That depends on the token, so it cannot be merged into the weights either, nor written as a LoRA."""
+- vLLM: not tried. The code meets the written requirements of its transformers backend: `AutoModel`
+  in `auto_map`, the change in the base model, attention through transformers' interface. Two things
+  may prevent it: vLLM fuses gate_proj and up_proj if it can, and these layers call them one by one;
+  and tensor parallelism must leave the MLPs whole, as the plan here does. vLLM computes in 16 bit
+  by default.
+- llama.cpp, and what is built on it (GGUF): no. Its converter goes by the names of architectures
+  and does not know this one, and it has no graph for the modulation. The modulation depends on the
+  token, so it can be neither merged into the weights nor written as a LoRA."""
 
 
 def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded: bool) -> str:
@@ -73,9 +76,9 @@ tags: [npt, distillation]
 
 # NPT student of {base}
 
-In its converted layers attention acts by modulating the MLP of its token: factors and summands on the products of gate, up and down,
-from a low-rank code of the attention output. Distilled from the base itself, whose weights it has unchanged. `modeling_npt.py` has the
-formula.
+In its converted layers attention acts by modulating the MLP of its token: factors and summands on
+the products of gate, up and down, from a low-rank code of the attention output. Distilled from the
+base itself, whose weights it has unchanged. `modeling_npt.py` has the formula.
 
 | | |
 |---|---|
@@ -83,7 +86,8 @@ formula.
 
 ## Loading
 
-It needs {needs}. `trust_remote_code=True` runs `modeling_npt.py` and `configuration_npt.py` of this folder: read them first.
+It needs {needs}. `trust_remote_code=True` runs `modeling_npt.py` and `configuration_npt.py` of this
+folder: read them first.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -226,7 +226,9 @@ def register_peft() -> None:
         def _remap_adapter_state_dict_for_load(
             cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
         ) -> dict[str, Tensor]:
-            """The stored tensors, once they are the model's, no more and no fewer, and all finite."""
+            """The stored tensors, once they are the model's, no more and no fewer, and
+            all finite.
+            """
             wanted = {
                 _PREFIX + name: p for name, p in adapter_parameters(model.get_base_model()).items()
             }

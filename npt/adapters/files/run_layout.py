@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 CHECKPOINTS, BEST, ADAPTER = "checkpoints", "best", "adapter"
-"""`checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the one that it ended with."""
+"""`checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the one that it ended with.
+"""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 

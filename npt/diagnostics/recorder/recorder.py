@@ -5,10 +5,10 @@ to any of them.
         model(**batch).loss.backward()
     record = recorder.record(step=1)
 
-Each tensor is reduced to a few numbers where it lies (`npt.diagnostics.recorder.statistics`), and all of them are
-read at once by `record`. Nothing else is kept: no tensor outlives the recorder's look at it. Hooks
-only look. On leaving the block, however it is left, every hook is gone, so a pass outside of it
-costs what it did before.
+Each tensor is reduced to a few numbers where it lies (`npt.diagnostics.recorder.statistics`), and
+all of them are read at once by `record`. Nothing else is kept: no tensor outlives the recorder's
+look at it. Hooks only look. On leaving the block, however it is left, every hook is gone, so a pass
+outside of it costs what it did before.
 
 What becomes a row, by its `stage`:
 

@@ -263,7 +263,9 @@ Rule = Callable[[Origin], Finding | None]
 
 
 def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -> float | None:
-    """The element of `tensor`, broadcast to `shape`, at `index`; None where it does not broadcast."""
+    """The element of `tensor`, broadcast to `shape`, at `index`; None where it does not
+    broadcast.
+    """
     if tensor.ndim > len(shape) or len(index) != len(shape) or tensor.layout != torch.strided:
         return None
     own = index[len(index) - tensor.ndim :]

@@ -161,7 +161,9 @@ def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _line(frame: FrameType) -> str:
-    """`file.py:12 in function: expression`, the expression as exactly as the interpreter knows it."""
+    """`file.py:12 in function: expression`, the expression as exactly as the interpreter
+    knows it.
+    """
     code, line = frame.f_code, frame.f_lineno
     text = _expression(code, frame.f_lasti) or linecache.getline(code.co_filename, line)
     text = " ".join(text.split())

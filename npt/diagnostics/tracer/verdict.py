@@ -56,10 +56,10 @@ class Operand:
 class Verdict:
     """The first fault of a run: who made the bad number, not who passed it on.
 
-    cause: a key of `npt.diagnostics.tracer.causes.CAUSES`. layer: index of the decoder layer, None outside of
-    them. module: dotted name in the model, empty for code outside any module. operation: its name
-    in torch, such as `rsqrt`. source: file, line and text of the Python line that ran it (in
-    backward: that ran its forward). index: of the first bad element in `tensor`. row, token,
+    cause: a key of `npt.diagnostics.tracer.causes.CAUSES`. layer: index of the decoder layer, None
+    outside of them. module: dotted name in the model, empty for code outside any module. operation:
+    its name in torch, such as `rsqrt`. source: file, line and text of the Python line that ran it
+    (in backward: that ran its forward). index: of the first bad element in `tensor`. row, token,
     sample: of the batch, where the tensor's shape tells. reached: where the number was seen in the
     end. grew: of an overflow, where the numbers that went into it first became large.
     """

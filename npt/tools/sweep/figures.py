@@ -135,7 +135,10 @@ def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> Markup:
     ]  # fmt: skip
     errors = [row.get("kl_se") or 0.0 for row in rows]
     low, high = (
-        [None if row["kl"] is None else row["kl"] + sign * e for row, e in zip(rows, errors, strict=True)]
+        [
+            None if row["kl"] is None else row["kl"] + sign * e
+            for row, e in zip(rows, errors, strict=True)
+        ]
         for sign in (-1, 1)
     )  # fmt: skip
     kl = [Marks("", ("D", LINE, False), [row["kl"] for row in rows], low, high)]
@@ -174,8 +177,12 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> Markup:
 
     settings = list(dict.fromkeys(name for _, analysis in found for name in analysis.shares))
     tones = np.linspace(0.05, 0.95, len(settings))
-    colours = {name: to_hex(colormaps["viridis"](tone)) for name, tone in zip(settings, tones, strict=True)}  # fmt: skip
-    inks = {name: DARK if tone < 0.5 else BRIGHT for name, tone in zip(settings, tones, strict=True)}  # fmt: skip
+    colours = {
+        name: to_hex(colormaps["viridis"](tone)) for name, tone in zip(settings, tones, strict=True)
+    }
+    inks = {
+        name: DARK if tone < 0.5 else BRIGHT for name, tone in zip(settings, tones, strict=True)
+    }
     keys = [("s", colours[name], clean(name, LETTERS)) for name in settings]
     keys += [("s", ZERO, "together: what settings do together"), ("s", RULE, "seeds: noise")]
     height = len(found) * ROW
@@ -193,7 +200,9 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> Markup:
                 (bar,) = axes.barh(i + 0.2, share, 0.45, x, color=colour)
                 charts.tell(bar, f"{name}: {what} {share:.1f}%")
                 if share > 6:
-                    axes.text(x + share / 2, i + 0.2, f"{share:.0f}", ha="center", va="center", color=ink)  # fmt: skip
+                    axes.text(
+                        x + share / 2, i + 0.2, f"{share:.0f}", ha="center", va="center", color=ink
+                    )
                 x += share
         axes.set(ylim=(len(found) - 0.5, -0.5), xlim=(0, max(100.0, axes.get_xlim()[1])))
         axes.set_yticks([])
@@ -230,5 +239,7 @@ def pareto_figure(rows: Sequence[Row], numbers: Mapping[int, int]) -> Markup:
             for i in best:
                 axes.annotate(str(numbers[i]), (xs[i], kls[i]), (4, 3), textcoords="offset points")
             axes.set_xlabel(called + (", logarithmic" if across else ""))
-            axes.set_title("KL(teacher, student), nats, logarithmic; line: standard error", color=SOFT)  # fmt: skip
+            axes.set_title(
+                "KL(teacher, student), nats, logarithmic; line: standard error", color=SOFT
+            )
     return made.svg

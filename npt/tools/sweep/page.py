@@ -44,9 +44,10 @@ LINES = 40
 PLACES = ("key", "parts", "arms")
 
 _SHOWN = (
-    "outcome", "reason", "bad_layer", "bad_stage", "kl", "perplexity_ratio", "top1", "loss_first", "loss_end", "refused", "grad_growth",
-    "residual_ratio", "saturated", "dead", "m_min", "m_max", "additive_to_residual", "additive_to_product", "sharpness_start",
-    "sharpness_end", "parameters", "seconds",
+    "outcome", "reason", "bad_layer", "bad_stage", "kl", "perplexity_ratio", "top1", "loss_first",
+    "loss_end", "refused", "grad_growth", "residual_ratio", "saturated", "dead", "m_min", "m_max",
+    "additive_to_residual", "additive_to_product", "sharpness_start", "sharpness_end", "parameters",
+    "seconds",
 )  # fmt: skip
 
 Row = Mapping[str, Any]

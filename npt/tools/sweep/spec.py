@@ -204,7 +204,9 @@ def _trial(given: dict[str, Any], seed: int, bisect: Bisection | None, place: Pl
 
 
 def _fingerprint(value: Any) -> str:
-    """Return 16 hexadecimal digits that equal values share, in every process and on every machine."""
+    """Return 16 hexadecimal digits that equal values share, in every process and on every
+    machine.
+    """
     text = json.dumps(value, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

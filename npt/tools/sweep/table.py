@@ -1,4 +1,6 @@
-"""A study's table: a row for each trial of its design, in the design's order, as Parquet and CSV."""
+"""A study's table: a row for each trial of its design, in the design's order, as Parquet and
+CSV.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,20 @@ SETTINGS = ("learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed
 """Settings that have a column in every study."""
 
 _WHOLE = (
-    "runs", "parameters", "steps", "applied", "refused", "tokens", "stopped_at", "recovered_after", "bad_layer", "trial", "fault_step",
+    "runs", "parameters", "steps", "applied", "refused", "tokens", "stopped_at", "recovered_after",
+    "bad_layer", "trial", "fault_step",
 )  # fmt: skip
 
 MEASURES = (
-    "outcome", "reason", "stopped_at", "detail", "bad_layer", "bad_stage", "bad_finite", "kl", "kl_start", "kl_se", "perplexity_ratio",
-    "top1", "acceptance", "floor_kl", "nmse", "loss_first", "loss_last", "loss_end", "loss_max", "steps", "applied", "refused",
-    "refused_kinds",
-    "grad_norm_first", "grad_norm_last", "grad_norm_max", "grad_growth", "residual_ratio", "saturated", "dead", "m_min", "m_max",
-    "additive_to_residual", "additive_to_product", "sharpness_start", "sharpness_end", "limit_low", "limit_high", "fault_refused",
-    "fault_loss", "fault_grad_norm", "fault_harm", "loss_before_fault", "loss_worst_behind", "loss_after_fault", "recovered_after",
-    "runs", "parameters", "tokens", "seconds_start", "seconds_training", "seconds", "heldout", "trial", "worker", "started", "ended",
-    "curve",
+    "outcome", "reason", "stopped_at", "detail", "bad_layer", "bad_stage", "bad_finite", "kl",
+    "kl_start", "kl_se", "perplexity_ratio", "top1", "acceptance", "floor_kl", "nmse", "loss_first",
+    "loss_last", "loss_end", "loss_max", "steps", "applied", "refused", "refused_kinds",
+    "grad_norm_first", "grad_norm_last", "grad_norm_max", "grad_growth", "residual_ratio",
+    "saturated", "dead", "m_min", "m_max", "additive_to_residual", "additive_to_product",
+    "sharpness_start", "sharpness_end", "limit_low", "limit_high", "fault_refused", "fault_loss",
+    "fault_grad_norm", "fault_harm", "loss_before_fault", "loss_worst_behind", "loss_after_fault",
+    "recovered_after", "runs", "parameters", "tokens", "seconds_start", "seconds_training",
+    "seconds", "heldout", "trial", "worker", "started", "ended", "curve",
 )  # fmt: skip
 """Columns of the outcome, in their order; empty for a trial that has not been run."""
 

@@ -763,10 +763,11 @@ class TestWritePictures:
         self, tmp_path
     ) -> None:
         script = (
-            "import sys; from npt.diagnostics.recorder.picture import write_pictures; from npt.diagnostics.recorder.record"
-            " import Record, Row\nassert 'matplotlib' not in sys.modules\nrow = Row('a', None,"
-            " 'out', 'forward', (1,), 'float32', 1, 1.0, 0, 0, 0, 1.0, 1.0, 1.0, 0.0, 1.0,"
-            f" 1.0)\nwrite_pictures([Record(1, (row,))], {str(tmp_path)!r})\nassert 'matplotlib' in"
-            " sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
+            "import sys; from npt.diagnostics.recorder.picture import write_pictures; from"
+            " npt.diagnostics.recorder.record import Record, Row\nassert 'matplotlib' not in"
+            " sys.modules\nrow = Row('a', None, 'out', 'forward', (1,), 'float32', 1, 1.0, 0, 0,"
+            " 0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0)\nwrite_pictures([Record(1, (row,))],"
+            f" {str(tmp_path)!r})\nassert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not"
+            " in sys.modules\n"
         )
         subprocess.run([sys.executable, "-c", script], check=True)

@@ -44,10 +44,13 @@ def spaced(name: str) -> str:
 def hooks(model: nn.Module) -> int:
     """Everything that may still be looking at the model."""
     count = sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._forward_hooks_with_kwargs)
-        + len(module._forward_pre_hooks_with_kwargs) + (getattr(module, "observer", None) is not None)
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._forward_hooks_with_kwargs)
+        + len(module._forward_pre_hooks_with_kwargs)
+        + (getattr(module, "observer", None) is not None)
         for module in model.modules()
-    )  # fmt: skip
+    )
     return count + sum(parameter._backward_hooks is not None for parameter in model.parameters())
 
 
@@ -97,7 +100,7 @@ def stack() -> Stack:
 
 
 # --- what is seen
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_module_has_rows_of_what_goes_in_and_comes_out(stack) -> None:
@@ -276,15 +279,21 @@ class Output:
         ((), ["in"]),
         ([None, torch.ones(2)], ["in", "in.give.1", "out.1"]),
         ((torch.ones(2), torch.zeros(3), None), ["in", "in.give.0", "in.give.1", "out"]),
-        ({"a": torch.ones(2), "b": {"c": torch.zeros(1)}}, ["in", "in.give.a", "in.give.b.c", "out.a"]),
-        (Output(torch.ones(()), (torch.zeros(2),)), ["in", "in.give.loss", "in.give.hidden.0", "out.loss"]),
+        (
+            {"a": torch.ones(2), "b": {"c": torch.zeros(1)}},
+            ["in", "in.give.a", "in.give.b.c", "out.a"],
+        ),
+        (
+            Output(torch.ones(()), (torch.zeros(2),)),
+            ["in", "in.give.loss", "in.give.hidden.0", "out.loss"],
+        ),
         (torch.ones(2, dtype=torch.bool), ["in", "in.give", "out"]),
         (torch.empty(0, 3), ["in", "in.give", "out"]),
         (torch.tensor(2.0), ["in", "in.give", "out"]),
         pytest.param(object(), ["in"], id="an object"),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_modules_may_take_and_return_anything(given, names) -> None:
     model = Odd()
     with Recorder(model) as recorder:
@@ -409,7 +418,7 @@ def test_a_record_comes_back_from_json(stack) -> None:
 
 
 # --- contexts
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -510,7 +519,7 @@ def test_a_failure_of_the_recorder_does_not_reach_the_pass(stack, monkeypatch) -
 
 
 # --- padding
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_padding_is_left_out_by_the_models_own_mask_or_by_the_one_given(load_model, batch) -> None:
@@ -556,7 +565,7 @@ def test_junk_at_padding_is_nobodys_business() -> None:
 
 
 # --- NPT layers
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 STAGES = "h a z m_gate s_gate gate m_up s_up up activation product m_down s_down mlp o".split()  # noqa: SIM905
 

@@ -352,9 +352,20 @@ def test_gradients_that_grow_too_large_are_exploding_and_in_fp16_of_low_precisio
 def test_an_attention_mask_without_a_key_is_named_in_the_fused_kernel_too() -> None:
     def origin(mask: Tensor, index: tuple[int, ...]) -> Origin:
         return Origin(
-            0, 0, "_scaled_dot_product_flash_attention_for_cpu", "", None, "forward", Place(), (2, 3, 4, 8), torch.float32, index, NAN,
-            ((2, 3, 4, 8), index), inputs=[("query", torch.ones(2, 3, 4, 8)), ("attn_mask", mask)],
-        )  # fmt: skip
+            0,
+            0,
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "",
+            None,
+            "forward",
+            Place(),
+            (2, 3, 4, 8),
+            torch.float32,
+            index,
+            NAN,
+            ((2, 3, 4, 8), index),
+            inputs=[("query", torch.ones(2, 3, 4, 8)), ("attn_mask", mask)],
+        )
 
     masks = [
         torch.zeros(2, 1, 4, 5),

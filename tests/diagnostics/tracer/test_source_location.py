@@ -25,7 +25,7 @@ from npt.diagnostics.tracer.source_location import (
 )
 
 # --- layers
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_layer_is_the_first_whole_number_of_a_dotted_name(name, layer) -> No
 
 
 # --- stacks
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Look(nn.Module):
@@ -176,7 +176,7 @@ def test_a_checkpoints_second_forward_is_told_from_its_first(reentrant) -> None:
 
 
 # --- tokens
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def padded(lengths: list[int], width: int) -> Batch:
@@ -283,7 +283,9 @@ def test_a_documented_shape_gives_the_right_token_or_none(
 
 
 def test_most_shapes_are_told() -> None:
-    """Caution has not eaten the answer: with sizes that do not coincide every form is told in full."""
+    """Caution has not eaten the answer: with sizes that do not coincide every form is told in
+    full.
+    """
     for row, token in itertools.product(range(3), range(3)):
         tokens = Tokens(BATCH, {(64, 64), (64,)})
         at = [6, 4, 3][:row]

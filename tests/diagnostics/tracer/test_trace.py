@@ -82,7 +82,9 @@ def root_of_zero(x: Tensor) -> Tensor:
 
 
 class Everything(nn.Module):
-    """Batch statistics, a buffer that is replaced, dropout, and random numbers of Python and numpy."""
+    """Batch statistics, a buffer that is replaced, dropout, and random numbers of Python and
+    numpy.
+    """
 
     def __init__(self, function: Function):
         super().__init__()
@@ -1074,7 +1076,7 @@ def test_what_was_large_before_anything_was_computed_is_the_cause() -> None:
 
 
 # --- memory
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_harmless_bad_numbers_of_a_large_model_are_not_held() -> None:

@@ -137,7 +137,7 @@ def written(model, ids: list[int], count: int, mode: str) -> list[int]:
 
 
 # --- what is found
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) -> None:
@@ -272,7 +272,9 @@ def test_the_model_stays_as_it_was(student, tokenizer, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama 2", "metaspace, first", "byte level"])
 def test_prompt_and_completion_read_as_the_text_of_their_tokens(kind, tmp_path) -> None:
-    """Their spaces among it, where a tokenizer takes one from the beginning of all that it decodes."""
+    """Their spaces among it, where a tokenizer takes one from the beginning of all that it
+    decodes.
+    """
     words = tokenizer_of(kind)
     model = speaker_of(kind)
     npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
@@ -292,7 +294,7 @@ def test_prompt_and_completion_read_as_the_text_of_their_tokens(kind, tmp_path) 
 
 
 # --- training on it
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(

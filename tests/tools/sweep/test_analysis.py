@@ -140,7 +140,9 @@ def test_half_a_trial_of_each_kind_is_added_to_each_group() -> None:
 
 
 def test_an_uneven_design_does_not_tilt_the_chance_to_fail() -> None:
-    """Level 1 of b was mostly tried where a fails: more of its trials failed, and not by its doing."""
+    """Level 1 of b was mostly tried where a fails: more of its trials failed, and not by its
+    doing.
+    """
     # failures and trials; b changes no odds
     cells = {(0, 0): (2, 8), (0, 1): (1, 4), (1, 0): (3, 4), (1, 1): (6, 8)}
     trials = [

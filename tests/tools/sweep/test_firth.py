@@ -32,7 +32,9 @@ def groups(*counts: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     [((2, 10), (7, 9)), ((0, 6), (6, 6)), ((0, 2), (0, 3), (1, 4)), ((5, 5),), ((0, 40), (1, 40))],
 )
 def test_a_group_has_half_a_failure_and_half_a_success_more(counts) -> None:
-    """A model with a column for each group has the estimate (k + 1/2) / (n + 1), separated or not."""
+    """A model with a column for each group has the estimate (k + 1/2) / (n + 1),
+    separated or not.
+    """
     design, outcomes = groups(*counts)
     fitted = _Firth(design, outcomes)
     for i, (failed, trials) in enumerate(counts):

@@ -245,8 +245,9 @@ def test_every_way_to_train_can_be_swept(lab, trial, settings) -> None:
 
 
 EMBEDDED = {
-    "model_name": "tiny", "use_quantization": True, "layers": "upper_half", "batch_size": 2, "max_length": 64, "num_samples": 128,
-    "eval_samples": 2, "max_steps": 12, "learning_rate": 0.03, "max_consecutive_bad": 4,
+    "model_name": "tiny", "use_quantization": True, "layers": "upper_half", "batch_size": 2,
+    "max_length": 64, "num_samples": 128, "eval_samples": 2, "max_steps": 12, "learning_rate": 0.03,
+    "max_consecutive_bad": 4,
 }  # fmt: skip
 
 

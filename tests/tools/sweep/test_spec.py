@@ -65,8 +65,8 @@ def test_keys_are_the_same_in_every_process() -> None:
         design(a={"grid": {"learning_rate": [rate]}}).trials[0].key for rate in (1e-3, 1e-2)
     )
     code = (
-        "from npt.tools.sweep.spec import *; print(design_of({{'settings': {}, 'parts': {{'z': {{}}}}}},"
-        " 's.yaml').trials[0].key)"
+        "from npt.tools.sweep.spec import *; print(design_of({{'settings': {}, 'parts': {{'z':"
+        " {{}}}}}}, 's.yaml').trials[0].key)"
     )
     command = [sys.executable, "-c", code.format({**SHORT, "learning_rate": 1e-3})]
     assert (

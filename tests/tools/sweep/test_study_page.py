@@ -131,9 +131,7 @@ def changed(part, change, rows=None):
     ]
 
 
-def test_a_fault_that_leaves_no_finite_loss_says_so_and_no_faulted_run_is_compared_with_others() -> (
-    None
-):
+def test_a_fault_without_a_finite_loss_is_said_and_not_compared() -> None:
     refused = changed(
         "faults", lambda row: {"fault_loss": None, "fault_harm": None, "kl": 1e-9, "kl_start": 1.0}
     )

@@ -18,7 +18,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, S
 
 
 def _attention_alone(config) -> dict:
-    """Its plan for tensor parallelism without the MLPs: the modulation needs their products whole."""
+    """Its plan for tensor parallelism without the MLPs: the modulation needs their
+    products whole.
+    """
     return {name: style for name, style in config.base_model_tp_plan.items() if ".mlp." not in name}
 
 
