@@ -13,12 +13,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attached_config, npt_layers
+from npt.adapters.attach import adapter_parameters, attached_config
 from npt.adapters.files.run_layout import CHECKPOINTS
-from npt.adapters.sharding import is_sharded
 from npt.base.identity import base_identity
-from npt.base.precision import audit_precision, policy_dtype
-from npt.base.quantization_error import product_errors
 from npt.calibration.report import Calibration
 from npt.config import DataConfig, TrainConfig
 from npt.data.samples import no_sample
@@ -31,7 +28,7 @@ from npt.evaluation.evaluate import Fidelity
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.null_run_folder import NullRunFolder
-from npt.runs.run_folder import EVENTS, RunFolder, versions
+from npt.runs.run_folder import EVENTS, RunFolder
 from npt.runs.trackers import Trackers, start_trackers
 from npt.step.schedule import rate_table
 from npt.step.train_step import TrainStep, check_unfrozen
@@ -43,6 +40,7 @@ from npt.train.run_checks import check_trainable
 from npt.train.run_context import RunActions, RunContext
 from npt.train.run_data import RunData
 from npt.train.run_evaluation import RunEvaluator
+from npt.train.run_record import run_record
 from npt.train.run_setup import RunOptions, RunSetup
 from npt.train.run_writer import RunWriter
 from npt.train.sources import mixture_line
@@ -81,9 +79,8 @@ class TrainResult:
 class Trainer:
     """Distils the attached adapters of `model` from the model itself, or from a separate teacher.
 
-    Everything that can be refused is refused before the run folder is made. Each of several
-    processes makes a Trainer with the same arguments; they share every window, and the main one
-    writes and speaks.
+    What can be refused is refused before the run folder is made. Each of several processes makes a
+    Trainer with the same arguments; they share every window, and the main one writes.
 
     Args:
         model: from `npt.load_base`, with `npt.attach` done.
@@ -236,32 +233,13 @@ class Trainer:
             setup.say(mixture_line(setup.data_config))
         setup.say(self.data.note())
         self.initial = self.evaluate() if resumed is None else resumed.initial
-        self.record = self._record()
+        self.record = run_record(setup, self.data, self.base) | {
+            "other_base": self.other_base,
+            "calibration": None if self.calibration is None else self.calibration.as_dict(),
+            "memory": None if self.memory.plan is None else self.memory.plan.as_dict(),
+        }
         setup.stop.check()
         setup.stop.at_once = False  # from here on there is a folder to be left in order
-
-    def _record(self) -> dict[str, Any]:
-        """Return the content of `run.json`."""
-        setup, data, model = self.setup, self.data, self.setup.model
-        plan = self.memory.plan
-        return {
-            "settings": setup.all_settings(),
-            "layers": [index for index, _ in npt_layers(model)],
-            "trainable_parameters": sum(p.numel() for p in adapter_parameters(model).values()),
-            "seed": setup.config.seed,
-            **self.base.as_record(),
-            "other_base": self.other_base,
-            "precision": audit_precision(model, policy_dtype(model)).as_dict(),
-            "product_errors": None if is_sharded(model) else product_errors(model),
-            "device": str(setup.device),
-            "deterministic": setup.deterministic,
-            "processes": setup.ranks.size,
-            "versions": versions(),
-            "heldout": data.heldout,
-            "sources": [{"name": source.label, "share": source.share} for source in data.sources],
-            "calibration": None if self.calibration is None else self.calibration.as_dict(),
-            "memory": None if plan is None else plan.as_dict(),
-        }
 
     def _run(self, trackers: Trackers) -> TrainResult:
         """Open the folder, train, and leave it in order."""

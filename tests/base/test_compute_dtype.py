@@ -30,6 +30,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
 from npt.runs.resume import changed_settings
 from npt.tools.sweep.settings import Settings
+from npt.train.run_record import run_record
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2
 
@@ -164,7 +165,7 @@ def test_it_trains_and_what_it_trained_evaluates_under_fp32(tmp_path) -> None:
     assert trained.refused == 0 and {p.dtype for p in adapter_parameters(model).values()} == {
         torch.float32
     }
-    record = trainer._record()
+    record = run_record(trainer.setup, trainer.data, trainer.base)
     assert (
         record["settings"]["compute_dtype"] == "bf16"
         and "bfloat16" in record["precision"]["compute_dtype"]
