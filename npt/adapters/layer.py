@@ -38,7 +38,8 @@ class NPTLayer(nn.Module):
     def __init_subclass__(cls, **named: Any) -> None:
         """Note what the decoder layer becomes that the subclass is made of."""
         super().__init_subclass__(**named)
-        NPT_FORMS[cls.__bases__[1]] = cls
+        if cls.__bases__[0] is NPTLayer:  # FSDP makes subclasses of its own
+            NPT_FORMS[cls.__bases__[1]] = cls
 
     def forward(
         self,

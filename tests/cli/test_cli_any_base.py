@@ -95,10 +95,8 @@ def test_another_base_is_taken_with_a_warning_and_is_in_the_json(
     time, and a hub takes its time.
     """
     looked: list[Path] = []
-    inside = hub._inside
-    monkeypatch.setattr(
-        hub, "_inside", lambda path, mark: looked.append(path) or inside(path, mark)
-    )
+    places = hub.adapter_places
+    monkeypatch.setattr(hub, "adapter_places", lambda path: looked.append(path) or places(path))
     assert call(adapter, verb, tmp_path, "--any_base", "--json") == 0
     assert looked == [adapter]
     out, err = capsys.readouterr()

@@ -28,8 +28,8 @@ from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import TooManyRefusalsError
+from npt.step import train_step as step_module
 from npt.step.train_step import TrainStep
-from npt.train import loop as loop_module
 from npt.train import step_recording
 from npt.train import trainer as trainer_module
 from npt.train.trainer import Trainer
@@ -218,7 +218,7 @@ def test_where_the_first_micro_batch_cannot_be_computed_the_second_is_recorded(
 ) -> None:
     numbers = iter(range(100))
     monkeypatch.setattr(
-        loop_module,
+        step_module,
         "find_fault",
         lambda batch, vocabulary: "token id out of range" if next(numbers) == 2 else None,
     )

@@ -624,7 +624,10 @@ def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> No
     assert bundle == folder / "postmortem" / "step-00000000"
     assert str(bundle) in str(caught.value)
     assert {p.name for p in bundle.iterdir()} == {
+        "adapter",
         "state.safetensors",
+        "state.json",
+        "manifest.json",
         "window.safetensors",
         "postmortem.json",
     }
