@@ -331,7 +331,7 @@ def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of memory by a formula, for tests of what is made of counts; to count takes a good part
     of a second each time.
 
-    tests/distill/test_plan.py holds counts to measurements.
+    tests/planning/test_plan.py holds counts to measurements.
     """
     from npt.planning.fake_model import Hollow
     from npt.planning.plan import Planner

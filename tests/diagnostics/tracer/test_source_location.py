@@ -121,7 +121,7 @@ def test_the_line_is_the_first_that_is_no_librarys_and_shows_the_expression() ->
     activation = nn.Sequential(nn.ReLU())
     activation[0].forward = lambda x: found.append(read_stack(sys._getframe(1), {})) or x
     activation(torch.ones(2)).sum()
-    assert found[0].place.source.startswith("test_place.py:")
+    assert found[0].place.source.startswith("test_source_location.py:")
     assert found[0].place.source.endswith(": activation(torch.ones(2))")
 
 
