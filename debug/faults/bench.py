@@ -1,6 +1,6 @@
 """A small student on the embedded 4-bit model, trained for a few windows with faults in them.
 
-A `Run` drives strategies and transaction as the training loop does. Its outcome holds everything
+A `Run` drives strategies and guarded step as the training loop does. Its outcome holds everything
 that a fault could leave a trace in; two outcomes are compared bit for bit.
 
 Shapes: K micro-batches of a window; B rows, T tokens.
@@ -42,8 +42,8 @@ Place = tuple[int, int]
 class Setting:
     """What is trained, and how.
 
-    late: the transaction reads its flags one window late. layers, targets: of the student. size: K.
-    padding: its side. rates: of the steps; default falling linearly from `learning_rate`.
+    late: the guarded step reads its flags one window late. layers, targets: of the student. size:
+    K. padding: its side. rates: of the steps; default falling linearly from `learning_rate`.
     spike_history: accepted steps that the spike guard remembers. vocabulary: V; default the
     embedded model's. base_layers: of the embedded model. change: done to the copy of it first.
     """
@@ -270,7 +270,7 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | 
 
 
 class Run(Student):
-    """A student trained through the transaction, as `npt.train.loop` does it."""
+    """A student trained through the guarded step, as `npt.train.loop` does it."""
 
     def __init__(self, setting: Setting, base: Base | None = None):
         super().__init__(setting, base)

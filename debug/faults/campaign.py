@@ -111,7 +111,7 @@ def print_scorecard(console: Console, lines: list[Line]) -> None:
 
 def comparison(cases: Iterable[Case] | None = None) -> list[dict[str, str]]:
     """Each case that plain loops can meet too: what became of the run under each of them, and under
-    the transaction.
+    the guarded step.
     """
     rows = []
     for case in cases if cases is not None else all_cases():

@@ -1,7 +1,7 @@
 """The cases: what is planted, what must be said about it, and what may remain of it: nothing.
 
-Every case has its ground truth and runs in both reading modes of the transaction if it goes through
-one.
+Every case has its ground truth and runs in both reading modes of the guarded step if it goes
+through one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Plain loops, as they are commonly written, over the same micro-batches and faults as the
-transaction.
+guarded step.
 
 Each makes one step of a window whose gradients lie in `.grad`, summed over its micro-batches and
-divided by its tokens. That is all they differ in; without a fault they compute what the transaction
-computes.
+divided by its tokens. That is all they differ in; without a fault they compute what the guarded
+step computes.
 """
 
 from __future__ import annotations

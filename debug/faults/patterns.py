@@ -19,7 +19,7 @@ from faults.verdict import Verdict
 from npt.diagnostics.guards import Finding
 
 Check = Callable[[Setting], Verdict]
-"""Judges a case in a setting, which says how the transaction reads its flags."""
+"""Judges a case in a setting, which says how the guarded step reads its flags."""
 
 Expected = tuple[int, str, int | None, tuple[str, ...]]
 """A refusal that must come: window, kind, micro-batch (None: the whole window), and parts of its

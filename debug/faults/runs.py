@@ -157,7 +157,7 @@ def _never() -> Any:
 
 @contextmanager
 def reading(late: bool) -> Iterator[None]:
-    """Within the context the loop's transactions read their flags one window late, or at once."""
+    """Within the context the loop's guarded steps read their flags one window late, or at once."""
     with mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late)):
         yield
 

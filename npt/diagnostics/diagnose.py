@@ -2,7 +2,7 @@
 base or the logits.
 
 Run after a refusal only, so a clean step pays nothing for it. It reads the state as it is now,
-which the transaction has kept clean: a fault of the state is found here, one of the data shows in
+which the guarded step has kept clean: a fault of the state is found here, one of the data shows in
 the logits, and a transient one in neither.
 """
 

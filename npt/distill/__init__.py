@@ -1,1 +1,1 @@
-"""Teacher-student distillation: losses, strategies, the transaction, the loop."""
+"""Teacher-student distillation: losses, strategies, stages."""

@@ -2,7 +2,7 @@
 
 A strategy is a function of (model, batch, config) that runs forward and backward, leaves the
 gradient of the *summed* loss in the adapters' `.grad` (added to what is there) and returns the
-sums. It divides by nothing and steps nothing; what to do with the result is the transaction's
+sums. It divides by nothing and steps nothing; what to do with the result is npt.step's
 business. The teacher is the student's own base with its adapters off, or a model of its own that is
 not quantised, so that the adapters can make good what quantisation has cost. Such a teacher runs on
 a stream of its own: masks and rotary positions are what its own configuration says at that moment,

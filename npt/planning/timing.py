@@ -1,7 +1,7 @@
 """What a step takes in time: one layer of the shape is tried on the device at hand, and what that
 gives is carried to the whole depth.
 
-Small models with random weights run through the very strategy and transaction, with all that
+Small models with random weights run through the very strategy and step, with all that
 belongs to a step but the other layers. Two of them that differ in the number of their converted
 layers say what one such layer takes, and what is left beside the layers; others say what a layer
 without an adapter takes, in front of the first converted one or behind it. No speed of any machine

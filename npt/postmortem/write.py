@@ -58,7 +58,7 @@ EXPLOSION = 1e18
 class Situation:
     """A run that gives up.
 
-    model, transaction: with no window in flight. fill: gradients and sums of one micro-batch.
+    model, gradients: with no window in flight. fill: gradients and sums of one micro-batch.
     window: the micro-batches that ended the run, as collated. result: theirs. accepted: the
     micro-batches of the last window without a refusal. step: applied steps before the window.
     total_steps: of the run, None if unknown. record: the content of `run.json`. samples_at_once:
@@ -66,7 +66,7 @@ class Situation:
     """
 
     model: PreTrainedModel
-    transaction: GradientWindow[MicroBatch]
+    gradients: GradientWindow[MicroBatch]
     fill: Callable[[Batch], MicroBatch]
     window: Sequence[Batch]
     result: WindowResult[MicroBatch]
@@ -102,7 +102,7 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
         "versions": record["versions"],
         "counters": dict(situation.counters),
     }
-    snapshot = situation.result.snapshot or situation.transaction.update.snapshot()
+    snapshot = situation.result.snapshot or situation.gradients.update.snapshot()
     base = BaseIdentity(**record["base_parts"], strict=record["base_hash"])
     try:
         with new_folder(folder) as temporary:
@@ -187,7 +187,7 @@ def _known(situation: Situation) -> dict[str, Any]:
         "accepted_sample_ids": [list(b.sample_ids) for b in situation.accepted[:ACCEPTED]],
         "offsets": [b.offset for b in situation.window],
         "accepted_offsets": [b.offset for b in situation.accepted[:ACCEPTED]],
-        "history": [asdict(t) for t in situation.transaction.history],
+        "history": [asdict(t) for t in situation.gradients.history],
         "schedule": {
             "learning_rate": c.learning_rate,
             "scheduler_type": kind,
@@ -197,7 +197,7 @@ def _known(situation: Situation) -> dict[str, Any]:
                 step, c.learning_rate, kind, c.warmup_steps, situation.total_steps
             ),
         },
-        "spike_limits": None if situation.transaction.spikes is None else list(result.limits),
+        "spike_limits": None if situation.gradients.spikes is None else list(result.limits),
         "settings": {**situation.record["settings"], **asdict(c)},  # of this stage
         "base": {
             "quantization": quantization_of(situation.model),
@@ -219,7 +219,7 @@ def _known(situation: Situation) -> dict[str, Any]:
 
 
 def _traces(situation: Situation) -> list[MicroBatchRecord]:
-    return [t for t in situation.transaction.history if t.window == situation.result.index]
+    return [t for t in situation.gradients.history if t.window == situation.result.index]
 
 
 def _tokens(situation: Situation) -> dict[str, Tensor]:
@@ -253,7 +253,7 @@ def _observed(situation: Situation) -> dict[str, Any]:
         looks = {
             "adapters": lambda: _text(tensor_fault(parameters)),
             "moments": lambda: _text(
-                moments_fault(parameters, situation.transaction.update.optimizer)
+                moments_fault(parameters, situation.gradients.update.optimizer)
             ),
             "base": lambda: _text(base_fault(model)),
         }

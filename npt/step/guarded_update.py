@@ -26,7 +26,7 @@ EXACT = 2**24
 class Update:
     """What a guarded update did.
 
-    applied: scalar bool on the device. snapshot: the state before, None if no step was tried.
+    applied: scalar bool on the device. snapshot: the state before, None if it is the state now.
     names, finite: of parameters and moments, and a flag for each. fingerprints: [processes] of what
     the step left on each process, 0 where it is not finite.
     """

@@ -60,7 +60,6 @@ class MicroBatchSplitter:
         Raises:
             NoMemoryError: it was one.
         """
-        free_memory()
         before, length = self.samples_of(batch), batch.input_ids.shape[1]
         if before == 1:
             raise NoMemoryError(

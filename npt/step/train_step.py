@@ -11,9 +11,11 @@ gradients are finite (`gradient_window.py`). The window is divided once by its t
 clipped, stepped, verified, and restored if anything is not finite (`guarded_update.py`). A refusal
 leaves no trace: the run equals, bit for bit, the one that never saw the bad micro-batch.
 
-A base may draw random numbers (dropout, noise). Each micro-batch draws from a generator of its own,
-named by the run's seed, by the place of its samples in the data and by their ids: the same numbers
-whatever was refused before, on whichever process, after a resume, and in a replay.
+A base may draw random numbers (dropout, noise). For each micro-batch torch's generators are seeded
+by a name, made of the run's seed, the place of its samples in the data and their ids, and put back
+afterwards: it draws the same numbers whatever was refused before, on whichever process, after a
+resume, and in a replay. Python's and numpy's generators are left alone. Micro-batches without
+sample ids at the same place draw the same numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from npt.random_state import micro_batch_draws
 from npt.step.gradient_window import FAILED, GradientWindow
 from npt.step.guarded_update import GuardedUpdate
 from npt.step.spikes import SpikeGuard
-from npt.step.splitting import MicroBatchSplitter, added, catch_oom
+from npt.step.splitting import MicroBatchSplitter, added, catch_oom, free_memory
 from npt.step.window_result import WindowResult
 
 ADAM_BETAS = (0.9, 0.999)
@@ -59,7 +61,8 @@ class TrainStep:
         interrupted: returns the number of a signal that ends the window, or None.
         observe: a context around forward and backward of a part, given its batch and `index`.
         on_out_of_memory: told the number of samples and what was asked for; the window then begins
-            again with smaller parts. None lets the error through.
+            again, with smaller parts if they are not single samples that in-flight windows left no
+            room for. None lets the error through.
         failure: the error that stops this process, one of several, at the next commit.
 
     Raises:
@@ -122,14 +125,14 @@ class TrainStep:
         if index % self.window.ranks.size != self.window.ranks.rank:
             self.window.skip()
             return True
-        fault = find_fault(batch, self.model.config.vocab_size)
-        if fault is not None:
-            self.window.refuse(fault, batch.sample_ids)
-            return True
         # Processes that share a base stay in step: one that stopped inside a layer would not.
         caught = self.on_out_of_memory is not None and not is_sharded(self.model)
         observe = None if self.observe is None else partial(self.observe, index=index)
         try:
+            fault = find_fault(batch, self.model.config.vocab_size)
+            if fault is not None:
+                self.window.refuse(fault, batch.sample_ids)
+                return True
             with catch_oom(caught) as oom:
                 self.window.begin()
                 sums = forward_backward(
@@ -138,9 +141,10 @@ class TrainStep:
                 self.window.add(sums, batch.sample_ids)
             if oom.message is not None:
                 self._shrink(batch, oom.message)
+            return oom.message is None
         except Exception as error:
             self.fail(error)
-        return oom.message is None
+            return True
 
     def forward_backward(self, batch: Batch) -> MicroBatch:
         """Return the sums of a micro-batch, unobserved; see the function of this name."""
@@ -162,6 +166,7 @@ class TrainStep:
         assert self.on_out_of_memory is not None
         in_flight = self.window.in_flight if self.window.ranks.size == 1 else 0
         self.window.clear()
+        free_memory()
         alone = self.splitter.samples_of(batch) == 1
         samples = 1 if alone and in_flight else self.splitter.shrink(batch, message)
         self.on_out_of_memory(samples, message)

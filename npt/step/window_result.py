@@ -71,8 +71,9 @@ class WindowResult(Generic[S]):
     so far, including this one. rate: learning rate of the step. loss, grad_norm: mean per surviving
     token, and before clipping; None without survivors. survivors: sums of the micro-batches that
     counted, in order. reports: the `report` of each survivor, already on the host. limits: of the
-    spike guard when it decided. snapshot: the state before the window, if something was refused.
-    halts: by process, the code with which it stopped the window; the window is then void.
+    spike guard when it decided. snapshot: the state before the window, if something was refused and
+    the state may have changed since. halts: by process, the code with which it stopped the window;
+    the window is then void.
 
     With several processes all figures are over all of them, except `survivors` and `reports`.
     """

@@ -127,7 +127,7 @@ class Refusals:
         self._step.config = stage.config
         situation = Situation(
             model=context.model,
-            transaction=self._step.window,
+            gradients=self._step.window,
             fill=self._step.forward_backward,
             window=window.batches,
             result=result,

@@ -174,7 +174,7 @@ class RunSetup:
             facts: further values that must be equal, by name.
 
         Raises:
-            RankError: names the first difference.
+            ConfigError: names the first difference.
         """
         if self.ranks.size == 1:
             return

@@ -78,7 +78,7 @@ def situation(
     return Situation(
         **{
             "model": model,
-            "transaction": step.window,
+            "gradients": step.window,
             "fill": step.forward_backward,
             "window": window,
             "result": WindowResult(
@@ -114,7 +114,7 @@ def test_the_bundle_holds_adapters_moments_and_random_state(student, tmp_path) -
     parameters = adapter_parameters(student)
     for name, parameter in parameters.items():
         assert torch.equal(adapter[f"base_model.model.{name}"], parameter.detach())
-        kept = stopped.transaction.update.optimizer.state[parameter]
+        kept = stopped.gradients.update.optimizer.state[parameter]
         assert set(kept) == {"step", "exp_avg", "exp_avg_sq"} and bool(kept["exp_avg"].any())
         for key, value in kept.items():
             assert torch.equal(state[f"optimizer.{name}.{key}"], value)
@@ -229,7 +229,7 @@ def test_a_poisoned_adapter_is_stored_and_named(student, tmp_path) -> None:
         student.model.layers[3].npt.A[0, 0] = math.nan
     stopped = situation(student)
     name = "model.layers.3.npt.M.up"
-    stopped.transaction.update.optimizer.state[adapter_parameters(student)[name]]["exp_avg"][
+    stopped.gradients.update.optimizer.state[adapter_parameters(student)[name]]["exp_avg"][
         0, 1
     ] = -math.inf
     folder = write_postmortem(tmp_path, stopped)
@@ -369,7 +369,7 @@ def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(
     stopped = situation(student)
     parameters = adapter_parameters(student)
     if applied:
-        stopped.result.snapshot = stopped.transaction.update.snapshot()
+        stopped.result.snapshot = stopped.gradients.update.snapshot()
         for value, _ in stopped.result.snapshot.values():
             value += 1
 
