@@ -224,7 +224,7 @@ def test_processes_that_make_a_study_at_once_all_open_it(url: str) -> None:
     started = time.monotonic() + 0.3
 
     def open_() -> None:
-        time.sleep(started - time.monotonic())
+        time.sleep(max(0.0, started - time.monotonic()))
         Storage(url, "work").enqueue(trials(2).trials)
 
     processes = [Forked(open_) for _ in range(4)]
