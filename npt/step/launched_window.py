@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from npt.distributed.processes import Ranks
 from npt.errors import DataError, RankError
 from npt.step.guarded_update import Update
 from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult
 
 if TYPE_CHECKING:
     from npt.step.gradient_window import GradientWindow
+
+R = TypeVar("R", Refusal, MicroBatchRecord)
 
 SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
 """Of a record, after its micro-batches' flags, losses, norms and reports."""
@@ -146,7 +149,8 @@ def reading_of(window: LaunchedWindow[S], owner: GradientWindow[S]) -> WindowRes
         else:
             result.refusals.append(_explain(micro, loss, owner))
     if refused:
-        result.refusals = _of_all_processes(result.refusals, owner)
+        # All processes come here, since the number refused is a sum over them.
+        result.refusals = gathered(result.refusals, Refusal, ranks)
     result.refusals.sort(key=lambda r: r.micro_batch or 0)
     result.tokens, result.rate = int(scalars["tokens"]), scalars["rate"]
     if result.survivors if survivors is None else survivors:
@@ -161,11 +165,17 @@ def reading_of(window: LaunchedWindow[S], owner: GradientWindow[S]) -> WindowRes
     return result
 
 
-def _of_all_processes(refusals: list[Refusal], owner: GradientWindow[Any]) -> list[Refusal]:
-    """Gather the refusals. All processes call this, since the number refused is a sum over them."""
-    everyone = owner.ranks.gather_json([asdict(refusal) for refusal in refusals])
+def gathered(own: Iterable[R], kind: type[R], ranks: Ranks) -> list[R]:
+    """Return the records of all processes, those of each in their order; every process calls this.
+
+    Args:
+        own: of this process.
+        kind: their class.
+        ranks: the processes.
+    """
+    everyone = ranks.gather_json([asdict(record) for record in own])
     return [
-        Refusal(**{**entry, "sample_ids": tuple(entry["sample_ids"])})
+        kind(**{**entry, "sample_ids": tuple(entry["sample_ids"])})
         for entries in everyone
         for entry in entries
     ]

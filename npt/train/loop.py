@@ -87,11 +87,9 @@ class Loop:
             step.config = self.stage.config
             self.recording.open(self._coming_step)
             self._open[step.window.committed] = window
-            several = context.ranks.size > 1 and window is not None
-            results = step.run(
-                [] if window is None else window.batches,
-                window.fingerprint if several and window is not None else 0,
-            )
+            batches = [] if window is None else window.batches
+            compared = window if context.ranks.size > 1 else None
+            results = step.run(batches, 0 if compared is None else compared.fingerprint)
             self._metrics.leave_out(self.recording.take_seconds())
             self._account(results)
             # What depends on the state at an exact step must not see the window after it, so wait

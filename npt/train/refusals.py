@@ -14,6 +14,7 @@ from npt.distill.strategies import MicroBatch
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.write import Situation, write_postmortem
 from npt.step.gradient_window import HISTORY
+from npt.step.launched_window import gathered
 from npt.step.train_step import TrainStep
 from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import RunContext, Window
@@ -173,12 +174,7 @@ class Refusals:
         ranks, window = self._context.ranks, self._step.window
         if ranks.size == 1:
             return
-        everyone = ranks.gather_json([asdict(record) for record in window.history])
-        records = [
-            MicroBatchRecord(**{**entry, "sample_ids": tuple(entry["sample_ids"])})
-            for entries in everyone
-            for entry in entries
-        ]
+        records = gathered(window.history, MicroBatchRecord, ranks)
         records.sort(key=lambda record: (record.window, record.micro_batch))
         window.history = deque(records, maxlen=HISTORY * ranks.size)
 

@@ -123,7 +123,7 @@ class RunSetup:
     @property
     def resume_step(self) -> int | None:
         """The step at which the run's folder is continued; None for a new one."""
-        return self.resumed.step if self.resumed is not None and self.resumed.goes_on else None
+        return self.resumed.step if self.resumed is not None and self.goes_on else None
 
     @property
     def deterministic(self) -> bool:
