@@ -1034,7 +1034,8 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
     if how == "max_steps":
         settings["max_steps"] = 3
     elif how == "data that break":
-        data, settings["streaming"] = broken_behind(40), True
+        # two whole blocks, more than the thread prepares before the first batch is taken
+        data, settings["streaming"] = broken_behind(80), True
     elif how == "refusals":
         data = [record(f"broken-{i}", [5, 999, 7 + i % 9]) for i in range(100)]
     elif how == "a full disk":
