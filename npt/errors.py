@@ -100,7 +100,7 @@ class StoppedError(BaseException):
         self.exit_status = 128 + number
 
 
-class RankError(NPTError, RuntimeError):
+class ProcessError(NPTError, RuntimeError):
     """Another process of the run failed, and this one ends as it does; or it was lost, or is no
     longer like the others: status 6.
     """

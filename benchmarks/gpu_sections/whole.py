@@ -242,12 +242,12 @@ def _killed(bench: Bench) -> tuple[float, int | None, str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    logs = [bench.folder / f"killed-{rank}.log" for rank in range(2)]
+    logs = [bench.folder / f"killed-{index}.log" for index in range(2)]
     processes = []
-    for rank, log in enumerate(logs):
+    for index, log in enumerate(logs):
         places = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
+            "RANK": index,
+            "LOCAL_RANK": index,
             "WORLD_SIZE": 2,
             "LOCAL_WORLD_SIZE": 2,
             "MASTER_PORT": port,
@@ -306,7 +306,7 @@ def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, in which `npt` is found; without MPI's or a launcher's notion of ranks there
+    """This process's, in which `npt` is found; without MPI's or a launcher's notion of processes
     is one process.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -154,7 +154,7 @@ def _show_warning(
 def _speaker(prog: str) -> str:
     """Who says it, where several processes share a terminal."""
     return (
-        f"{prog}: rank {os.environ.get('RANK')}"
+        f"{prog}: process {os.environ.get('RANK')}"
         if os.environ.get("WORLD_SIZE", "1") != "1"
         else prog
     )

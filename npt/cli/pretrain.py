@@ -61,38 +61,38 @@ def pretrain(given: dict[str, Any]) -> int:
             "--any_base is about --resume or --adapter, which are missing; add one, or drop"
             " --any_base"
         )
-    from npt.distributed.processes import join_ranks
+    from npt.distributed.processes import join_processes
 
-    ranks = join_ranks(training.rank_timeout)
+    processes = join_processes(training.rank_timeout)
     try:
-        with ranks.member():
+        with processes.member():
             _check_placing(
-                base, [name for name, _ in training.stage_shares], ranks.size, adapter.init
+                base, [name for name, _ in training.stage_shares], processes.size, adapter.init
             )
-            console = make_console() if ranks.main else silent_console()
+            console = make_console() if processes.main else silent_console()
             _say(console, *said, *chosen.said)
-            checked = _check(ranks, base, adapter, data, training, start)
-            with _start_trackers(ranks, training, checked) as trackers:
+            checked = _check(processes, base, adapter, data, training, start)
+            with _start_trackers(processes, training, checked) as trackers:
                 rest = (any_base, start, console, trackers)
                 try:
-                    return _train(ranks, base, checked, data, training, *rest)
+                    return _train(processes, base, checked, data, training, *rest)
                 except TooLittleTextError:
-                    if ranks.size > 1 or not chosen.fallback:
+                    if processes.size > 1 or not chosen.fallback:
                         raise
                     # but for the trackers nothing has begun yet
                     chosen = with_defaults(given, solvable=False)
                     _say(console, *chosen.said)
                     adapter, data, training = _settings(chosen.given)
                     return _train(
-                        ranks,
+                        processes,
                         base,
-                        _check(ranks, base, adapter, data, training, start),
+                        _check(processes, base, adapter, data, training, start),
                         data,
                         training,
                         *rest,
                     )
     finally:
-        ranks.close()
+        processes.close()
 
 
 def _taken_up(given: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class _Checked:
 
 
 def _check(
-    ranks: Any,
+    processes: Any,
     base: BaseConfig,
     adapter: NPTConfig,
     data: DataConfig,
@@ -240,7 +240,7 @@ def _check(
         check_free(folder)
         return False, None, str(folder), None
 
-    goes_on, spent, folder, resume_at = ranks.first(check_folder)
+    goes_on, spent, folder, resume_at = processes.first(check_folder)
     if goes_on:
         adapter = replace(adapter, ranks=spent)
     config = read_config(base.model_name)
@@ -257,24 +257,30 @@ def _check(
         check_samples_shown(training)
     if training.max_memory_bytes is not None:
         workload = Workload.of(
-            base, config, adapter, training, data.max_length, ranks.device, processes=ranks.size
+            base,
+            config,
+            adapter,
+            training,
+            data.max_length,
+            processes.device,
+            processes=processes.size,
         )
         # as the loaded base is going to be asked
         Planner(workload).fitting(training.max_memory_bytes)
     return _Checked(adapter, goes_on, Path(folder), resume_at, config)
 
 
-def _start_trackers(ranks: Any, training: TrainConfig, checked: _Checked) -> Any:
+def _start_trackers(processes: Any, training: TrainConfig, checked: _Checked) -> Any:
     """Trackers may have to wait for a network, and a signal does not wait for them."""
     from npt.runs.signals import StopOnSignal
     from npt.runs.trackers import start_trackers
 
     with StopOnSignal(at_once=True):
-        return start_trackers(ranks, training, checked.folder, resume_at=checked.resume_at)
+        return start_trackers(processes, training, checked.folder, resume_at=checked.resume_at)
 
 
 def _train(
-    ranks: Any,
+    processes: Any,
     base: BaseConfig,
     checked: _Checked,
     data: DataConfig,
@@ -284,7 +290,7 @@ def _train(
     console: Any,
     trackers: Any,
 ) -> int:
-    """One process of a run, whose ranks it is one of."""
+    """One of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
     from npt.evaluation.table import print_fidelity
@@ -292,7 +298,7 @@ def _train(
 
     adapter, goes_on = checked.adapter, checked.goes_on
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
-        device, pack_on = ("cpu", ranks.device) if base.shard_base else (ranks.device, None)
+        device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
         model, tokenizer = load(base, console, device, pack_on)
         if base.share_embeddings:
             console.print(
@@ -320,8 +326,8 @@ def _train(
                 f"training goes on from {start}: {AttachReport.of(model)}", soft_wrap=True
             )
         if base.shard_base:
-            npt.shard_base(model, ranks)
-            console.print(f"the base is sharded over {ranks.size} processes", soft_wrap=True)
+            npt.shard_base(model, processes)
+            console.print(f"the base is sharded over {processes.size} processes", soft_wrap=True)
         trainer = npt.Trainer(
             model,
             tokenizer,
@@ -330,7 +336,7 @@ def _train(
             data_config=data,
             settings={**asdict(base), "adapter": None if start is None else str(start)},
             console=console,
-            ranks=ranks,
+            processes=processes,
             teacher=teacher,
             any_base=any_base,
             trackers=trackers,

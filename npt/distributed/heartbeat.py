@@ -1,16 +1,16 @@
 """Heartbeats of the processes of a run: a lost one is found while the host waits for a GPU, which
 runs no Python meanwhile.
 
-A sum over NCCL returns before it has happened. If another rank is lost it never happens, and the
+A sum over NCCL returns before it has happened. If another process is lost it never happens, and the
 host blocks at whatever it does next on that device: reading a result, or merely launching kernels
-once the queue of launches is full. So a thread of its own beats for this rank in the launcher's
+once the queue of launches is full. So a thread of its own beats for this process in the launcher's
 key-value store, reads the beats of the others, and aborts the communicators when one of them is
 lost, which ends the kernels that wait for it. Every host wait returns then, with numbers that mean
 nothing; whoever waited asks `lost` before reading them.
 
 A beat proves that a process is alive, not that it makes progress: progress is bounded by the run's
-timeout. Beats are judged only while this rank waits for something, and only those of ranks that
-have beaten before: a rank that still loads its base is not lost.
+timeout. Beats are judged only while this process waits for something, and only those of processes
+that have beaten before: a process that still loads its base is not lost.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BEAT_SECONDS = 1.0
 """Between two beats. Each costs a process two requests to the store."""
 
 SILENT_SECONDS = 20.0
-"""Without a beat after which a rank counts as lost. Reading a large tensor or a swapped-out host
+"""Without a beat after which a process counts as lost. Reading a large tensor or a swapped-out host
 may keep a thread from running for some seconds; taking a healthy run down costs more than waiting a
 little longer for a broken one."""
 
 ENDED_SECONDS = 3.0
-"""After which a rank that has ended is missed by one that waits: what it still had a part in has
+"""After which a process that has ended is missed by one that waits: what it still had a part in has
 arrived by then.
 """
 
@@ -53,24 +53,24 @@ class Arrival(Protocol):
 
 
 class Heartbeat:
-    """A thread that beats for this rank and watches the others.
+    """A thread that beats for this process and watches the others.
 
     Args:
         store: the launcher's, on a connection that nobody else blocks.
-        rank: of this process.
+        index: of this process.
         size: how many there are.
-        timeout: seconds that an arrival may take, of however lively ranks.
+        timeout: seconds that an arrival may take, of however lively processes.
         on_loss: called once, in the thread, after `lost` has been set; it ends what waits for the
             others.
         device: that arrivals are on.
         period: seconds between two beats.
-        silence: seconds without a beat after which a rank counts as lost; at most `timeout`.
+        silence: seconds without a beat after which a process counts as lost; at most `timeout`.
     """
 
     def __init__(
         self,
         store: dist.Store,
-        rank: int,
+        index: int,
         size: int,
         timeout: float,
         on_loss: Callable[[], None],
@@ -81,11 +81,11 @@ class Heartbeat:
     ):
         self.lost: str | None = None
         """Why nothing is to be waited for any more, once that is so."""
-        self._store, self._rank, self._device = store, rank, device
+        self._store, self._index, self._device = store, index, device
         self._timeout, self._period, self._silence = timeout, period, min(silence, timeout)
         self._on_loss = on_loss
-        self._others = [other for other in range(size) if other != rank]
-        # the last beat of each other rank, and when it was first read
+        self._others = [other for other in range(size) if other != index]
+        # the last beat of each other process, and when it was first read
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._awaited: deque[tuple[Arrival, float]] = deque()
         self._no_store: str | None = None
@@ -112,7 +112,7 @@ class Heartbeat:
         """Wait until this has happened, while Python's signal handlers run.
 
         Returns:
-            Whether it can be relied on; False if a rank was lost before.
+            Whether it can be relied on; False if a process was lost before.
         """
         self.expect(arrival)
         pause, until = 1e-4, time.monotonic() + self._timeout + 2 * self._silence
@@ -147,7 +147,7 @@ class Heartbeat:
     def _beat(self, value: bytes) -> None:
         """Write a beat and read those of the others."""
         try:
-            self._store.set(f"{_BEAT}{self._rank}", value.decode())
+            self._store.set(f"{_BEAT}{self._index}", value.decode())
             for other in self._others:  # reading a key that is not there would wait for it
                 if other not in self._seen and self._store.check([f"{_BEAT}{other}"]):
                     self._seen[other] = b"", time.monotonic()
@@ -163,8 +163,8 @@ class Heartbeat:
             )
 
     def _waiting(self) -> float | None:
-        """Since when this rank waits for the oldest arrival that has not happened; None if it waits
-        for none.
+        """Since when this process waits for the oldest arrival that has not happened; None if it
+        waits for none.
         """
         while self._awaited:
             arrival, since = self._awaited[0]
@@ -181,7 +181,7 @@ class Heartbeat:
         ended = [
             other for other, (beat, since) in self._seen.items() if beat == _ENDED and since < limit
         ]
-        return f"rank {ended[0]} has ended" if ended else None
+        return f"process {ended[0]} has ended" if ended else None
 
     def _silent(self) -> str | None:
         now = time.monotonic()
@@ -190,7 +190,7 @@ class Heartbeat:
             for other, (_, since) in self._seen.items()
             if now - since > self._silence
         ]
-        return f"no heartbeat of rank {max(late)[1]} for {max(late)[0]:.0f} s" if late else None
+        return f"no heartbeat of process {max(late)[1]} for {max(late)[0]:.0f} s" if late else None
 
     def _overdue(self, since: float) -> str | None:
         return (

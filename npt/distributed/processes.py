@@ -2,14 +2,14 @@
 the others.
 
 A run is one process, or several that a launcher started (`accelerate launch`, `torchrun`), called
-ranks. All hold the same adapters and take the same decisions, because they decide on the same sums.
-What goes between them are sums of numbers and JSON; a pickle is never read.
+processes. All hold the same adapters and take the same decisions, because they decide on the same
+sums. What goes between them are sums of numbers and JSON; a pickle is never read.
 
-A rank that fails can do so where all expect it (the training loop carries a flag for it in its
+A process that fails can do so where all expect it (the training loop carries a flag for it in its
 sums), or anywhere else. There it leaves: it writes its reason into the launcher's key-value store
 and closes its connections. Whoever waits for it is woken by that, looks the reason up and ends with
-it. Of a rank that was killed there is no reason to be found: it is named as the one that does not
-answer. Over NCCL nothing is closed by a process that dies, so there `heartbeat.py` watches.
+it. Of a process that was killed there is no reason to be found: it is named as the one that does
+not answer. Over NCCL nothing is closed by a process that dies, so there `heartbeat.py` watches.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from torch import Tensor
 
 from npt.base.device import default_device
 from npt.distributed.heartbeat import Heartbeat, abort_groups, reachable
-from npt.errors import ConfigError, NPTError, RankError, StoppedError
+from npt.errors import ConfigError, NPTError, ProcessError, StoppedError
 
 TIMEOUT = 600.0
-"""Seconds that a rank waits for the others before it gives up."""
+"""Seconds that a process waits for the others before it gives up."""
 
 ANSWER_SECONDS = 5.0
-"""How long a rank that lost its connections waits for the others to say that they are still there.
+"""How long a process that lost its connections waits for the others to say that they are still
+there.
 """
 
 ABORT_SECONDS = 20.0
@@ -51,11 +52,11 @@ _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 # How torch's NCCL watchdog, a thread of its own, deals with a collective that fails or takes too
-# long. By default it ends the process with SIGABRT: no rank would be named and nothing saved. What
-# is lost is decided here, by `heartbeat.py`.
+# long. By default it ends the process with SIGABRT: no process would be named and nothing saved.
+# What is lost is decided here, by `heartbeat.py`.
 _WATCHDOG = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does the thread that watches the watchdog
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # or a dump on one rank ends the others
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # or a dump on one process ends the others
     # of which four are slept with a lock held, a minute by default, dump or no dump
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     # the main thread meets the same error, and tells the others
@@ -68,12 +69,12 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 
-class Ranks:
+class ProcessGroup:
     """The processes of a run, seen from one of them. Alone, as it is by default, nothing here costs
     anything.
 
     Args:
-        rank: of this process.
+        index: of this process, from 0.
         size: how many there are.
         device: that this process computes on; None where there is nothing to choose.
         store: the launcher's key-value store, where it is known.
@@ -82,45 +83,45 @@ class Ranks:
 
     def __init__(
         self,
-        rank: int = 0,
+        index: int = 0,
         size: int = 1,
         device: torch.device | None = None,
         store: dist.Store | None = None,
         *,
         owned: bool = False,
     ):
-        self.rank, self.size, self.device = rank, size, device
+        self.index, self.size, self.device = index, size, device
         self.broken = False
-        """The group is of no use any more: a rank was lost, or this one has left."""
+        """The group is of no use any more: a process was lost, or this one has left."""
         self._store, self._owned = store, owned
         self._heartbeat: Heartbeat | None = None
         self._known: BaseException | None = None
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
-        return self.rank == 0
+        """Whether this is the process that writes and speaks."""
+        return self.index == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place. The host does not wait for a device. NaN of any rank is
-        NaN in the sum.
+        """The sum over all processes, in place. The host does not wait for a device. NaN of any
+        process is NaN in the sum.
 
         Raises:
-            RankError: another rank is lost, or has left with a reason.
+            ProcessError: another process is lost, or has left with a reason.
         """
         if self.size > 1:
             self._collect(lambda: dist.all_reduce(tensor), tensor.device)
         return tensor
 
     def wait_for(self, arrival: Any) -> None:
-        """Wait until what needed the other ranks has happened on the device, while signal handlers
-        run; its results may be read then.
+        """Wait until what needed the other processes has happened on the device, while signal
+        handlers run; its results may be read then.
 
         Args:
             arrival: a `torch.cuda.Event`, or another object with `query` and `synchronize`.
 
         Raises:
-            RankError: a rank was lost before, and what the device holds now means nothing.
+            ProcessError: a process was lost before, and what the device holds now means nothing.
         """
         if self.broken:
             raise self._left()
@@ -130,8 +131,8 @@ class Ranks:
             raise self._lost(RuntimeError(self._heartbeat.lost))
 
     def watch(self, timeout: float, **settings: float) -> None:
-        """Beat for this rank and watch the others from here on; `timeout` and `settings` are those
-        of a `Heartbeat`.
+        """Beat for this process and watch the others from here on; `timeout` and `settings` are
+        those of a `Heartbeat`.
         """
         assert self._store is not None
         own: Any = self._store
@@ -141,42 +142,42 @@ class Ranks:
 
         def end() -> None:
             with contextlib.suppress(RuntimeError):
-                # those that look for the lost rank as well need not wait for this one
-                own.set(f"{_KEY}{self.rank}", "{}")
+                # those that look for the lost process as well need not wait for this one
+                own.set(f"{_KEY}{self.index}", "{}")
             abort_groups(ABORT_SECONDS)
 
         self._heartbeat = Heartbeat(
-            own, self.rank, self.size, timeout, end, self.device, **settings
+            own, self.index, self.size, timeout, end, self.device, **settings
         )
         self._heartbeat.start()
 
     def each(self, value: Tensor) -> Tensor:
-        """A number of every rank, by rank: [W] in fp32, which has to hold it exactly.
+        """A number of every process, by process: [W] in fp32, which has to hold it exactly.
 
         Args:
-            value: scalar, this rank's.
+            value: scalar, this process's.
         """
         places = torch.zeros(self.size, dtype=torch.float32, device=value.device)
-        places[self.rank] = value
+        places[self.index] = value
         return self.sum_(places)
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
-        """The sum over all ranks of each of these numbers, which the host has."""
+        """The sum over all processes of each of these numbers, which the host has."""
         if self.size == 1:
             return list(numbers)
         return self.sum_(torch.tensor(numbers, dtype=torch.float64, device=self._speaking)).tolist()
 
     def gather_json(self, value: Any) -> list[Any]:
-        """A value of every rank, by rank, through JSON; alone as it is.
+        """A value of every process, by process, through JSON; alone as it is.
 
         Raises:
-            RankError: as `sum_`.
+            ProcessError: as `sum_`.
         """
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(own)
+        lengths[self.index] = len(own)
         lengths = self.sum_(lengths.to(self._speaking)).cpu()
         filled = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         filled[: len(own)] = own
@@ -189,11 +190,11 @@ class Ranks:
         ]
 
     def first(self, act: Callable[[], T]) -> T:
-        """What `act` gives on rank 0, which alone does it, on every rank; elsewhere it has been
-        through JSON.
+        """What `act` gives on process 0, which alone does it, on every process; elsewhere it has
+        been through JSON.
 
         Raises:
-            RankError: `act` failed; on rank 0 what it raised.
+            ProcessError: `act` failed; on process 0 what it raised.
         """
         told: dict[str, Any] = {}
         value, failure = None, None
@@ -216,56 +217,57 @@ class Ranks:
         return value if self.main else said["value"]  # type: ignore[return-value]
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Refuse to go on with ranks that differ.
+        """Refuse to go on with processes that differ.
 
         Args:
             values: by a name to show, what has to be the same everywhere.
 
         Raises:
-            ConfigError: which rank differs from rank 0, in what, and both values; the same on every
-                rank.
+            ConfigError: which process differs from process 0, in what, and both values; the same on
+                every process.
         """
         everyone = self.gather_json(values)
-        for rank, theirs in enumerate(everyone):
+        for process, theirs in enumerate(everyone):
             for name in everyone[0] | theirs:
                 one, other = everyone[0].get(name), theirs.get(name)
                 if one != other:
                     raise self.everywhere(
                         ConfigError(
-                            f"rank {rank} has {name} {other}, rank 0 has {one}; start every process"
-                            " with the same settings and files"
+                            f"process {process} has {name} {other}, process 0 has {one}; start"
+                            " every process with the same settings and files"
                         )
                     )
 
     def wait(self) -> None:
-        """Until every rank has come here.
+        """Until every process has come here.
 
         Raises:
-            RankError: as `sum_`.
+            ProcessError: as `sum_`.
         """
         if self.size > 1:
             self.sum_(torch.zeros((), device=self._speaking))
 
     def everywhere(self, error: E) -> E:
-        """The error, which every rank raises at this point, be it in other words: nobody has to be
-        told of it.
+        """The error, which every process raises at this point, be it in other words: nobody has to
+        be told of it.
         """
         self._known = error
         return error
 
     def met_by_all(self, error: BaseException) -> bool:
-        """Whether all ranks are where this one is: they have met the same error, and can go on
+        """Whether all processes are where this one is: they have met the same error, and can go on
         speaking.
         """
         return self.size == 1 or (error is self._known and not self.broken)
 
     @contextmanager
     def member(self) -> Iterator[None]:
-        """Within the context this rank is counted on: with an error that it alone meets it leaves,
-        and the others learn why.
+        """Within the context this process is counted on: with an error that it alone meets it
+        leaves, and the others learn why.
 
-        Of an error that all meet the ranks wait for one another, so that what rank 0 still writes
-        is not cut off by the launcher, which ends all processes when the first one has failed.
+        Of an error that all meet the processes wait for one another, so that what process 0 still
+        writes is not cut off by the launcher, which ends all processes when the first one has
+        failed.
         """
         try:
             yield
@@ -273,13 +275,13 @@ class Ranks:
             if not self.met_by_all(error):
                 self.leave(error)
             else:
-                with contextlib.suppress(RankError):
+                with contextlib.suppress(ProcessError):
                     self.wait()
             raise
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others why this rank stops, and close the connections that they may be waiting
-        at.
+        """Tell the others why this process stops, and close the connections that they may be
+        waiting at.
         """
         if self.size == 1 or self.broken:
             return
@@ -303,7 +305,7 @@ class Ranks:
         return torch.device("cpu") if with_host or self.device is None else self.device
 
     def _collect(self, collective: Callable[[], Any], device: torch.device | None = None) -> None:
-        """Do what all ranks do together, on this device; on a GPU it has not happened when this
+        """Do what all processes do together, on this device; on a GPU it has not happened when this
         returns.
         """
         if self.broken:
@@ -324,33 +326,33 @@ class Ranks:
             event.record(torch.cuda.current_stream(device))
             self._heartbeat.expect(event)
 
-    def _left(self) -> RankError:
-        return RankError(f"rank {self.rank} has left the other processes already")
+    def _left(self) -> ProcessError:
+        return ProcessError(f"process {self.index} has left the other processes already")
 
-    def _lost(self, error: RuntimeError) -> RankError:
+    def _lost(self, error: RuntimeError) -> ProcessError:
         """Who is missing, and why, as far as it can be found out."""
         self._tell({})
-        self._disconnect()  # whoever waits for this rank is woken, and looks as well
+        self._disconnect()  # whoever waits for this process is woken, and looks as well
         reasons, silent = self._answers()
-        for rank, reason in reasons.items():
-            return _failed(rank, reason)
+        for process, reason in reasons.items():
+            return _failed(process, reason)
         said = str(error).splitlines()[0].split("] ", 1)[-1].split(". ", 1)[0]
         if self._store is not None and not silent:
-            return RankError(
-                f"the other processes have gone on to end without rank {self.rank} ({said}); see"
-                " what they say"
+            return ProcessError(
+                f"the other processes have gone on to end without process {self.index} ({said});"
+                " see what they say"
             )
         names = ", ".join(map(str, silent)) if silent else "unknown"
-        return RankError(
-            f"rank {names} does not answer any more ({said}); look at that process, then go on with"
-            " --resume auto"
+        return ProcessError(
+            f"process {names} does not answer any more ({said}); look at that process, then go on"
+            " with --resume auto"
         )
 
     def _answers(self) -> tuple[dict[int, dict[str, Any]], list[int]]:
-        """Reasons that other ranks have left, and the ranks that say nothing within a few
+        """Reasons that other processes have left, and the processes that say nothing within a few
         seconds.
         """
-        silent = [rank for rank in range(self.size) if rank != self.rank]
+        silent = [process for process in range(self.size) if process != self.index]
         reasons: dict[int, dict[str, Any]] = {}
         if self._store is None:
             return {}, silent if self.size == 2 else []
@@ -359,12 +361,12 @@ class Ranks:
             if not reachable(self._store):
                 return {}, [0]  # it keeps the store, where no launcher does
             with contextlib.suppress(RuntimeError, ValueError):
-                for rank in list(silent):
-                    if self._store is not None and self._store.check([f"{_KEY}{rank}"]):
-                        reason = json.loads(self._store.get(f"{_KEY}{rank}"))
-                        silent.remove(rank)
+                for process in list(silent):
+                    if self._store is not None and self._store.check([f"{_KEY}{process}"]):
+                        reason = json.loads(self._store.get(f"{_KEY}{process}"))
+                        silent.remove(process)
                         if reason:
-                            reasons[rank] = reason
+                            reasons[process] = reason
             if self.size == 2:
                 break
             time.sleep(0.05)
@@ -373,7 +375,7 @@ class Ranks:
     def _tell(self, reason: dict[str, Any]) -> None:
         if self._store is not None and reachable(self._store):
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{_KEY}{self.rank}", json.dumps(reason))
+                self._store.set(f"{_KEY}{self.index}", json.dumps(reason))
 
     def _disconnect(self) -> None:
         self.broken = self.size > 1
@@ -389,25 +391,28 @@ class Ranks:
             self._heartbeat.stop()
 
 
-def join_ranks(timeout: float = TIMEOUT, environment: Mapping[str, str] | None = None) -> Ranks:
-    """The ranks that the launcher started, this process among them; `Ranks()` where it started one.
+def join_processes(
+    timeout: float = TIMEOUT, environment: Mapping[str, str] | None = None
+) -> ProcessGroup:
+    """The processes that the launcher started, this process among them; `ProcessGroup()` where it
+    started one.
 
     A process group that exists already is used as it is.
 
     Args:
-        timeout: seconds to wait for another rank, now and at every sum.
+        timeout: seconds to wait for another process, now and at every sum.
         environment: default the process's.
 
     Raises:
         ConfigError: the launcher's variables do not fit together, or two processes would share a
             GPU.
-        RankError: not all processes came.
+        ProcessError: not all processes came.
     """
     if dist.is_available() and dist.is_initialized():
         return (
-            Ranks(dist.get_rank(), dist.get_world_size(), _current_device())
+            ProcessGroup(dist.get_rank(), dist.get_world_size(), _current_device())
             if dist.get_world_size() > 1
-            else Ranks()
+            else ProcessGroup()
         )
     environment = os.environ if environment is None else environment
     size = _number(environment, _SIZE, 1)
@@ -423,12 +428,12 @@ def join_ranks(timeout: float = TIMEOUT, environment: Mapping[str, str] | None =
                 " --nproc_per_node N",
                 stacklevel=2,
             )
-        return Ranks()
-    rank = _number(environment, _RANK, None)
-    if not 0 <= rank < size:
+        return ProcessGroup()
+    index = _number(environment, _RANK, None)
+    if not 0 <= index < size:
         raise ConfigError(
-            f"{_RANK[0]} is {rank} of {_SIZE[0]} {size}; start the processes with accelerate launch"
-            " or torchrun"
+            f"{_RANK[0]} is {index} of {_SIZE[0]} {size}; start the processes with accelerate"
+            " launch or torchrun"
         )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in environment:
@@ -443,13 +448,13 @@ def join_ranks(timeout: float = TIMEOUT, environment: Mapping[str, str] | None =
                     "; for processes that have nothing to do with one another, export WORLD_SIZE=1"
                 )
             raise ConfigError(f"{counted} is {size}, but {name} is not set; {remedy}")
-    device = _own_device(environment, _number(environment, _LOCAL_RANK, rank))
+    device = _own_device(environment, _number(environment, _LOCAL_RANK, index))
     try:
-        store, rank, size = next(
-            dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout))
+        store, index, size = next(
+            dist.rendezvous("env://", index, size, timeout=timedelta(seconds=timeout))
         )
         store = dist.PrefixStore("npt", store)
-        _check_devices(store, rank, size, device)
+        _check_devices(store, index, size, device)
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         if device.type == "cuda":
             # torchrun sets it to 1, so nobody can be told to have meant it
@@ -457,24 +462,24 @@ def join_ranks(timeout: float = TIMEOUT, environment: Mapping[str, str] | None =
             for name, value in _WATCHDOG.items():
                 os.environ.setdefault(name, value)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            backend, store=store, rank=index, world_size=size, timeout=timedelta(seconds=timeout)
         )
     except ConfigError:
         raise
     except (RuntimeError, ValueError) as error:
         where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-        raise RankError(
-            f"rank {rank} did not meet the {size - 1} other processes at {where} within {timeout:g}"
-            f" s: {str(error).splitlines()[0][:200]}"
+        raise ProcessError(
+            f"process {index} did not meet the {size - 1} other processes at {where} within"
+            f" {timeout:g} s: {str(error).splitlines()[0][:200]}"
         ) from error
-    ranks = Ranks(rank, size, device, store, owned=True)
+    processes = ProcessGroup(index, size, device, store, owned=True)
     if device.type == "cuda":
-        ranks.watch(timeout)
-    return ranks
+        processes.watch(timeout)
+    return processes
 
 
 def reason_of(error: BaseException) -> dict[str, Any]:
-    """What other ranks are told of an error, as JSON."""
+    """What other processes are told of an error, as JSON."""
     text = " ".join(str(error).split())[:500]
     plain = isinstance(error, NPTError | StoppedError)
     return {
@@ -496,18 +501,20 @@ def exit_status_of(error: BaseException) -> int:
     )
 
 
-def rank_failure(reasons: list[dict[str, Any] | None]) -> RankError:
-    """The error of a rank that is well, where others are not.
+def process_failure(reasons: list[dict[str, Any] | None]) -> ProcessError:
+    """The error of a process that is well, where others are not.
 
     Args:
-        reasons: by rank, `reason_of` its error; None of a rank without one. One at least has a
-            reason.
+        reasons: by process, `reason_of` its error; None of a process without one. One at least has
+            a reason.
     """
-    return next(_failed(rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+    return next(
+        _failed(process, reason) for process, reason in enumerate(reasons) if reason is not None
+    )
 
 
-def _failed(rank: int, reason: Mapping[str, Any]) -> RankError:
-    return RankError(f"rank {rank} failed: {reason['error']}", int(reason["exit_status"]))
+def _failed(process: int, reason: Mapping[str, Any]) -> ProcessError:
+    return ProcessError(f"process {process} failed: {reason['error']}", int(reason["exit_status"]))
 
 
 def _number(environment: Mapping[str, str], names: tuple[str, ...], default: int | None) -> int:
@@ -529,8 +536,8 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...], default: int
 
 
 def _own_device(environment: Mapping[str, str], local_rank: int) -> torch.device:
-    """The GPU of this rank on its machine, or the CPU where there is none or accelerate was told to
-    use it.
+    """The GPU of this process on its machine, or the CPU where there is none or accelerate was told
+    to use it.
 
     A launcher may show each process one GPU, its own; `_check_devices` tells that from several
     processes on the only GPU.
@@ -551,15 +558,16 @@ def _own_device(environment: Mapping[str, str], local_rank: int) -> torch.device
     return torch.device("cuda", index)
 
 
-def _check_devices(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """Refuse ranks that compute on one GPU, or partly on GPUs; every rank comes to the same end.
+def _check_devices(store: dist.Store, process: int, size: int, device: torch.device) -> None:
+    """Refuse processes that compute on one GPU, or partly on GPUs; every process comes to the same
+    end.
 
     Raises:
-        ConfigError: which ranks, and where.
-        RuntimeError: not all ranks came.
+        ConfigError: which processes, and where.
+        RuntimeError: not all processes came.
     """
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    store.set(f"npt/device/{rank}", json.dumps([socket.gethostname(), uuid]))
+    store.set(f"npt/device/{process}", json.dumps([socket.gethostname(), uuid]))
     found: dict[str, int] = {}
     first = ""
     for other in range(size):
@@ -568,13 +576,14 @@ def _check_devices(store: dist.Store, rank: int, size: int, device: torch.device
         if bool(uuid) != bool(first):
             with_gpu, without = (0, other) if first else (other, 0)
             raise ConfigError(
-                f"rank {with_gpu} computes on a GPU and rank {without} finds none that it can use; "
-                "give every process a GPU, or set NPT_DEVICE=cpu for all of them"
+                f"process {with_gpu} computes on a GPU and process {without} finds none that it can"
+                " use; give every process a GPU, or set NPT_DEVICE=cpu for all of them"
             )
         if uuid and uuid in found:
             raise ConfigError(
-                f"rank {found[uuid]} and rank {other} would share the GPU {uuid} of {host}; start"
-                " one process for each GPU, or show each process its own with CUDA_VISIBLE_DEVICES"
+                f"process {found[uuid]} and process {other} would share the GPU {uuid} of {host};"
+                " start one process for each GPU, or show each process its own with"
+                " CUDA_VISIBLE_DEVICES"
             )
         found[uuid] = other
 

@@ -233,7 +233,7 @@ def _refusal(path: Path, entry: Any) -> Refusal:
     if not isinstance(entry, dict):
         _refuse(path, f"refusals has the entry {shown(entry)}, expected an object")
     check_entries(path, "refusals.", entry, _REFUSAL, BundleError)
-    return Refusal(**{**entry, "sample_ids": tuple(map(str, entry["sample_ids"]))})
+    return Refusal.from_dict(entry)
 
 
 def _train_config(path: Path, settings: Mapping[str, Any]) -> TrainConfig:

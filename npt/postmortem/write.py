@@ -182,7 +182,7 @@ def _known(situation: Situation) -> dict[str, Any]:
     return {
         "version": VERSION,
         "reason": situation.reason,
-        "refusals": [asdict(r) for r in result.refusals],
+        "refusals": [r.as_dict() for r in result.refusals],
         "sample_ids": [list(b.sample_ids) for b in situation.window],
         "accepted_sample_ids": [list(b.sample_ids) for b in situation.accepted[:ACCEPTED]],
         "offsets": [b.offset for b in situation.window],

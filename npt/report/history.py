@@ -147,7 +147,7 @@ def refusals(record: RunRecord) -> dict[str, Any]:
 def _where(event: Event) -> str:
     index, process = event.details.get("micro_batch"), event.details.get("rank")
     where = "the whole window" if index is None else f"micro-batch {clean(index, 20)}"
-    return f"{where} on rank {clean(process, 20)}" if process else where
+    return f"{where} on process {clean(process, 20)}" if process else where
 
 
 def _samples(event: Event) -> str:

@@ -2,7 +2,7 @@
 
     step-00000500/
       adapter/            the adapter, usable on its own
-      state.safetensors   moments, step counts, random state of every rank, history of the spike
+      state.safetensors   moments, step counts, random state of every process, history of the spike
       guard
       state.json          counters, position in the data, settings, the base's hash
       manifest.json       sha256 and size of every other file, and of itself; written last
@@ -89,7 +89,7 @@ class State:
     halfway.
 
     snapshot: adapters and optimizer state. spikes: history of the spike guard, if there was one.
-    random_states: by rank.
+    random_states: by process.
     """
 
     step: int
@@ -194,23 +194,23 @@ class Checkpoint:
         }
 
     def random_states(self) -> dict[int, dict[str, Tensor]]:
-        """Return the random state of every rank.
+        """Return the random state of every process.
 
         Raises:
-            CheckpointError: they are not those of all ranks from 0 on, or torch takes one of them
-                for none.
+            CheckpointError: they are not those of all processes from 0 on, or torch takes one of
+                them for none.
         """
         path = self.folder / TENSORS
         found = {name.split(".")[1] for name in self.headers if name.startswith("rng.")}
-        ranks = range(len(found))
-        if not found or found != {str(rank) for rank in ranks}:
+        processes = range(len(found))
+        if not found or found != {str(process) for process in processes}:
             raise CheckpointError(
-                f"{path} holds random states of the ranks {shown(sorted(found))}, expected those"
-                " from 0 on"
+                f"{path} holds random states of the processes {shown(sorted(found))}, expected"
+                " those from 0 on"
             )
         return {
-            rank: read_random_state(path, f"rng.{rank}.", self.headers, CheckpointError)
-            for rank in ranks
+            process: read_random_state(path, f"rng.{process}.", self.headers, CheckpointError)
+            for process in processes
         }
 
     def _spikes(self) -> tuple[list[float], list[float]] | None:
@@ -249,7 +249,7 @@ def write_checkpoint(
         window: with no result on its way.
         record: the content of `state.json`: `step`, counters, position, settings.
         base: of the model.
-        random_states: by rank.
+        random_states: by process.
 
     Raises:
         OSError: it could not be written; nothing exists then.
@@ -282,8 +282,8 @@ def write_state(
         folder, model, record, base, random_states: as for `write_checkpoint`.
     """
     tensors = {
-        f"rng.{rank}.{name}": state
-        for rank, states in random_states.items()
+        f"rng.{process}.{name}": state
+        for process, states in random_states.items()
         for name, state in states.items()
     }
     for name, (_, moments) in snapshot.items():
@@ -324,7 +324,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not isinstance(at_once, list) or not all(n is None or (_is_count(n) and n) for n in at_once):
         raise CheckpointError(
             f"{path}: samples_at_once is {shown(at_once)}, expected a count or nothing for each"
-            " rank"
+            " process"
         )
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]

@@ -1,4 +1,4 @@
-"""The run folder of a process that does not write: rank 0 does."""
+"""The run folder of a process that does not write: process 0 does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NullRunFolder(RunFolder):
     """A run folder that nothing is written to.
 
     Args:
-        path: the folder of rank 0.
+        path: the folder of process 0.
     """
 
     def __init__(self, path: str | Path):
@@ -31,7 +31,7 @@ class NullRunFolder(RunFolder):
     def event(self, event: str, /, **details: Any) -> None: ...
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        raise AssertionError("rank 0 saves")
+        raise AssertionError("process 0 saves")
 
     def checkpoints(self) -> list[Path]:
         return []

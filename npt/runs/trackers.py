@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 
 from npt.config import TRACKERS, TrainConfig
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, first_line
 from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation
@@ -88,24 +88,24 @@ def check_trackers(config: TrainConfig) -> list[str]:
 
 
 def start_trackers(
-    ranks: Ranks, config: TrainConfig, folder: Path, *, resume_at: int | None = None
+    processes: ProcessGroup, config: TrainConfig, folder: Path, *, resume_at: int | None = None
 ) -> Trackers:
-    """Start a run's trackers on rank 0, which alone has any; what keeps them from starting ends
-    every rank.
+    """Start a run's trackers on process 0, which alone has any; what keeps them from starting ends
+    every process.
 
     Args:
-        ranks: the processes of the run.
+        processes: the processes of the run.
         config: which trackers.
-        folder: the run's; that of rank 0 counts.
+        folder: the run's; that of process 0 counts.
         resume_at: as of `Trackers`.
 
     Raises:
         ConfigError: one cannot be started. The folder is as it was.
-        RankError: on the other ranks.
+        ProcessError: on the other processes.
     """
     started: list[Trackers] = []
     run = wandb_run.known_run(folder) if resume_at is not None else None
-    ranks.first(lambda: started.append(Trackers(config, folder, run=run, resume_at=resume_at)))
+    processes.first(lambda: started.append(Trackers(config, folder, run=run, resume_at=resume_at)))
     return started[0] if started else Trackers(TrainConfig(), folder)
 
 

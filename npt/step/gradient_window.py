@@ -31,8 +31,8 @@ from typing import Generic
 import torch
 from torch import Tensor, nn
 
-from npt.distributed.processes import Ranks
-from npt.errors import RankError
+from npt.distributed.processes import ProcessGroup
+from npt.errors import ProcessError
 from npt.step.guarded_update import EXACT, GuardedUpdate, norms_of
 from npt.step.launched_window import LaunchedWindow, MicroBatchFlags, reading_of
 from npt.step.spikes import SpikeGuard
@@ -56,7 +56,7 @@ class GradientWindow(Generic[S]):
         max_grad_norm: the window's gradient is clipped to this global norm.
         rates: learning rate of each applied step; the last one stays.
         spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
-        ranks: the processes that share the windows; default this one alone.
+        processes: the processes that share the windows; default this one alone.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class GradientWindow(Generic[S]):
         rates: Sequence[float],
         *,
         spikes: SpikeGuard | None = None,
-        ranks: Ranks | None = None,
+        processes: ProcessGroup | None = None,
     ):
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
-        self.ranks = ranks if ranks is not None else Ranks()
+        self.processes = processes if processes is not None else ProcessGroup()
         self.history: deque[MicroBatchRecord] = deque(maxlen=HISTORY)
         self.known_steps = 0  # applied steps, of the windows whose results were read
         self.committed = 0  # windows so far: the index of the next one
@@ -119,7 +119,9 @@ class GradientWindow(Generic[S]):
 
     def refuse(self, detail: str, sample_ids: tuple[str, ...] = ()) -> None:
         """Count a micro-batch that was found bad before any computation."""
-        self._refusals.append(Refusal("data", detail, self._index, sample_ids, self.ranks.rank))
+        self._refusals.append(
+            Refusal("data", detail, self._index, sample_ids, self.processes.index)
+        )
         self._index += 1
 
     def skip(self) -> None:
@@ -156,7 +158,7 @@ class GradientWindow(Generic[S]):
             of earlier windows, if any.
 
         Raises:
-            RankError: a process is lost or differs; nothing of this window is applied, nor of
+            ProcessError: a process is lost or differs; nothing of this window is applied, nor of
                 earlier ones whose result was not known yet.
         """
         self._launched.append(self._launch(fingerprint))
@@ -166,7 +168,7 @@ class GradientWindow(Generic[S]):
         """Wait for every committed window; return the results not returned before.
 
         Raises:
-            RankError: a process is lost; windows whose result was not known have not happened.
+            ProcessError: a process is lost; windows whose result was not known have not happened.
         """
         return self._read(keep=0)
 
@@ -183,7 +185,7 @@ class GradientWindow(Generic[S]):
         if self.spikes is not None:
             window.limits = self.spikes.limits
         self.committed += 1
-        if self.ranks.size > 1 or (self._ran and not self._halt):
+        if self.processes.size > 1 or (self._ran and not self._halt):
             self._step(window)
         self.clear()
         return window
@@ -211,7 +213,7 @@ class GradientWindow(Generic[S]):
         # Not indexed by the step: indexing with a scalar tensor reads it.
         step = self._steps.clamp(max=len(self._rates) - 1).view(1)
         rate = self._rates.index_select(0, step).squeeze(0)
-        window.update = self.update(go, rate, self.ranks)
+        window.update = self.update(go, rate, self.processes)
         self._steps += window.update.applied
         window.send(
             (tokens, loss, norm, finite, spike, window.update.applied, self._steps, rate), across
@@ -224,20 +226,22 @@ class GradientWindow(Generic[S]):
             What the record says of the processes, and whether they allow a step; nothing and None
             for one process.
         """
-        size, rank = self.ranks.size, self.ranks.rank
+        size, process = self.processes.size, self.processes.index
         if size == 1:
             return window.flags.new_zeros(0), None
         survivors = window.flags.sum()
         refused = window.flags.numel() - survivors + len(window.refusals)
         counts = [window.tokens, window.loss_sum, survivors, refused]
         own = [0] * 2 * size
-        own[rank], own[size + rank] = window.halt, window.fingerprint
+        own[process], own[size + process] = window.halt, window.fingerprint
         parts = [
             *self._sum,
             torch.stack([count.to(torch.float32) for count in counts]),
             window.sent(own, self._home),
         ]
-        flat = self.ranks.sum_(torch.cat([part.to(self._home, torch.float32) for part in parts]))
+        flat = self.processes.sum_(
+            torch.cat([part.to(self._home, torch.float32) for part in parts])
+        )
         *gradients, sums, of_processes = flat.split([part.numel() for part in parts])
         for own_sum, summed in zip(self._sum, gradients, strict=True):
             own_sum.copy_(summed)
@@ -250,7 +254,7 @@ class GradientWindow(Generic[S]):
         """Return how many of the newest results to leave unread."""
         if not self.update.late:
             return 0
-        if self.spikes is not None or self.ranks.size > 1:
+        if self.spikes is not None or self.processes.size > 1:
             return 1
         older = list(self._launched)[:-1]
         arrived = next((i for i, window in enumerate(older) if not window.has_arrived), len(older))
@@ -260,11 +264,11 @@ class GradientWindow(Generic[S]):
         """Return the results of all but the newest `keep` windows."""
         results = []
         while len(self._launched) > keep:
-            window, known = self._launched[0], self.ranks.broken
+            window, known = self._launched[0], self.processes.broken
             try:
                 if window.arrived is not None:
-                    self.ranks.wait_for(window.arrived)
-            except RankError:
+                    self.processes.wait_for(window.arrived)
+            except ProcessError:
                 self._take_back(window)
                 if known:
                     break

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from npt.distributed.processes import Ranks
-from npt.errors import RankError
+from npt.distributed.processes import ProcessGroup
+from npt.errors import ProcessError
 from npt.step.window_result import Snapshot
 
 EXACT = 2**24
@@ -77,16 +77,16 @@ class GuardedUpdate:
         if fused and not optimizer.state:
             self._make_moments()
 
-    def __call__(self, go: Tensor, rate: Tensor, ranks: Ranks) -> Update:
+    def __call__(self, go: Tensor, rate: Tensor, processes: ProcessGroup) -> Update:
         """Step if `go`, verify, and restore what must not stay.
 
         Args:
             go: scalar bool on the home device.
             rate: scalar, the learning rate.
-            ranks: all processes keep the step, or none does.
+            processes: all processes keep the step, or none does.
 
         Raises:
-            RankError: a process was lost while the states were compared; the step is taken back.
+            ProcessError: a process was lost while the states were compared; the step is taken back.
         """
         if not self.late and not bool(go):
             return Update(go)
@@ -97,8 +97,8 @@ class GuardedUpdate:
             self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
         try:
-            good = self._verify(update, ranks)
-        except RankError:
+            good = self._verify(update, processes)
+        except ProcessError:
             self.restore(update.snapshot or {})
             raise
         if self.late:
@@ -142,17 +142,17 @@ class GuardedUpdate:
             total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
         return int(total)
 
-    def _verify(self, update: Update, ranks: Ranks) -> Tensor:
+    def _verify(self, update: Update, processes: ProcessGroup) -> Tensor:
         """Return a scalar bool: the state is finite, on every process, and the same on all."""
         named = [(name, tensor) for name, tensor in self._tensors() if tensor.is_floating_point()]
         largest = norms_of([tensor for _, tensor in named], order=float("inf"))
         update.names, update.finite = [name for name, _ in named], torch.isfinite(largest)
         good = update.finite.all()
-        if ranks.size == 1:
+        if processes.size == 1:
             return good
         # The largest number of each tensor, bit for bit: equal in any order of summation, never 0.
         fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
-        prints = update.fingerprints = ranks.each(torch.where(good, fingerprint, 0))
+        prints = update.fingerprints = processes.each(torch.where(good, fingerprint, 0))
         return (prints == prints[0]).all() & (prints[0] > 0)
 
     def _select(self, good: Tensor, snapshot: Snapshot) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from npt.distributed.processes import Ranks
-from npt.errors import DataError, RankError
+from npt.distributed.processes import ProcessGroup
+from npt.errors import DataError, ProcessError
 from npt.step.guarded_update import Update
 from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult
 
@@ -112,13 +112,13 @@ def reading_of(window: LaunchedWindow[S], owner: GradientWindow[S]) -> WindowRes
         owner: whose history grows, and whose processes gather their refusals.
 
     Raises:
-        RankError: the processes had different data, or the step differed between them.
+        ProcessError: the processes had different data, or the step differed between them.
     """
-    ranks, steps = owner.ranks, owner.known_steps
+    processes, steps = owner.processes, owner.known_steps
     result: WindowResult[S] = WindowResult(
         window.index, window.micro_batches, False, steps, 0, 0.0, None, None
     )
-    if window.halt and ranks.size == 1:
+    if window.halt and processes.size == 1:
         return replace(result, micro_batches=0, halts={0: window.halt})
     result.refusals, result.limits = list(window.refusals), window.limits
     if window.record is None:
@@ -129,11 +129,13 @@ def reading_of(window: LaunchedWindow[S], owner: GradientWindow[S]) -> WindowRes
     end = (3 + reported) * count + len(SCALARS)
     scalars = dict(zip(SCALARS, values[end - len(SCALARS) : end], strict=True))
     survivors, refused = None, 0
-    if ranks.size > 1:
+    if processes.size > 1:
         survivors, refused, *of_processes = (int(value) for value in values[end:])
-        halts, data, states = (of_processes[i * ranks.size :][: ranks.size] for i in range(3))
+        halts, data, states = (
+            of_processes[i * processes.size :][: processes.size] for i in range(3)
+        )
         if any(halts):
-            found = {rank: code for rank, code in enumerate(halts) if code}
+            found = {process: code for process, code in enumerate(halts) if code}
             return replace(result, micro_batches=0, refusals=[], halts=found)
         _check_same_data(data, owner, window.index)
         _check_same_state(states, owner)
@@ -150,7 +152,7 @@ def reading_of(window: LaunchedWindow[S], owner: GradientWindow[S]) -> WindowRes
             result.refusals.append(_explain(micro, loss, owner))
     if refused:
         # All processes come here, since the number refused is a sum over them.
-        result.refusals = gathered(result.refusals, Refusal, ranks)
+        result.refusals = gathered(result.refusals, Refusal, processes)
     result.refusals.sort(key=lambda r: r.micro_batch or 0)
     result.tokens, result.rate = int(scalars["tokens"]), scalars["rate"]
     if result.survivors if survivors is None else survivors:
@@ -165,15 +167,15 @@ def reading_of(window: LaunchedWindow[S], owner: GradientWindow[S]) -> WindowRes
     return result
 
 
-def gathered(own: Iterable[R], kind: type[R], ranks: Ranks) -> list[R]:
+def gathered(own: Iterable[R], kind: type[R], processes: ProcessGroup) -> list[R]:
     """Return the records of all processes, those of each in their order; every process calls this.
 
     Args:
         own: of this process.
         kind: their class.
-        ranks: the processes.
+        processes: the processes.
     """
-    everyone = ranks.gather_json([asdict(record) for record in own])
+    everyone = processes.gather_json([asdict(record) for record in own])
     return [
         kind(**{**entry, "sample_ids": tuple(entry["sample_ids"])})
         for entries in everyone
@@ -183,13 +185,13 @@ def gathered(own: Iterable[R], kind: type[R], ranks: Ranks) -> list[R]:
 
 def _check_same_data(found: list[int], owner: GradientWindow[Any], index: int) -> None:
     """Refuse processes at different data: they would train on some twice, on some never."""
-    other = next((rank for rank, data in enumerate(found) if data != found[0]), None)
+    other = next((process for process, data in enumerate(found) if data != found[0]), None)
     if other is not None:
-        raise owner.ranks.everywhere(
-            RankError(
-                f"rank {other} reads other data than rank 0 in window {index + 1} (fingerprints"
-                f" {found[other]} and {found[0]}); give every process the same data in the same"
-                " order",
+        raise owner.processes.everywhere(
+            ProcessError(
+                f"process {other} reads other data than process 0 in window {index + 1}"
+                f" (fingerprints {found[other]} and {found[0]}); give every process the same data"
+                " in the same order",
                 DataError.exit_status,
             )
         )
@@ -197,16 +199,16 @@ def _check_same_data(found: list[int], owner: GradientWindow[Any], index: int) -
 
 def _check_same_state(found: list[int], owner: GradientWindow[Any]) -> None:
     """Report a step that differed on a process and was taken back on all."""
-    bad = [rank for rank, state in enumerate(found) if not state]
-    other = bad or [rank for rank, state in enumerate(found) if state != found[0]]
+    bad = [process for process, state in enumerate(found) if not state]
+    other = bad or [process for process, state in enumerate(found) if state != found[0]]
     if other and len(bad) < len(found):
         left = (
-            f"what it left on rank {', '.join(map(str, other))}"
+            f"what it left on process {', '.join(map(str, other))}"
             f" {'is not finite' if bad else 'differs'}"
         )
-        raise owner.ranks.everywhere(
-            RankError(
-                f"every rank took step {owner.known_steps + 1} alike, but {left}; it was taken"
+        raise owner.processes.everywhere(
+            ProcessError(
+                f"every process took step {owner.known_steps + 1} alike, but {left}; it was taken"
                 " back: look at the hardware of these processes, then go on with --resume auto"
             )
         )
@@ -216,7 +218,7 @@ def _explain(micro: MicroBatchFlags[Any], loss: float, owner: GradientWindow[Any
     kind, detail = "loss", f"loss is {loss}"
     if math.isfinite(loss):
         kind, detail = "gradient", _first_bad(micro.norms, owner.update.names)
-    return Refusal(kind, detail, micro.index, micro.sample_ids, owner.ranks.rank)
+    return Refusal(kind, detail, micro.index, micro.sample_ids, owner.processes.index)
 
 
 def _explain_window(

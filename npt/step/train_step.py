@@ -33,7 +33,7 @@ from npt.adapters.sharding import is_sharded
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
 from npt.distill.strategies import MicroBatch, Strategy
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.random_state import micro_batch_draws
 from npt.step.gradient_window import FAILED, GradientWindow
@@ -53,7 +53,8 @@ class TrainStep:
         strategy: forward and backward of one micro-batch.
         config: of the current stage; may be replaced between steps.
         rates: learning rate of each applied step; the last one stays.
-        ranks: the processes that share each window, micro-batch i on process i modulo their number.
+        processes: the processes that share each window, micro-batch i on process i modulo their
+            number.
         splitter: computes micro-batches in parts that fit into memory.
         late: read results a window late or more; default on CUDA.
 
@@ -76,7 +77,7 @@ class TrainStep:
         config: TrainConfig,
         rates: Sequence[float],
         *,
-        ranks: Ranks | None = None,
+        processes: ProcessGroup | None = None,
         splitter: MicroBatchSplitter | None = None,
         late: bool | None = None,
     ):
@@ -97,7 +98,7 @@ class TrainStep:
             config.max_grad_norm,
             rates,
             spikes=SpikeGuard(config.spike_sigmas) if config.skip_spikes else None,
-            ranks=ranks,
+            processes=processes,
         )
         self.interrupted: Callable[[], int | None] = lambda: None
         self.observe: Callable[..., AbstractContextManager[None]] | None = None
@@ -122,7 +123,7 @@ class TrainStep:
 
     def add(self, batch: Batch, index: int = 0) -> bool:
         """Add micro-batch `index` to the window; False if memory ran out and it was cleared."""
-        if index % self.window.ranks.size != self.window.ranks.rank:
+        if index % self.window.processes.size != self.window.processes.index:
             self.window.skip()
             return True
         # Processes that share a base stay in step: one that stopped inside a layer would not.
@@ -152,7 +153,7 @@ class TrainStep:
 
     def fail(self, error: Exception) -> None:
         """Raise the error, or, as one of several processes, stop with it at the next commit."""
-        if self.window.ranks.size == 1:
+        if self.window.processes.size == 1:
             raise error
         if self.failure is None:
             self.failure = error
@@ -164,7 +165,7 @@ class TrainStep:
         A single sample is tried again while windows in flight hold memory that will be freed.
         """
         assert self.on_out_of_memory is not None
-        in_flight = self.window.in_flight if self.window.ranks.size == 1 else 0
+        in_flight = self.window.in_flight if self.window.processes.size == 1 else 0
         self.window.clear()
         free_memory()
         alone = self.splitter.samples_of(batch) == 1

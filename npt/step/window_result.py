@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -34,20 +35,33 @@ class Refusal:
 
     kind: `data` (refused before any computation), `loss` or `gradient`; for a whole window `norm`,
     `spike` or `update` (parameters or moments after the step). micro_batch: index in the window
-    over all processes, None for a whole window. rank: the process that computed it.
+    over all processes, None for a whole window. process: the process that computed it.
     """
 
     kind: str
     detail: str
     micro_batch: int | None = None
     sample_ids: tuple[str, ...] = ()
-    rank: int = 0
+    process: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as events and post-mortems store it, with the process as `rank`."""
+        values = asdict(self)
+        process = values.pop("process")
+        return {**values, "rank": process}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Refusal:
+        """Return what `as_dict` gave."""
+        names = {**values, "sample_ids": tuple(map(str, values["sample_ids"]))}
+        process = names.pop("rank")
+        return cls(**names, process=process)
 
     def __str__(self) -> str:
         where = (
             "the whole window" if self.micro_batch is None else f"micro-batch {self.micro_batch}"
         )
-        where += f" on rank {self.rank}" if self.rank else ""
+        where += f" on process {self.process}" if self.process else ""
         samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
         return f"{where}{samples}: {self.kind}: {self.detail}"
 

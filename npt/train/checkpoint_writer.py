@@ -11,7 +11,7 @@ from torch import Tensor
 
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.errors import CheckpointError, ConfigError, RankError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, ProcessError, TooManyRefusalsError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
@@ -55,15 +55,15 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: it could not be written, and it is the last or the only one.
-            RankError: another process is lost, or holds other adapters or moments.
+            ProcessError: another process is lost, or holds other adapters or moments.
         """
-        model, ranks, splitter = self._setup.model, self._setup.ranks, self._setup.splitter
+        model, processes, splitter = self._setup.model, self._setup.processes, self._setup.splitter
         audit_precision(model, policy_dtype(model))
         states = self._random_states(loop)
-        if ranks.broken:
-            return ranks.main and self._write(loop, states, [splitter.shrunk_to], last)
-        shrunk_to = ranks.gather_json(splitter.shrunk_to)
-        return ranks.first(lambda: self._write(loop, states, shrunk_to, last))
+        if processes.broken:
+            return processes.main and self._write(loop, states, [splitter.shrunk_to], last)
+        shrunk_to = processes.gather_json(splitter.shrunk_to)
+        return processes.first(lambda: self._write(loop, states, shrunk_to, last))
 
     def save_best(self, loop: Loop, fidelity: Fidelity) -> None:
         """Keep the adapters as the best so far; if that fails, say so."""
@@ -91,11 +91,11 @@ class CheckpointWriter:
             kind, message = type(error).__name__, str(error)[:500]
             folder.event("error", step=loop.steps, error=kind, message=message)
         # The others are elsewhere: leave out whatever would wait for them.
-        if not setup.ranks.met_by_all(error):
-            setup.ranks.leave(error)
+        if not setup.processes.met_by_all(error):
+            setup.processes.leave(error)
         try:
             loop.settle()  # a checkpoint bears the step of its weights
-            if setup.ranks.broken and loop.step.window.applied_steps != loop.steps:
+            if setup.processes.broken and loop.step.window.applied_steps != loop.steps:
                 return  # the weights are of a step whose result the others did not tell
             if loop.steps and loop.unsaved:
                 self.save(loop, last=True)
@@ -110,30 +110,30 @@ class CheckpointWriter:
 
         It is this one's alone if the others are gone.
         """
-        ranks = self._setup.ranks
-        if ranks.size == 1 or ranks.broken:
-            return {ranks.rank: random_state()}
+        processes = self._setup.processes
+        if processes.size == 1 or processes.broken:
+            return {processes.index: random_state()}
         own = {
             "held": loop.step.update.checksum(),
             "random": {name: state.tolist() for name, state in random_state().items()},
         }
-        everyone = ranks.gather_json(own)
-        for rank, other in enumerate(everyone):
+        everyone = processes.gather_json(own)
+        for process, other in enumerate(everyone):
             if other["held"] != everyone[0]["held"]:
-                raise ranks.everywhere(
-                    RankError(
-                        f"rank {rank} holds other adapters or moments than rank 0 at step"
+                raise processes.everywhere(
+                    ProcessError(
+                        f"process {process} holds other adapters or moments than process 0 at step"
                         f" {loop.steps} (checksums {other['held']} and {everyone[0]['held']});"
                         " nothing was saved: look at the hardware of these processes, then go on"
                         " with --resume auto"
                     )
                 )
         return {
-            rank: {
+            process: {
                 name: torch.tensor(state, dtype=torch.uint8)
                 for name, state in other["random"].items()
             }
-            for rank, other in enumerate(everyone)
+            for process, other in enumerate(everyone)
         }
 
     def _write(

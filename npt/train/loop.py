@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from npt.data.loader import Position
 from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distill.strategies import MicroBatch
-from npt.distributed.processes import rank_failure, reason_of
+from npt.distributed.processes import process_failure, reason_of
 from npt.errors import StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.step.spikes import SpikeGuard
@@ -70,7 +70,7 @@ class Loop:
 
         Raises:
             TooManyRefusalsError: after the post-mortem was written.
-            RankError: another process failed, was lost, or differs from this one.
+            ProcessError: another process failed, was lost, or differs from this one.
         """
         context, step = self.context, self.step
         context.model.eval()
@@ -88,7 +88,7 @@ class Loop:
             self.recording.open(self._coming_step)
             self._open[step.window.committed] = window
             batches = [] if window is None else window.batches
-            compared = window if context.ranks.size > 1 else None
+            compared = window if context.processes.size > 1 else None
             results = step.run(batches, 0 if compared is None else compared.fingerprint)
             self._metrics.leave_out(self.recording.take_seconds())
             self._account(results)
@@ -189,12 +189,12 @@ class Loop:
 
     def _raise_failure(self) -> None:
         """End the loop on every process, if one of them failed, even after the last window."""
-        ranks, failure = self.context.ranks, self.step.failure
-        if ranks.size == 1:
+        processes, failure = self.context.processes, self.step.failure
+        if processes.size == 1:
             return
-        reasons = ranks.gather_json(None if failure is None else reason_of(failure))
+        reasons = processes.gather_json(None if failure is None else reason_of(failure))
         if any(reason is not None for reason in reasons):
-            raise ranks.everywhere(failure if failure is not None else rank_failure(reasons))
+            raise processes.everywhere(failure if failure is not None else process_failure(reasons))
 
     def _out_of_memory(self, samples: int, message: str) -> None:
         """Report that memory ran out, and free what windows in flight keep."""
@@ -204,7 +204,7 @@ class Loop:
         )
         said = f"out of memory with {samples} samples at once ({message})"
         self.context.say(f"step {step}: {said}; it is begun again with {now}")
-        if self.context.ranks.size == 1:  # several meet where results are read
+        if self.context.processes.size == 1:  # several meet where results are read
             self.settle()
         self.recording.open(self._coming_step)
 

@@ -50,8 +50,8 @@ class MemoryFit:
 
     def recall(self, checkpoint: Checkpoint) -> None:
         """Do not try again what did not fit in the run that is resumed, under the same limit."""
-        rank, setup = self._setup.ranks.rank, self._setup
-        shrunk_to = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(rank)
+        process, setup = self._setup.processes.index, self._setup
+        shrunk_to = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(process)
         if shrunk_to is not None and "max_memory" not in setup.changed:
             samples = min(self.splitter.samples, shrunk_to)
             self.splitter.samples = self.splitter.shrunk_to = samples
@@ -123,7 +123,7 @@ class MemoryFit:
             model.model.embed_tokens.weight.dtype,
             None if teacher is None else teacher.model.embed_tokens.weight.dtype,
             setup.device,
-            setup.ranks.size,
+            setup.processes.size,
             attention_name(model),
             teacher_attention=setup.teacher_record["teacher_attention"],
         )

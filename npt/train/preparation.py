@@ -74,15 +74,15 @@ class Preparation:
 
         Each has solved it while it waited, but rounding depends on its cores and kernels.
         """
-        ranks, model = self._setup.ranks, self._setup.model
-        if ranks.size == 1:
+        processes, model = self._setup.processes, self._setup.model
+        if processes.size == 1:
             return
         own = attached_config(model)
-        found = ranks.gather_json(None if own.ranks is None else list(own.ranks))[0]
+        found = processes.gather_json(None if own.ranks is None else list(own.ranks))[0]
         config = replace(own, ranks=None if found is None else tuple(found))
         parameters, tensors = adapter_parameters(model), {}
         for name, shape in adapter_shapes(model, config).items():
             zeros = torch.zeros(shape, device=self._setup.device)
-            tensor = parameters[name].detach().clone() if ranks.main else zeros
-            tensors[name] = ranks.sum_(tensor)
+            tensor = parameters[name].detach().clone() if processes.main else zeros
+            tensors[name] = processes.sum_(tensor)
         set_adapters(model, config, tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from npt.data.batch import Batch
@@ -70,7 +69,9 @@ class Refusals:
         for refusal in result.refusals:
             self.by_kind[refusal.kind] += 1
             self.by_epoch[window.epoch] += 1
-            self._context.folder.event("refusal", step=step, epoch=window.epoch, **asdict(refusal))
+            self._context.folder.event(
+                "refusal", step=step, epoch=window.epoch, **refusal.as_dict()
+            )
             self._context.say(f"refused at step {step}, {refusal}")
             self._diagnose(window.batches, refusal, step)
         longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
@@ -149,7 +150,7 @@ class Refusals:
         )
         ending = f", the last: {result.refusals[-1]}" if result.refusals else ""
         said = f"stopped at step {now}: {reason}{ending}"
-        bundle = context.ranks.first(lambda: self._postmortem(situation))
+        bundle = context.processes.first(lambda: self._postmortem(situation))
         context.folder.event("stopped", step=now, reason=reason, **bundle)
         path = context.folder.path
         if bundle["postmortem"] is None:
@@ -159,7 +160,7 @@ class Refusals:
             )
         else:
             said += f"; look into it with: npt replay {path / bundle['postmortem']}"
-        raise context.ranks.everywhere(TooManyRefusalsError(said))
+        raise context.processes.everywhere(TooManyRefusalsError(said))
 
     def _postmortem(self, situation: Situation) -> dict[str, Any]:
         """Return where the bundle is, or why there is none; the run reports its end either way."""
@@ -171,19 +172,19 @@ class Refusals:
 
     def _gather_history(self) -> None:
         """Remember the last micro-batches of every process, in their order."""
-        ranks, window = self._context.ranks, self._step.window
-        if ranks.size == 1:
+        processes, window = self._context.processes, self._step.window
+        if processes.size == 1:
             return
-        records = gathered(window.history, MicroBatchRecord, ranks)
+        records = gathered(window.history, MicroBatchRecord, processes)
         records.sort(key=lambda record: (record.window, record.micro_batch))
-        window.history = deque(records, maxlen=HISTORY * ranks.size)
+        window.history = deque(records, maxlen=HISTORY * processes.size)
 
     def _diagnose(self, batches: list[Batch], refusal: Refusal, step: int) -> None:
         """Name the bad number, for the first few refusals of sound data; two forward passes."""
         if refusal.micro_batch is None or refusal.kind == "data" or self._diagnoses == DIAGNOSES:
             return
         self._diagnoses += 1
-        if not self._context.ranks.main:
+        if not self._context.processes.main:
             return
         try:
             parts = self._step.splitter.parts(batches[refusal.micro_batch])

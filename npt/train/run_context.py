@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.data.loader import Position
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.evaluation.evaluate import Fidelity
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
@@ -25,8 +25,8 @@ from npt.train.progress import ProgressDisplay
 class RunContext:
     """Model, settings and places to report to.
 
-    model: with adapters attached. stop: set by a signal. record: the content of `run.json`. ranks:
-    the processes that train together, each with a context like this one.
+    model: with adapters attached. stop: set by a signal. record: the content of `run.json`.
+    processes: the processes that train together, each with a context like this one.
     """
 
     model: PreTrainedModel
@@ -36,7 +36,7 @@ class RunContext:
     display: ProgressDisplay
     stop: StopOnSignal
     record: Mapping[str, Any] = field(default_factory=dict)
-    ranks: Ranks = field(default_factory=Ranks)
+    processes: ProcessGroup = field(default_factory=ProcessGroup)
 
     def say(self, message: str) -> None:
         """Print a line."""

@@ -23,8 +23,8 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.batch import pad_id_of
 from npt.distill.strategies import Strategy, drive
-from npt.distributed.processes import Ranks, join_ranks
-from npt.distributed.sharded_base import ranks_of
+from npt.distributed.processes import ProcessGroup, join_processes
+from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError
 from npt.runs.checkpoint import Checkpoint, read_checkpoint
 from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
@@ -45,7 +45,7 @@ class RunOptions:
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     console: Console | None = None
-    ranks: Ranks | None = None
+    processes: ProcessGroup | None = None
     any_base: bool = False
     trackers: Trackers | None = None
     report: bool = True
@@ -73,15 +73,15 @@ class RunSetup:
     ):
         self.model, self.tokenizer, self.teacher = model, tokenizer, teacher
         self.config, self.data_config, self.options = config, data_config, options
-        sharing = ranks_of(model)
-        if sharing is not None and options.ranks not in (None, sharing):
+        sharing = processes_of(model)
+        if sharing is not None and options.processes not in (None, sharing):
             raise ConfigError(
-                "the base is sharded over other ranks than the Trainer was given; leave the"
-                " argument ranks out"
+                "the base is sharded over other processes than the Trainer was given; leave the"
+                " argument processes out"
             )
-        self.ranks = sharing or options.ranks or join_ranks(config.rank_timeout)
+        self.processes = sharing or options.processes or join_processes(config.rank_timeout)
         self.console = options.console or make_console()
-        if not self.ranks.main:
+        if not self.processes.main:
             self.console = silent_console()
         self.stop = StopOnSignal()
         self.splitter = MicroBatchSplitter(config.batch_size)
@@ -93,12 +93,12 @@ class RunSetup:
         config = self.config
         self.adapter_config = check_model(self.model, config, self.data_config)
         self.teacher_record = teacher_record(self.model, self.teacher)
-        check_window(config, self.data_config, self.ranks.size)
+        check_window(config, self.data_config, self.processes.size)
         self.resumed = self._find_resumed()
         if self.checkpoint is None:
             layers, width = len(npt_layers(self.model)), self.model.config.hidden_size
             check_calibration(self.adapter_config, config.rank_budget, layers, width)
-        self.folder_path = Path(self.ranks.first(lambda: str(self._choose_folder())))
+        self.folder_path = Path(self.processes.first(lambda: str(self._choose_folder())))
         self.changed: Mapping[str, tuple[Any, Any]] = {}
         if self.checkpoint is not None:
             saved = self.checkpoint.record["settings"]
@@ -108,7 +108,7 @@ class RunSetup:
     @property
     def window_size(self) -> int:
         """Micro-batches of a window, over all processes."""
-        return self.config.gradient_accumulation_steps * self.ranks.size
+        return self.config.gradient_accumulation_steps * self.processes.size
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -142,7 +142,7 @@ class RunSetup:
         """Return every setting, as `run.json` keeps them."""
         found: dict[str, Any] = {
             "attn_implementation": attention_name(self.model),
-            "processes": self.ranks.size,
+            "processes": self.processes.size,
         }
         if quantization_of(self.model) is not None:
             names = {dtype: name for name, dtype in COMPUTE.items()}
@@ -176,13 +176,13 @@ class RunSetup:
         Raises:
             ConfigError: names the first difference.
         """
-        if self.ranks.size == 1:
+        if self.processes.size == 1:
             return
         plain = plain_settings(self.all_settings())
         settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
         tensors = adapter_parameters(self.model).values()
         adapters = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in tensors)).hexdigest()
-        self.ranks.agree(
+        self.processes.agree(
             {
                 **settings,
                 "a base of hash": base.strict,
@@ -207,7 +207,7 @@ class RunSetup:
             path = None if checkpoint is None else str(checkpoint.folder)
             return str(found[0].folder), path, found[0].goes_on
 
-        folder, path, goes_on = self.ranks.first(find)
+        folder, path, goes_on = self.processes.first(find)
         if found:
             return found[0]
         checkpoint = None if path is None else read_checkpoint(Path(path))

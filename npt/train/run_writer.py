@@ -119,7 +119,7 @@ class RunWriter:
         """
         setup, config, folder = self._setup, self._setup.config, self._folder
         folder.event(
-            "start", device=str(setup.device), total_steps=total, processes=setup.ranks.size
+            "start", device=str(setup.device), total_steps=total, processes=setup.processes.size
         )
         memory.folder = folder
         if memory.plan is not None:
@@ -206,12 +206,12 @@ class RunWriter:
 
     def report(self) -> None:
         """Write `report.html`, however the run ended; a failure does not change that end."""
-        if self._setup.ranks.main and self._setup.options.report:
+        if self._setup.processes.main and self._setup.options.report:
             self._observe(REPORT, lambda: write_report(self._folder.path))
 
     def measure_modulation(self, step: int) -> None:
         """Write `modulation.json` for the report, from a few evaluation samples."""
-        if not (self._setup.ranks.main and self._setup.options.report):
+        if not (self._setup.processes.main and self._setup.options.report):
             return
         setup, data = self._setup, self._data
         few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples, setup.pad_id)

@@ -26,7 +26,7 @@ class StepMetrics:
     """
 
     def __init__(self, context: RunContext, stages: Sequence[Stage]):
-        self._ranks, self._stages = context.ranks, stages
+        self._processes, self._stages = context.processes, stages
         self._layers = [index for index, _ in npt_layers(context.model)]
         self._since, self.logged_tokens = time.perf_counter(), 0
 
@@ -58,7 +58,7 @@ class StepMetrics:
         layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
         scored = sum(part.scored for part in result.survivors)
-        sums = self._ranks.sums([*own, scored, *nmses])
+        sums = self._processes.sums([*own, scored, *nmses])
         total = dict(zip((*REPORTED, "scored"), sums, strict=False))
         now = time.perf_counter()
         metrics = {

@@ -25,7 +25,7 @@ from npt.train.progress import ProgressDisplay
 
 class StepRecording:
     """The records of `--trace_steps` and `--trace_every`: of each chosen step the first micro-batch
-    that is computed, on rank 0.
+    that is computed, on process 0.
 
     Args:
         model: what is recorded.
@@ -54,7 +54,9 @@ class StepRecording:
 
     def open(self, step: int) -> None:
         """A window begins that will be `step` if it is applied."""
-        self._step = step if self._wanted and self._recording.wants(step) and _rank() == 0 else None
+        self._step = (
+            step if self._wanted and self._recording.wants(step) and _process() == 0 else None
+        )
 
     @contextmanager
     def observe(self, batch: Batch, index: int) -> Iterator[None]:
@@ -141,7 +143,7 @@ class StepRecording:
         self._display.say(message)
 
 
-def _rank() -> int:
+def _process() -> int:
     return (
         torch.distributed.get_rank()
         if torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -22,7 +22,7 @@ from npt.data.samples import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.stages import stages_of
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import set_random_state
@@ -98,8 +98,8 @@ class Trainer:
             own base.
         settings: further settings to record in `run.json`.
         console: where to report; default standard output.
-        ranks: the processes that train together; default those that a launcher started with this
-            one, or this one alone.
+        processes: the processes that train together; default those that a launcher started with
+            this one, or this one alone.
         any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
             `run.json` say in what the two differ.
         trackers: from `start_trackers`, of this run; default the configuration's, which then start
@@ -107,7 +107,7 @@ class Trainer:
 
     Raises:
         ConfigError, DataError: settings or data that cannot work.
-        RankError: another process failed or was lost.
+        ProcessError: another process failed or was lost.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class Trainer:
         teacher: PreTrainedModel | None = None,
         settings: dict[str, Any] | None = None,
         console: Console | None = None,
-        ranks: Ranks | None = None,
+        processes: ProcessGroup | None = None,
         any_base: bool = False,
         trackers: Trackers | None = None,
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
-        options = RunOptions(settings or {}, console, ranks, any_base, trackers)
+        options = RunOptions(settings or {}, console, processes, any_base, trackers)
         self.setup = RunSetup(model, tokenizer, teacher, config, data_config, options)
-        with self.setup.ranks.member():
+        with self.setup.processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
             self.setup.check()
@@ -162,7 +162,7 @@ class Trainer:
             TooManyRefusalsError: after the post-mortem was written.
             ConfigError: the run folder cannot be written, or the processes of the run differ in
                 something.
-            RankError: another process failed or was lost.
+            ProcessError: another process failed or was lost.
         """
         if self._trained:
             raise ConfigError(
@@ -172,7 +172,7 @@ class Trainer:
         self._trained = True
         setup = self.setup
         setup.stop.at_once = True  # until the loop there is nothing to save
-        with setup.ranks.member(), setup.stop:
+        with setup.processes.member(), setup.stop:
             self._check_numbers()
             self.data.agree(self.base)  # all have read the checkpoint, before its folder changes
             with contextlib.ExitStack() as stack:
@@ -180,7 +180,7 @@ class Trainer:
                 if trackers is None:
                     trackers = stack.enter_context(
                         start_trackers(
-                            setup.ranks,
+                            setup.processes,
                             setup.config,
                             setup.folder_path,
                             resume_at=setup.resume_step,
@@ -190,7 +190,7 @@ class Trainer:
                 result = self._run(trackers)
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
-            setup.ranks.wait()
+            setup.processes.wait()
             return result
 
     def _check_numbers(self) -> None:
@@ -245,7 +245,7 @@ class Trainer:
         """Open the folder, train, and leave it in order."""
         setup = self.setup
         folder: RunFolder = NullRunFolder(setup.folder_path)
-        if setup.ranks.main:
+        if setup.processes.main:
             folder = RunFolder(setup.folder_path, resume_at=setup.resume_step)
         writer = RunWriter(setup, self.data, self.base, self.initial, folder, trackers)
         try:
@@ -274,13 +274,18 @@ class Trainer:
         first = 0 if setup.resumed is None else setup.resumed.step
         display = ProgressDisplay(self.total_steps, setup.console, first=first)
         context = RunContext(
-            setup.model, c, folder, trackers, display, setup.stop, self.record, setup.ranks
+            setup.model, c, folder, trackers, display, setup.stop, self.record, setup.processes
         )
         rates = rate_table(
             c.learning_rate, self.setup.schedule(self.total_steps), c.warmup_steps, self.total_steps
         )
         step = TrainStep(
-            setup.model, setup.strategy, c, rates, ranks=setup.ranks, splitter=setup.splitter
+            setup.model,
+            setup.strategy,
+            c,
+            rates,
+            processes=setup.processes,
+            splitter=setup.splitter,
         )
         saves = writer.checkpoints
         actions = RunActions(
@@ -295,7 +300,7 @@ class Trainer:
             loop.load_state(setup.checkpoint.record, saved=setup.goes_on)
             self.memory.recall(setup.checkpoint)
             # fewer processes may have saved
-            set_random_state(self._state.random_states.get(setup.ranks.rank, {}))
+            set_random_state(self._state.random_states.get(setup.processes.index, {}))
             self._state = None  # a copy of everything
         return loop
 
@@ -347,15 +352,15 @@ class Trainer:
 
     def _refuse_empty(self, loop: Loop) -> None:
         """End a run without one applied step."""
-        ranks, folder = self.setup.ranks, loop.context.folder
+        processes, folder = self.setup.processes, loop.context.folder
         folder.event("stopped", step=0, reason="no step was applied")
         if not loop.micro_batches:
-            raise ranks.everywhere(no_sample(self.data.loader.samples.counts))
+            raise processes.everywhere(no_sample(self.data.loader.samples.counts))
         said = (
             f"the data ended without one applied step ({loop.refusals.total} refusals, see"
             f" {folder.path / EVENTS})"
         )
-        raise ranks.everywhere(DataError(said))
+        raise processes.everywhere(DataError(said))
 
     def _finish(
         self, loop: Loop, writer: RunWriter, seconds: float
@@ -365,7 +370,7 @@ class Trainer:
         with contextlib.suppress(StoppedError):  # everything is saved; only the figures are missing
             fidelity = self.evaluate().after(self.initial)
         number = self._signal()
-        if fidelity is None or (number is not None and self.setup.ranks.size > 1):
+        if fidelity is None or (number is not None and self.setup.processes.size > 1):
             loop.context.folder.event("signal", number=number, step=loop.steps)
             return None, number
         writer.finish(loop, fidelity, seconds)
@@ -374,5 +379,5 @@ class Trainer:
     def _signal(self) -> int | None:
         """Return the number of a signal that came to any process; every process must ask."""
         own = self.setup.stop.number
-        numbers = [n for n in (own, *self.setup.ranks.gather_json(own)) if n is not None]
+        numbers = [n for n in (own, *self.setup.processes.gather_json(own)) if n is not None]
         return numbers[0] if numbers else None

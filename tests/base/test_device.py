@@ -18,7 +18,7 @@ from npt.base import device as module
 from npt.base.device import default_device, unusable_gpu
 from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
-from npt.distributed.processes import join_ranks
+from npt.distributed.processes import join_processes
 from npt.errors import ConfigError
 from npt.planning.workload import Workload
 
@@ -81,11 +81,11 @@ def test_tests_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
     assert workload.device.type == "cpu"
 
 
-def test_ranks_of_a_test_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
+def test_processes_of_a_test_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
     environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     # had a GPU been chosen, torch would have refused it
     with pytest.raises(npt.NPTError, match="did not meet"):
-        join_ranks(0.1, environment)
+        join_processes(0.1, environment)
 
 
 def test_processes_that_a_test_starts_inherit_the_choice() -> None:

@@ -1,4 +1,4 @@
-"""A rank that is lost is named while the host waits for a device: arrivals are fakes, stores and
+"""A process that is lost is named while the host waits for a device: arrivals are fakes, stores and
 processes are real.
 """
 
@@ -21,8 +21,8 @@ from several import several
 from windows import Sums, add_filled, window_over
 
 from npt.distributed.heartbeat import Heartbeat
-from npt.distributed.processes import Ranks, _check_devices, join_ranks
-from npt.errors import ConfigError, RankError
+from npt.distributed.processes import ProcessGroup, _check_devices, join_processes
+from npt.errors import ConfigError, ProcessError
 
 FAST: dict[str, Any] = {"period": 0.02, "silence": 0.3}
 
@@ -54,16 +54,16 @@ def store(request: pytest.FixtureRequest) -> dist.Store:
 
 @pytest.fixture
 def beating(store: dist.Store) -> Iterator[Any]:
-    """`beating(rank, size, timeout)`: a started heartbeat; each ends with the test. `losses` counts
-    what each gave up.
+    """`beating(process, size, timeout)`: a started heartbeat; each ends with the test. `losses`
+    counts what each gave up.
     """
     made: list[Heartbeat] = []
 
-    def make(rank: int, size: int = 2, timeout: float = 60.0, **settings: Any) -> Heartbeat:
+    def make(process: int, size: int = 2, timeout: float = 60.0, **settings: Any) -> Heartbeat:
         losses: list[str | None] = []
         heartbeat = Heartbeat(
             store.clone(),
-            rank,
+            process,
             size,
             timeout,
             lambda: losses.append(heartbeat.lost),
@@ -102,12 +102,14 @@ def test_an_arrival_ends_the_wait(beating: Any) -> None:
     assert heartbeat.wait_for(arrival) and heartbeat.lost is None and heartbeat.losses == []
 
 
-def test_a_heartbeat_that_stops_is_a_lost_rank(beating: Any) -> None:
+def test_a_heartbeat_that_stops_is_a_lost_process(beating: Any) -> None:
     heartbeat, others = beating(0, 3), [beating(1, 3), beating(2, 3)]
     assert until(lambda: len(heartbeat._seen) == 2)
     freeze(others[1])
     assert not heartbeat.wait_for(Arrival())
-    assert heartbeat.lost is not None and heartbeat.lost.startswith("no heartbeat of rank 2 for ")
+    assert heartbeat.lost is not None and heartbeat.lost.startswith(
+        "no heartbeat of process 2 for "
+    )
     assert until(lambda: heartbeat.losses) == [heartbeat.lost]  # once, and with the reason known
 
 
@@ -131,13 +133,13 @@ def test_silence_is_nothing_while_nothing_is_waited_for(beating: Any) -> None:
     assert heartbeat.lost is None
 
 
-def test_a_rank_that_has_not_begun_to_beat_is_waited_for(beating: Any) -> None:
+def test_a_process_that_has_not_begun_to_beat_is_waited_for(beating: Any) -> None:
     heartbeat, arrival = beating(0), Arrival()
     threading.Timer(2 * FAST["silence"], arrival.happen).start()
     assert heartbeat.wait_for(arrival)
 
 
-def test_a_rank_that_beats_and_makes_no_progress_is_waited_for_until_the_time_is_up(
+def test_a_process_that_beats_and_makes_no_progress_is_waited_for_until_the_time_is_up(
     beating: Any,
 ) -> None:
     heartbeat, _ = beating(0, timeout=0.6), beating(1)
@@ -146,12 +148,12 @@ def test_a_rank_that_beats_and_makes_no_progress_is_waited_for_until_the_time_is
     assert heartbeat.lost == "Timed out after 0.6 s" and time.monotonic() - started > 0.6
 
 
-def test_a_rank_that_ended_is_missed_by_one_that_waits(beating: Any) -> None:
+def test_a_process_that_ended_is_missed_by_one_that_waits(beating: Any) -> None:
     heartbeat, other = beating(0), beating(1)
     assert until(lambda: heartbeat._seen)
     other.stop()
     assert not heartbeat.wait_for(Arrival())
-    assert heartbeat.lost == "rank 1 has ended"
+    assert heartbeat.lost == "process 1 has ended"
 
 
 def test_a_stuck_thread_does_not_make_the_wait_endless(beating: Any) -> None:
@@ -172,48 +174,50 @@ def test_a_signal_is_handled_during_the_wait(beating: Any) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-# --- what ranks make of it
+# --- what processes make of it
 # -------------------------------------------------------------------------------------------
 
 
-def test_a_reason_that_another_rank_left_is_what_is_raised(store: dist.Store, beating: Any) -> None:
-    ranks = Ranks(0, 2, None, store)
-    ranks.watch(60.0, **FAST)
+def test_a_reason_that_another_process_left_is_what_is_raised(
+    store: dist.Store, beating: Any
+) -> None:
+    processes = ProcessGroup(0, 2, None, store)
+    processes.watch(60.0, **FAST)
     other = beating(1)
-    assert until(lambda: ranks._heartbeat is not None and ranks._heartbeat._seen)
+    assert until(lambda: processes._heartbeat is not None and processes._heartbeat._seen)
     store.set("npt/left/1", json.dumps({"error": "the disk is full", "exit_status": 5}))
     other.stop()
-    with pytest.raises(RankError, match=r"^rank 1 failed: the disk is full$") as raised:
-        ranks.wait_for(Arrival())
-    assert raised.value.exit_status == 5 and ranks.broken
-    with pytest.raises(RankError, match="has left the other processes already"):
-        ranks.wait_for(Arrival(happened=True))  # whatever has arrived since means nothing
+    with pytest.raises(ProcessError, match=r"^process 1 failed: the disk is full$") as raised:
+        processes.wait_for(Arrival())
+    assert raised.value.exit_status == 5 and processes.broken
+    with pytest.raises(ProcessError, match="has left the other processes already"):
+        processes.wait_for(Arrival(happened=True))  # whatever has arrived since means nothing
 
 
-def test_of_three_ranks_the_silent_one_is_named(store: dist.Store, beating: Any) -> None:
-    ranks = Ranks(0, 3, None, store)
-    ranks.watch(60.0, **FAST)
+def test_of_three_processes_the_silent_one_is_named(store: dist.Store, beating: Any) -> None:
+    processes = ProcessGroup(0, 3, None, store)
+    processes.watch(60.0, **FAST)
     lost = beating(2, 3)
-    assert until(lambda: ranks._heartbeat is not None and ranks._heartbeat._seen)
-    store.set("npt/left/1", "{}")  # it has lost rank 2 as well
+    assert until(lambda: processes._heartbeat is not None and processes._heartbeat._seen)
+    store.set("npt/left/1", "{}")  # it has lost process 2 as well
     freeze(lost)
     with (
         mock.patch("npt.distributed.processes.ANSWER_SECONDS", 0.2),
-        pytest.raises(RankError, match=r"^rank 2 does not answer any more"),
+        pytest.raises(ProcessError, match=r"^process 2 does not answer any more"),
     ):
-        ranks.wait_for(Arrival())
+        processes.wait_for(Arrival())
 
 
-def waiting(ranks: Ranks) -> str:
-    """Rank 0 waits for what never arrives, rank 1 is killed meanwhile; what rank 0 says."""
-    ranks.watch(20.0, period=0.05, silence=1.0)
-    ranks.wait()
-    if ranks.rank == 1:
+def waiting(processes: ProcessGroup) -> str:
+    """Process 0 waits for what never arrives, process 1 is killed meanwhile; what 0 says."""
+    processes.watch(20.0, period=0.05, silence=1.0)
+    processes.wait()
+    if processes.index == 1:
         time.sleep(0.3)  # some beats
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        ranks.wait_for(Arrival())
-    except RankError as error:
+        processes.wait_for(Arrival())
+    except ProcessError as error:
         assert not dist.is_initialized()
         return str(error)
     return "it arrived"
@@ -223,7 +227,7 @@ def test_a_killed_process_is_named_by_one_that_waits_for_a_device() -> None:
     left, killed = several(2, waiting)
     assert killed.status == -signal.SIGKILL
     assert left.value is not None and left.value.startswith(
-        "rank 1 does not answer any more (no heartbeat of rank 1 for "
+        "process 1 does not answer any more (no heartbeat of process 1 for "
     ), left.trace
     assert left.seconds < 15
 
@@ -232,8 +236,8 @@ def test_a_killed_process_is_named_by_one_that_waits_for_a_device() -> None:
 # -----------------------------------------------------------------
 
 
-class Broken(Ranks):
-    """One rank of one, whose second window's sums never come."""
+class Broken(ProcessGroup):
+    """One process of one, whose second window's sums never come."""
 
     waits = 0
 
@@ -241,17 +245,19 @@ class Broken(Ranks):
         self.waits += 1
         if self.waits == 2:
             self.broken = True
-            raise RankError("rank 1 does not answer any more")
+            raise ProcessError("process 1 does not answer any more")
         if self.broken:
-            raise RankError("rank 0 has left the other processes already")
+            raise ProcessError("process 0 has left the other processes already")
 
 
 @pytest.mark.parametrize("flush_only", [False, True])
 def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    ranks = Broken()
-    transaction = window_over({"p": parameter}, optimizer, 1.0, [0.1], late=True, ranks=ranks)
+    processes = Broken()
+    transaction = window_over(
+        {"p": parameter}, optimizer, 1.0, [0.1], late=True, processes=processes
+    )
 
     def fill() -> Any:
         parameter.grad += torch.ones(3)
@@ -267,10 +273,10 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
             after.append((parameter.detach().clone(), transaction.update.checksum()))
         if flush_only:  # the loss was met elsewhere, and told of there
             (result,) = transaction._read(keep=1)
-            ranks.broken, ranks.waits = True, 2
+            processes.broken, processes.waits = True, 2
             assert result.applied and transaction.flush() == []
         else:
-            with pytest.raises(RankError, match="rank 1 does not answer"):
+            with pytest.raises(ProcessError, match="process 1 does not answer"):
                 transaction.flush()
             assert transaction.flush() == []
     assert not torch.equal(after[0][0], after[1][0])  # there was something to take back
@@ -278,24 +284,26 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
     assert transaction.applied_steps == 1 and transaction.in_flight == 0
 
 
-class Uncompared(Ranks):
-    """One of two ranks, of which the other is lost between the window's sum and the comparison of
-    what the step left behind.
+class Uncompared(ProcessGroup):
+    """One of two processes, of which the other is lost between the window's sum and the comparison
+    of what the step left behind.
     """
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def each(self, value: torch.Tensor) -> torch.Tensor:
-        raise RankError("rank 1 does not answer any more")
+        raise ProcessError("process 1 does not answer any more")
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    ranks = Uncompared(0, 2)
-    transaction = window_over({"p": parameter}, optimizer, 1.0, [0.1], late=late, ranks=ranks)
+    processes = Uncompared(0, 2)
+    transaction = window_over(
+        {"p": parameter}, optimizer, 1.0, [0.1], late=late, processes=processes
+    )
     before = transaction.update.checksum()
 
     def fill() -> Any:
@@ -303,7 +311,7 @@ def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
         return Sums(torch.ones(()), 1)
 
     add_filled(transaction, fill)
-    with pytest.raises(RankError):
+    with pytest.raises(ProcessError):
         transaction.commit()
     assert torch.equal(parameter, torch.ones(3)) and transaction.update.checksum() == before
     assert transaction.applied_steps == 0
@@ -314,33 +322,33 @@ def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
 
 
 def placed(gpus: list[str]) -> list[str]:
-    """What `_check_devices` says to each rank, by the GPU that each has ("" for none)."""
+    """What `_check_devices` says to each process, by the GPU that each has ("" for none)."""
     store, said = dist.HashStore(), {}
 
-    def check(rank: int) -> None:
-        device = torch.device("cuda" if gpus[rank] else "cpu")
+    def check(process: int) -> None:
+        device = torch.device("cuda" if gpus[process] else "cpu")
         try:
-            _check_devices(store, rank, len(gpus), device)
+            _check_devices(store, process, len(gpus), device)
         except ConfigError as error:
-            said[rank] = str(error)
+            said[process] = str(error)
 
     uuids = iter(gpus)
     with mock.patch("torch.cuda.get_device_properties", lambda device: mock.Mock(uuid=next(uuids))):
-        for rank, gpu in enumerate(gpus[:-1]):  # what the others will have written
-            store.set(f"npt/device/{rank}", json.dumps([socket.gethostname(), gpu]))
+        for process, gpu in enumerate(gpus[:-1]):  # what the others will have written
+            store.set(f"npt/device/{process}", json.dumps([socket.gethostname(), gpu]))
         uuids = iter(gpus[-1:])
         check(len(gpus) - 1)
     return list(said.values())
 
 
-def test_two_ranks_on_one_gpu_are_named() -> None:
+def test_two_processes_on_one_gpu_are_named() -> None:
     assert placed(["GPU-a", "GPU-b"]) == [] and placed(["", ""]) == []
     (said,) = placed(["GPU-a", "GPU-b", "GPU-a"])
     assert said.startswith(
-        f"rank 0 and rank 2 would share the GPU GPU-a of {socket.gethostname()}; "
+        f"process 0 and process 2 would share the GPU GPU-a of {socket.gethostname()}; "
     )
     (said,) = placed(["GPU-a", ""])
-    assert said.startswith("rank 0 computes on a GPU and rank 1 finds none that it can use; ")
+    assert said.startswith("process 0 computes on a GPU and process 1 finds none that it can use; ")
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
@@ -380,10 +388,10 @@ def test_srun_says_what_it_lacks() -> None:
         r" MASTER_PORT .* before srun"
     )
     with pytest.raises(ConfigError, match=said):
-        join_ranks(environment=SRUN)
+        join_processes(environment=SRUN)
     # with both it is a launcher
-    with pytest.raises(RankError, match="rank 1 did not meet the 1 other processes"):
-        join_ranks(0.1, {**SRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with pytest.raises(ProcessError, match="process 1 did not meet the 1 other processes"):
+        join_processes(0.1, {**SRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
 
 
 @pytest.mark.parametrize(
@@ -404,4 +412,4 @@ def test_srun_says_what_it_lacks() -> None:
     ],
 )
 def test_one_process_of_a_slurm_job_is_alone(environment: dict[str, str]) -> None:
-    assert join_ranks(environment=environment).size == 1
+    assert join_processes(environment=environment).size == 1

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_work import loaded, looped, loops, random_windows, records, trained
+from process_work import loaded, looped, loops, random_windows, records, trained
 from several import Ended, several, values
 
-from npt.distributed.processes import Ranks, join_ranks
+from npt.distributed.processes import ProcessGroup, join_processes
 from npt.errors import ConfigError
 from npt.runs.checkpoint import read_checkpoint
 
@@ -27,15 +27,15 @@ Loops = Callable[..., list[list[list[dict[str, Any]]]]]
 
 @pytest.fixture(scope="module")
 def base(llama_folder: Path, load_model: Any) -> str:
-    loaded(str(llama_folder))  # here, once for all ranks, which are forked
+    loaded(str(llama_folder))  # here, once for all processes, which are forked
     return str(llama_folder)
 
 
 @pytest.fixture
 def train(base: str, tmp_path: Path) -> Loops:
-    """`train(windows, ...)`: for each of these runs what the loop on every rank came to, with flags
-    read at once and then with flags read one window late, as on a GPU. One rank is this process
-    itself."""
+    """`train(windows, ...)`: for each of these runs what the loop on every process came to, with
+    flags read at once and then with flags read one window late, as on a GPU. One process is this
+    process itself."""
     made = iter(range(1000))
 
     def run(*runs: Any, size: int = 2, **settings: Any) -> list[list[list[dict[str, Any]]]]:
@@ -49,12 +49,12 @@ def train(base: str, tmp_path: Path) -> Loops:
             for late in (False, True)
             for windows in runs
         ]
-        of_ranks = (
-            [loops(Ranks(), base, plans)]
+        of_processes = (
+            [loops(ProcessGroup(), base, plans)]
             if size == 1
             else values(several(size, loops, base, plans))
         )
-        of_plans = [list(plan) for plan in zip(*of_ranks, strict=True)]
+        of_plans = [list(plan) for plan in zip(*of_processes, strict=True)]
         return [of_plans[: len(runs)], of_plans[len(runs) :]]
 
     return run
@@ -91,14 +91,16 @@ def refusals(loop: dict[str, Any]) -> list[tuple[int, int, str]]:
 # -----------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_hold_the_same_bits_and_what_one_rank_holds_to_rounding(train: Loops) -> None:
-    for ((alone,),), (ranks,) in zip(train(GOOD, size=1), train(GOOD), strict=True):
-        assert_equal(*(rank["state"] for rank in ranks))
-        assert_close(alone["state"], ranks[0]["state"], steps=3)
+def test_two_processes_hold_the_same_bits_and_what_one_process_holds_to_rounding(
+    train: Loops,
+) -> None:
+    for ((alone,),), (processes,) in zip(train(GOOD, size=1), train(GOOD), strict=True):
+        assert_equal(*(process["state"] for process in processes))
+        assert_close(alone["state"], processes[0]["state"], steps=3)
         for key in ("steps", "tokens", "micro_batches", "refused"):
-            assert alone[key] == ranks[0][key] == ranks[1][key]
-        assert ranks[1]["metrics"] == []
-        for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
+            assert alone[key] == processes[0][key] == processes[1][key]
+        assert processes[1]["metrics"] == []
+        for line, expected in zip(processes[0]["metrics"], alone["metrics"], strict=True):
             for key in (
                 "loss",
                 "loss_nmse",
@@ -120,52 +122,56 @@ def test_flags_read_late_leave_the_bits_of_flags_read_at_once(train: Loops) -> N
 
 
 def test_uneven_windows_count_every_micro_batch_once(train: Loops) -> None:
-    # in the last one rank 1 and rank 2 have nothing
+    # in the last one process 1 and process 2 have nothing
     windows = [GOOD[0], GOOD[1][:3], ["good alone"]]
-    for ((alone,),), (ranks,) in zip(train(windows, size=1), train(windows, size=3), strict=True):
-        assert_equal(*(rank["state"] for rank in ranks))
-        assert_close(alone["state"], ranks[0]["state"], steps=3)
-        assert [rank["tokens"] for rank in ranks] == [alone["tokens"]] * 3
-        assert [rank["steps"] for rank in ranks] == [3] * 3
+    for ((alone,),), (processes,) in zip(
+        train(windows, size=1), train(windows, size=3), strict=True
+    ):
+        assert_equal(*(process["state"] for process in processes))
+        assert_close(alone["state"], processes[0]["state"], steps=3)
+        assert [process["tokens"] for process in processes] == [alone["tokens"]] * 3
+        assert [process["steps"] for process in processes] == [3] * 3
 
 
 # --- what they refuse
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_micro_batch_on_rank_1_leaves_the_bits_of_the_run_that_never_saw_it(
+def test_a_bad_micro_batch_on_process_1_leaves_the_bits_of_the_run_that_never_saw_it(
     train: Loops,
 ) -> None:
     kinds = {"nan": "gradient", "inf": "loss", "data": "data", "masked": "data"}
     clean = [GOOD[0][:3]] * len(kinds)
-    for ranks, never in train(
+    for processes, never in train(
         [[*window, bad] for window, bad in zip(clean, kinds, strict=True)], clean
     ):
-        assert_equal(ranks[0]["state"], ranks[1]["state"], never[0]["state"])
-        assert [rank["refused"] for rank in ranks] == [{"gradient": 1, "loss": 1, "data": 2}] * 2
-        assert refusals(ranks[0]) == [(1, 3, kind) for kind in kinds.values()]
-        assert ranks[0]["steps"] == 4 and ranks[0]["tokens"] == never[0]["tokens"]
+        assert_equal(processes[0]["state"], processes[1]["state"], never[0]["state"])
+        assert [process["refused"] for process in processes] == [
+            {"gradient": 1, "loss": 1, "data": 2}
+        ] * 2
+        assert refusals(processes[0]) == [(1, 3, kind) for kind in kinds.values()]
+        assert processes[0]["steps"] == 4 and processes[0]["tokens"] == never[0]["tokens"]
 
 
-def test_a_rank_of_which_nothing_survives_takes_part(train: Loops) -> None:
-    for (ranks,) in train([[GOOD[0][0], "nan", GOOD[0][1], "masked"], GOOD[1]]):
-        assert_equal(ranks[0]["state"], ranks[1]["state"])
-        assert refusals(ranks[0]) == [(1, 1, "gradient"), (1, 3, "data")]
-        assert [rank["steps"] for rank in ranks] == [2, 2]
+def test_a_process_of_which_nothing_survives_takes_part(train: Loops) -> None:
+    for (processes,) in train([[GOOD[0][0], "nan", GOOD[0][1], "masked"], GOOD[1]]):
+        assert_equal(processes[0]["state"], processes[1]["state"])
+        assert refusals(processes[0]) == [(1, 1, "gradient"), (1, 3, "data")]
+        assert [process["steps"] for process in processes] == [2, 2]
 
 
-def test_a_window_without_survivors_on_any_rank_is_no_step(train: Loops) -> None:
-    for ranks, never in train(
+def test_a_window_without_survivors_on_any_process_is_no_step(train: Loops) -> None:
+    for processes, never in train(
         [GOOD[0], ["nan a", "data", "inf", "masked"], GOOD[1]], [GOOD[0], GOOD[1]]
     ):
-        assert_equal(ranks[0]["state"], ranks[1]["state"], never[0]["state"])
-        assert refusals(ranks[0]) == [
+        assert_equal(processes[0]["state"], processes[1]["state"], never[0]["state"])
+        assert refusals(processes[0]) == [
             (0, 0, "gradient"),
             (1, 1, "data"),
             (0, 2, "loss"),
             (1, 3, "data"),
         ]
-        assert [line["lr"] for line in ranks[0]["metrics"]] == [
+        assert [line["lr"] for line in processes[0]["metrics"]] == [
             line["lr"] for line in never[0]["metrics"]
         ]
 
@@ -174,12 +180,12 @@ def test_random_windows_leave_no_trace_of_what_was_refused_in_them() -> None:
     assert values(several(3, random_windows, 6)) == [[]] * 3
 
 
-def test_too_many_refusals_end_all_ranks_with_one_bundle_of_the_whole_window(
+def test_too_many_refusals_end_all_processes_with_one_bundle_of_the_whole_window(
     train: Loops, tmp_path: Path
 ) -> None:
-    for (ranks,) in train([GOOD[0], ["good", "nan a", "nan b", "data"]], max_consecutive_bad=3):
-        assert [rank["status"] for rank in ranks] == [3, 3]
-        assert all("3 refusals in a row" in rank["error"] for rank in ranks)
+    for (processes,) in train([GOOD[0], ["good", "nan a", "nan b", "data"]], max_consecutive_bad=3):
+        assert [process["status"] for process in processes] == [3, 3]
+        assert all("3 refusals in a row" in process["error"] for process in processes)
     bundles = sorted(tmp_path.glob("loop-*/postmortem/step-*/postmortem.json"))
     assert len(bundles) == 2  # one of either way of reading flags
     for path in bundles:
@@ -198,33 +204,35 @@ def test_too_many_refusals_end_all_ranks_with_one_bundle_of_the_whole_window(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_an_error_on_rank_1_ends_both_in_front_of_its_window(train: Loops) -> None:
-    for ranks, before in train([GOOD[0], ["good", "good", "good", "raise"], GOOD[2]], [GOOD[0]]):
+def test_an_error_on_process_1_ends_both_in_front_of_its_window(train: Loops) -> None:
+    for processes, before in train(
+        [GOOD[0], ["good", "good", "good", "raise"], GOOD[2]], [GOOD[0]]
+    ):
         assert (
-            ranks[0]["error"] == "RankError: rank 1 failed: KeyError: 'a planted error'"
-            and ranks[0]["status"] == 1
+            processes[0]["error"] == "ProcessError: process 1 failed: KeyError: 'a planted error'"
+            and processes[0]["status"] == 1
         )
-        assert ranks[1]["error"] == "KeyError: 'a planted error'"
-        assert_equal(ranks[0]["state"], ranks[1]["state"], before[0]["state"])
-        assert [rank["steps"] for rank in ranks] == [1, 1]
+        assert processes[1]["error"] == "KeyError: 'a planted error'"
+        assert_equal(processes[0]["state"], processes[1]["state"], before[0]["state"])
+        assert [process["steps"] for process in processes] == [1, 1]
 
 
 def test_an_error_behind_the_last_step_is_not_lost(train: Loops) -> None:
     # these loops have no figures to evaluate
-    for (ranks,) in train(GOOD, max_steps=2, eval_steps=2):
-        assert [rank["steps"] for rank in ranks] == [2, 2]
-        assert all(rank["error"].startswith("AttributeError: ") for rank in ranks)
+    for (processes,) in train(GOOD, max_steps=2, eval_steps=2):
+        assert [process["steps"] for process in processes] == [2, 2]
+        assert all(process["error"].startswith("AttributeError: ") for process in processes)
 
 
-def test_a_signal_to_rank_1_stops_both_in_front_of_the_window_it_came_in(train: Loops) -> None:
-    for ranks, before in train([GOOD[0], ["good", "term", "good", "good"], GOOD[2]], [GOOD[0]]):
-        assert [rank["halts"] for rank in ranks] == [{1: signal.SIGTERM}] * 2
-        assert [rank["error"] for rank in ranks] == [None, None]
-        assert_equal(ranks[0]["state"], ranks[1]["state"], before[0]["state"])
-        assert [rank["micro_batches"] for rank in ranks] == [4, 4]
+def test_a_signal_to_process_1_stops_both_in_front_of_the_window_it_came_in(train: Loops) -> None:
+    for processes, before in train([GOOD[0], ["good", "term", "good", "good"], GOOD[2]], [GOOD[0]]):
+        assert [process["halts"] for process in processes] == [{1: signal.SIGTERM}] * 2
+        assert [process["error"] for process in processes] == [None, None]
+        assert_equal(processes[0]["state"], processes[1]["state"], before[0]["state"])
+        assert [process["micro_batches"] for process in processes] == [4, 4]
 
 
-def test_ranks_that_read_other_data_find_out_before_they_step_on_it(train: Loops) -> None:
+def test_processes_that_read_other_data_find_out_before_they_step_on_it(train: Loops) -> None:
     # other, fewer, more
     others = [
         [GOOD[0], ["good", "another", "good", "good"]],
@@ -232,46 +240,46 @@ def test_ranks_that_read_other_data_find_out_before_they_step_on_it(train: Loops
         [GOOD[0], GOOD[1], GOOD[2]],
     ]
     for found in train(*({0: GOOD[:2], 1: other} for other in others)):
-        for ranks, window in zip(found, (2, 2, 3), strict=True):
-            for rank in ranks:
-                assert rank["error"].startswith(
-                    f"RankError: rank 1 reads other data than rank 0 in window {window} "
+        for processes, window in zip(found, (2, 2, 3), strict=True):
+            for process in processes:
+                assert process["error"].startswith(
+                    f"ProcessError: process 1 reads other data than process 0 in window {window} "
                 )
-                assert rank["status"] == 2
-            assert_equal(ranks[0]["state"], ranks[1]["state"])
+                assert process["status"] == 2
+            assert_equal(processes[0]["state"], processes[1]["state"])
 
 
-def test_a_step_that_one_rank_gets_wrong_is_taken_back_on_both(train: Loops) -> None:
+def test_a_step_that_one_process_gets_wrong_is_taken_back_on_both(train: Loops) -> None:
     runs = [[GOOD[0], ["good", "good", "good", fault], GOOD[2]] for fault in ("moment", "weight")]
     for moment, weight, before in train(*runs, [GOOD[0]]):
-        for ranks, said in ((moment, "is not finite"), (weight, "differs")):
-            for rank in ranks:
+        for processes, said in ((moment, "is not finite"), (weight, "differs")):
+            for process in processes:
                 assert (
-                    f"every rank took step 2 alike, but what it left on rank 1 {said}"
-                    in rank["error"]
-                    and rank["status"] == 6
+                    f"every process took step 2 alike, but what it left on process 1 {said}"
+                    in process["error"]
+                    and process["status"] == 6
                 )
-            assert_equal(ranks[0]["state"], before[0]["state"])
+            assert_equal(processes[0]["state"], before[0]["state"])
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_rank_that_is_killed_is_named_at_once(base: str, tmp_path: Path, late: bool) -> None:
+def test_a_process_that_is_killed_is_named_at_once(base: str, tmp_path: Path, late: bool) -> None:
     windows = [GOOD[0], ["good", "kill", "good", "good"]]
     left, killed = several(2, looped, base, str(tmp_path / "run"), windows, late)
     assert killed.status == -signal.SIGKILL
     assert (
-        left.value["error"].startswith("RankError: rank 1 does not answer any more (")
+        left.value["error"].startswith("ProcessError: process 1 does not answer any more (")
         and left.value["status"] == 6
     )
     # far below the timeout of 20
     assert left.value["steps"] == (0 if late else 1) and left.seconds < 15
 
 
-def test_a_rank_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: Path) -> None:
     windows = [GOOD[0], ["good", "sleep", "good", "good"]]
     left, slept = several(2, looped, base, str(tmp_path / "run"), windows, timeout=1.0)
-    assert "rank 1 does not answer any more (Timed out" in left.value["error"]
-    assert "gone on to end without rank 1" in slept.value["error"]
+    assert "process 1 does not answer any more (Timed out" in left.value["error"]
+    assert "gone on to end without process 1" in slept.value["error"]
 
 
 # --- whole runs
@@ -280,51 +288,53 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: Pat
 
 @pytest.fixture
 def run(base: str, tmp_path: Path) -> Callable[..., list[Ended]]:
-    """`run(name, size, **config)`: how the ranks of a whole run ended."""
+    """`run(name, size, **config)`: how the processes of a whole run ended."""
     return lambda name, size=2, **config: several(
         size, trained, base, str(tmp_path / name), **config
     )
 
 
-def test_accumulation_and_ranks_make_one_window_and_lose_or_repeat_no_sample(
+def test_accumulation_and_processes_make_one_window_and_lose_or_repeat_no_sample(
     base: str, tmp_path: Path, run: Any
 ) -> None:
     alone = trained(
-        Ranks(),
+        ProcessGroup(),
         base,
         str(tmp_path / "alone"),
         count=16,
         batch_size=1,
         gradient_accumulation_steps=8,
     )
-    ranks = values(run("ranks", count=16, batch_size=1, gradient_accumulation_steps=4))
-    assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == sorted(
+    several = values(run("several", count=16, batch_size=1, gradient_accumulation_steps=4))
+    assert sorted(several[0]["seen"] + several[1]["seen"]) == sorted(
         f"{r['id']}@0" for r in records(16)
     )
-    assert ranks[0]["metrics"] == ranks[1]["metrics"] and ranks[1]["said"] == ""
-    assert alone["tokens"] == ranks[0]["tokens"] and alone["steps"] == ranks[0]["steps"] == 2
-    for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
+    assert several[0]["metrics"] == several[1]["metrics"] and several[1]["said"] == ""
+    assert alone["tokens"] == several[0]["tokens"] and alone["steps"] == several[0]["steps"] == 2
+    for line, expected in zip(several[0]["metrics"], alone["metrics"], strict=True):
         for key in ("loss", "loss_nmse", "grad_norm", "layers.1.nmse", "layers.3.nmse"):
             # fp32 sums in another order, then steps of Adam
             assert line[key] == pytest.approx(expected[key], rel=1e-4), key
-    assert_equal(ranks[0]["weights"], ranks[1]["weights"])
-    assert_close(alone["weights"], ranks[0]["weights"], steps=2)
-    assert ranks[0]["fidelity"] == ranks[1]["fidelity"]
+    assert_equal(several[0]["weights"], several[1]["weights"])
+    assert_close(alone["weights"], several[0]["weights"], steps=2)
+    assert several[0]["fidelity"] == several[1]["fidelity"]
 
 
-def test_the_loss_on_the_logits_is_a_mean_over_what_all_ranks_predicted(
+def test_the_loss_on_the_logits_is_a_mean_over_what_all_processes_predicted(
     base: str, tmp_path: Path, run: Any
 ) -> None:
     config = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "count": 8}
-    alone = trained(Ranks(), base, str(tmp_path / "alone"), gradient_accumulation_steps=4, **config)
-    ranks = values(run("ranks", gradient_accumulation_steps=2, **config))
-    assert len(ranks[0]["metrics"]) == 1
-    for line, expected in zip(ranks[0]["metrics"], alone["metrics"], strict=True):
+    alone = trained(
+        ProcessGroup(), base, str(tmp_path / "alone"), gradient_accumulation_steps=4, **config
+    )
+    several = values(run("several", gradient_accumulation_steps=2, **config))
+    assert len(several[0]["metrics"]) == 1
+    for line, expected in zip(several[0]["metrics"], alone["metrics"], strict=True):
         # fp32 sums in another order, then steps of Adam
         assert line["loss_kl"] == pytest.approx(expected["loss_kl"], rel=1e-4)
 
 
-def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_rounding(
+def test_what_two_processes_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_rounding(
     base: str, tmp_path: Path, run: Any
 ) -> None:
     config = {"gradient_accumulation_steps": 2, "save_steps": 1, "count": 16}
@@ -335,7 +345,7 @@ def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_roundi
     saved = read_checkpoint(checkpoint)
     assert {name for name in saved.headers if name.startswith("rng.")} == {"rng.0.cpu", "rng.1.cpu"}
     alone = trained(
-        Ranks(),
+        ProcessGroup(),
         base,
         str(tmp_path / "alone"),
         resume=str(checkpoint),
@@ -346,8 +356,8 @@ def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_roundi
     assert [line["loss"] for line in whole[0]["metrics"]] == [
         line["loss"] for line in second[0]["metrics"]
     ]
-    for rank in (0, 1):
-        assert first[rank]["seen"][:4] + second[rank]["seen"] == whole[rank]["seen"]
+    for process in (0, 1):
+        assert first[process]["seen"][:4] + second[process]["seen"] == whole[process]["seen"]
     assert alone["tokens"] == whole[0]["tokens"] and alone["steps"] == whole[0]["steps"]
     assert_close(alone["weights"], whole[0]["weights"], steps=2)
     (resumed,) = (e for e in alone["events"] if e["event"] == "resume")
@@ -355,44 +365,44 @@ def test_what_two_ranks_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_roundi
 
 
 @pytest.mark.parametrize("plant", ["raise", "kill"])
-def test_rank_0_saves_the_last_step_when_rank_1_is_lost(
+def test_process_0_saves_the_last_step_when_process_1_is_lost(
     run: Any, tmp_path: Path, plant: str
 ) -> None:
     ended = run("run", plant=plant, at=3, gradient_accumulation_steps=1)
-    assert ended[0].kind == "RankError" and ended[0].status == (1 if plant == "raise" else 6)
-    assert "rank 1" in str(ended[0].error)
+    assert ended[0].kind == "ProcessError" and ended[0].status == (1 if plant == "raise" else 6)
+    assert "process 1" in str(ended[0].error)
     assert ended[1].kind == ("KeyError" if plant == "raise" else None)
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003").step == 3
 
 
-def test_ranks_with_other_settings_are_refused_by_name_before_anything_is_written(
+def test_processes_with_other_settings_are_refused_by_name_before_anything_is_written(
     run: Any, tmp_path: Path
 ) -> None:
     ended = run("run", own={1: {"learning_rate": 1e-3}})
     for one in ended:
         assert one.kind == "ConfigError" and one.status == 2
-        assert "rank 1 has --learning_rate 0.001, rank 0 has 0.01" in str(one.error)
+        assert "process 1 has --learning_rate 0.001, process 0 has 0.01" in str(one.error)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_save_that_fails_on_rank_0_leaves_the_ranks_in_step(run: Any) -> None:
-    ranks = values(
+def test_a_save_that_fails_on_process_0_leaves_the_processes_in_step(run: Any) -> None:
+    processes = values(
         run("run", plant="second save", save_steps=1, gradient_accumulation_steps=2, count=24)
     )
-    assert [e["step"] for e in ranks[0]["events"] if e["event"] == "save_failed"] == [2]
-    assert [rank["steps"] for rank in ranks] == [3, 3]
-    assert_equal(ranks[0]["weights"], ranks[1]["weights"])
+    assert [e["step"] for e in processes[0]["events"] if e["event"] == "save_failed"] == [2]
+    assert [process["steps"] for process in processes] == [3, 3]
+    assert_equal(processes[0]["weights"], processes[1]["weights"])
 
 
 def test_a_first_save_that_fails_ends_both(run: Any) -> None:
     ended = run("run", plant="first save", save_steps=2, gradient_accumulation_steps=2)
     assert (
         ended[0].kind == "CheckpointError"
-        and ended[1].kind == "RankError"
+        and ended[1].kind == "ProcessError"
         and ended[0].status == ended[1].status == 5
     )
     assert (
-        "rank 0 failed: no checkpoint could be written at step 2: [Errno 28] No space left"
+        "process 0 failed: no checkpoint could be written at step 2: [Errno 28] No space left"
         in str(ended[1].error)
     )
 
@@ -402,8 +412,10 @@ def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(
 ) -> None:
     ended = run("run", plant="weight", at=1, save_steps=2, gradient_accumulation_steps=1)
     for one in ended:
-        assert one.kind == "RankError" and one.status == 6
-        assert "rank 1 holds other adapters or moments than rank 0 at step 2" in str(one.error)
+        assert one.kind == "ProcessError" and one.status == 6
+        assert "process 1 holds other adapters or moments than process 0 at step 2" in str(
+            one.error
+        )
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
@@ -413,10 +425,15 @@ def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(
 
 def test_one_process_is_alone_whatever_else_is_set() -> None:
     for environment in ({}, {"WORLD_SIZE": "1", "RANK": "0"}):
-        ranks = join_ranks(environment=environment)
-        assert (ranks.rank, ranks.size, ranks.main, ranks.device) == (0, 1, True, None)
-    assert Ranks().gather_json([1, float("inf")]) == [[1, float("inf")]]
-    assert Ranks().first(lambda: {1: 2}) == {1: 2}
+        processes = join_processes(environment=environment)
+        assert (processes.index, processes.size, processes.main, processes.device) == (
+            0,
+            1,
+            True,
+            None,
+        )
+    assert ProcessGroup().gather_json([1, float("inf")]) == [[1, float("inf")]]
+    assert ProcessGroup().first(lambda: {1: 2}) == {1: 2}
 
 
 @pytest.mark.parametrize(
@@ -433,7 +450,7 @@ def test_variables_that_do_not_fit_together_are_named(
     environment: dict[str, str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        join_ranks(environment=environment)
+        join_processes(environment=environment)
 
 
 def test_a_launcher_that_started_one_of_several_is_warned_of() -> None:
@@ -443,4 +460,4 @@ def test_a_launcher_that_started_one_of_several_is_warned_of() -> None:
         "ACCELERATE_MIXED_PRECISION": "no",
     }
     with pytest.warns(UserWarning, match="--multi_gpu"):
-        assert join_ranks(environment=environment).size == 1
+        assert join_processes(environment=environment).size == 1

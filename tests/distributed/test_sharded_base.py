@@ -13,7 +13,7 @@ from several import several, values
 from shard_work import assert_equal, attempted, computed, from_the_command_line, in_any_order, run
 
 import npt
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ModelError
 
 
@@ -26,15 +26,15 @@ def base(llama_folder: Path, load_model: Any) -> str:
 def test_two_shares_of_a_base_compute_what_the_whole_computes(
     base: str, quantization: str | None
 ) -> None:
-    alone = computed(Ranks(), base, quantization)
-    for rank, shared in enumerate(values(several(2, computed, base, quantization))):
-        assert_equal(alone[f"rank {rank}"], shared[f"rank {rank}"])
+    alone = computed(ProcessGroup(), base, quantization)
+    for process, shared in enumerate(values(several(2, computed, base, quantization))):
+        assert_equal(alone[f"process {process}"], shared[f"process {process}"])
         assert shared["figures"] == alone["figures"]
         assert shared["hash"] and (shared["whole"], shared["most"]) == ([], 1)  # a layer at a time
     assert len(alone["whole"]) == 4 * 9  # the same look, at a base that is whole
 
 
-def test_ranks_that_do_not_walk_in_step_hand_out_their_shares(base: str) -> None:
+def test_processes_that_do_not_walk_in_step_hand_out_their_shares(base: str) -> None:
     assert values(several(2, in_any_order, base)) == [[True, True, True], [True, True]]
 
 
@@ -59,12 +59,12 @@ def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
 def test_one_process_has_nobody_to_share_with(load_model: Any) -> None:
     model = load_model()
     with pytest.raises(ModelError, match="no NPT adapters"):
-        npt.shard_base(model, Ranks())
+        npt.shard_base(model, ProcessGroup())
     npt.attach(model)
     with pytest.raises(
         ConfigError, match="there is one process, and nobody to share the base with"
     ):
-        npt.shard_base(model, Ranks())
+        npt.shard_base(model, ProcessGroup())
 
 
 def test_a_run_on_a_sharded_base_is_that_on_a_whole_one(base: str, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_command_line_shards_a_base(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_refused_on_one_rank_leaves_the_ranks_in_step_and_no_trace(
+def test_what_is_refused_on_one_process_leaves_the_processes_in_step_and_no_trace(
     base: str, tmp_path: Path
 ) -> None:
     good = ["good a", "good b", "good c", "good d"]
@@ -118,10 +118,10 @@ def test_what_is_refused_on_one_rank_leaves_the_ranks_in_step_and_no_trace(
         assert other["whole"] == []
     assert sharded[0]["refused"] == {"gradient": 2, "data": 4} and sharded[0]["error"] is None
     found = [
-        [e["message"] for e in ranks[0]["events"] if e["event"] == "diagnosis"]
-        for ranks in (whole, sharded)
+        [e["message"] for e in processes[0]["events"] if e["event"] == "diagnosis"]
+        for processes in (whole, sharded)
     ]
-    assert found[0] == found[1] and len(found[0]) == 2  # rank 0 looked into them alone
+    assert found[0] == found[1] and len(found[0]) == 2  # process 0 looked into them alone
 
 
 def test_a_post_mortem_of_a_sharded_base_is_that_of_a_whole_one(base: str, tmp_path: Path) -> None:
@@ -155,7 +155,9 @@ def test_a_post_mortem_of_a_sharded_base_is_that_of_a_whole_one(base: str, tmp_p
 
 
 @pytest.mark.parametrize("plant", ["raise", "kill"])
-def test_a_rank_that_ends_early_ends_the_other_too(base: str, tmp_path: Path, plant: str) -> None:
+def test_a_process_that_ends_early_ends_the_other_too(
+    base: str, tmp_path: Path, plant: str
+) -> None:
     ended = several(
         2,
         run,
@@ -167,5 +169,5 @@ def test_a_rank_that_ends_early_ends_the_other_too(base: str, tmp_path: Path, pl
         gradient_accumulation_steps=2,
         count=13,
     )
-    assert ended[0].kind == "RankError" and "rank 1" in str(ended[0].error), ended[0].trace
+    assert ended[0].kind == "ProcessError" and "process 1" in str(ended[0].error), ended[0].trace
     assert ended[0].seconds < 15  # far below the timeout of 20

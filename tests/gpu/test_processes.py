@@ -1,5 +1,5 @@
-"""Processes on GPUs: a lost rank is named over NCCL and nothing hangs, GPUs are told apart, a base
-is packed on the GPU and shared.
+"""Processes on GPUs: a lost process is named over NCCL and nothing hangs, GPUs are told apart, a
+base is packed on the GPU and shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.base.linear import quantized_linears
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.heartbeat import Heartbeat
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.runs.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -33,20 +33,22 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two G
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process starts CUDA and NCCL, and a rank that is lost is silent for 20 s before it
+    """Each process starts CUDA and NCCL, and a process that is lost is silent for 20 s before it
     counts as lost.
     """
     monkeypatch.setattr("several.DEADLINE", 240.0)
 
 
-def trained(ranks: Ranks, out: str, plant: str = "", sharded: bool = False) -> dict[str, Any]:
-    """A run of 8 steps; in front of its fifth micro-batch rank 1 does what `plant` says."""
-    device, pack_on = ("cpu", ranks.device) if sharded else (ranks.device, None)
+def trained(
+    processes: ProcessGroup, out: str, plant: str = "", sharded: bool = False
+) -> dict[str, Any]:
+    """A run of 8 steps; in front of its fifth micro-batch process 1 does what `plant` says."""
+    device, pack_on = ("cpu", processes.device) if sharded else (processes.device, None)
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device=device, pack_on=pack_on)
     npt.attach(model, npt.NPTConfig(rank=8, additive_scale=1.0), seed=0)
     torch.cuda.reset_peak_memory_stats()
     if sharded:
-        npt.shard_base(model, ranks)
+        npt.shard_base(model, processes)
     trainer = npt.Trainer(
         model,
         tokenizer,
@@ -62,12 +64,12 @@ def trained(ranks: Ranks, out: str, plant: str = "", sharded: bool = False) -> d
         data_config=npt.DataConfig(max_length=32),
         eval_data=[{"input_ids": list(range(5, 25))}],
         console=Console(file=io.StringIO()),
-        ranks=ranks,
+        processes=processes,
     )
     calls = iter(range(10**6))
 
     def planting(*arguments: Any) -> Any:
-        if next(calls) == 5 and ranks.rank == 1:
+        if next(calls) == 5 and processes.index == 1:
             if plant == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if plant == "raise":
@@ -88,16 +90,16 @@ def trained(ranks: Ranks, out: str, plant: str = "", sharded: bool = False) -> d
     }
 
 
-# --- a rank that is lost
+# --- a process that is lost
 # ---------------------------------------------------------------------------------------------
 
 
 @two_gpus
-def test_a_killed_rank_is_named_over_nccl_and_what_was_trained_is_saved(tmp_path: Path) -> None:
+def test_a_killed_process_is_named_over_nccl_and_what_was_trained_is_saved(tmp_path: Path) -> None:
     left, killed = several(2, trained, str(tmp_path / "run"), plant="kill", timeout=120.0)
     assert killed.status == -signal.SIGKILL
-    assert left.kind == "RankError" and left.status == 6, left.trace
-    assert str(left.error).startswith("rank 1 does not answer any more (")
+    assert left.kind == "ProcessError" and left.status == 6, left.trace
+    assert str(left.error).startswith("process 1 does not answer any more (")
     assert left.seconds < 90  # far below the timeout
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     saved = read_checkpoint(checkpoint)
@@ -105,21 +107,21 @@ def test_a_killed_rank_is_named_over_nccl_and_what_was_trained_is_saved(tmp_path
 
 
 @two_gpus
-def test_an_error_on_one_rank_is_the_error_of_both(tmp_path: Path) -> None:
+def test_an_error_on_one_process_is_the_error_of_both(tmp_path: Path) -> None:
     left, failed = several(2, trained, str(tmp_path / "run"), plant="raise", timeout=120.0)
     assert (
         failed.kind == "KeyError"
-        and left.kind == "RankError"
+        and left.kind == "ProcessError"
         and "KeyError: 'a planted error'" in str(left.error)
     )
 
 
 @two_gpus
-def test_a_rank_that_hangs_is_named_when_the_time_is_up_and_no_process_aborts(
+def test_a_process_that_hangs_is_named_when_the_time_is_up_and_no_process_aborts(
     tmp_path: Path,
 ) -> None:
     left, slept = several(2, trained, str(tmp_path / "run"), plant="sleep", timeout=10.0)
-    assert left.kind == "RankError" and "rank 1 does not answer any more (Timed out" in str(
+    assert left.kind == "ProcessError" and "process 1 does not answer any more (Timed out" in str(
         left.error
     ), left.trace
     # what torch's watchdog would do
@@ -147,20 +149,21 @@ def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
 # ----------------------------------------------------------------------------------------------
 
 
-def nothing(ranks: Ranks) -> str:
-    return str(ranks.device)
+def nothing(processes: ProcessGroup) -> str:
+    return str(processes.device)
 
 
 @two_gpus
-def test_every_rank_has_a_gpu_of_its_own() -> None:
+def test_every_process_has_a_gpu_of_its_own() -> None:
     assert values(several(2, nothing)) == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="takes exactly one GPU")
-def test_two_ranks_on_the_only_gpu_are_refused_by_name() -> None:
+def test_two_processes_on_the_only_gpu_are_refused_by_name() -> None:
     for ended in several(2, nothing):
-        assert ended.kind == "ConfigError" and "rank 0 and rank 1 would share the GPU " in str(
-            ended.error
+        assert (
+            ended.kind == "ConfigError"
+            and "process 0 and process 1 would share the GPU " in str(ended.error)
         ), ended.trace
 
 

@@ -1,10 +1,10 @@
-"""Real processes that train together on this machine: rank 1 is as real as rank 0, and can be
+"""Real processes that train together on this machine: process 1 is as real as process 0, and can be
 killed.
 
 They are forked from the test's own process, which has imported everything and computes in one
 thread, so that a start takes a few milliseconds, and find the models there that it has loaded. Only
 where it may have used a GPU are they forked from a server that has not. The key-value store lies in
-the test's own process, as it lies in the launcher's: it outlives a rank that dies.
+the test's own process, as it lies in the launcher's: it outlives a process that dies.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from npt.distributed.processes import Ranks, exit_status_of, join_ranks
+from npt.distributed.processes import ProcessGroup, exit_status_of, join_processes
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["npt.train.trainer", "npt.demo", "faults.runs", "torch.distributed"]
 )
 
 DEADLINE = 60.0
-"""Seconds after which a rank counts as hanging: many times what any of these takes on a busy
+"""Seconds after which a process counts as hanging: many times what any of these takes on a busy
 machine.
 """
 
 TIMEOUT = 20.0
-"""Seconds that the ranks wait for one another."""
+"""Seconds that the processes wait for one another."""
 
 
 @dataclass
 class Ended:
-    """How a rank ended: what its function returned, or the error it met, and the status that the
+    """How a process ended: what its function returned, or the error it met, and the status that the
     command line would end with.
     """
 
@@ -54,7 +54,7 @@ class Ended:
 
 
 class Several:
-    """Ranks that were started and not yet waited for."""
+    """ProcessGroup that were started and not yet waited for."""
 
     def __init__(
         self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
@@ -65,18 +65,18 @@ class Several:
         context = multiprocessing.get_context("fork" if device == "cpu" else "forkserver")
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
-        for rank in range(size):
+        for process in range(size):
             here, there = context.Pipe(duplex=False)
-            started = (there, rank, size, store.port, timeout, act, arguments, device)
-            process = context.Process(target=_rank, args=started, daemon=True)
+            started = (there, process, size, store.port, timeout, act, arguments, device)
+            process = context.Process(target=_process, args=started, daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
             self._pipes.append(here)
 
     def wait(self) -> list[Ended]:
-        """Until all have ended. A rank that was killed has no status of its own but the signal's,
-        negative.
+        """Until all have ended. A process that was killed has no status of its own but the
+        signal's, negative.
         """
         until = time.monotonic() + DEADLINE
         found = []
@@ -90,7 +90,7 @@ class Several:
             process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():
                 process.kill()
-                raise AssertionError(f"rank {len(found)} hangs")
+                raise AssertionError(f"process {len(found)} hangs")
             ended.status = ended.status if ended.status is not None else process.exitcode
             found.append(ended)
         return found
@@ -99,22 +99,22 @@ class Several:
 def several(
     size: int, act: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT, **settings: Any
 ) -> list[Ended]:
-    """Run `act(ranks, *arguments)` as each of `size` ranks; how they ended, by rank."""
+    """Run `act(processes, *arguments)` as each of `size` processes; how they ended, by process."""
     return Several(size, partial(act, **settings), arguments, timeout).wait()
 
 
 def values(ended: list[Ended]) -> list[Any]:
-    """What the ranks returned; none of them may have met an error."""
-    for rank, one in enumerate(ended):
+    """What the processes returned; none of them may have met an error."""
+    for process, one in enumerate(ended):
         assert one.error is None and one.status == 0, (
-            f"rank {rank} ended with {one.status}: {one.trace}"
+            f"process {process} ended with {one.status}: {one.trace}"
         )
     return [one.value for one in ended]
 
 
-def _rank(
+def _process(
     pipe: Connection,
-    rank: int,
+    process: int,
     size: int,
     port: int,
     timeout: float,
@@ -126,8 +126,8 @@ def _rank(
     os.environ |= {
         # that of the test, which need not be that of the test which started the server
         "NPT_DEVICE": device,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "RANK": str(process),
+        "LOCAL_RANK": str(process),
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -136,11 +136,11 @@ def _rank(
     }
     started = time.monotonic()
     ended = Ended(status=0)
-    ranks = Ranks()
+    processes = ProcessGroup()
     try:
-        ranks = join_ranks(timeout)
-        with ranks.member():
-            ended.value = act(ranks, *arguments)
+        processes = join_processes(timeout)
+        with processes.member():
+            ended.value = act(processes, *arguments)
     except BaseException as error:
         ended = Ended(
             None,
@@ -150,7 +150,7 @@ def _rank(
             trace=traceback.format_exc(),
         )
     finally:
-        ranks.close()
+        processes.close()
     ended.seconds = time.monotonic() - started
     pipe.send(ended)
     pipe.close()

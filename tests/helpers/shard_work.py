@@ -1,5 +1,5 @@
-"""What the ranks of a test do with a base that is sharded over them, or whole. Everything goes in
-and comes out as plain values.
+"""What the processes of a test do with a base that is sharded over them, or whole. Everything goes
+in and comes out as plain values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from rank_work import looped, micro_batch, trained
+from process_work import looped, micro_batch, trained
 
 import npt
 from faults.runs import NoTokenizer
@@ -18,7 +18,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
 
@@ -30,7 +30,7 @@ def fresh(base: str, quantization: str | None) -> Any:
 
 
 def whole_weights(model: Any) -> list[str]:
-    """Weights of the decoder layers, adapters not, of which this rank has all."""
+    """Weights of the decoder layers, adapters not, of which this process has all."""
     return [
         name
         for name, parameter in model.model.layers.named_parameters()
@@ -38,23 +38,23 @@ def whole_weights(model: Any) -> list[str]:
     ]
 
 
-def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any]:
-    """Teacher, student, loss, gradients and figures; with more than one rank the base is sharded,
-    and each rank has its own batch.
+def computed(processes: ProcessGroup, base: str, quantization: str | None) -> dict[str, Any]:
+    """Teacher, student, loss, gradients and figures; with more than one process the base is
+    sharded, and each process has its own batch.
     """
     model = fresh(base, quantization)
     hash_before = npt.base_hash(model)
-    if ranks.size > 1:
-        npt.shard_base(model, ranks)
+    if processes.size > 1:
+        npt.shard_base(model, processes)
     found: dict[str, Any] = {"hash": npt.base_hash(model) == hash_before}
     whole: list[int] = []  # layers that are, while one of them computes
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_hook(
             lambda *_: whole.append(len({name.split(".")[0] for name in whole_weights(model)}))
         )
-    batches = [micro_batch(f"good {rank}") for rank in range(2)]
-    for rank in [ranks.rank] if ranks.size > 1 else [0, 1]:
-        batch = batches[rank]
+    batches = [micro_batch(f"good {process}") for process in range(2)]
+    for process in [processes.index] if processes.size > 1 else [0, 1]:
+        batch = batches[process]
         with torch.no_grad():
             student = model(batch.input_ids, attention_mask=batch.attention_mask).logits
             with npt.adapters_disabled(model):
@@ -63,7 +63,7 @@ def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any
             parameter.grad = None
         sums = STRATEGIES["local"](model, batch, TrainConfig(regularization_lambda=0.1))
         gradients = {name: p.grad.numpy().copy() for name, p in adapter_parameters(model).items()}
-        found[f"rank {rank}"] = {
+        found[f"process {process}"] = {
             "student": student.numpy(),
             "teacher": teacher.numpy(),
             "loss": sums.loss.numpy(),
@@ -75,34 +75,34 @@ def computed(ranks: Ranks, base: str, quantization: str | None) -> dict[str, Any
     return found | {"whole": whole_weights(model), "most": max(whole)}
 
 
-def in_any_order(ranks: Ranks, base: str) -> list[bool]:
-    """Rank 0 makes two passes where rank 1 makes none, then rank 1 one where rank 0 makes none,
-    with a sum between and behind them.
+def in_any_order(processes: ProcessGroup, base: str) -> list[bool]:
+    """Process 0 makes two passes where process 1 makes none, then process 1 one where process 0
+    makes none, with a sum between and behind them.
     """
     expected = fresh(base, "nf4")
     model = fresh(base, "nf4")
-    npt.shard_base(model, ranks)
+    npt.shard_base(model, processes)
     batch = micro_batch("good")
     equal, total = [], 0.0
-    for rank, passes in ((0, 2), (1, 1)):
-        for _ in range(passes if ranks.rank == rank else 0):
+    for process, passes in ((0, 2), (1, 1)):
+        for _ in range(passes if processes.index == process else 0):
             sums = [STRATEGIES["local"](m, batch, TrainConfig()).loss for m in (model, expected)]
             equal.append(torch.equal(*sums))
-        total += ranks.sums([len(equal)])[0]
+        total += processes.sums([len(equal)])[0]
     return [*equal, total == 5.0]  # 2, then 2 + 1
 
 
-def attempted(ranks: Ranks, base: str) -> dict[str, str]:
-    """The errors of what cannot be done with a sharded base; all ranks meet them alike."""
+def attempted(processes: ProcessGroup, base: str) -> dict[str, str]:
+    """The errors of what cannot be done with a sharded base; all processes meet them alike."""
     model = fresh(base, "nf4")
     acts: dict[str, Callable[[], Any]] = {
-        "shard": lambda: npt.shard_base(model, ranks),
+        "shard": lambda: npt.shard_base(model, processes),
         "detach": lambda: npt.detach(model),
         "end_to_end": lambda: STRATEGIES["end_to_end"](
             model, micro_batch("good"), TrainConfig(strategy="end_to_end")
         ),
     }
-    npt.shard_base(model, ranks)
+    npt.shard_base(model, processes)
     errors = {}
     for what, act in acts.items():
         try:
@@ -113,7 +113,7 @@ def attempted(ranks: Ranks, base: str) -> dict[str, str]:
 
 
 def run(
-    ranks: Ranks,
+    processes: ProcessGroup,
     base: str,
     out: str,
     sharded: bool,
@@ -126,19 +126,19 @@ def run(
     def student(_: str) -> Any:
         made.append(fresh(base, "nf4"))
         if sharded:
-            npt.shard_base(made[0], ranks)
+            npt.shard_base(made[0], processes)
         return made[0]
 
-    with mock.patch("rank_work.student", student):
+    with mock.patch("process_work.student", student):
         found = (
-            trained(ranks, base, out, **settings)
+            trained(processes, base, out, **settings)
             if windows is None
-            else looped(ranks, base, out, windows, **settings)
+            else looped(processes, base, out, windows, **settings)
         )
     return found | {"whole": whole_weights(made[0])}
 
 
-def from_the_command_line(_: Ranks, out: str) -> int:
+def from_the_command_line(_: ProcessGroup, out: str) -> int:
     short = (
         "--use_quantization --init random --no_smoke_test --max_steps 1 --max_length 16"
         " --batch_size 1 --eval_samples 1"

@@ -274,7 +274,7 @@ def test_micro_batches_that_cannot_be_are_refused_and_named(bundle, case) -> Non
 
 
 STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
-    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the ranks []"),
+    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the processes []"),
     "a short random state": (
         lambda t: t.update({"rng.0.cpu": t["rng.0.cpu"][:100]}),
         "'rng.0.cpu', U8 [100]",
@@ -284,7 +284,7 @@ STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda t: t.update({"rng.0.cuda.x": torch.zeros(16, dtype=torch.uint8)}),
         "'rng.0.cuda.x'",
     ),
-    "a rank too many": (lambda t: t.update({"rng.a\nb.cpu": torch.zeros(1)}), "'a\\nb'"),
+    "a process too many": (lambda t: t.update({"rng.a\nb.cpu": torch.zeros(1)}), "'a\\nb'"),
 }
 
 

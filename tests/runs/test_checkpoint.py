@@ -195,15 +195,20 @@ def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-def test_random_states_of_several_ranks_come_back_by_rank(model, folder, tmp_path) -> None:
-    states = {rank: {"cpu": torch.Generator().manual_seed(rank).get_state()} for rank in range(11)}
+def test_random_states_of_several_processes_come_back_by_process(model, folder, tmp_path) -> None:
+    states = {
+        process: {"cpu": torch.Generator().manual_seed(process).get_state()}
+        for process in range(11)
+    }
     record = read_checkpoint(folder).record
     write_checkpoint(
-        tmp_path / "ranks", model, transaction_of(model), record, npt.base_identity(model), states
+        tmp_path / "several", model, transaction_of(model), record, npt.base_identity(model), states
     )
-    found = read_checkpoint(tmp_path / "ranks").state(model, npt.base_identity(model)).random_states
+    found = (
+        read_checkpoint(tmp_path / "several").state(model, npt.base_identity(model)).random_states
+    )
     assert found.keys() == states.keys()
-    assert all(torch.equal(found[rank]["cpu"], states[rank]["cpu"]) for rank in states)
+    assert all(torch.equal(found[process]["cpu"], states[process]["cpu"]) for process in states)
 
 
 @pytest.mark.parametrize(
@@ -541,14 +546,14 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
     ),
     "a NaN among the moments": (full(float("nan")), f"{SOME} holds a non-finite value"),
     "an infinity among the moments": (full(float("inf")), f"{SOME} holds a non-finite value"),
-    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the ranks []"),
-    "a rank that is skipped": (
+    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the processes []"),
+    "a process that is skipped": (
         lambda t: t.update({"rng.2.cpu": t["rng.0.cpu"].clone()}),
-        "ranks ['0', '2']",
+        "processes ['0', '2']",
     ),
-    "a rank that is none": (
+    "a process that is none": (
         lambda t: t.update({"rng.x.cpu": t["rng.0.cpu"].clone()}),
-        "ranks ['0', 'x']",
+        "processes ['0', 'x']",
     ),
     "a device that is none": (
         lambda t: t.update({"rng.0.tpu": t["rng.0.cpu"].clone()}),

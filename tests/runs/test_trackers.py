@@ -20,7 +20,7 @@ import torch
 from several import several, values
 
 from npt.config import TRACKERS, TrainConfig
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import BINS, LayerModulation, Modulation, TargetModulation
@@ -321,33 +321,35 @@ def test_what_a_tracker_draws_leaves_every_random_state_as_it_was(tmp_path) -> N
     assert draws() == expected and list(random_state())
 
 
-def ranks_start(ranks: Ranks, folder: str) -> str:
-    """On rank 0 the tracker refuses; nobody else has any."""
+def processes_start(processes: ProcessGroup, folder: str) -> str:
+    """On process 0 the tracker refuses; nobody else has any."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("no rights")
 
-    LOGGER_TYPE_TO_CLASS["tensorboard"] = refuse if ranks.main else pytest.fail
-    start_trackers(ranks, TrainConfig(use_tensorboard=True), Path(folder))
+    LOGGER_TYPE_TO_CLASS["tensorboard"] = refuse if processes.main else pytest.fail
+    start_trackers(processes, TrainConfig(use_tensorboard=True), Path(folder))
     return "started"
 
 
-def ranks_log(ranks: Ranks, folder: str) -> tuple[bool, int]:
-    with start_trackers(ranks, TrainConfig(use_tensorboard=True), Path(folder)) as trackers:
+def processes_log(processes: ProcessGroup, folder: str) -> tuple[bool, int]:
+    with start_trackers(processes, TrainConfig(use_tensorboard=True), Path(folder)) as trackers:
         trackers.describe({})
         trackers.log({"loss": 1.0}, 1)
-        return trackers.active, int(ranks.sums([1.0])[0])
+        return trackers.active, int(processes.sums([1.0])[0])
 
 
-def test_a_tracker_that_cannot_start_on_rank_0_ends_every_rank_with_the_line(tmp_path) -> None:
-    ended = several(2, ranks_start, str(tmp_path / "run"))
+def test_a_tracker_that_cannot_start_on_process_0_ends_every_process_with_the_line(
+    tmp_path,
+) -> None:
+    ended = several(2, processes_start, str(tmp_path / "run"))
     assert [one.status for one in ended] == [2, 2] and not (tmp_path / "run").exists()
     assert all("tensorboard cannot be started: no rights" in str(one.error) for one in ended)
 
 
-def test_only_rank_0_has_trackers_and_the_ranks_go_on_together(tmp_path) -> None:
-    assert values(several(2, ranks_log, str(tmp_path / "run"))) == [(True, 2), (False, 2)]
+def test_only_process_0_has_trackers_and_the_processes_go_on_together(tmp_path) -> None:
+    assert values(several(2, processes_log, str(tmp_path / "run"))) == [(True, 2), (False, 2)]
 
 
 class TestTensorBoard:

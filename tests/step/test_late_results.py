@@ -142,8 +142,8 @@ def test_a_late_one_holds_back_those_behind_it():
 
 @pytest.mark.parametrize(
     "shared",
-    [{"spikes": SpikeGuard(10.0)}, {"ranks": SimpleNamespace(size=2)}],
-    ids=["spike guard", "ranks"],
+    [{"spikes": SpikeGuard(10.0)}, {"processes": SimpleNamespace(size=2)}],
+    ids=["spike guard", "processes"],
 )
 def test_where_waiting_could_decide_something_it_is_one_window(shared):
     parameters = {"a": nn.Parameter(torch.ones(2))}

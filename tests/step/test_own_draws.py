@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rank_work import drawn_by_name
+from process_work import drawn_by_name
 from resumed_runs import RARE, Runs, at, events, records, with_faults
 from several import several, values
 from stopped_runs import BAD, good, make_trainer, stop
@@ -252,7 +252,7 @@ def test_a_drawing_run_that_is_interrupted_and_taken_up_is_the_run_that_was_not(
     runs.outcome("parts").assert_equal(runs.outcome("whole"))
 
 
-def test_several_ranks_draw_for_a_micro_batch_what_one_rank_draws(poisoned_folder) -> None:
+def test_several_processes_draw_what_one_process_draws(poisoned_folder) -> None:
     (alone,), both = values(several(1, drawn_by_name)), values(several(2, drawn_by_name))
     assert both[0] | both[1] == alone and both[0].keys().isdisjoint(both[1])
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from rank_work import loops
+from process_work import loops
 from resumed_runs import RARE, Act, Runs, events, lines, records, with_faults
 from several import several, values
 from torch import nn
@@ -478,7 +478,7 @@ def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) ->
     assert len(lines(here.place / "run", "metrics")) == 4
 
 
-def test_one_rank_of_two_halves_by_itself_and_both_hold_the_same_bits(
+def test_one_of_two_processes_halves_and_both_hold_the_same_bits(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     windows = [["good a", "lack b", "good c", "lack d"], ["good e", "lack f", "good g", "good h"]]

@@ -10,7 +10,7 @@ import torch
 import npt
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.step import train_step
 from npt.step.gradient_window import FAILED
 from npt.step.train_step import TrainStep
@@ -55,7 +55,7 @@ def test_a_failing_check_stops_one_process_of_several_at_the_commit(student, mon
         raise IndexError("labels of another shape")
 
     monkeypatch.setattr(train_step, "find_fault", broken)
-    step = TrainStep(student, drive, npt.TrainConfig(), [1e-3], ranks=Ranks(0, 2))
+    step = TrainStep(student, drive, npt.TrainConfig(), [1e-3], processes=ProcessGroup(0, 2))
     assert step.add(batch())
     assert isinstance(step.failure, IndexError) and step.window._halt == FAILED
     alone = TrainStep(student, drive, npt.TrainConfig(), [1e-3])

@@ -170,13 +170,13 @@ def test_chosen_steps_are_files_events_lines_and_pictures(build, drawn, strategy
     assert all(e["rows"] == len(found[e["step"]].rows) and e["skipped"] == [] for e in noted)
     lines = said(trainer)
     assert (
-        "recording steps 1,3-4 and every 6th step, of each the first micro-batch on rank 0 only,"
+        "recording steps 1,3-4 and every 6th step, of each the first micro-batch on process 0 only,"
         f" into {trace}" in lines
     )
     for event in noted:
         assert event["message"] in lines
         where = (
-            f"recorded step {event['step']} (micro-batch 0, rank 0) in"
+            f"recorded step {event['step']} (micro-batch 0, process 0) in"
             f" {result.folder / event['file']}"
         )
         assert event["message"].startswith(f"{where}: all {event['rows']} tensors finite")

@@ -46,8 +46,8 @@ class Recording:
             [] if self.every is None else [f"every {_ordinal(self.every)} step"]
         )
         return (
-            f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on rank 0"
-            f" only, into {self.folder}"
+            f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on"
+            f" process 0 only, into {self.folder}"
         )
 
     def wants(self, step: int) -> bool:
@@ -103,7 +103,7 @@ def read_record(path: Path) -> Record:
 def describe(record: Record, path: Path) -> str:
     """The line that a run says about a step that it recorded."""
     return (
-        f"recorded step {record.step} (micro-batch {record.micro_batch}, rank 0) in {path}:"
+        f"recorded step {record.step} (micro-batch {record.micro_batch}, process 0) in {path}:"
         f" {worst(record)}"
     )
 

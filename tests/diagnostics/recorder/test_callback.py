@@ -114,10 +114,10 @@ def test_chosen_steps_are_written_and_drawn_and_said(model, data, tmp_path, draw
     assert drawn == [([1, 3, 4], folder)]
     assert (
         said[0]
-        == f"recording steps 1,3-4, of each the first micro-batch on rank 0 only, into {folder}"
+        == f"recording steps 1,3-4, of each the first micro-batch on process 0 only, into {folder}"
     )
     assert [line.split(":")[0] for line in said[1:-1]] == [
-        f"recorded step {step} (micro-batch 0, rank 0) in {folder / f'step-0000000{step}.json'}"
+        f"recorded step {step} (micro-batch 0, process 0) in {folder / f'step-0000000{step}.json'}"
         for step in (1, 3, 4)
     ]
     assert said[-1] == f"pictures of the recorded steps: {folder / 'trace.html'}"

@@ -62,7 +62,7 @@ def test_what_cannot_be_a_choice_of_steps_is_refused(steps, every, message, tmp_
 )
 def test_it_says_what_will_be_recorded(steps, every, plan) -> None:
     said = str(Recording("there", steps, every))
-    assert said == f"recording {plan}, of each the first micro-batch on rank 0 only, into there"
+    assert said == f"recording {plan}, of each the first micro-batch on process 0 only, into there"
 
 
 def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
@@ -76,7 +76,7 @@ def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
     )
     assert (
         describe(record, path)
-        == f"recorded step 7 (micro-batch 1, rank 0) in {path}: nothing was computed"
+        == f"recorded step 7 (micro-batch 1, process 0) in {path}: nothing was computed"
     )
     assert list(path.parent.iterdir()) == [path]
 

@@ -1,5 +1,5 @@
-"""What the ranks of a test do: loops over planted micro-batches, and whole runs. Everything goes in
-and comes out as plain values.
+"""What the processes of a test do: loops over planted micro-batches, and whole runs. Everything
+goes in and comes out as plain values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
-from npt.distributed.processes import Ranks
+from npt.distributed.processes import ProcessGroup
 from npt.runs.null_run_folder import NullRunFolder
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
@@ -66,9 +66,11 @@ def student(base: str) -> Any:
     return model
 
 
-def loops(ranks: Ranks, base: str, plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One loop after the other, in the same processes; none of them may lose a rank."""
-    return [looped(ranks, base, **plan) for plan in plans]
+def loops(
+    processes: ProcessGroup, base: str, plans: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """One loop after the other, in the same processes; none of them may lose a process."""
+    return [looped(processes, base, **plan) for plan in plans]
 
 
 def micro_batch(name: str) -> Batch:
@@ -139,25 +141,25 @@ def state_of(loop: Loop) -> dict[str, np.ndarray]:
 
 
 def looped(
-    ranks: Ranks,
+    processes: ProcessGroup,
     base: str,
     out: str,
     windows: Windows | dict[int, Windows],
     late: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train on these windows in the loop itself; what it comes to. A dict gives every rank windows
-    of its own.
+    """Train on these windows in the loop itself; what it comes to. A dict gives every process
+    windows of its own.
     """
-    windows = windows[ranks.rank] if isinstance(windows, dict) else windows
+    windows = windows[processes.index] if isinstance(windows, dict) else windows
     config = TrainConfig(
         **{"log_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "eval_samples": 1, **settings}
     )
-    folder = RunFolder(out) if ranks.main else NullRunFolder(out)
+    folder = RunFolder(out) if processes.main else NullRunFolder(out)
     stop = StopOnSignal()
     saved: list[int] = []
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
-    step = TrainStep(model, planting, config, rates, ranks=ranks, late=late)
+    step = TrainStep(model, planting, config, rates, processes=processes, late=late)
     context = RunContext(
         model,
         config,
@@ -166,7 +168,7 @@ def looped(
         ProgressDisplay(len(windows), Console(file=io.StringIO())),
         stop,
         {"settings": {}, **BaseIdentity(*[""] * 6).as_record(), "versions": {}, "device": "cpu"},
-        ranks,
+        processes,
     )
     actions = RunActions(
         evaluate=lambda: None,  # type: ignore[arg-type, return-value]
@@ -181,8 +183,8 @@ def looped(
             loop.run(Window(0, [micro_batch(name) for name in window]) for window in windows)
         except Exception as raised:
             error = raised
-            if not ranks.met_by_all(raised):
-                ranks.leave(raised)
+            if not processes.met_by_all(raised):
+                processes.leave(raised)
     folder.close()
     return {
         "steps": loop.steps,
@@ -195,8 +197,8 @@ def looped(
         "stop": stop.number,
         "halts": loop.halts,
         "saved": saved,
-        "metrics": lines(out, "metrics") if ranks.main else [],
-        "events": lines(out, "events") if ranks.main else [],
+        "metrics": lines(out, "metrics") if processes.main else [],
+        "events": lines(out, "events") if processes.main else [],
     }
 
 
@@ -218,7 +220,7 @@ def records(count: int) -> list[dict[str, Any]]:
 
 
 def trained(
-    ranks: Ranks,
+    processes: ProcessGroup,
     base: str,
     out: str,
     count: int = 40,
@@ -226,8 +228,8 @@ def trained(
     own: dict[int, dict[str, Any]] | None = None,
     **config: Any,
 ):
-    """A whole run; `plant` is done on rank 1 in front of its micro-batch number `at`, `own` are
-    settings of one rank alone.
+    """A whole run; `plant` is done on process 1 in front of its micro-batch number `at`, `own` are
+    settings of one process alone.
     """
     at = config.pop("at", 0)
     said = io.StringIO()
@@ -244,18 +246,18 @@ def trained(
         student(base),
         NoTokenizer(),
         records(count),
-        TrainConfig(**(settings | (own or {}).get(ranks.rank, {}))),
+        TrainConfig(**(settings | (own or {}).get(processes.index, {}))),
         data_config=DataConfig(max_length=16),
         eval_data=records(3),
         console=Console(file=said, width=200),
-        ranks=ranks,
+        processes=processes,
     )
     seen: list[str] = []
     calls = iter(range(10**6))
 
     def watching(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         seen.extend(batch.sample_ids)
-        if next(calls) == at and ranks.rank == ranks.size - 1:
+        if next(calls) == at and processes.index == processes.size - 1:
             planted(plant, model)
         return STRATEGIES[config.strategy](model, batch, config)
 
@@ -309,15 +311,18 @@ def failing_at(save_steps: int | None, plant: str) -> Any:
 SHAPES = {"A": (3, 4), "B": (5, 3), "M": (5, 3), "C": (2,)}
 
 
-def random_windows(ranks: Ranks, cases: int) -> list[str]:
-    """Random windows with refused micro-batches on any rank, against the same ones without them;
+def random_windows(processes: ProcessGroup, cases: int) -> list[str]:
+    """Random windows with refused micro-batches on any process, against the same ones without them;
     what went wrong, if anything.
     """
     complaints = []
     for case in range(cases):
         draw, late = random.Random(case), bool(case % 2)
         plan = [
-            [[draw.choice("gggbdz") for _ in range(draw.randrange(4))] for _ in range(ranks.size)]
+            [
+                [draw.choice("gggbdz") for _ in range(draw.randrange(4))]
+                for _ in range(processes.size)
+            ]
             for _ in range(4)
         ]
         states = []
@@ -332,18 +337,23 @@ def random_windows(ranks: Ranks, cases: int) -> list[str]:
                 parameters.values(), lr=0.1, weight_decay=0.01, fused=True
             )
             transaction = window_over(
-                parameters, optimizer, 0.5, [0.1, 0.05, 0.02, 0.01], late=late, ranks=ranks
+                parameters, optimizer, 0.5, [0.1, 0.05, 0.02, 0.01], late=late, processes=processes
             )
             results = []
-            for window, of_ranks in enumerate(plan):
-                for number, kind in enumerate(of_ranks[ranks.rank]):
+            for window, of_processes in enumerate(plan):
+                for number, kind in enumerate(of_processes[processes.index]):
                     if keep or kind in "gz":
                         _small(
-                            transaction, parameters, kind, f"{case}/{window}/{ranks.rank}/{number}"
+                            transaction,
+                            parameters,
+                            kind,
+                            f"{case}/{window}/{processes.index}/{number}",
                         )
                 results += transaction.commit()
             results += transaction.flush()
-            bad = sum(kind in "bd" for of_ranks in plan for kinds in of_ranks for kind in kinds)
+            bad = sum(
+                kind in "bd" for of_processes in plan for kinds in of_processes for kind in kinds
+            )
             if sum(len(r.refusals) for r in results) != (bad if keep else 0):
                 complaints.append(
                     f"case {case}: refused {[len(r.refusals) for r in results]} of {bad}"
@@ -358,9 +368,9 @@ def random_windows(ranks: Ranks, cases: int) -> list[str]:
             complaints.append(f"case {case}: {states}")
         if any(
             other != [states[0][0], repr(states[0][1])]
-            for other in ranks.gather_json([states[0][0], repr(states[0][1])])
+            for other in processes.gather_json([states[0][0], repr(states[0][1])])
         ):
-            complaints.append(f"case {case}: the ranks differ")
+            complaints.append(f"case {case}: the processes differ")
     return complaints
 
 
@@ -393,12 +403,12 @@ def _small(
     add_filled(transaction, fill, (name,))
 
 
-def drawn_by_name(ranks: Ranks) -> dict[str, list[float]]:
-    """What each of this rank's micro-batches draws, by its name, in windows that a rank may have
-    less of than another.
+def drawn_by_name(processes: ProcessGroup) -> dict[str, list[float]]:
+    """What each of this process's micro-batches draws, by its name, in windows that a process may
+    have less of than another.
     """
     found: dict[str, list[float]] = {}
-    torch.manual_seed(100 + ranks.rank)  # whatever the process's own state is
+    torch.manual_seed(100 + processes.index)  # whatever the process's own state is
     parameters = {"p": torch.nn.Parameter(torch.zeros(2))}
     transaction = window_over(
         parameters,
@@ -406,12 +416,12 @@ def drawn_by_name(ranks: Ranks) -> dict[str, list[float]]:
         1.0,
         [0.1],
         late=True,
-        ranks=ranks,
+        processes=processes,
     )
     for window in range(2):
         for number in range(3):
             name = f"{window}-{number}"
-            if number % ranks.size != ranks.rank:
+            if number % processes.size != processes.index:
                 transaction.skip()
                 continue
 
