@@ -15,7 +15,7 @@ def report(given: dict[str, Any]) -> int:
     """
     from npt.errors import ConfigError
     from npt.files import to_json
-    from npt.report.summary import summary
+    from npt.report.page import summary
     from npt.runs.run_folder import REPORT, is_run
     from npt.tools.sweep.study import is_study
     from npt.train.run_report import write_report

@@ -3,66 +3,60 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from npt.report.events import Event
-from npt.report.run import MADE, Postmortem, RunRecord, mapping
-from npt.report.words import SHOWN, address, both_ends, clean, cut, figure, flat
+from npt.report.logs import Event, as_mapping
+from npt.report.run import MADE, Postmortem, RunRecord
+from npt.report.words import ALARM, SHOWN, address, both_ends, clean, cut, figure, flat
 
-POSTMORTEMS = 20
-"""Bundles that are shown, the last ones."""
+POSTMORTEMS = 20  # bundles that are shown, the last ones
 
 _ROUTINE = frozenset({"save", "evaluation", "diagnosis", "epoch", "trace"})
-"""Events of which a long run has so many that the others would be lost among them."""
+"""Events that a long run has so many of that the others would be lost among them."""
 
 _LOUD = ("warning", "error", "stopped", "save_failed")
-_ALARM = Markup('<span class="alarm">{}</span>')
+_VERIFIED = {True: "verified", None: "not verified", False: ALARM.format("broken")}
 
 
 def saved(record: RunRecord, place: Path) -> dict[str, Any]:
-    """Return checkpoints with what verifying them found, the best student, recorded steps, and
-    post-mortem bundles. place: of the page.
+    """Return checkpoints, the best student, recorded steps and post-mortem bundles. place: of the
+    page.
     """
+
+    def link(path: Path, shown: str) -> Markup:
+        return Markup('<a href="{}">{}</a>').format(address(path, place), clean(shown))
+
     checkpoints = [
         (
             f"{each.step:,}",
-            _link(each.path, place, each.path.name),
+            link(each.path, each.path.name),
             f"{each.size / 2**20:,.1f}",
-            "verified" if each.verified else "not verified" if each.verified is None
-            else _ALARM.format("broken"),
+            _VERIFIED[each.verified],
             each.problem,
         )
         for each in both_ends(record.checkpoints)
-    ]  # fmt: skip
-    best = record.folder / "best"
-    student = mapping(record.best.get("attribution")).get(
-        "unquantized_to_npt", record.best.get("student")
-    )
+    ]
+    best, attribution = record.folder / "best", as_mapping(record.best.get("attribution"))
+    student = attribution.get("unquantized_to_npt", record.best.get("student"))
     traces = sorted((record.folder / "trace").glob("*.html"))[:POSTMORTEMS]
     names = [event.details.get("postmortem") for event in record.events.of("stopped")]
-    bundles = [
-        (each.path.relative_to(record.folder).as_posix(), address(each.path, place), _finding(each))
-        for each in record.postmortems[-POSTMORTEMS:]
-    ]
     return {
         "checkpoints": checkpoints,
         "caption": cut(record.checkpoints, "Checkpoints"),
-        "best": _link(best, place, "best") if best.is_dir() else "",
+        "best": link(best, "best") if best.is_dir() else "",
         "best_step": record.best.get("step", "unknown"),
-        "best_kl": figure(mapping(student), "kl"),
-        "traces": [_link(path, place, f"trace/{path.name}") for path in traces],
-        "postmortems": bundles,
+        "best_kl": figure(as_mapping(student), "kl"),
+        "traces": [link(path, f"trace/{path.name}") for path in traces],
+        "postmortems": [
+            (b.path.relative_to(record.folder).as_posix(), address(b.path, place), _finding(b))
+            for b in record.postmortems[-POSTMORTEMS:]
+        ],
         "more": max(0, len(record.postmortems) - POSTMORTEMS),
         "gone": next((name for name in reversed(names) if isinstance(name, str)), None),
     }
-
-
-def _link(path: Path, place: Path, shown: str) -> Markup:
-    return Markup('<a href="{}">{}</a>').format(address(path, place), clean(shown))
 
 
 def _finding(bundle: Postmortem) -> str:
@@ -84,19 +78,16 @@ def _finding(bundle: Postmortem) -> str:
 def events(record: RunRecord) -> dict[str, Any]:
     """Return everything but the refusals, which are next to the loss."""
     found = [event for event in record.events.all if event.kind != "refusal"]
-    shown = found
-    if len(found) > SHOWN:
-        shown = [event for event in found if event.kind not in _ROUTINE]
+    many = len(found) > SHOWN
+    shown = [event for event in found if not (many and event.kind in _ROUTINE)]
     left = len(found) - len(shown)
-    rows = [
-        (
-            _clock(event.time),
-            "" if event.step is None else f"{'after ' * (event.kind in MADE)}{event.step:,}",
-            _ALARM.format(clean(event.kind, 30)) if event.kind in _LOUD else clean(event.kind, 30),
-            _told(event) + " (undone: the run was taken up further back)" * event.undone,
-        )
-        for event in both_ends(shown)
-    ]
+    rows = []
+    for event in both_ends(shown):
+        at = "" if event.step is None else f"{'after ' * (event.kind in MADE)}{event.step:,}"
+        kind: str = clean(event.kind, 30)
+        kind = ALARM.format(kind) if event.kind in _LOUD else kind
+        undone = " (undone: the run was taken up further back)" * event.undone
+        rows.append((_clock(event.time), at, kind, _told(event) + undone))
     caption = f"{left:,} saves, evaluations and other routine left out; " if left else ""
     return {"rows": rows, "caption": caption + cut(shown, "events" if left else "Events")}
 
@@ -105,7 +96,7 @@ def _told(event: Event) -> str:
     """Return an event's details in a line."""
     found = event.details
     if event.kind == "evaluation" and isinstance(found.get("student"), dict):
-        student: Mapping[str, Any] = mapping(found.get("unquantized")) or found["student"]
+        student = as_mapping(found.get("unquantized")) or found["student"]
         return f"held-out KL {figure(student, 'kl')} nats, top-1 {figure(student, 'top1')}"
     if isinstance(found.get("message"), str):
         kind = found.get("error")
@@ -123,8 +114,7 @@ def _clock(seconds: float | None) -> str:
 
 def refusals(record: RunRecord) -> dict[str, Any]:
     """Return what was refused, by kind and one by one with the reasons."""
-    found = record.events.of("refusal", None)
-    kinds = record.refused()
+    found, kinds = record.events.of("refusal", None), record.refused()
     rows = [
         (
             "–" if event.step is None else f"{event.step:,}",
@@ -136,8 +126,8 @@ def refusals(record: RunRecord) -> dict[str, Any]:
         for event in both_ends(found)
     ]
     return {
-        "kept": sum(kinds.values()),
-        "undone": len(found) - sum(kinds.values()),
+        "kept": kinds.total(),
+        "undone": len(found) - kinds.total(),
         "kinds": ", ".join(f"{count:,} for {clean(k, 30)}" for k, count in sorted(kinds.items())),
         "rows": rows,
         "caption": cut(found, "Refusals"),

@@ -1,8 +1,7 @@
-"""Pages from templates: one file each that needs nothing else, and lets nothing run or load but its
-own.
+"""Pages from templates: each one file that needs nothing else.
 
 A page may be mailed and kept, and its texts may be anybody's: every value is cleaned and escaped,
-and the page's policy knows its style and script by their hashes.
+and the page's policy allows nothing but its own style and script, by their hashes.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ def render(template: str, *, script: str = "", css: str = "", **data: Any) -> st
         css: style that only this page has.
         data: what the template shows.
     """
-    style, code = _file("style.css") + css, _file(script) if script else ""
+    sheet, code = style() + css, _file(script) if script else ""
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src"
-        f" '{_hash(style)}'"
+        f" '{_hash(sheet)}'"
     )
     policy += f"; script-src '{_hash(code)}'" if code else ""
     page = _environment().get_template(template)
-    return page.render(style=Markup(style), code=Markup(code), policy=Markup(policy), **data)
+    return page.render(style=Markup(sheet), code=Markup(code), policy=Markup(policy), **data)
 
 
 @cache
@@ -71,5 +70,4 @@ def style() -> str:
 
 
 def _hash(content: str) -> str:
-    """Return what a policy knows a style or script by."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

@@ -18,9 +18,8 @@ from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
 from npt.evaluation.table import print_fidelity
 from npt.report import charts
-from npt.report.page import page
+from npt.report.page import page, summary
 from npt.report.run import read_run
-from npt.report.summary import summary
 
 pytestmark = pytest.mark.usefixtures("plain_charts")
 

@@ -14,9 +14,8 @@ import pytest
 from made_runs import Reader, event, fidelity, figures, make_run, metrics, modulation, refusal
 
 from npt.errors import CheckpointError
-from npt.report.page import page
+from npt.report.page import page, status, summary
 from npt.report.run import read_run
-from npt.report.summary import status, summary
 
 pytestmark = pytest.mark.usefixtures("plain_charts")
 

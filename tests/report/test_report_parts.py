@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import event, metrics, refusal, write_lines
 
-from npt.report.events import read_events
-from npt.report.lines import Lines
-from npt.report.metrics import read_metrics
+from npt.report.logs import Lines, read_events, read_metrics
 from npt.report.words import address, clean, number, plus_minus
 
 
@@ -58,7 +56,7 @@ def test_null_is_not_finite_and_a_missing_key_is_nothing() -> None:
     loss = list(found.columns["loss"])
     assert math.isinf(loss[0]) and math.isnan(loss[1]) and loss[2] == 0.5 and math.isnan(loss[3])
     assert [math.isinf(x) for x in found.columns["layers.7.nmse"]] == [False, False, True, False]
-    assert found.layers == [7] and found.last("loss") == 0.5
+    assert found.layers == [7] and found.last("loss") == (3, 0.5)
 
 
 @pytest.mark.parametrize("step", [None, "3", -1, 2.5, True, 1e400, 2**60, [1]])
