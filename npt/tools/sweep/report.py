@@ -59,7 +59,7 @@ def write_study_report(folder: Path, output: Path | None = None) -> dict[str, An
     notes = {}
     if (folder / SPEC).is_file():
         design = design_in(folder)
-        notes = {part.name: part.note for part in design.parts}
+        notes = design.parts
     name = folder.resolve().name if not (folder / SPEC).is_file() else design.name
     study = Study(name, rows, notes, _recipe(folder, design.trials if notes else ()))
     place = folder / REPORT if output is None else output
