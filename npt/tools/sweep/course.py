@@ -11,15 +11,13 @@ from typing import Any
 from npt.step.window_result import WindowResult
 from npt.tools.sweep.settings import Settings
 
-CURVE = 64
-"""Points of a loss curve that are kept."""
+CURVE = 64  # points of a loss curve that are kept
 
 AROUND = 3
-"""Steps before a fault, and at the end of a run, whose mean loss is taken as the loss there."""
+"""Steps before a fault, and at the end of a run, whose mean loss is the loss there."""
 
 RECOVERED = 1.5
-"""A run has recovered from a fault when its loss is no more than this many times the loss before.
-"""
+"""A run has recovered from a fault when its loss is at most this many times the loss before."""
 
 Row = dict[str, Any]
 
@@ -27,7 +25,7 @@ Row = dict[str, Any]
 @dataclass
 class Course:
     """The steps of a run. losses, norms: None if nothing of a window was finite. reason: why the
-    run is to end, once it is. stage_from: a loss is compared with those of its own stage.
+    run must end, once it must. stage_from: a loss is compared with those of its own stage.
     """
 
     settings: Settings
@@ -44,13 +42,17 @@ class Course:
 
     def take(self, result: WindowResult[Any], faulted: bool) -> None:
         """Count a window; a faulted one's loss ends no run."""
-        self.losses.append(_finite(result.loss))
-        self.norms.append(_finite(result.grad_norm))
+        loss, norm = (
+            x if x is not None and math.isfinite(x) else None
+            for x in (result.loss, result.grad_norm)
+        )
+        self.losses.append(loss)
+        self.norms.append(norm)
         self.refused.update(refusal.kind for refusal in result.refusals)
         self.applied += result.applied
         self.tokens += result.tokens
         longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
-        loss, most = self.losses[-1], self.settings.probe.divergence_factor
+        most = self.settings.probe.divergence_factor
         first = next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
         if result.refusals:
             self.detail = str(result.refusals[-1])
@@ -66,12 +68,15 @@ class Course:
         quarter = max(1, len(norms) // 4)
         first = statistics.median(norms[:quarter]) if norms else None
         last = statistics.median(norms[-quarter:]) if norms else None
-        kinds = sorted(self.refused.items())
+        count, kinds = len(self.losses), sorted(self.refused.items())
+        points = range(count)
+        if count > CURVE:  # the first and the last among them
+            points = [round(i * (count - 1) / (CURVE - 1)) for i in range(CURVE)]
         return {
-            "steps": len(self.losses),
+            "steps": count,
             "applied": self.applied,
             "refused": self.refused.total(),
-            "refused_kinds": ",".join(f"{kind} {count}" for kind, count in kinds),
+            "refused_kinds": ",".join(f"{kind} {number}" for kind, number in kinds),
             "tokens": self.tokens,
             "loss_last": statistics.fmean(losses[-AROUND:]) if losses else None,
             "loss_max": max(losses, default=None),
@@ -79,13 +84,13 @@ class Course:
             "grad_norm_last": last,
             "grad_norm_max": max(norms, default=None),
             "grad_growth": last / first if first and last is not None else None,
-            "curve": [self.losses[i] for i in _spread(len(self.losses), CURVE)],
+            "curve": [self.losses[i] for i in points],
             **self._recovery(),
         }
 
     def _recovery(self) -> Row:
-        """Return how the run took the fault: mean loss before it, the largest and the mean of the
-        last after it, and steps until it was as before.
+        """Return how the run took the fault: losses before and after it, and the steps until the
+        loss was as before.
         """
         at = self.settings.probe.fault_step
         if at is None:
@@ -102,14 +107,3 @@ class Course:
             "loss_after_fault": statistics.fmean([loss for _, loss in after][-AROUND:]),
             "recovered_after": next((i for i, loss in after if loss <= RECOVERED * usual), None),
         }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _spread(count: int, at_most: int) -> list[int]:
-    """Return indices of a curve's points, the first and the last among them."""
-    if count <= at_most:
-        return list(range(count))
-    return [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]

@@ -7,7 +7,7 @@ import torch
 
 import npt
 from npt.adapters.attach import npt_layers
-from npt.tools.sweep.fault import enlarged
+from npt.tools.sweep.run import enlarged
 from npt.tools.sweep.settings import ProbeConfig
 
 
