@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from npt.evaluation.formatting import percent
+from npt.evaluation.formatting import FIGURES, percent
 from npt.report.words import clean, figure, number
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def _environment() -> Environment:
     made.filters |= {
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
         "figure": figure, "number": number, "percent": percent, "comma": "{:,}".format,
+        "finite": lambda value: "not finite" if value is None else number(value),
+        "kl": lambda value: number(value) if value is None else FIGURES["kl"].write(value),
         "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
     }  # fmt: skip
     return made

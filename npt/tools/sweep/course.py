@@ -69,7 +69,7 @@ class Course:
         first = statistics.median(norms[:quarter]) if norms else None
         last = statistics.median(norms[-quarter:]) if norms else None
         count, kinds = len(self.losses), sorted(self.refused.items())
-        points = range(count)
+        points = list(range(count))
         if count > CURVE:  # the first and the last among them
             points = [round(i * (count - 1) / (CURVE - 1)) for i in range(CURVE)]
         return {

@@ -217,16 +217,14 @@ def _check_name(where: str, name: str) -> None:
         )
 
 
-def _mapping(where: str, value: Any, known: tuple[str, ...] | None = None) -> dict[Any, Any]:
+def _mapping(where: str, value: Any, known: tuple[str, ...] = ()) -> dict[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is {kind_of(value)}; write names with values")
-    for name in value if known is not None else ():
-        if name not in known:
-            raise ConfigError(
-                f"{where} has the unknown entry {name!r}; it takes {', '.join(known)}"
-            )
+    odd = [name for name in value if name not in known] if known else []
+    if odd:
+        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known)}")
     return value
 
 
