@@ -4,17 +4,22 @@ of a run are, and of the probes that are made in addition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, setting
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config.field import POSITIVE, Bound, Need, at_least, flag_of, setting
+from npt.config.field import Settings as SettingsGroup
 from npt.errors import ConfigError
 from npt.flags import build, with_safe_mode
 
+_FAULT = Need(lambda config: config.fault_step is not None, "--fault_step")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
+class ProbeConfig(SettingsGroup):
     """Faults that are planted in a study's run, and measures in addition to training."""
 
     compute_dtype: str | None = setting(
@@ -22,45 +27,29 @@ class ProbeConfig:
         "number format that the whole base computes in, against the policy",
         choices=("fp32", "bf16", "fp16"),
     )
-    fault_step: int | None = setting(None, "step whose first batch has activations of another size")
-    fault_scale: float = setting(1e4, "how many times as large they are")
+    fault_step: int | None = setting(
+        None, "step whose first batch has activations of another size", bound=at_least(2)
+    )
+    fault_scale: float = setting(
+        1e4, "how many times as large they are", bound=POSITIVE, need=_FAULT
+    )
     fault_place: str = setting(
         "attention",
         "which: every attention output, or the embedding's",
         choices=("attention", "embedding"),
+        need=_FAULT,
     )
     divergence_factor: float = setting(
-        10.0, "a run has diverged when its loss is this many times its first one"
+        10.0,
+        "a run has diverged when its loss is this many times its first one",
+        bound=Bound(lambda value: 1 < value < math.inf, "it must be a number above 1"),
     )
     sharpness_steps: int = setting(
         0,
         "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not"
         " measured)",
+        bound=at_least(0),
     )
-
-    def __post_init__(self) -> None:
-        for name, low in (("fault_step", 2), ("sharpness_steps", 0)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < low):
-                raise ConfigError(
-                    f"--{name} is {value}; it must be a whole number of at least {low}"
-                )
-        for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value is not None and value not in choices:
-                raise ConfigError(f"--{f.name} is {value!r}; choose from {', '.join(choices)}")
-        if not 0 < self.fault_scale < float("inf"):
-            raise ConfigError(f"--fault_scale is {self.fault_scale}; it must be a positive number")
-        if not 1 < self.divergence_factor < float("inf"):
-            raise ConfigError(
-                f"--divergence_factor is {self.divergence_factor}; it must be a number above 1"
-            )
-        for f in fields(self) if self.fault_step is None else ():
-            if f.name in ("fault_scale", "fault_place") and getattr(self, f.name) != f.default:
-                raise ConfigError(
-                    f"--{f.name} {getattr(self, f.name)} means nothing without --fault_step; add it"
-                    " or drop the other"
-                )
 
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig, ProbeConfig)
