@@ -1,14 +1,12 @@
-"""What a consolidated fact is worth: recall of the fact without its context, against what is
-forgotten of everything else.
+"""The value of a consolidated fact: its recall without its context, against what is forgotten.
 
-Recall is the log-probability of the fact's tokens with nothing but the start token before them.
-What it is with the context in front, or with the fact read once before where it has no context,
-says how far there is to go. Forgetting is the change on held-out text: perplexity, and the
-divergence from the model as it was before. Both are measured of the student with its adapters live
-and of the teacher, which are one model with the same rows.
+Recall is the log-probability of the fact's tokens after nothing but the start token; with the
+context, or the fact itself, read before, it says how much there is to gain. Forgetting is the
+change on held-out text: perplexity, and the divergence from the model as it was. Both are measured
+of the student with its adapters live and of the teacher, which are one model with the same rows.
 
-To first order recall grows with alpha and the divergence with its square, so that a bound on what
-may be forgotten is a bound on alpha.
+To first order recall grows with alpha and the divergence with its square, so a bound on what may be
+forgotten is a bound on alpha.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums
 from npt.evaluation.states import final_states, predicting
+from npt.tools.editing.transplant import evaluating
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
 PROBE_ALPHA = 0.1
 PROBE_SAMPLES = 16
 ROUNDS = 6
+
 ERRORS_OF_MARGIN = 2.0
-"""Standard errors that the divergence stays below its bound, so that other held-out text stays
-below it too.
-"""
+"""Standard errors that the divergence stays below its bound, for other held-out text."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """alone: start token and fact. in_context: start token, context (or the fact once), fact.
-    scored: tokens of the fact, at the end.
+    """A fact's tokens. alone: start token and fact. in_context: start token, context (or the fact
+    once), fact. scored: tokens of the fact, at the end.
     """
 
     text: str
@@ -71,8 +69,8 @@ class Recall:
 
 @dataclass(frozen=True)
 class Retention:
-    """By stream: recall, and the model after against the model before on held-out text, which takes
-    the teacher's place in the figures.
+    """By stream: recall, and figures of the model after against the model before on held-out
+    text.
     """
 
     recall: dict[str, Recall]
@@ -98,8 +96,8 @@ class Retention:
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a text is consolidated: one token's modulation, of some targets and layers, at a
-    strength; `gain` in the student's recall.
+    """One token's modulation, of some targets and layers, at a strength; `gain` in the student's
+    recall.
     """
 
     token: int
@@ -113,10 +111,8 @@ class Choice:
 
 
 def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
-    """A fact and its context as tokens, the fact's own the same in both places.
-
-    Raises:
-        ConfigError: the fact has no token that could be predicted.
+    """Return a fact and its context as tokens, the fact's own the same in both places; raise
+    ConfigError if it has no token that could be predicted.
     """
     start = tokenizer.bos_token_id
     begin = [] if start is None or list(tokenizer(text)["input_ids"])[:1] != [start] else [start]
@@ -131,35 +127,21 @@ def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
 
 
 class Before:
-    """The model as it is now, which what becomes of it is measured against: final states on
-    held-out text, and the fact's recall.
+    """The model as it is now, for comparison: final states on held-out samples, and the fact's
+    recall.
+
+    Raises:
+        DataError: nothing to predict in the samples.
+        ModelError: no adapters are attached.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        fact: Fact,
-        samples: Sequence[Sample],
+        self, model: PreTrainedModel, tokenizer: Any, fact: Fact, samples: Sequence[Sample],
         batch_size: int = 8,
-    ):
-        """
-        Args:
-            model: with adapters attached; left as it was.
-            tokenizer: of the model.
-            fact: of `encode_fact`.
-            samples: held-out text.
-            batch_size: samples at a time.
-
-        Raises:
-            DataError: nothing to predict in the samples.
-            ModelError: no adapters are attached.
-        """
+    ):  # fmt: skip
         attached_config(model)
-        device = next(model.parameters()).device
-        self._batches = [
-            batch.to(device) for batch in batches(samples, batch_size, pad_id_of(tokenizer))
-        ]
+        device, pad = next(model.parameters()).device, pad_id_of(tokenizer)
+        self._batches = [batch.to(device) for batch in batches(samples, batch_size, pad)]
         if not any(predicting(batch).any() for batch in self._batches):
             raise DataError("no held-out token to predict; check the data")
         self.fact = fact
@@ -167,13 +149,10 @@ class Before:
             stream: [_final(model, batch, stream).cpu() for batch in self._batches]
             for stream in STREAMS
         }
-        self._recall = {
-            stream: log_probability(model, fact.alone, fact.scored, stream) for stream in STREAMS
-        }
-        self._in_context = {
-            stream: log_probability(model, fact.in_context, fact.scored, stream)
-            for stream in STREAMS
-        }
+        self._recall, self._in_context = (
+            {stream: log_probability(model, ids, fact.scored, stream) for stream in STREAMS}
+            for ids in (fact.alone, fact.in_context)
+        )
 
     def recall(self, model: PreTrainedModel, stream: Mode) -> Recall:
         after = log_probability(model, self.fact.alone, self.fact.scored, stream)
@@ -196,7 +175,7 @@ class Before:
         return figures(torch.cat(parts))
 
     def against(self, model: PreTrainedModel) -> Retention:
-        """The model as it is now against the model as it was."""
+        """Return the model as it is now against the model as it was."""
         return Retention(
             {s: self.recall(model, s) for s in STREAMS},
             {s: self.forgetting(model, s) for s in STREAMS},
@@ -210,8 +189,8 @@ def largest_alpha(
     asked: float,
     max_kl: float,
 ) -> float:
-    """The strength, at most the one asked for, at which neither stream's divergence on held-out
-    text is above a bound.
+    """Return the strength, at most the one asked for, at which neither stream's divergence on
+    held-out text is above a bound.
 
     Args:
         model: left as it was.
@@ -225,8 +204,10 @@ def largest_alpha(
     """
     if not max_kl > 0:
         raise ConfigError(f"--max_kl is {max_kl}; it must be above 0 (inf for no bound)")
+    if not math.isfinite(max_kl):
+        return asked
     alpha, fitting = asked, 0.0
-    for _ in range(ROUNDS if math.isfinite(max_kl) else 0):
+    for _ in range(ROUNDS):
         with made(model, make(alpha)):
             reached = max(_upper(before.forgetting(model, stream)) for stream in STREAMS)
         if not math.isfinite(reached):
@@ -237,13 +218,12 @@ def largest_alpha(
             if alpha == asked or reached >= 0.9 * max_kl:
                 break
         alpha = min(asked, alpha * math.sqrt(0.95 * max_kl / max(reached, 1e-3 * max_kl)))
-    else:
-        if math.isfinite(max_kl) and not fitting:
-            raise ConfigError(
-                f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is"
-                " above it; raise it"
-            )
-    return fitting or asked
+    if not fitting:
+        raise ConfigError(
+            f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is"
+            " above it; raise it"
+        )
+    return fitting
 
 
 def search(
@@ -252,24 +232,19 @@ def search(
     start: Choice,
     max_kl: float,
     ids: Sequence[int],
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[Choice]:
-    """Try what else of the same text could be consolidated at the same cost: other targets, then
-    other tokens, then other layers.
-
-    Each axis is searched from the best of the one before it, at the strength where the student's
-    divergence would reach the bound.
+    """Try what else of the same text could be consolidated at the same cost, and return it, best
+    first: other targets, then other tokens, then other layers, each from the best of the one
+    before, at the strength where the student's divergence would reach the bound.
 
     Args:
         model: left as it was.
         before: of held-out text that the outcome is not reported on.
-        start: where the search begins.
+        start: the first choice.
         max_kl: nats per token; finite.
         ids: of the text that modulations are read from.
         report: told what is tried.
-
-    Returns:
-        What was tried, best first.
     """
     if not (max_kl > 0 and math.isfinite(max_kl)):
         raise ConfigError(
@@ -283,27 +258,21 @@ def search(
         key = (choice.token, choice.targets, choice.layers)
         if key in tried:
             return tried[key]
-        if report is not None:
-            report(
-                f"token {choice.token}, {', '.join(choice.targets)}, layers"
-                f" {format_layers(choice.layers)}"
-            )
+        targets, layers = ", ".join(choice.targets), format_layers(choice.layers)
+        report(f"token {choice.token}, {targets}, layers {layers}")
         if choice.token not in read:
             read[choice.token] = modulation_of(model, ids, choice.token)
-        modulation = read[choice.token]
-        with made(
-            model,
-            update_from(modulation, PROBE_ALPHA, layers=choice.layers, targets=choice.targets),
-        ):
+
+        def update(alpha: float) -> Update:
+            modulation = read[choice.token]
+            return update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)
+
+        with made(model, update(PROBE_ALPHA)):
             reached = before.forgetting(model, "student").kl
-        alpha = (
-            min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9)))
-            if math.isfinite(reached)
-            else PROBE_ALPHA / 8
-        )
-        with made(
-            model, update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)
-        ):
+        alpha = PROBE_ALPHA / 8
+        if math.isfinite(reached):
+            alpha = min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9)))
+        with made(model, update(alpha)):
             tried[key] = replace(choice, alpha=alpha, gain=before.recall(model, "student").gain)
         return tried[key]
 
@@ -313,15 +282,15 @@ def search(
     best = max([best, *(gain(replace(best, token=token)) for token in range(len(ids)))], key=_worth)
     layers = start.layers
     parts = [(index,) for index in layers] + [layers[cut:] for cut in range(1, len(layers) - 1)]
-    best = max(
-        [best, *(gain(replace(best, layers=part)) for part in parts if part != layers)], key=_worth
-    )
+    for part in parts:
+        if part != layers:
+            gain(replace(best, layers=part))
     return sorted(tried.values(), key=_worth, reverse=True)
 
 
 @contextmanager
 def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
-    """Within the context the update is part of the model."""
+    """Make the update part of the model within the context."""
     consolidate(model, update)
     try:
         yield
@@ -331,13 +300,11 @@ def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
 
 @torch.no_grad()
 def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, stream: Mode) -> float:
-    """Of the last `scored` tokens, each given all before it: the sum, in nats.
-
-    Raises:
-        NumericalError: it is no number.
+    """Return the log-probability of the last `scored` tokens given those before, summed, in nats;
+    raise NumericalError if it is not a number.
     """
     row = as_row(model, list(ids))
-    with _evaluating(model), adapter_mode(model, stream):
+    with evaluating(model), adapter_mode(model, stream):
         states = model.model(row, use_cache=False).last_hidden_state[0, -scored - 1 : -1]
     log_p = torch.log_softmax(model.lm_head(states).to(torch.float32), dim=-1)
     value = float(log_p.gather(-1, row[0, -scored:].unsqueeze(-1)).sum(dtype=torch.float64))
@@ -350,20 +317,9 @@ def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, str
 
 @torch.no_grad()
 def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
-    """The states, after the final norm, that held-out tokens are predicted from: [P, D]."""
-    with _evaluating(model), adapter_mode(model, stream):
+    """Return the states, after the final norm, that held-out tokens are predicted from: [P, D]."""
+    with evaluating(model), adapter_mode(model, stream):
         return final_states(model, batch)
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _upper(f: Figures) -> float:

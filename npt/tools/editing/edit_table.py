@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 
 from npt.adapters.attach import format_layers
@@ -14,63 +14,54 @@ _BEST = 8
 """How many of the choices that a search tried are shown."""
 
 
-def retention_tables(
-    retention: Retention, text: str = "held-out", tried: Sequence[Choice] = ()
-) -> list[RenderableType]:
-    """The fact's log-probability and the divergence on other text, before and after, of each
-    stream; `text` says what that text is.
-    """
-    tokens = next(iter(retention.recall.values())).tokens
-    recall = Table(
-        title=f"Recall: log-probability of the fact without its context, {tokens} tokens, nats",
-        title_justify="left",
-    )
-    recall.add_column("model")
-    for heading in ("before", "after", "gain", "in context"):
-        recall.add_column(heading, justify="right")
-    for stream, r in retention.recall.items():
-        recall.add_row(
-            stream, f"{r.before:.3f}", f"{r.after:.3f}", f"{r.gain:+.3f}", f"{r.in_context:.3f}"
-        )
-    count = next(iter(retention.forgetting.values())).tokens
-    forgetting = Table(
-        title=f"Forgetting: change on {count:,} {text} tokens (± standard error)",
-        title_justify="left",
-    )
-    forgetting.add_column("model")
-    for heading in ("perplexity before", "after", "ratio", "KL, nats"):
-        forgetting.add_column(heading, justify="right")
-    for stream, f in retention.forgetting.items():
-        forgetting.add_row(
-            stream,
-            f"{f.perplexity / f.perplexity_ratio:.3f}",
-            f"{f.perplexity:.3f}",
-            f"{f.perplexity_ratio:.4f} ± {f.perplexity_ratio_se:.4f}",
-            f"{f.kl:.4f} ± {f.kl_se:.4f}",
-        )
-    return [*([_tried(tried)] if tried else []), recall, forgetting]
-
-
 def print_retention(
     retention: Retention, console: Console, text: str = "held-out", tried: Sequence[Choice] = ()
 ) -> None:
-    for table in retention_tables(retention, text, tried):
-        console.print(table)
-
-
-def _tried(tried: Sequence[Choice]) -> Table:
-    table = Table(
-        title=f"Tried at the same cost: the best {min(_BEST, len(tried))} of {len(tried)}",
-        title_justify="left",
+    """Print what a search tried, the fact's log-probability and the divergence on other text,
+    before and after, of each stream. text: what the other text is.
+    """
+    if tried:
+        _print(
+            console,
+            f"Tried at the same cost: the best {min(_BEST, len(tried))} of {len(tried)}",
+            ("*token", "targets", "layers", "*alpha", "*gain, nats"),
+            (
+                (str(c.token), ", ".join(c.targets), format_layers(c.layers), f"{c.alpha:.3f}",
+                 f"{c.gain:+.3f}")
+                for c in tried[:_BEST]
+            ),
+        )  # fmt: skip
+    tokens = next(iter(retention.recall.values())).tokens
+    _print(
+        console,
+        f"Recall: log-probability of the fact without its context, {tokens} tokens, nats",
+        ("model", "*before", "*after", "*gain", "*in context"),
+        (
+            (stream, f"{r.before:.3f}", f"{r.after:.3f}", f"{r.gain:+.3f}", f"{r.in_context:.3f}")
+            for stream, r in retention.recall.items()
+        ),
     )
-    for heading in ("token", "targets", "layers", "alpha", "gain, nats"):
-        table.add_column(heading, justify="left" if heading in ("targets", "layers") else "right")
-    for c in tried[:_BEST]:
-        table.add_row(
-            str(c.token),
-            ", ".join(c.targets),
-            format_layers(c.layers),
-            f"{c.alpha:.3f}",
-            f"{c.gain:+.3f}",
-        )
-    return table
+    count = next(iter(retention.forgetting.values())).tokens
+    _print(
+        console,
+        f"Forgetting: change on {count:,} {text} tokens (± standard error)",
+        ("model", "*perplexity before", "*after", "*ratio", "*KL, nats"),
+        (
+            (stream, f"{f.perplexity / f.perplexity_ratio:.3f}", f"{f.perplexity:.3f}",
+             f"{f.perplexity_ratio:.4f} ± {f.perplexity_ratio_se:.4f}",
+             f"{f.kl:.4f} ± {f.kl_se:.4f}")
+            for stream, f in retention.forgetting.items()
+        ),
+    )  # fmt: skip
+
+
+def _print(
+    console: Console, title: str, heads: Iterable[str], rows: Iterable[tuple[str, ...]]
+) -> None:
+    """Print a table; a star before a heading makes its column one of numbers."""
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head.lstrip("*"), justify="right" if head[0] == "*" else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

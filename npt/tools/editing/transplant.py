@@ -1,9 +1,7 @@
-"""Putting the modulation of one text's token in the place of another's: what the one context did,
-done in the other.
+"""Transplants: the modulation of one text's token at another text's token.
 
-A token's modulation follows from its code z alone, so that it is the code which is exchanged, in
-every converted layer, at one position. The token itself stays what it is; what came to it out of
-its context is the other's.
+A token's modulation follows from its code z alone, so the code is exchanged, in every converted
+layer, at one position. The token itself stays; what it got out of its context is the other's.
 """
 
 from __future__ import annotations
@@ -23,15 +21,26 @@ from npt.errors import ConfigError, ModelError
 
 
 @contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put the model into evaluation mode within the context."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def transplanted(
     model: PreTrainedModel, modulation: TokenModulation, position: int
 ) -> Iterator[None]:
-    """Within the context the token at `position` of every row has this modulation, in every layer
+    """Give the token at `position` of every row this modulation within the context, in every layer
     that it was read from.
 
-    Generation is no different: the position counts from the start of the row, cached tokens
-    included, so that what is generated behind it sees the changed token and nothing else is
-    changed.
+    In generation the position counts from the start of the row, cached tokens included: what is
+    generated after it sees the changed token, and nothing else is changed.
 
     Args:
         model: with adapters attached, of the configuration that the modulation was read under.
@@ -42,7 +51,7 @@ def transplanted(
     Raises:
         ConfigError: a negative position.
         ModelError: no adapters are attached, or the modulation is of other layers or another rank;
-            another transplant is going on.
+            or a modulation is transplanted already.
     """
     attached_config(model)
     layers = dict(npt_layers(model))
@@ -84,8 +93,9 @@ def transplanted(
 
 @dataclass(frozen=True)
 class Transplant:
-    """Next-token log-probabilities [V] in fp32 on the host: behind the donor's text, behind the
-    receiver's, and behind the receiver's with the donor's modulation at one token."""
+    """Next-token log-probabilities [V] in fp32 on the host: after the donor's text, after the
+    receiver's, and after the receiver's with the donor's modulation at one token.
+    """
 
     donor: Tensor
     receiver: Tensor
@@ -94,7 +104,7 @@ class Transplant:
     token_to: int
 
     def top(self, count: int) -> dict[str, list[tuple[int, float]]]:
-        """The most probable next tokens of each, with their probabilities."""
+        """Return the most probable next tokens of each, with their probabilities."""
         found = {}
         for name in ("donor", "receiver", "transplanted"):
             values, ids = getattr(self, name).exp().topk(min(count, len(self.donor)))
@@ -102,8 +112,8 @@ class Transplant:
         return found
 
     def divergences(self) -> dict[str, float]:
-        """In nats: of the transplanted distribution from each of the two, and of the receiver's
-        from the donor's, where it began.
+        """Return in nats how far the transplanted distribution is from each of the two, and the
+        receiver's from the donor's.
         """
 
         def kl(log_p: Tensor, log_q: Tensor) -> float:
@@ -124,13 +134,13 @@ def transplant(
     token_from: int = -1,
     token_to: int = -1,
 ) -> Transplant:
-    """Read the modulation of a token of one text, put it at a token of another, and look at what
-    comes next there.
+    """Read the modulation of a token of one text, put it at a token of another, and return what
+    comes next there; the model is left as it was.
 
     Args:
-        model: with adapters attached; left as it was.
+        model: with adapters attached.
         ids_from, ids_to: the donor's and the receiver's tokens, start tokens included.
-        token_from, token_to: indices, from the end where negative.
+        token_from, token_to: indices, from the end if negative.
 
     Raises:
         ConfigError: no such token, or ids outside the vocabulary.
@@ -148,13 +158,7 @@ def transplant(
 
 @torch.no_grad()
 def _next(model: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probabilities [V] behind a row of tokens, of the student."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with adapter_mode(model, "student"):
-            logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
-    finally:
-        for module in training:
-            module.training = True
+    """Return the student's log-probabilities [V] after a row of tokens."""
+    with evaluating(model), adapter_mode(model, "student"):
+        logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
     return torch.log_softmax(logits.to(torch.float32), dim=-1).cpu()
