@@ -159,8 +159,8 @@ class Events:
 
     @property
     def end(self) -> tuple[str, Event | None]:
-        """How the last start ended, and the event that says so: one of `_ENDS`, `open` if no end is
-        on record, `unknown` if no start is.
+        """The end of the last start, one of `_ENDS`, and its event; `open` if no end is on record,
+        `unknown` if no start is.
         """
         starts = [place for place, event in enumerate(self.all) if event.kind == "start"]
         if not starts:

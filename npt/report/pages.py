@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from npt.evaluation.formatting import FIGURES, percent
-from npt.report.words import clean, figure, number
+from npt.report.words import address, both_ends, clean, cut, figure, number
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -52,6 +52,7 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {
+        "both_ends": both_ends, "cut": cut, "zip": zip, "address": address,
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
         "figure": figure, "number": number, "percent": percent, "comma": "{:,}".format,
         "finite": lambda value: "not finite" if value is None else number(value),

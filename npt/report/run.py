@@ -54,7 +54,7 @@ class Postmortem:
 
 @dataclass
 class RunRecord:
-    """What a report is made of.
+    """The content of a run folder for a report.
 
     run, fidelity, modulation, best: the content of the files, empty if missing. missing: by file,
     why it says nothing. stale: by file, what it is of instead of the run's end. fidelity_of: what
@@ -95,7 +95,7 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the last start was to make."""
+        """The steps that the last start was to make."""
         starts = self.events.of("start")
         return as_count(starts[-1].details.get("total_steps")) if starts else None
 

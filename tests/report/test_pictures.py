@@ -130,7 +130,7 @@ def test_colours_with_a_role_are_variables_of_the_style_sheet() -> None:
     assert all(f"--{name}:" in style for name in re.findall(r"var\(--(\w+)\)", svg))
 
 
-def test_the_same_numbers_give_the_same_bytes_and_settings_of_users_stay_out() -> None:
+def test_charts_depend_on_their_numbers_and_on_no_users_settings() -> None:
     import matplotlib
 
     def drawn() -> str:

@@ -15,7 +15,7 @@ from npt.report.logs import Lines, read_events, read_metrics
 from npt.report.words import address, clean, number, plus_minus
 
 
-def test_lines_that_are_no_objects_are_counted_and_a_half_written_one_is_not(tmp_path) -> None:
+def test_unreadable_lines_are_counted_but_for_half_a_last_one(tmp_path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n\n[2]\nnonsense\n{"a": 3}\n{"a": 4', encoding="utf-8")
     lines = Lines(path)
@@ -98,8 +98,7 @@ def resume(step: int, checkpoint: bool = True) -> dict:
 
 
 def test_what_lies_between_a_save_and_the_resume_from_it_was_undone() -> None:
-    # The refusal at step 11 stands in front of the save, so that the checkpoint has counted it; it
-    # bears a later step all the same.
+    # The first refusal at step 11 comes before the save, so the checkpoint has counted it.
     lines = [
         event("start"),
         refusal(3),
@@ -236,7 +235,7 @@ def test_a_standard_error_has_two_digits(value, error, shown) -> None:
     assert plus_minus(value, error) == shown
 
 
-def test_json_of_the_standard_library_writes_what_is_read_as_not_finite(tmp_path) -> None:
+def test_nan_and_infinity_of_the_json_module_are_not_finite(tmp_path) -> None:
     (tmp_path / "m").write_text(
         json.dumps({"step": 1, "loss": math.nan, "grad_norm": -math.inf}) + "\n", encoding="utf-8"
     )

@@ -43,8 +43,8 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a collection is: prompts that are done, those at which the student differs, and sums
-    over the teacher's tokens. prompts_sha256: of the tokens of the prompts, to notice other data.
+    """Prompts that are done, those at which the student differs, and sums over the teacher's tokens.
+    prompts_sha256: of the tokens of the prompts, to notice other data.
     """
 
     prompts: int = 0

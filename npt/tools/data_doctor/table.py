@@ -12,15 +12,12 @@ from npt.tools.data_doctor.report import DataReport, listed
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets of masked tokens: without colour they tell them from targets."""
 
+_UNSEEN = "Special tokens by name, line ends and other unseen characters as escapes."
 LEGEND = (
     (f"{OPEN}masked{CLOSE}", "dim"),
     (" tokens are no targets (label -100), ", ""),
     ("the rest", "green"),
-    (
-        " are; … is what is left out. Special tokens by name, line ends and other unseen"
-        " characters as escapes.",
-        "",
-    ),
+    (f" are; … is what is left out. {_UNSEEN}", ""),
 )
 
 
@@ -33,11 +30,10 @@ def print_report(report: DataReport, console: Console) -> None:
         table.add_row(Text(name), Text(value))
     console.print(table)
     if report.broken:
+        more = report.broken_total - len(report.broken)
         console.print()
-        for broken in report.broken:
-            _print(console, (str(broken), ""))
-        if report.broken_total > len(report.broken):
-            _print(console, (f"and {report.broken_total - len(report.broken):,} more", ""))
+        for line in (*map(str, report.broken), *([f"and {more:,} more"] if more else [])):
+            _print(console, (line, ""))
     for number, shown in enumerate(report.shown):
         console.print()
         if number == 0:

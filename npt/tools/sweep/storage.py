@@ -57,7 +57,7 @@ class Claim(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a study is. lost: trials that are left alone after ATTEMPTS."""
+    """Trials of a study by their state. lost: those that are left alone after ATTEMPTS."""
 
     finished: int
     running: int

@@ -1,4 +1,4 @@
-"""The planted fault: activations of another size within the context, and nothing of it behind."""
+"""The planted fault: activations of another size within the context, and as before after it."""
 
 from __future__ import annotations
 

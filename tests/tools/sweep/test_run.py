@@ -189,7 +189,7 @@ def test_half_precision_overflows_where_fp32_does_not(lab, trial) -> None:
         and half["fault_loss"] is not None
         and not math.isfinite(half["fault_loss"])
     )
-    assert half["fault_harm"] == 1.0  # nothing of a refused batch is left behind
+    assert half["fault_harm"] == 1.0  # nothing of a refused batch is left
     assert not full["fault_refused"] and full["refused"] == 0
 
 
