@@ -190,15 +190,10 @@ def scale(axes: Axes, which: str, values: Sequence[float | None], log: bool | No
 def columns(
     steps: Sequence[int], values: Sequence[float], first: int, last: int
 ) -> tuple[np.ndarray, ...]:
-    """Put many steps on few columns so that no extreme is lost.
-
-    Args:
-        steps: ascending, from `first` to `last`.
-        values: one a step; NaN for none, an infinity for one that was not finite.
-
-    Returns:
-        By column that has a value: its middle in steps, the mean, the smallest and the largest
-        finite value (NaN for none), and the number of those that were not finite.
+    """Put many steps, ascending from `first` to `last`, on few columns so that no extreme is lost;
+    a value is NaN for none, infinite for not finite. Return by column that has one: its middle in
+    steps, the mean, the smallest and the largest finite value (NaN for none), and the number of
+    those that were not finite.
     """
     at, found = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     at, found = at[~np.isnan(found)], found[~np.isnan(found)]
@@ -347,16 +342,9 @@ def paint_rows(
     made: Picture, top: float, names: Sequence[str], marks: Sequence[Marks], what: str,
     log: bool | None = None, reach: Sequence[float] = (), title: str = "",
 ) -> float:  # fmt: skip
-    """Draw named rows of marks on a common scale: dots, not bars, for a scale need not begin at 0.
-
-    Args:
-        top: of the rows, in pixels.
-        what: name of the scale, with its unit.
-        log: as for `scale`.
-        reach: numbers that the scale holds in any case.
-
-    Returns:
-        The lower end of the rows.
+    """Draw named rows of marks on a common scale from `top` on, and return their lower end: dots,
+    not bars, for a scale need not begin at 0. what: name of the scale, with its unit. log: as for
+    `scale`. reach: numbers that the scale holds in any case.
     """
     short, legend = _are_short(names), any(each.name for each in marks)
     top += 18 * (bool(title) or legend)

@@ -36,8 +36,6 @@ _ENDS = ("done", "signal", "stopped", "error")
 class Lines:
     """The objects of a .jsonl file. unreadable: lines so far that were none, but for a last one
     without an end, which may still be being written.
-
-    Iterating raises OSError if the file is missing or cannot be read.
     """
 
     def __init__(self, path: Path):

@@ -24,13 +24,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, *, script: str = "", css: str = "", **data: Any) -> str:
-    """Return a whole HTML page.
-
-    Args:
-        template: name of one that extends `frame.html.j2`.
-        script: name of the page's script, if it has one, which reads `json` from the data.
-        css: style that only this page has.
-        data: what the template shows.
+    """Return a whole HTML page of a template that extends `frame.html.j2`. script: name of the
+    page's script, which reads `json` from the data. css: style that only this page has. data: what
+    the template shows.
     """
     sheet, code = style() + css, _file(script) if script else ""
     policy = (

@@ -54,12 +54,9 @@ class Postmortem:
 
 @dataclass
 class RunRecord:
-    """The content of a run folder for a report.
-
-    run, fidelity, modulation, best: the content of the files, empty if missing. missing: by file,
-    why it says nothing. stale: by file, what it is of instead of the run's end. fidelity_of: what
-    replaces a missing `fidelity.json`. writing: a process holds the folder; None if that cannot be
-    seen.
+    """The content of a run folder, empty if missing. missing: by file, why it says nothing. stale:
+    by file, what it is of instead of the run's end. fidelity_of: what replaces a missing
+    `fidelity.json`. writing: a process holds the folder; None if that cannot be seen.
     """
 
     folder: Path

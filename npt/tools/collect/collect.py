@@ -1,9 +1,8 @@
 """Disagreements of student and teacher as training data.
 
-The teacher continues each prompt greedily. At every position the student is asked which token it
-would have written; a prompt at which it differs becomes a record, with the teacher's continuation
-as the completion. The record holds the tokens with the texts, because text does not always encode
-back to the tokens it was decoded from.
+The teacher continues each prompt greedily. A prompt at which the student would have written another
+token becomes a record, with the teacher's continuation as the completion. The record holds the
+tokens with the texts, because text does not always encode back to its tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 
 @dataclass(frozen=True)
 class Progress:
-    """Prompts that are done, those at which the student differs, and sums over the teacher's tokens.
-    prompts_sha256: of the tokens of the prompts, to notice other data.
+    """Prompts that are done, those at which the student differs, and sums over the teacher's
+    tokens. prompts_sha256: of the prompts' tokens, to notice other data.
     """
 
     prompts: int = 0
@@ -101,28 +100,21 @@ def collect(
     base: BaseIdentity | None = None,
     report: Callable[[Progress], None] = lambda _: None,
 ) -> CollectResult:
-    """Write the prompts at which the student differs from its teacher to `output`, a .jsonl file to
-    train on.
+    """Write the prompts at which the student differs from its teacher to `output`, a .jsonl file.
 
     Called again with the same settings it resumes after the last finished batch; the file is then
     the one that an uninterrupted call writes, byte for byte at the same batch size.
 
     Args:
-        model: with adapters attached.
-        tokenizer: of the base model.
         data: records with prompts or texts, see `read_prompts`.
-        output: the file, written at the end from the finished batches in `<output>.parts/`.
+        output: written at the end from the finished batches in `<output>.parts/`.
         data_config: columns and `max_length`, which prompt and completion together stay within.
-        max_new_tokens: of a completion.
-        num_prompts: how many prompts in all, earlier calls included; None for all there are.
-        batch_size: prompts at a time.
-        seed: of the order of prompts.
+        num_prompts: how many in all, earlier calls included; None for all.
         base: `npt.base_identity(model)`, if known already.
         report: told after every batch.
 
     Raises:
-        ConfigError: settings that cannot work, or an output that other settings or data were
-            written to.
+        ConfigError: settings that cannot work, or an output of other settings or data.
         DataError: no prompts.
         NumericalError: logits that are not finite.
         ModelError: no adapters are attached.

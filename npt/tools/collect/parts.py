@@ -25,15 +25,9 @@ SUFFIX = ".part"
 
 
 class Parts:
-    """The parts of one output, locked while they are open. A part is its progress, a line of JSON,
-    and then the lines of its records.
-
-    Args:
-        output: a .jsonl file; its folder is made if missing.
-        settings: all that the records depend on, by the names that a user knows them by.
-
-    Attributes:
-        progress: what was committed last; empty at the start.
+    """The parts of one output, a .jsonl file, locked while they are open. A part is its progress, a
+    line of JSON, and then the lines of its records. settings: all that the records depend on, by
+    flag. progress: what was committed last; empty at the start.
 
     Raises:
         ConfigError: the output is of other work, was changed, is being written or cannot be.

@@ -22,14 +22,12 @@ _ANY_ANSWER = "x"
 def read_prompts(
     records: Iterable[Record], tokenizer: Any, config: DataConfig, *, length: int, seed: int
 ) -> Iterator[Sample]:
-    """Yield prompts of at most `length` tokens, in an order that the seed fixes.
+    """Yield prompts of at most `length` tokens, in an order that the seed fixes; raise DataError
+    for a record without one.
 
     A longer prompt keeps its end; a text is cut to pieces, each a prompt. Of a record with ids and
     labels the leading tokens without a label are the prompt, of a conversation everything before
     its last answer. End tokens are left out.
-
-    Raises:
-        DataError: a record with nothing of this in it, or no prompt of two tokens or more.
     """
     prompts: Iterable[Record] = _Stream(records, tokenizer, config, length)
     if hasattr(records, "__len__") and hasattr(records, "__getitem__"):

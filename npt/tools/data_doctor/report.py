@@ -133,16 +133,8 @@ def examine(
     max_records: int | None = None,
 ) -> DataReport:  # fmt: skip
     """Read a data set once, as training would, and report on it; faults are noted and passed over.
-
-    Args:
-        config: the data and how they are cut. `num_samples` is not applied.
-        tokenizer, vocab_size: of the base model.
-        batch_size: for the padding.
-        seed: of the samples that are shown.
-        max_records: look at the first ones only.
-
-    Raises:
-        DataError: there is no such data set, or nothing of it can be opened.
+    `num_samples` is not applied. max_records: look at the first ones only. Raise DataError if
+    nothing of it can be opened.
     """
     check_source(config)
     name, own = config.dataset_name, config.dataset_name == BUILTIN

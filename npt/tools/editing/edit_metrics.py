@@ -2,11 +2,9 @@
 
 Recall is the log-probability of the fact's tokens after nothing but the start token; with the
 context, or the fact itself, read before, it says how much there is to gain. Forgetting is the
-change on held-out text: perplexity, and the divergence from the model as it was. Both are measured
-of the student with its adapters live and of the teacher, which are one model with the same rows.
-
-To first order recall grows with alpha and the divergence with its square, so a bound on what may be
-forgotten is a bound on alpha.
+change on held-out text: perplexity, and the divergence from the model as it was. To first order
+recall grows with alpha and the divergence with its square, so a bound on what may be forgotten is a
+bound on alpha.
 """
 
 from __future__ import annotations
@@ -128,11 +126,7 @@ def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
 
 class Before:
     """The model as it is now, for comparison: final states on held-out samples, and the fact's
-    recall.
-
-    Raises:
-        DataError: nothing to predict in the samples.
-        ModelError: no adapters are attached.
+    recall. Raise DataError if the samples have nothing to predict.
     """
 
     def __init__(
@@ -189,18 +183,9 @@ def largest_alpha(
     asked: float,
     max_kl: float,
 ) -> float:
-    """Return the strength, at most the one asked for, at which neither stream's divergence on
-    held-out text is above a bound.
-
-    Args:
-        model: left as it was.
-        before: of held-out text that the outcome is not reported on.
-        make: the update of a strength.
-        asked: alpha.
-        max_kl: nats per token, above 0; infinite for no bound.
-
-    Raises:
-        ConfigError: the bound is not above 0, or cannot be kept at any strength that counts.
+    """Return the strength, at most the one asked for, at which neither stream's divergence on held-
+    out text, which the outcome is not reported on, is above a bound in nats per token; infinite for
+    none. Raise ConfigError if no strength that counts keeps it.
     """
     if not max_kl > 0:
         raise ConfigError(f"--max_kl is {max_kl}; it must be above 0 (inf for no bound)")
@@ -236,15 +221,8 @@ def search(
 ) -> list[Choice]:
     """Try what else of the same text could be consolidated at the same cost, and return it, best
     first: other targets, then other tokens, then other layers, each from the best of the one
-    before, at the strength where the student's divergence would reach the bound.
-
-    Args:
-        model: left as it was.
-        before: of held-out text that the outcome is not reported on.
-        start: the first choice.
-        max_kl: nats per token; finite.
-        ids: of the text that modulations are read from.
-        report: told what is tried.
+    before, at the strength where the student's divergence would reach `max_kl` nats per token.
+    report: told what is tried.
     """
     if not (max_kl > 0 and math.isfinite(max_kl)):
         raise ConfigError(

@@ -37,20 +37,16 @@ def transplanted(
     model: PreTrainedModel, modulation: TokenModulation, position: int
 ) -> Iterator[None]:
     """Give the token at `position` of every row this modulation within the context, in every layer
-    that it was read from.
-
-    In generation the position counts from the start of the row, cached tokens included: what is
-    generated after it sees the changed token, and nothing else is changed.
+    that it was read from. In generation the position counts cached tokens, too.
 
     Args:
-        model: with adapters attached, of the configuration that the modulation was read under.
-        modulation: of `npt.modulation_of`, of this model or of another with adapters of the same
-            form.
+        model: with adapters attached, of the form that the modulation was read under.
+        modulation: of `npt.modulation_of`.
         position: index in the row as it is given, padding on the left included; 0 or above.
 
     Raises:
         ConfigError: a negative position.
-        ModelError: no adapters are attached, or the modulation is of other layers or another rank;
+        ModelError: no adapters are attached, the modulation is of other layers or another rank,
             or a modulation is transplanted already.
     """
     attached_config(model)

@@ -73,14 +73,9 @@ def analyse(
     rows: Sequence[Row], names: Sequence[str], response: Callable[[Row], float | None], called: str,
     *, share: bool = False,
 ) -> Analysis | None:  # fmt: skip
-    """Return main effects of the named settings and shares of variance; None if there are too few
-    trials, or the response is the same in all.
-
-    Args:
-        rows: of one part.
-        response: of a row; None leaves it out.
-        called: the response's name.
-        share: the response is 0 or 1.
+    """Return main effects of the named settings on a response and shares of its variance; None if
+    there are too few trials, or the response is the same in all. A response of None leaves a row
+    out. share: the response is 0 or 1.
     """
     ended = finished(rows)
     known = [i for i, row in enumerate(ended) if response(row) is not None]

@@ -33,11 +33,8 @@ REPORT, FIGURES = "report.html", "figures"
 
 def write_study_report(folder: Path, output: Path | None = None) -> dict[str, Any]:
     """Write the page about a study that has ended, was killed or is under way, and the pictures as
-    SVG into its folder. Return its results in a few numbers.
-
-    Raises:
-        ConfigError: there is no table yet, or the folder cannot be read.
-        OSError: the page cannot be written.
+    SVG into its folder. Return its results in a few numbers. Raise ConfigError if there is no table
+    yet, or the folder cannot be read.
     """
     refresh(folder)
     rows = read_table(folder)

@@ -46,11 +46,8 @@ Watch = Callable[[int, float | None, float | None], None]
 def run_trial(
     lab: Lab, trial: Trial, between: Between = lambda: None, watch: Watch = lambda *_: None
 ) -> Row:
-    """Run a trial: once, or if it seeks a limit as often as that takes.
-
-    Returns:
-        Figures by name; of a bisection those of the run at the largest value that trained, with the
-        bracket.
+    """Run a trial: once, or if it seeks a limit as often as that takes; the row is then of the
+    largest value that trained, with the bracket.
     """
     if trial.bisect is None:
         return run(lab, trial.settings, between, watch)

@@ -105,14 +105,9 @@ def read_design(path: str) -> Design:
 
 
 def design_of(content: Any, where: str) -> Design:
-    """Return the design of a specification's content, every trial's settings checked.
-
-    Args:
-        content: as YAML gives it.
-        where: its file, for messages; its stem is the default name.
-
-    Raises:
-        ConfigError: an unknown name, or settings of a trial that cannot work; the trial is named.
+    """Return the design of a specification's content, every trial's settings checked. where: its
+    file, for messages; its stem is the default name. Raise ConfigError for an unknown name, or
+    settings of a trial that cannot work; the trial is named.
     """
     top = _mapping(where, content, _TOP)
     written = _mapping(f"{where}: parts", top.get("parts"))

@@ -129,16 +129,10 @@ def _reason(error: BaseException) -> str:
 
 
 class Storage:
-    """One study in a database, as one worker sees it.
-
-    Args:
-        url: SQLAlchemy's address of the database: sqlite:///study.db, postgresql://..., mysql://...
-        name: of the study; workers that name the same one share it.
-        grace: seconds without a heartbeat after which a trial is run again.
-        beat: seconds between heartbeats.
-
-    Raises:
-        ConfigError: Optuna is not installed, or the database cannot be opened.
+    """One study in a database, as one worker sees it; workers that name the same study share it.
+    url: SQLAlchemy's address, as sqlite:///study.db. grace: seconds without a heartbeat after which
+    a trial is run again. beat: seconds between heartbeats. Raise ConfigError if Optuna is not
+    installed or the database cannot be opened.
     """
 
     def __init__(

@@ -120,16 +120,9 @@ def design_in(folder: Path) -> Design:
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, each: Callable[[], None]) -> int:
-    """Run worker processes of a study on this machine until all have ended.
-
-    Args:
-        command: of a worker process.
-        count: of workers.
-        threads: that each computes on.
-        each: called about once a second.
-
-    Returns:
-        0, or the status of a worker that failed if none did its work to the end.
+    """Run so many worker processes of a study on this machine, each on so many threads, until all
+    have ended; `each` is called about once a second. Return 0, or the status of a worker that
+    failed if none did its work to the end.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     # In groups of their own: an interrupt from the terminal reaches this process alone, which then

@@ -26,15 +26,8 @@ WAIT_SECONDS = 2.0
 
 
 class Worker:
-    """One process's part in a study.
-
-    Args:
-        design: the study's.
-        storage: that it shares with others.
-        folder: for trackers' files.
-        lab: bases and data.
-        say: told of every trial that has ended.
-        parent: the process that this one ends with, if it has one.
+    """One process's part in a study. folder: for trackers' files. say: told of every trial that has
+    ended. parent: the process that this one ends with, if it has one.
     """
 
     def __init__(
