@@ -75,9 +75,9 @@ def consolidate(given: dict[str, Any]) -> int:
         Choice,
         encode_fact,
         largest_alpha,
+        print_retention,
         search,
     )
-    from npt.tools.editing.edit_table import print_retention
 
     console = make_console(stderr=given["json"])
     check_source(data)

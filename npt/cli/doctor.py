@@ -44,7 +44,7 @@ def doctor(given: dict[str, Any]) -> int:
     _check_flags(given)
     given = {"batch_size": 4, "seed": 0, **_with_config(given)}
     from npt.files import to_json
-    from npt.tools.data_doctor.table import print_report
+    from npt.tools.data_doctor.report import print_report
 
     given = with_safe_mode(given)
     console = make_console(stderr=given["json"])

@@ -58,7 +58,7 @@ def _study(folder: Path, output: Path, json: bool) -> int:
 
     for package in ("pandas", "pyarrow", "scipy"):
         require(package, "the page about a study")
-    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.page import write_study_report
 
     found = write_study_report(folder, output)
     if json:

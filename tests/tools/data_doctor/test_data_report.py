@@ -21,9 +21,16 @@ from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import DataError
 from npt.files import to_json
-from npt.tools.data_doctor.report import DataReport, escaped, examine, show
+from npt.tools.data_doctor.report import (
+    CLOSE,
+    OPEN,
+    DataReport,
+    escaped,
+    examine,
+    print_report,
+    show,
+)
 from npt.tools.data_doctor.statistics import Copies, Lengths, Reservoir
-from npt.tools.data_doctor.table import CLOSE, OPEN, print_report
 
 VOCAB = 2048
 

@@ -200,7 +200,7 @@ def test_a_folder_is_reported_from_its_table_alone_and_by_its_figures(tmp_path) 
     from made_study import design
 
     from npt.files import write_json
-    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.page import write_study_report
     from npt.tools.sweep.table import write_table
 
     folder = tmp_path / "made"
@@ -227,7 +227,7 @@ def test_the_head_says_what_every_trial_has_in_common(tmp_path) -> None:
     from made_study import design
 
     from npt.files import write_json
-    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.page import write_study_report
     from npt.tools.sweep.table import write_table
 
     write_json(
