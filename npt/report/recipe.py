@@ -24,13 +24,14 @@ def recipe(record: RunRecord) -> list[tuple[str, str]]:
 
     def say(name: str, form: str = "{}", but: Any = None) -> str:
         value = settings.get(name)
-        return "" if but is not None and value == but else _in_words(value, form)
+        return "" if value == but else _in_words(value, form)
 
     base_hash, layers, total = run.get("base_hash"), run.get("layers"), record.total_steps
     quantization = as_mapping(run.get("precision")).get("quantization")
     known = "precision" in run or "use_quantization" in settings
     parameters = as_count(run.get("trainable_parameters"))
     versions = as_mapping(run.get("versions"))
+    shown = f"layers {_ranges(layers)} ({len(layers)})" if isinstance(layers, list) else ""
     lines = {
         "base": [
             say("model_name"),
@@ -40,25 +41,18 @@ def recipe(record: RunRecord) -> list[tuple[str, str]]:
             _in_words(run.get("device"), "on {}"),
         ],
         "adapters": [
-            f"layers {_ranges(layers)} ({len(layers)})"
-            if isinstance(layers, list) and layers
-            else "",
-            say("rank", "rank {}"),
-            say("targets", "targets {}"),
+            shown if layers else "",
+            say("rank", "rank {}"), say("targets", "targets {}"),
             say("modulation", "modulation {}"),
             f"{parameters:,} parameters" if parameters is not None else "",
         ],
         "start": [
-            say("init"),
-            say("adapter", "from {}"),
-            say("additive_scale", "alpha {}"),
-            say("mult_bound", "beta {}"),
+            say("init"), say("adapter", "from {}"),
+            say("additive_scale", "alpha {}"), say("mult_bound", "beta {}"),
         ],
         "training": [
-            say("strategy"),
-            say("loss", "loss {}"),
-            say("learning_rate", "rate {}"),
-            say("scheduler_type", "schedule {}"),
+            say("strategy"), say("loss", "loss {}"),
+            say("learning_rate", "rate {}"), say("scheduler_type", "schedule {}"),
             say("batch_size", "batch {}")
             + say("gradient_accumulation_steps", " x {}", but=1)
             + say("processes", " x {} processes", but=1),
@@ -66,17 +60,15 @@ def recipe(record: RunRecord) -> list[tuple[str, str]]:
             _in_words(run.get("seed", settings.get("seed")), "seed {}"),
         ],
         "data": [
-            say("dataset_name"),
-            say("dataset_config"),
-            say("num_samples", "{} samples"),
-            say("max_length", "up to {} tokens each"),
+            say("dataset_name"), say("dataset_config"),
+            say("num_samples", "{} samples"), say("max_length", "up to {} tokens each"),
         ]
         if settings.get("dataset_name") is not None
         else [],
         "versions": [
             f"{name} {versions[name]}" for name in _VERSIONS if isinstance(versions.get(name), str)
         ],
-    }
+    }  # fmt: skip
     return [(name, ", ".join(filter(None, words))) for name, words in lines.items() if any(words)]
 
 

@@ -73,9 +73,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def plus_minus(value: float | None, error: float | None) -> str:
-    """Return a figure with its standard error, both to the error's second digit; an error that is
-    nothing but rounding is left out.
-    """
+    """Return a figure with its standard error to two digits, unless that is mere rounding."""
     known = all(x is not None and math.isfinite(x) for x in (value, error))
     if not known or value is None or error is None or error <= 1e-6 * abs(value):
         return number(value)

@@ -46,8 +46,6 @@ class Fact:
     once), fact. scored: tokens of the fact, at the end.
     """
 
-    text: str
-    context: str
     alone: tuple[int, ...]
     in_context: tuple[int, ...]
     scored: int
@@ -123,7 +121,7 @@ def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
         raise ConfigError(
             f"--text is {text!r}, of which no token can be predicted; give a fact of some words"
         )
-    return Fact(text, context, (*begin, *own), (*begin, *(before or own), *own), scored)
+    return Fact((*begin, *own), (*begin, *(before or own), *own), scored)
 
 
 class Before:
@@ -310,8 +308,7 @@ def _worth(choice: Choice) -> float:
     return choice.gain if math.isfinite(choice.gain) else -math.inf
 
 
-_BEST = 8
-"""How many of the choices that a search tried are shown."""
+_BEST = 8  # how many of the choices that a search tried are shown
 
 
 def print_retention(

@@ -13,11 +13,8 @@ Row = Mapping[str, Any]
 
 RATE = "learning_rate"
 
-LEVELS = 12
-"""Different numbers up to which each is a level of its own; more are put into classes."""
-
-RATE_CLASSES = 8
-"""Classes, equal in the logarithm, of the rates of a map that has more than LEVELS."""
+LEVELS = 12  # different numbers up to which each is a level of its own; more are put into classes
+RATE_CLASSES = 8  # classes, equal in the logarithm, of the rates of a map that has more than LEVELS
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from scipy.special import expit, log_expit, logit, ndtri, stdtrit
 
 from npt.tools.sweep.analysis import LEVELS, Row, finished, in_order, is_number, level_text
 
-ROUNDING = 1e-8
-"""Entries of a design are 0 or 1; fp64 makes no larger difference of them."""
+ROUNDING = 1e-8  # entries of a design are 0 or 1; fp64 makes no larger difference of them
 
 _CLASSES = 4
 _SPARE = 4  # trials that an analysis needs in addition to one for each parameter of the model

@@ -19,8 +19,7 @@ from npt.tools.sweep.effects import Analysis
 CELL, ROW = 44.0, 38.0
 """Least width of a map's cell, which holds a number of three digits, and height of its row."""
 
-HARMLESS = 1.25
-"""Factor of the loss on each side of 1 that the axis of harm has at least."""
+HARMLESS = 1.25  # factor of the loss on each side of 1 that the axis of harm has at least
 
 WORSE, LETTERS = "#f0a860", 53
 BRIGHT, DARK = "#10141a", "#ffffff"  # text on a colour

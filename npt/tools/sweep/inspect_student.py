@@ -21,8 +21,7 @@ from npt.data.batch import Batch
 SATURATED = 0.99
 """A multiplier is saturated beyond this share of the way from the middle of its range to an end."""
 
-DEAD = 1e-3
-"""A multiplier of this size or less has switched its channel off."""
+DEAD = 1e-3  # a multiplier of this size or less has switched its channel off
 
 
 @dataclass(frozen=True)

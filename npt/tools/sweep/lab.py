@@ -28,8 +28,7 @@ from npt.tools.sweep.settings import Settings
 from npt.tools.sweep.spec import Design
 from npt.train.run_checks import check_trainable
 
-BASES_BYTES = 2 << 30
-"""Bytes of the bases that are kept together; the one in use is always kept."""
+BASES_BYTES = 2 << 30  # bytes of the bases that are kept together; the one in use is always kept
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -44,8 +44,7 @@ from npt.tools.sweep.spec import Trial
 from npt.tools.sweep.study import SPEC, STUDY, design_in, refresh
 from npt.tools.sweep.table import MEASURES, read_table
 
-LINES = 40
-"""Settings that a map draws: more are read in its table."""
+LINES = 40  # settings that a map draws: more are read in its table
 
 PLACES = ("key", "parts", "arms")
 

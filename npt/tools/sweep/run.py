@@ -34,9 +34,7 @@ from npt.tools.sweep.sharpness import layer_sharpness
 from npt.tools.sweep.spec import Trial
 
 CURVE = 64  # points of a loss curve that are kept
-
-AROUND = 3
-"""Steps before a fault, and at the end of a run, whose mean loss is the loss there."""
+AROUND = 3  # steps before a fault, and at the end of a run, whose mean loss is the loss there
 
 RECOVERED = 1.5
 """A run has recovered from a fault when its loss is at most this many times the loss before."""

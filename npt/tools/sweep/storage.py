@@ -35,8 +35,7 @@ BEAT_SECONDS = 5
 GRACE_SECONDS = 45
 """Silence after which a trial is run again: many beats, since a busy database may delay some."""
 
-ATTEMPTS = 3
-"""Errors of a trial, or workers that fall silent over it, after which it is left alone."""
+ATTEMPTS = 3  # errors of a trial, or workers that fall silent over it, after which it is left alone
 
 TRIES = 5
 TRY_SECONDS = 1.0

@@ -27,8 +27,7 @@ from npt.tools.sweep.table import PARQUET, read_table, rows_of, write_table
 
 SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
-TABLE_SECONDS = 20.0
-"""Between two tables of a study that is under way."""
+TABLE_SECONDS = 20.0  # between two tables of a study that is under way
 
 
 def is_study(folder: Path) -> bool:
