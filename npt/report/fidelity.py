@@ -44,7 +44,7 @@ Way = Mapping[str, tuple[float, float]]
 
 
 def fidelity(record: RunRecord) -> dict[str, Any] | None:
-    """Return what the page says of the whole model; None if there are no figures."""
+    """Return the part on the whole model; None if there are no figures."""
     found = {name: v for name in MODELS if (v := as_mapping(record.fidelity.get(name)))}
     if not found:
         return None
@@ -146,9 +146,7 @@ def _table(named: Models) -> tuple[list[str], list[list[str]]]:
 
 
 def layers(record: RunRecord) -> dict[str, Any] | None:
-    """Return what the page says of the layers' NMSE on held-out text; None if nothing was
-    measured.
-    """
+    """Return the part on the layers' NMSE on held-out text; None if nothing was measured."""
     rows = _layer_rows(record.fidelity, "nmse")
     if not rows:
         return None
@@ -191,7 +189,7 @@ def _layer_picture(
 
 
 def _layer_rows(fidelity: Mapping[str, Any], what: str) -> dict[str, dict[str, float]]:
-    """Return by layer what was measured of each model; infinite for not finite."""
+    """Return by layer a measure of each model; infinite for not finite."""
     rows = {}
     for name, values in list(as_mapping(fidelity.get("layers")).items())[:LAYERS]:
         measured = as_mapping(values)

@@ -125,7 +125,7 @@ def _cell(value: Any) -> float:
 
 
 def read_metrics(lines: Iterable[Mapping[str, Any]]) -> Metrics:
-    """Return what all lines of a `metrics.jsonl` come to."""
+    """Return the columns of a `metrics.jsonl`."""
     metrics = Metrics()
     for line in lines:
         metrics.add(line)
@@ -187,7 +187,7 @@ def read_events(lines: Iterable[Mapping[str, Any]]) -> Events:
 
 
 def _undo(before: list[Event], resume: Event) -> None:
-    """Mark what a run did after the checkpoint that it resumes from; everything without one.
+    """Mark the events after the checkpoint that a run resumes from; all of them without one.
 
     A refusal before that save still counts, whatever its step; so the save's place in the file
     decides, and the step only if the save is not found.

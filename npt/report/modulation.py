@@ -26,7 +26,7 @@ Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 
 
 def modulation(record: RunRecord) -> dict[str, Any] | None:
-    """Return what the page says of `modulation.json`; None if it holds no layer."""
+    """Return the part on `modulation.json`; None if it holds no layer."""
     measured = record.modulation
     found = list(as_mapping(measured.get("layers")).items())[:LAYERS]
     layers = {clean(name, 12): layer for name, layer in found if isinstance(layer, dict)}

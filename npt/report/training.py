@@ -90,7 +90,7 @@ def _chart(
 
 
 def _loss(record: RunRecord, span: Span, plain: dict[str, list[float]]) -> str:
-    """Return the loss and its NMSE part, and under them what happened at which step."""
+    """Return the loss and its NMSE part, and under them the events at their steps."""
     series = [
         (name, record.metrics.steps, plain[key])
         for key, name in (("loss", "loss"), ("loss_nmse", "its NMSE part"))

@@ -42,7 +42,7 @@ class Broken:
 
 
 class Origin(NamedTuple):
-    """The file or data set of a record; its line, and what is written there."""
+    """The file or data set of a record; its line, and the content of that."""
 
     where: str
     line: int | None = None

@@ -234,7 +234,7 @@ def listed(skipped: Mapping[str, int]) -> str:
 
 
 def _problems(report: DataReport) -> Iterator[Problem]:
-    """Yield what to mend, the worst first."""
+    """Yield the problems, the worst first."""
     counts = report.counts
     if report.broken_total:
         places = "broken place" if report.broken_total == 1 else "broken places"

@@ -130,8 +130,8 @@ def transplant(
     token_from: int = -1,
     token_to: int = -1,
 ) -> Transplant:
-    """Read the modulation of a token of one text, put it at a token of another, and return what
-    comes next there; the model is left as it was.
+    """Read the modulation of a token of one text, put it at a token of another, and return the
+    distributions of the next token; the model is left as it was.
 
     Args:
         model: with adapters attached.

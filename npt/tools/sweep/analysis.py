@@ -84,7 +84,7 @@ def places(row: Row) -> list[tuple[str, str]]:
 
 
 def factors(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Return what these rows differ in, seeds left out: the arms, if they are named, and the
+    """Return the names that differ in these rows, seeds left out: the arms, if named, and the
     settings that no arm decides.
     """
 

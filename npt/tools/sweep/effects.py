@@ -122,7 +122,7 @@ def analyse(
 
 
 def _levels(values: Sequence[Any]) -> tuple[np.ndarray, list[str]]:
-    """Return each value's level, and what the levels are called. Numbers of more than LEVELS kinds
+    """Return each value's level, and the levels' names. Numbers of more than LEVELS kinds
     are put into classes.
     """
     kinds = in_order(values)

@@ -5,10 +5,12 @@ matter. Its charts are in it, and lie next to it as SVG; a table has every chart
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,12 @@ class Study:
         """The settings that the table has."""
         return [name for name in self.rows[0] if name not in PLACES and name not in MEASURES]
 
+    @cached_property
+    def maps(self) -> list[Map]:
+        """The maps of all parts that have one."""
+        found = (stability_map(self.rows, part, self.columns) for part in parts_of(self.rows))
+        return [each for each in found if each is not None]
+
     def name_of(self, row: Row) -> str:
         """Return a trial in a few words."""
         part, arm = places(row)[0]
@@ -87,7 +95,7 @@ class Study:
         return ", ".join(words) or part
 
     def names_of(self, rows: Sequence[Row]) -> list[str]:
-        """Return what each row is called, with its seed and part if they have several."""
+        """Return a name for each row, with its seed and part if they have several."""
         seeds, parts = (len({row[name] for row in rows}) > 1 for name in ("seed", "parts"))
         return [
             (f"{places(row)[0][0]}: " if parts else "")
@@ -140,16 +148,13 @@ def _facts(study: Study) -> list[tuple[str, str]]:
 
 def _maps(study: Study) -> list[dict[str, Any]]:
     pieces = []
-    for place, part in enumerate(parts_of(study.rows), 1):
-        found = stability_map(study.rows, part, study.columns)
-        if found is None:
-            continue
-        drawn = Map(part, found.setting, found.heads, found.lines[:LINES])
-        name = f"map-{place}-{_file(part)}"
+    for found in study.maps:
+        drawn = replace(found, lines=found.lines[:LINES])
+        name = f"map-{_file(study, found.part)}"
         pieces.append(
             {
-                "part": part,
-                "note": study.notes.get(part, ""),
+                "part": found.part,
+                "note": study.notes.get(found.part, ""),
                 "heads": [f"*{head}" for head in found.heads],
                 "lines": [(line, _measures(line)) for line in found.lines],
                 "drawn": len(drawn.lines),
@@ -161,7 +166,7 @@ def _maps(study: Study) -> list[dict[str, Any]]:
 
 
 def _measures(line: Line) -> dict[str, Any]:
-    """Return what a line of a map reached at its best rate, and its worst at any rate."""
+    """Return the measures of a line at its best rate, and the worst at any rate."""
 
     def known(name: str) -> list[float]:
         return [row[name] for row in line.rows if row[name] is not None]
@@ -232,7 +237,7 @@ def _fidelity(study: Study) -> dict[str, Any] | None:
 def _effects(study: Study) -> dict[str, Any] | None:
     pieces: list[dict[str, Any]] = []
     shares: list[tuple[str, Analysis]] = []
-    for place, part in enumerate(parts_of(study.rows), 1):
+    for part in parts_of(study.rows):
         rows = [row for row in of_part(study.rows, part) if not sought(row)]
         names = factors(rows, study.columns)
         both = (
@@ -242,7 +247,7 @@ def _effects(study: Study) -> dict[str, Any] | None:
         found = [analysis for analysis in both if analysis is not None]
         if found:
             picture = figures.effects_figure(found)
-            kept = study.keep(f"effects-{place}-{_file(part)}", picture)
+            kept = study.keep(f"effects-{_file(study, part)}", picture)
             levels = [(a.response, effect) for a in found for effect in a.effects]
             pieces.append({"part": part, "picture": kept, "rows": levels})
             shares += [(f"{part}: {analysis.response}", analysis) for analysis in found]
@@ -303,9 +308,10 @@ def _value(name: str, value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def _file(name: str) -> str:
-    plain = (x if (x.isalnum() and x.isascii()) or x in "-_" else "-" for x in name)
-    return "".join(plain)[:60]
+def _file(study: Study, part: str) -> str:
+    """Return a part's number and its name as a file may be called."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", part)
+    return f"{parts_of(study.rows).index(part) + 1}-{plain[:60]}"
 
 
 _RECIPE = {
@@ -356,13 +362,25 @@ def write_study_report(folder: Path, output: Path | None = None) -> dict[str, An
         "trials": len(rows),
         "outcomes": dict(Counter(row["outcome"] or "not run" for row in rows)),
         "pictures": sorted(study.pictures),
-        "maps": _map_figures(study),
+        "maps": {
+            found.part: [
+                {
+                    "setting": line.name,
+                    "trains_up_to": line.good,
+                    "fails_at": line.bad,
+                    "best_kl": line.best and line.best["kl"],
+                    "at_rate": line.best and line.best[RATE],
+                }
+                for line in found.lines
+            ]
+            for found in study.maps
+        },
         "limits": limits,
     }
 
 
 def _recipe(folder: Path, trials: Sequence[Trial]) -> dict[str, str]:
-    """Return what all trials have in common, and the versions that ran them."""
+    """Return the settings that all trials share, and the versions that ran them."""
     of_all = [trial.settings.values() for trial in trials]
     found = {}
     for what, names in _RECIPE.items() if of_all else ():
@@ -376,22 +394,3 @@ def _recipe(folder: Path, trials: Sequence[Trial]) -> dict[str, str]:
     if isinstance(versions, dict):
         found["versions"] = ", ".join(f"{name} {value}" for name, value in versions.items())
     return {what: said for what, said in found.items() if said}
-
-
-def _map_figures(study: Study) -> dict[str, list[dict[str, Any]]]:
-    """Return by part what each line of its map reached."""
-    found = {}
-    for part in parts_of(study.rows):
-        drawn = stability_map(study.rows, part, study.columns)
-        if drawn is not None:
-            found[part] = [
-                {
-                    "setting": line.name,
-                    "trains_up_to": line.good,
-                    "fails_at": line.bad,
-                    "best_kl": line.best and line.best["kl"],
-                    "at_rate": line.best and line.best[RATE],
-                }
-                for line in drawn.lines
-            ]
-    return found
