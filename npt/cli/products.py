@@ -1,5 +1,5 @@
-"""What `npt doctor --products` says: error and speed of a base's products under each setting of
---matmul_precision, on this device.
+"""The measurement of `npt doctor --products`: error and speed of a base's products under each
+setting of --matmul_precision, on this device.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from npt.cli.arguments import open_base, plain_table
 from npt.config import BaseConfig, DataConfig
 from npt.errors import ConfigError
 from npt.flags import build
@@ -18,8 +19,8 @@ class Products:
     """Products of a base's kinds of weights.
 
     rows: tokens that are multiplied at once. shapes: kind -> (out, in). errors, seconds: setting ->
-    kind -> relative error, and seconds of one product. auto, why: what `--matmul_precision auto`
-    takes on this device.
+    kind -> relative error, and seconds of one product. auto, why: the setting that
+    `--matmul_precision auto` takes on this device.
     """
 
     name: str
@@ -38,38 +39,31 @@ class Products:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "name": self.name,
-            "device": self.device,
-            "rows": self.rows,
-            "settings": {
-                setting: {
-                    kind: {
-                        "shape": list(shape),
-                        "error": self.errors[setting][kind],
-                        "seconds": self.seconds[setting][kind],
-                        "flops_per_second": self.speed(setting, kind),
-                    }
-                    for kind, shape in self.shapes.items()
+        settings = {
+            setting: {
+                kind: {
+                    "shape": list(shape),
+                    "error": self.errors[setting][kind],
+                    "seconds": self.seconds[setting][kind],
+                    "flops_per_second": self.speed(setting, kind),
                 }
-                for setting in self.errors
-            },
-            "auto": self.auto,
-            "why": self.why,
+                for kind, shape in self.shapes.items()
+            }
+            for setting in self.errors
         }
+        plain = {name: getattr(self, name) for name in ("name", "device", "rows", "auto", "why")}
+        return {**plain, "settings": settings}
 
 
 def measure_products(given: Mapping[str, Any], console: Any) -> Products:
     """Load the base that the flags name and measure products of its first layer and head.
 
     Raises:
-        ConfigError: settings that cannot work together, or a base that is spread over several
-            processes.
+        ConfigError: settings that cannot work together, or a base over several devices.
         ModelError: no such model.
     """
     import torch
 
-    import npt
     from npt.base.quantization_error import (
         choose_precision,
         product_errors,
@@ -85,65 +79,35 @@ def measure_products(given: Mapping[str, Any], console: Any) -> Products:
                 " leave it out"
             )
     with console.status("loading the base and measuring its products"):
-        model, _ = npt.load_base(
-            base.model_name,
-            quantization=base.quantization,
-            use_fp16=base.use_fp16,
-            compute_dtype=base.compute_dtype,
-            device=given["device"],
-        )
+        model, _ = open_base(base, device=given["device"])
         rows = given["batch_size"] * data.max_length
         errors, seconds = product_errors(model), product_seconds(model, rows)
-        shapes = {
-            kind: (module.out_features, module.in_features)
-            for kind, module in product_kinds(model).items()
-        }
+    shapes = {
+        kind: (module.out_features, module.in_features)
+        for kind, module in product_kinds(model).items()
+    }
     device = next(model.parameters()).device
+    name, auto = str(device), ("highest", "it changes nothing on the CPU")
     if device.type == "cuda":
-        auto, why = choose_precision(errors)
-        return Products(
-            base.model_name,
-            torch.cuda.get_device_name(device),
-            rows,
-            shapes,
-            errors,
-            seconds,
-            auto,
-            why,
-        )
-    return Products(
-        base.model_name,
-        str(device),
-        rows,
-        shapes,
-        errors,
-        seconds,
-        "highest",
-        "it changes nothing on the CPU",
-    )
+        name, auto = torch.cuda.get_device_name(device), choose_precision(errors)
+    return Products(base.model_name, name, rows, shapes, errors, seconds, *auto)
 
 
 def print_products(found: Products, console: Any) -> None:
-    """Print the table, and what it comes to."""
-    from npt.cli.planning import _table
-
-    console.print(
-        f"products of {found.name} on {found.device}, {found.rows:,} tokens at once", soft_wrap=True
-    )
+    """Print the table and the conclusion."""
+    console.say(f"products of {found.name} on {found.device}, {found.rows:,} tokens at once")
     settings = list(found.errors)
-    table = _table("", "out x in", *(f"{what} {s}" for what in ("error", "TF/s") for s in settings))
-    for kind, (out, columns) in found.shapes.items():
+    columns = [f"{figure} {s}" for figure in ("error", "TF/s") for s in settings]
+    table = plain_table("", "out x in", *columns)
+    for kind, (height, width) in found.shapes.items():
         errors = [f"{found.errors[s][kind]:.1e}" for s in settings]
         speeds = [f"{found.speed(s, kind) / 1e12:.3g}" for s in settings]
-        table.add_row(kind, f"{out} x {columns}", *errors, *speeds)
+        table.add_row(kind, f"{height} x {width}", *errors, *speeds)
     console.print(table)
-    console.print(
-        "error: ||y - exact|| / ||exact||; TF/s: 10^12 operations per second", soft_wrap=True
-    )
+    console.say("error: ||y - exact|| / ||exact||; TF/s: 10^12 operations per second")
     if found.errors["highest"] == found.errors["high"]:
-        console.print(
+        console.say(
             "this device has no faster fp32 product: high computes as highest, and times differ by"
-            " chance",
-            soft_wrap=True,
+            " chance"
         )
-    console.print(f"--matmul_precision auto takes {found.auto}: {found.why}", soft_wrap=True)
+    console.say(f"--matmul_precision auto takes {found.auto}: {found.why}")

@@ -422,7 +422,7 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
             BaseConfig(shard_base=True, use_quantization=True, teacher_precision="bf16"),
             "local",
             "random",
-            "--teacher_precision bf16 puts",
+            "--teacher_precision bf16 loads",
         ),
         (
             BaseConfig(shard_base=True),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from npt.cli.defaults import over, with_data, with_defaults
+from npt.cli.defaults import with_config, with_data, with_defaults
 from npt.cli.main import main
 from npt.config import NPTConfig
 from npt.errors import ConfigError
@@ -157,18 +157,16 @@ class TestData:
         # those of a run on the embedded text alone
         assert "max_steps" not in with_defaults(mixed).given
 
-    def test_a_mixture_wins_over_a_files_data_set_and_a_data_set_over_its_mixture(self):
-        assert over({"dataset_name": "builtin", "seed": 1}, {"dataset_mix": "a:1,b:1"}) == {
-            "dataset_mix": "a:1,b:1",
-            "seed": 1,
-        }
-        assert over({"dataset_mix": "a:1,b:1"}, {"dataset_name": "builtin"}) == {
-            "dataset_name": "builtin"
-        }
-        assert over({"dataset_name": "c", "seed": 1}, {"seed": 2}) == {
-            "dataset_name": "c",
-            "seed": 2,
-        }
+    def test_a_given_data_set_replaces_a_files_mixture_and_vice_versa(self, tmp_path):
+        for written, given, expected in (
+            ("dataset_name: builtin\nseed: 1", {"dataset_mix": "a:1"}, {"dataset_mix": "a:1"}),
+            ("dataset_mix: a:1\nseed: 1", {"dataset_name": "c"}, {"dataset_name": "c"}),
+            ("dataset_name: c\nseed: 2", {"seed": 1}, {"dataset_name": "c"}),
+        ):
+            config = tmp_path / "run.yaml"
+            config.write_text(written, encoding="utf-8")
+            given["config"] = str(config)
+            assert with_config(given) == {**expected, "seed": 1, "config": str(config)}
 
     def test_another_base_without_data_and_without_a_hub_is_one_line_that_names_the_flag(
         self, tmp_path, capsys, monkeypatch
