@@ -65,6 +65,11 @@ def add_number(
     )
 
 
+def add_switch(parser: argparse.ArgumentParser, flag: str, help: str, default: Any = False) -> None:
+    """Add a flag without a value."""
+    parser.add_argument(f"--{flag}", action="store_true", default=default, help=help)
+
+
 def add_adapter(
     parser: argparse.ArgumentParser, *, required: bool = True, help: str = "a saved adapter"
 ) -> None:
@@ -91,49 +96,39 @@ def add_student(
     set; `adapter` is passed to `add_adapter`.
     """
     add_adapter(parser, **adapter)
-    parser.add_argument(
-        "--any_base",
-        action="store_true",
-        help=(
-            "use an adapter of another base too, if its shapes fit; a warning and what is written"
-            " say in what the two differ"
-        ),
+    add_switch(
+        parser,
+        "any_base",
+        "use an adapter of another base too, if its shapes fit; a warning and what is written say"
+        " in what the two differ",
     )
     classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
     add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
 
 
-def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags with the adapter that they name found. It prints as the name it was given.
+def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
+    """Return the flags, in which the adapter that they name is found (it prints as the name it was
+    given), and the base. What flags do not say about the base is taken from the adapter.
 
     Raises:
-        AdapterFileError, HubError: there is none, or its configuration cannot be read.
+        AdapterFileError, HubError: there is no adapter, or its configuration cannot be read.
     """
     if given.get("adapter") is None:
-        return dict(given)
+        return dict(given), build(BaseConfig, given)
     from npt.adapters.files.adapter_files import find_adapter
-
-    return {**given, "adapter": find_adapter(given["adapter"])}
-
-
-def base_config(given: Mapping[str, Any]) -> BaseConfig:
-    """Return the base of the flags; what they do not say is taken from their adapter, which was
-    found.
-    """
-    if given.get("adapter") is None:
-        return build(BaseConfig, given)
     from npt.base.recipe import Recipe
 
-    record = given["adapter"].record
-    recipe, name = Recipe.of_record(record), record.get("base_model_name_or_path")
-    known: dict[str, Any] = (
-        {"model_name": name} if isinstance(name, str) and name != "unknown" else {}
-    )
+    adapter = find_adapter(given["adapter"])
+    recipe = Recipe.of_record(adapter.record)
+    known: dict[str, Any] = {}
+    name = adapter.record.get("base_model_name_or_path")
+    if isinstance(name, str) and name != "unknown":
+        known["model_name"] = name
     if recipe is not None:
         packed = recipe.flags["use_quantization"]
         if given.get("use_quantization", packed) == packed:
             known |= recipe.flags
-    return build(BaseConfig, {**known, **given})
+    return {**given, "adapter": adapter}, build(BaseConfig, {**known, **given})
 
 
 def open_base(base: BaseConfig, **how: Any) -> tuple[Any, Any]:
@@ -191,7 +186,7 @@ def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[An
     """Attach the adapter of the flags, which was found; warn if its base is another one.
 
     Returns:
-        The base's identity, and what goes on record of another base: `other_base`, or nothing.
+        The base's identity, and the record of another base: `other_base`, or nothing.
     """
     import npt
     from npt.adapters.files.adapter_files import base_mismatch

@@ -6,15 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import (
-    add_number,
-    add_student,
-    base_config,
-    load_student,
-    natural,
-    print_json,
-    with_adapter,
-)
+from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
 from npt.config import SEED_MAX, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -25,8 +17,8 @@ def collect(given: dict[str, Any]) -> int:
     """Write the prompts at which a student's greedy token leaves its teacher's, as data to train
     on.
     """
-    given = with_adapter(given)
-    base, data = base_config(given), build(DataConfig, given)
+    given, base = with_base(given)
+    data = build(DataConfig, given)
     if given["seed"] > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     from npt.adapters.attach import check_length

@@ -10,11 +10,11 @@ from npt.cli.arguments import (
     Student,
     add_number,
     add_student,
-    base_config,
+    add_switch,
     limit,
     load_student,
     print_json,
-    with_adapter,
+    with_base,
 )
 from npt.config import TARGETS, DataConfig
 from npt.console import make_console
@@ -39,8 +39,8 @@ def consolidate(given: dict[str, Any]) -> int:
     """Make what a text does to one token part of the model, and report what is recalled and what
     forgotten.
     """
-    given = with_adapter(given)
-    base, data = base_config(given), build(DataConfig, given)
+    given, base = with_base(given)
+    data = build(DataConfig, given)
     if given["undo"]:
         unused = [
             f"--{name}"
@@ -196,14 +196,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             " if it is one of them)"
         ),
     )
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="try other targets, tokens and layers at the same cost, and take the best",
+    add_switch(
+        parser, "search", "try other targets, tokens and layers at the same cost, and take the best"
     )
-    parser.add_argument(
-        "--undo", action="store_true", help="take the adapter's last update back instead"
-    )
+    add_switch(parser, "undo", "take the adapter's last update back instead")
     parser.add_argument(
         "--output",
         required=True,

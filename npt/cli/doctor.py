@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import fields, replace
 from typing import Any
 
-from npt.cli.arguments import add_number, natural, print_json
+from npt.cli.arguments import add_number, add_switch, natural, print_json
 from npt.cli.defaults import EMBEDDED, with_config, with_data
 from npt.cli.planning import make_plan, print_page
 from npt.cli.products import measure_products, print_products
@@ -127,15 +127,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="look at the data; NAME as in --dataset_name, which it replaces",
     )
     add_number(parser, "max_records", "look at the first records only (default: all)")
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="predict the memory and the time of a run with these flags; no weights are read",
+    add_switch(
+        parser,
+        "plan",
+        "predict the memory and the time of a run with these flags; no weights are read",
     )
-    parser.add_argument(
-        "--products",
-        action="store_true",
-        help="load the base and measure error and speed of its products at each --matmul_precision",
+    add_switch(
+        parser,
+        "products",
+        "load the base and measure error and speed of its products at each --matmul_precision",
     )
     parser.add_argument(
         "--shape",
@@ -147,12 +147,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="that is planned for or measured on (default: the GPU, if there is one)",
     )
-    parser.add_argument(
-        "--measure", action="store_true", help="run a few steps for real as well, and compare"
-    )
-    parser.add_argument(
-        "--no_trial", action="store_true", help="leave the time out, for which one layer is run"
-    )
+    add_switch(parser, "measure", "run a few steps for real as well, and compare")
+    add_switch(parser, "no_trial", "leave the time out, for which one layer is run")
     quiet = argparse.SUPPRESS
     parser.add_argument(
         "--config",
@@ -162,9 +158,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_number(parser, "batch_size", "samples of a micro-batch (default: 4)", quiet)
     add_number(parser, "seed", "which samples are shown (default: 0)", quiet, natural)
-    parser.add_argument(
-        "--safe_mode", action="store_true", default=quiet, help="short for --modulation additive"
-    )
+    add_switch(parser, "safe_mode", "short for --modulation additive", argparse.SUPPRESS)
     add_settings(
         parser,
         BaseConfig,

@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import (
-    add_number,
-    add_student,
-    base_config,
-    load_student,
-    natural,
-    print_json,
-    with_adapter,
-)
+from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -27,8 +19,8 @@ NEW_TOKENS = 64
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
-    given = with_adapter(given)
-    base, data = base_config(given), build(DataConfig, given)
+    given, base = with_base(given)
+    data = build(DataConfig, given)
     import npt
     from npt.data.source import check_source, open_source, own_heldout
     from npt.evaluation.harness import find_tasks, lm_eval

@@ -12,11 +12,11 @@ from typing import Any
 from npt.cli.arguments import (
     add_number,
     add_student,
-    base_config,
+    add_switch,
     load_student,
     natural,
     print_json,
-    with_adapter,
+    with_base,
 )
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -48,8 +48,8 @@ def generate(given: dict[str, Any]) -> int:
         raise ConfigError("--draft_tokens means nothing without --assisted; add it, or drop it")
     settings = {name: given[name] for name in ("max_new_tokens", "temperature", "top_p", "seed")}
     decoding = Decoding(**settings)
-    text, given = _prompt(given["prompt"]), with_adapter(given)
-    base = base_config(given)
+    text = _prompt(given["prompt"])
+    given, base = with_base(given)
     notes = make_console(stderr=True)  # so that stdout is text, or JSON, alone
     model, tokenizer, _, other = load_student(base, given, notes)
     ids = prompt_ids(tokenizer, text, chat=not given["raw"])
@@ -258,22 +258,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=("student", "teacher", "floor"), help="who writes (default: student)"
     )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="teacher and student, side by side, and where they part",
-    )
-    parser.add_argument(
-        "--assisted",
-        action="store_true",
-        help="the teacher's text, drafted by the student; prints acceptance and speed",
+    add_switch(parser, "compare", "teacher and student, side by side, and where they part")
+    add_switch(
+        parser,
+        "assisted",
+        "the teacher's text, drafted by the student; prints acceptance and speed",
     )
     add_number(parser, "draft_tokens", "tokens of a draft (default: 5)")
     add_number(parser, "max_new_tokens", "tokens at most", 64)
     add_number(parser, "temperature", "0 for the most likely token", 0.0, float)
     add_number(parser, "top_p", "draw from this share of the probability", 1.0, float)
     add_number(parser, "seed", "of the draws", 0, natural)
-    parser.add_argument(
-        "--raw", action="store_true", help="ignore the tokenizer's chat template, if it has one"
-    )
+    add_switch(parser, "raw", "ignore the tokenizer's chat template, if it has one")
     add_student(parser)

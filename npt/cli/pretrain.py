@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.cli.arguments import base_config, load, load_adapter, with_adapter
+from npt.cli.arguments import add_switch, load, load_adapter, with_base
 from npt.cli.defaults import SETTINGS, offer_auto, with_config, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
@@ -49,9 +49,8 @@ def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
     of_solving = ("calibration_tokens", "calibration_inputs", "calibration_rounds")
     idle = next((name for name in of_solving if name in given), None)
-    given = with_adapter(with_safe_mode(with_config(given)))
+    given, base = with_base(with_safe_mode(with_config(given)))
     any_base = given.pop("any_base", False)
-    base = base_config(given)
     found = with_data(given, base.model_name)
     given = found.given
     chosen = with_defaults(given, _resumed_flags(given))
@@ -326,20 +325,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             f"settings by flag name, a file or a preset ({', '.join(presets())}); other flags win"
         ),
     )
-    parser.add_argument(
-        "--safe_mode",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="additive modulation only: short for --modulation additive",
+    add_switch(
+        parser,
+        "safe_mode",
+        "additive modulation only: short for --modulation additive",
+        argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--any_base",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help=(
-            "with --resume or --adapter: another base than theirs too, if its shapes fit; a"
-            " warning, events.jsonl and run.json tell"
-        ),
+    add_switch(
+        parser,
+        "any_base",
+        "with --resume or --adapter: another base than theirs too, if its shapes fit; a"
+        " warning, events.jsonl and run.json tell",
+        argparse.SUPPRESS,
     )
     parser.add_argument(
         "--adapter",

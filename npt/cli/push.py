@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import print_json
+from npt.cli.arguments import add_switch, print_json
 from npt.console import make_console
 
 
@@ -46,9 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="USER/NAME",
         help="repository; created if it does not exist",
     )
-    parser.add_argument(
-        "--private", action="store_true", help="make the repository private if it is created"
-    )
+    add_switch(parser, "private", "make the repository private if it is created")
     parser.add_argument(
         "--revision", metavar="BRANCH", help="branch to push to (default: the main one)"
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, print_json
+from npt.cli.arguments import add_number, add_switch, print_json
 from npt.console import make_console, silent_console
 from npt.presets import studies, study_file
 
@@ -106,9 +106,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="database that workers share, sqlite:/// or a server's (default: in the folder)",
     )
     add_number(parser, "workers", "processes that share the study", 1)
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="check the study and list its trials, and run nothing",
-    )
+    add_switch(parser, "dry_run", "check the study and list its trials, and run nothing")
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)

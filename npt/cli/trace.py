@@ -11,12 +11,11 @@ from typing import Any
 from npt.cli.arguments import (
     add_number,
     add_student,
-    base_config,
     limit,
     load,
     load_adapter,
     print_json,
-    with_adapter,
+    with_base,
 )
 from npt.config import STRATEGIES, DataConfig, TrainConfig
 from npt.console import make_console
@@ -35,8 +34,8 @@ def trace(given: dict[str, Any]) -> int:
         )
     if given["any_base"] and given["adapter"] is None:
         raise ConfigError("--any_base means nothing without --adapter; add it, or drop --any_base")
-    given = with_adapter(given)
-    base, data = base_config(given), build(DataConfig, given)
+    given, base = with_base(given)
+    data = build(DataConfig, given)
     import npt
     from npt.data.batch import batches, pad_id_of
     from npt.data.samples import Samples, no_sample

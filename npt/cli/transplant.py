@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import (
-    add_number,
-    add_student,
-    base_config,
-    load_student,
-    print_json,
-    with_adapter,
-)
+from npt.cli.arguments import add_number, add_student, load_student, print_json, with_base
 from npt.console import make_console
 
 
@@ -20,8 +13,7 @@ def transplant(given: dict[str, Any]) -> int:
     """Put the modulation of one text's token in the place of another's, and show what
     comes next.
     """
-    given = with_adapter(given)
-    base = base_config(given)
+    given, base = with_base(given)
     import npt
 
     console = make_console(stderr=given["json"])

@@ -1,4 +1,4 @@
-"""Where the student's greedy text leaves its teacher's.
+"""Compare greedy texts: the token at which the student's leaves its teacher's.
 
 The teacher continues each prompt greedily; on its tokens the student is asked, position by
 position, what it would have written. Up to the first position at which it would have written
@@ -15,8 +15,9 @@ most texts of any length would be seen to part.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,8 +32,7 @@ from npt.data.batch import IGNORE_INDEX, Sample, collate, find_fault
 from npt.distill.divergence import LOGIT_CHUNK
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import continue_greedily
-from npt.evaluation.metrics import compare_tokens, mean_and_error
-from npt.evaluation.states import final_states
+from npt.evaluation.metrics import compare_tokens, final_states, mean_and_error
 
 PROMPT_TOKENS = 32
 """Leading tokens of a text that serve as a prompt, at most."""
@@ -43,8 +43,7 @@ class Comparison:
     """Student against teacher on the teacher's continuation of one prompt.
 
     completion: the teacher's tokens, C of them. figures: [C, len(COLUMNS)], per token. position:
-    index in the completion of the first token at which the student leaves; None where it never
-    does. student_token: what it would write there.
+    index of the first token at which the student leaves, if any. student_token: its own there.
     """
 
     prompt: Sample
@@ -64,11 +63,11 @@ class Comparison:
 def compare_prompts(
     model: PreTrainedModel, prompts: Sequence[Sample], max_new_tokens: int, ends: frozenset[int]
 ) -> list[Comparison]:
-    """The teacher's greedy continuation of each prompt, and the student's opinion of it.
+    """Continue each prompt greedily with the teacher, and compare the student on its tokens.
 
-    The student leaves where its most likely token is not the teacher's. A token that the teacher
-    itself would not write again in the pass that the two are compared in (a tie, which rounding
-    decides) is none to leave from.
+    The student leaves at the first token that is not its most likely one. A token that the teacher
+    itself would not write again in the pass that compares the two (a tie, which rounding decides)
+    does not count.
 
     Raises:
         DataError: an id outside the vocabulary.
@@ -97,27 +96,32 @@ def compare_prompts(
             for mode, states in hidden.items()
         }
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
-    found, start = [], 0
-    for prompt, new, own in zip(
-        prompts, added, written["student"].cpu().split([len(new) for new in added]), strict=True
-    ):
-        part = slice(start, start + len(new))
-        start += len(new)
-        if not torch.isfinite(figures[part]).all():
+    lengths = [len(new) for new in added]
+    parts = zip(
+        prompts,
+        added,
+        figures.split(lengths),
+        leaves.split(lengths),
+        written["student"].cpu().split(lengths),
+        strict=True,
+    )
+    found = []
+    for prompt, new, per_token, leaving, own in parts:
+        if not torch.isfinite(per_token).all():
             raise NumericalError(
-                f"the student's logits behind {prompt.id} are not finite; npt trace --adapter finds"
+                f"the student's logits after {prompt.id} are not finite; npt trace --adapter finds"
                 " the operation"
             )
-        position = next(iter(leaves[part].nonzero()[:, 0].tolist()), None)
+        position = next(iter(leaving.nonzero()[:, 0].tolist()), None)
         token = None if position is None else int(own[position])
-        found.append(Comparison(prompt, tuple(new), figures[part].double().cpu(), position, token))
+        found.append(Comparison(prompt, tuple(new), per_token.double().cpu(), position, token))
     return found
 
 
 def _states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
-    """The states that the completions' tokens are predicted from, [N, D], row by row."""
-    # Padded on the right by a token that is in the batch: every padded query has keys, and no
-    # embedding of its own is needed.
+    """Return the states that the completions' tokens are predicted from, [N, D], row by row."""
+    # Padded on the right by a token of the batch: every padded query has keys, and the pad token
+    # needs no embedding.
     batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
     with adapter_mode(model, mode):
         return final_states(model, batch)
@@ -125,25 +129,20 @@ def _states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tenso
 
 def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
     with cast_once(head):
-        return torch.cat(
-            [
-                head(part).argmax(dim=-1).to(hidden.device)
-                for part in hidden.split(max(1, LOGIT_CHUNK // vocab_size))
-            ]
-        )
+        parts = hidden.split(max(1, LOGIT_CHUNK // vocab_size))
+        return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in parts])
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Greedy texts of student and teacher behind the same prompts; `_se` is the standard error,
-    over prompts, of the figure before it.
+    """Greedy texts of student and teacher after the same prompts; `_se` is the standard error, over
+    prompts, of the figure before it.
 
     prompts, parted: how many, and how many of their texts part within `max_new_tokens`. censored:
     still the same at that limit. ended: the same up to an end token. tokens: of the teacher's
     texts. agreed: mean number of tokens that are the same before the parting, the limit or the end;
-    a lower bound of where they part. median: of the number of tokens before the parting, by the
-    product-limit estimator; NaN where fewer than half part. rate: partings per token that was
-    compared.
+    a lower bound. median: of the number of tokens before the parting, by the product-limit
+    estimator; NaN if fewer than half part. rate: partings per token that was compared.
     """
 
     prompts: int
@@ -161,17 +160,9 @@ class Divergence:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Divergence:
-        """The figures that `as_dict` gave, through JSON or not."""
-        numbers: dict[str, Any] = {
-            key: math.nan if value is None else value for key, value in values.items()
-        }
-        return cls(**numbers)
-
 
 def divergence(compared: Sequence[Comparison], max_new_tokens: int) -> Divergence:
-    """Figures of at least one comparison, made with this limit on new tokens."""
+    """Return the figures of at least one comparison, made with this limit on new tokens."""
     before = [len(c.completion) if c.position is None else c.position for c in compared]
     parted = torch.tensor([float(c.position is not None) for c in compared], dtype=torch.float64)
     agreed = torch.tensor(before, dtype=torch.float64)
@@ -197,8 +188,8 @@ def divergence(compared: Sequence[Comparison], max_new_tokens: int) -> Divergenc
 
 
 def _median(observed: Sequence[tuple[int, bool]]) -> float:
-    """The first number of tokens by which half have parted, of (tokens that agree, whether they
-    part there); NaN if none.
+    """Return the first number of tokens by which half have parted, of pairs (tokens that agree,
+    whether the texts part there); NaN if none.
     """
     surviving = 1.0
     for tokens in sorted({n for n, parts in observed if parts}):
@@ -212,14 +203,14 @@ def _median(observed: Sequence[tuple[int, bool]]) -> float:
 def parting_prompts(
     samples: Sequence[Sample], count: int, max_new_tokens: int, positions: int | None
 ) -> list[Sample]:
-    """The first `count` samples' prompts: what stands in front of a completion, or a text's leading
-    tokens.
+    """Return prompts of the first `count` samples: the text before a completion, or a text's
+    leading tokens.
 
     Args:
         samples: evaluation samples; of several documents in one the first is taken.
         count: prompts at most.
-        max_new_tokens: room that is left behind each.
-        positions: of the model; prompts lose their front to fit.
+        max_new_tokens: room for the continuation.
+        positions: of the model; prompts lose their beginning to fit.
 
     Raises:
         ConfigError: no room for a prompt.
@@ -234,11 +225,7 @@ def parting_prompts(
     for sample in samples[:count]:
         ids = sample.input_ids if sample.lengths is None else sample.input_ids[: sample.lengths[0]]
         labels = (sample.labels or ())[: len(ids)]
-        given = (
-            next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
-            if labels
-            else 0
-        )
+        given = len(list(itertools.takewhile(lambda label: label == IGNORE_INDEX, labels)))
         length = given if 0 < given < len(ids) else max(1, min(len(ids) // 2, PROMPT_TOKENS))
         prompts.append(Sample(sample.id, ids[:length][-room:]))
     return prompts
@@ -253,8 +240,7 @@ def measure_divergence(
     batch_size: int,
     between: Callable[[], None] | None = None,
 ) -> Divergence:
-    """Where the student parts from its teacher behind each prompt. `between` is called in front of
-    every batch.
+    """Continue the prompts and compare, `between` being called before every batch.
 
     Raises:
         DataError: an id outside the vocabulary.
@@ -264,7 +250,6 @@ def measure_divergence(
     for start in range(0, len(prompts), batch_size):
         if between is not None:
             between()
-        compared += compare_prompts(
-            model, prompts[start : start + batch_size], max_new_tokens, ends
-        )
+        batch = prompts[start : start + batch_size]
+        compared += compare_prompts(model, batch, max_new_tokens, ends)
     return divergence(compared, max_new_tokens)

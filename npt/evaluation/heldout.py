@@ -1,4 +1,4 @@
-"""Held-out samples: the rule that training and evaluation share."""
+"""Held-out samples, by the rule that training and evaluation share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The figures of an evaluation for a terminal: models, layers, attribution, greedy divergence.
 
-A figure is a row and a model a column, so that all of it fits 80 columns with errors beside the
-values.
+A figure is a row and a model a column, so that all of it fits 80 columns, errors included.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -31,52 +30,32 @@ _COMPARISONS = {
 }
 
 
-def fidelity_tables(
-    fidelity: Fidelity, text: str = "held-out", width: int = WIDE
-) -> list[RenderableType]:
-    """What there is to show: models and layers, and attribution and divergence where they were
-    measured.
-
-    Args:
-        fidelity: the figures.
-        text: what was evaluated on.
-        width: columns of the terminal.
-    """
-    of_text = f"{fidelity.teacher.tokens:,} {text} tokens"
-    found: list[RenderableType] = [
-        _figures_table(
-            f"Fidelity to the teacher on {of_text} (± standard error)",
-            _models(fidelity, width >= WIDE),
-            width,
-        ),
-        _layers_table(fidelity, width),
-    ]
+def print_fidelity(
+    fidelity: Fidelity, console: Console | None = None, text: str = "held-out"
+) -> None:
+    """Print models and layers, and what else was measured; `text` names the text evaluated on."""
+    console = console if console is not None else Console()
+    width = console.width
+    title = f"Fidelity to the teacher on {fidelity.teacher.tokens:,} {text} tokens"
+    models = _models(fidelity, width >= WIDE)
+    console.print(_figures_table(f"{title} (± standard error)", models, width))
+    console.print(_layers_table(fidelity, width))
     if fidelity.sources:
-        found.append(_sources_table(fidelity, width))
+        console.print(_sources_table(fidelity, width))
     if fidelity.attribution:
         columns = [
             (heading, fidelity.attribution[name])
             for name, heading in _COMPARISONS.items()
             if name in fidelity.attribution
         ]
-        found.append(
-            _figures_table("What quantisation costs, and what the conversion", columns, width)
-        )
+        title = "What quantisation costs, and what the conversion"
+        console.print(_figures_table(title, columns, width))
     if fidelity.divergence is not None:
-        found.append(Text(divergence_line(fidelity.divergence)))
-    return found
-
-
-def print_fidelity(
-    fidelity: Fidelity, console: Console | None = None, text: str = "held-out"
-) -> None:
-    console = console if console is not None else Console()
-    for table in fidelity_tables(fidelity, text, console.width):
-        console.print(table)
+        console.print(Text(divergence_line(fidelity.divergence)))
 
 
 def print_scores(scores: Results, console: Console) -> None:
-    """The table of lm-evaluation-harness: a metric of a task is a row, a model a column."""
+    """Print lm-evaluation-harness' table: a metric of a task is a row, a model a column."""
     table = _table("lm-evaluation-harness (± standard error)", console.width)
     for heading in ("task", "metric", "samples"):
         table.add_column(heading)
@@ -94,17 +73,17 @@ def print_scores(scores: Results, console: Console) -> None:
 
 
 def divergence_line(d: Divergence) -> str:
-    """Where greedy texts part, in words that do not hide those that never did within the limit."""
+    """Return a line about where greedy texts part, those that never did counted."""
     ended = f", {d.ended} ended the same" if d.ended else ""
     median = (
-        f"half have parted behind {d.median:.0f} tokens"
+        f"half have parted within {d.median:.0f} tokens"
         if not math.isnan(d.median)
         else "fewer than half part"
     )
     agreed, rate = _plus_minus(d.agreed, d.agreed_se, 1), _plus_minus(d.rate, d.rate_se, 4)
     bound = " (at least: the limit cuts some off)" if d.censored else ""
     return (
-        f"Greedy texts of student and teacher behind {d.prompts} prompts, up to {d.max_new_tokens}"
+        f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
         f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}. {agreed} tokens"
         f" agree on average{bound}; {median}; {rate} partings per token."
     )
@@ -112,8 +91,7 @@ def divergence_line(d: Divergence) -> str:
 
 def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
     trained = fidelity.initial is not None
-    # Where attention stays in the residual stream, what is left without modulation is the teacher
-    # itself.
+    # If attention stays in the residual stream, the model without modulation is the teacher itself.
     floor = "floor (adapters off)" if fidelity.floor.kl == 0 else "floor (attention dropped)"
     named: Sequence[tuple[str, str, Figures | None]] = (
         (floor, "floor", fidelity.floor),
@@ -125,7 +103,7 @@ def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
 
 
 def _table(title: str, width: int) -> Table:
-    """Without lines between columns where these would cost the width that errors need."""
+    """Return a table, on a narrow terminal without lines between columns."""
     if width >= WIDE:
         return Table(title=title, title_justify="left")
     return Table(
@@ -150,7 +128,7 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
 
 
 def _sources_table(fidelity: Fidelity, width: int) -> Table:
-    """A source is a row: there may be many, with long names."""
+    """Return a table with a row for each source: there may be many, with long names."""
     table = _table("The student by source", width)
     shown = ("perplexity_ratio", "kl", "top1")
     for heading in ("source", "tokens", *(FIGURES[name].short for name in shown)):
@@ -163,8 +141,7 @@ def _sources_table(fidelity: Fidelity, width: int) -> Table:
 def _figure(figures: Figures, name: str) -> str:
     value = getattr(figures, name)
     if math.isnan(value) and math.isfinite(figures.kl):
-        # an earlier version did not take it; numbers that are not finite leave no KL either
-        return "–"
+        return "–"  # an earlier version did not take it
     return FIGURES[name].write(value, getattr(figures, f"{name}_se"))
 
 
@@ -179,7 +156,7 @@ def _layers_table(fidelity: Fidelity, width: int) -> Table:
         if any(f"{kind}_{model}" in values for values in layers.values())
     ]
     table = _table(
-        "NMSE behind each layer: fed the teacher's states (forced), and running on its own (free)",
+        "NMSE after each layer: fed the teacher's states (forced), and running on its own (free)",
         width,
     )
     table.add_column("layer", justify="right", no_wrap=True)

@@ -116,7 +116,7 @@ def test_a_comparison_says_where_the_two_part(written, student) -> None:
         own_text(student, "student"),
     )
     out, _ = written("--compare")
-    assert f"they part behind {position} tokens" in out and "teacher" in out and "student" in out
+    assert f"they part after {position} tokens" in out and "teacher" in out and "student" in out
 
 
 @pytest.mark.parametrize(("width", "beside"), [(120, True), (80, False)])

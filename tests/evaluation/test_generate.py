@@ -168,7 +168,7 @@ def test_a_text_ends_at_its_end_token(load_model, tokenizer) -> None:
 def test_logits_that_are_not_finite_end_it(load_model, tokenizer) -> None:
     model = load_model()
     model.model.embed_tokens.weight.data[61] = math.nan
-    with pytest.raises(NumericalError, match="behind token 3 are not finite"):
+    with pytest.raises(NumericalError, match="after token 3 are not finite"):
         write(model, tokenizer, [5, 61, 7], Decoding(LIMIT))
     with pytest.raises(NumericalError, match="not finite"):
         write(model, tokenizer, [5, 61, 7], Decoding(LIMIT, temperature=1.0))

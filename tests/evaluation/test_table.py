@@ -172,7 +172,7 @@ def test_partings_are_said_with_what_the_limit_hides() -> None:
         assert part in line, part
     assert (
         "at least" in line
-        and "half have parted behind 27 tokens" in line
+        and "half have parted within 27 tokens" in line
         and "0.0185 ± 0.0040 partings per token" in line
     )
     line = divergence_line(replace(DIVERGENCE, censored=0, ended=0, median=math.nan))

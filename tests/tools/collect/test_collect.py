@@ -453,6 +453,6 @@ def test_a_poisoned_student_is_refused_by_the_prompt_that_shows_it(
 ) -> None:
     with torch.no_grad():
         next(iter(adapter_parameters(student).values()))[0, 0] = math.nan
-    with pytest.raises(NumericalError, match=r"the student's logits behind p\d@0 are not finite"):
+    with pytest.raises(NumericalError, match=r"the student's logits after p\d@0 are not finite"):
         gather(student, tokenizer, tmp_path / "failures.jsonl")
     assert (tmp_path / "failures.jsonl").read_bytes() == b""
