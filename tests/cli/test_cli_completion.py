@@ -40,7 +40,7 @@ def test_an_unknown_shell_is_one_line(capsys) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_knows_verbs_flags_and_presets_and_its_shell_can_read_it(
+def test_a_script_has_verbs_flags_and_presets_and_its_shell_reads_it(
     shell, capsys, tmp_path
 ) -> None:
     text = written(shell, capsys)
@@ -76,7 +76,7 @@ done
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_verbs_flags_choices_presets_trackers_and_files(capsys, tmp_path) -> None:
+def test_bash_completes_verbs_flags_choices_presets_and_files(capsys, tmp_path) -> None:
     (tmp_path / "script").write_text(written("bash", capsys))
     (tmp_path / "own.yaml").write_text("")
     (tmp_path / "other.txt").write_text("")

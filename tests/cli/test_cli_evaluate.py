@@ -1,4 +1,4 @@
-"""`npt evaluate` as a user runs it, with what is measured only where it is asked for."""
+"""`npt evaluate` as a user runs it, with measurements only if they are asked for."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_the_rate_is_found_whatever_the_limit_cuts_off(rate, seed) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_prompts_are_what_stands_in_front_of_a_completion_or_the_beginning_of_a_text() -> None:
+def test_prompts_are_the_text_before_a_completion_or_its_beginning() -> None:
     ids = tuple(range(10, 110))
     some = [
         Sample("completion", ids[:8], (*(-100,) * 5, *ids[5:8])),

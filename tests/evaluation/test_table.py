@@ -106,7 +106,7 @@ def test_a_trained_student_is_shown_before_and_after() -> None:
     ]
 
 
-def test_every_layer_has_its_row_and_one_left_as_it_is_runs_freely_only() -> None:
+def test_every_layer_has_its_row_unconverted_ones_without_forced_nmse() -> None:
     between = {5: {"free_running_floor": 0.6875, "free_running_student": 0.21875}}
     lines = shown(Fidelity(some(0), some(3), some(2), None, LAYERS, between))
     assert row(lines, "1") == ["1", "0.50000", "0.12500", "0.62500", "0.18750"]
@@ -154,7 +154,7 @@ def test_figures_that_an_earlier_version_did_not_take_have_no_row() -> None:
     lines = shown(Fidelity(old[0], old[1], old[2], None, LAYERS))
     labels = [cells(line)[0] for line in lines]
     assert "reverse KL" not in labels and "top-5" not in labels and "top-1" in labels
-    # a student from an old file beside a new floor
+    # a student from an old file with a new floor
     lines = shown(Fidelity(some(0), some(3), old[2], None, LAYERS))
     assert row(lines, "top-5")[2] == "–"
 
