@@ -276,7 +276,7 @@ def test_a_calibrated_start_is_forecast(capsys: pytest.CaptureFixture[str]) -> N
     assert 0 < propagated["eigendecomposition_seconds"] < propagated["seconds"]
     assert main([*PLAN, "--no_trial", *settings]) == 0
     out = capsys.readouterr().out
-    assert "what --init calibrated takes before the first step" in out and "temporary disk" in out
+    assert "the cost of --init calibrated before the first step" in out and "temporary disk" in out
     assert plan_of(capsys, "--no_trial")["calibration"] is None
 
 
