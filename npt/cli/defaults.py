@@ -1,6 +1,6 @@
 """Values for a run's flags that were measured to be good together, by the start of the run.
 
-The fields' own defaults (npt/config.py) are those of single settings. Which rate, scale and
+The fields' own defaults (npt/config/) are those of single settings. Which rate, scale and
 objective are good depends on the start (docs/choosing-settings.md), and the start on what there is
 to solve it with; so the command line chooses them, and says so.
 """
