@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled
-from npt.data.batch import Sample, batches, find_fault
-from npt.errors import DataError
-from npt.evaluation.metrics import evaluating, final_states, predicting
+from npt.data.batch import Sample, batches
+from npt.evaluation.metrics import check_ids, evaluating, final_states, predicting
 from npt.random_state import kept_random_state
 
 UNQUANTIZED = "unquantized"
@@ -75,9 +74,7 @@ def refer(
     states: list[Tensor] = []
     with evaluating(model), adapters_disabled(model):
         for batch in batches(samples, batch_size, pad_id):
-            fault = find_fault(batch, model.config.vocab_size)
-            if fault is not None:
-                raise DataError(f"evaluation data: {fault}; is this the tokenizer of the model?")
+            check_ids(batch, model, "evaluation data")
             rows = final_states(model, batch.to(device)).cpu()
             states += rows.split(predicting(batch).sum(dim=-1).tolist())
     return Reference(tuple(states), model.lm_head, samples_hash(samples))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
 from npt.config import DataConfig
-from npt.data.batch import Batch, Sample, batches, find_fault, pad_id_of
+from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
@@ -25,6 +25,7 @@ from npt.evaluation.layers import BatchErrors, LayerErrors
 from npt.evaluation.metrics import (
     Figures,
     Pair,
+    check_ids,
     compare_pairs,
     evaluating,
     figures,
@@ -228,9 +229,7 @@ def evaluate(
         for batch in batches(samples, batch_size, pad_id):
             if between is not None:
                 between()
-            fault = find_fault(batch, model.config.vocab_size)
-            if fault is not None:
-                raise DataError(f"evaluation data: {fault}; is this the tokenizer of the model?")
+            check_ids(batch, model, "evaluation data")
             batch = batch.to(device)
             hidden = _compare_layers(model, batch, layer_errors)
             heads = dict.fromkeys(hidden, model.lm_head)

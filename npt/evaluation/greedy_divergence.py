@@ -9,7 +9,7 @@ Not every text parts. What agrees up to the limit on new tokens is *censored*: a
 that it parts later, if at all. So a mean position over the others would be biased low, and none is
 given. Reported are the mean number of tokens before the parting or the limit, which is a lower
 bound; the median by the product-limit estimator, which takes censoring into account (Kaplan and
-Meier, 1958), where half of the texts part; and partings per token, which are the rate under which
+Meier, 1958), if half of the texts part; and partings per token, which are the rate under which
 most texts of any length would be seen to part.
 """
 
@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode
 from npt.base.precision import cast_once
-from npt.data.batch import IGNORE_INDEX, Sample, collate, find_fault
+from npt.data.batch import IGNORE_INDEX, Sample, collate
 from npt.distill.divergence import LOGIT_CHUNK
-from npt.errors import ConfigError, DataError, NumericalError
+from npt.errors import ConfigError, NumericalError
 from npt.evaluation.greedy import continue_greedily
-from npt.evaluation.metrics import compare_tokens, final_states, mean_and_error
+from npt.evaluation.metrics import check_ids, compare_tokens, final_states, mean_and_error
 
 PROMPT_TOKENS = 32
 """Leading tokens of a text that serve as a prompt, at most."""
@@ -73,28 +73,21 @@ def compare_prompts(
         DataError: an id outside the vocabulary.
         NumericalError: logits that are not finite.
     """
-    fault = find_fault(collate(prompts, pad_id=0), model.config.vocab_size)
-    if fault is not None:
-        raise DataError(f"prompts: {fault}; is this the tokenizer of the model?")
+    check_ids(collate(prompts, pad_id=0), model, "prompts")
     names = [prompt.id for prompt in prompts]
+    limits = [max_new_tokens] * len(prompts)
     with adapter_mode(model, "teacher"):
-        added = continue_greedily(
-            model, [p.input_ids for p in prompts], [max_new_tokens] * len(prompts), ends, names
-        )
+        added = continue_greedily(model, [p.input_ids for p in prompts], limits, ends, names)
     rows = [
         Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
         for p, new in zip(prompts, added, strict=True)
     ]
     hidden = {mode: _states(model, rows, mode) for mode in ("teacher", "student")}
     tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
-    with cast_once(model.lm_head):
-        figures = compare_tokens(
-            hidden["student"], hidden["teacher"], tokens, model.lm_head, model.config.vocab_size
-        )
-        written = {
-            mode: _argmax(states, model.lm_head, model.config.vocab_size)
-            for mode, states in hidden.items()
-        }
+    head, size = model.lm_head, model.config.vocab_size
+    with cast_once(head):
+        figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
+        written = {mode: _argmax(states, head, size) for mode, states in hidden.items()}
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
     lengths = [len(new) for new in added]
     parts = zip(

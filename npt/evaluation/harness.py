@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
 from npt.errors import ConfigError, DataError, first_line
 from npt.evaluation.evaluate import MODES
@@ -80,11 +79,8 @@ def lm_eval(
     tasks: Sequence[str],
     *,
     tasks_path: str | Path | None = None,
-    modes: Sequence[Mode] = MODES,
-    num_fewshot: int | None = None,
     limit: int | None = None,
     batch_size: int = 8,
-    seed: int = 0,
 ) -> Results:
     """Return scores of teacher, floor and student on tasks of lm-evaluation-harness.
 
@@ -92,11 +88,8 @@ def lm_eval(
         model: with adapters attached; left as it was.
         tokenizer: of the base model.
         tasks, tasks_path: as for `find_tasks`.
-        modes: which models.
-        num_fewshot: examples before each question; default the task's own.
         limit: documents of each task, at most.
         batch_size: of the harness.
-        seed: of the choice of examples, and of whatever a task draws.
 
     Raises:
         ConfigError: as `find_tasks`.
@@ -107,7 +100,7 @@ def lm_eval(
     manager = find_tasks(tasks, tasks_path)
     evaluate = import_module("lm_eval.evaluator").simple_evaluate
     adapter = import_module("lm_eval.models.huggingface").HFLM
-    seeds = {f"{kind}_random_seed": seed for kind in ("numpy", "torch", "fewshot")}
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     found: Results = {}
     with evaluating(model), _quiet():
         try:
@@ -116,18 +109,16 @@ def lm_eval(
             raise DataError(
                 f"the data of --lm_eval {','.join(tasks)} cannot be read: {first_line(error)[:300]}"
             ) from error
-        for mode in modes:
+        for mode in MODES:
             view = mode_view(model, mode)
             with torch.random.fork_rng():
                 results = evaluate(
                     model=adapter(pretrained=view, tokenizer=tokenizer, batch_size=batch_size),
                     tasks=list(tasks),
                     task_manager=manager,
-                    num_fewshot=num_fewshot,
                     limit=limit,
                     log_samples=False,
-                    random_seed=seed,
-                    **seeds,
+                    **dict.fromkeys(seeds, 0),
                 )["results"]
             found[mode] = {task: _figures(values) for task, values in results.items()}
     return found

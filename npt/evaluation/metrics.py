@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from npt.adapters.stream import model_inputs
 from npt.base.precision import cast_once
-from npt.data.batch import IGNORE_INDEX, Batch
+from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.divergence import LOGIT_CHUNK, kl_of_logs
+from npt.errors import DataError
 
 COLUMNS = ("teacher_nll", "nll", "kl", "reverse_kl", "top1", "top5", "acceptance", "tokens")
 
@@ -87,6 +88,13 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in in_training:
             module.training = True
+
+
+def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:
+    """Raise DataError, about these data, if the batch has a fault or an id without a token."""
+    fault = find_fault(batch, model.config.vocab_size)
+    if fault is not None:
+        raise DataError(f"{data}: {fault}; is this the tokenizer of the model?")
 
 
 def predicting(batch: Batch) -> Tensor:

@@ -24,9 +24,9 @@ from npt.adapters.layer import device_of
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
 from npt.config import TARGETS
-from npt.data.batch import Batch, find_fault
+from npt.data.batch import Batch
 from npt.errors import DataError
-from npt.evaluation.metrics import evaluating
+from npt.evaluation.metrics import check_ids, evaluating
 from npt.random_state import kept_random_state
 
 BINS = 40
@@ -116,11 +116,7 @@ def measure_modulation(
             for batch in batches:
                 if between is not None:
                     between()
-                fault = find_fault(batch, model.config.vocab_size)
-                if fault is not None:
-                    raise DataError(
-                        f"modulation data: {fault}; is this the tokenizer of the model?"
-                    )
+                check_ids(batch, model, "modulation data")
                 batch = batch.to(next(model.parameters()).device)
                 for look in looks.values():
                     look.valid = batch.valid_index
