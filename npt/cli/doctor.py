@@ -55,8 +55,10 @@ def doctor(given: dict[str, Any]) -> int:
     page = make_plan(given, console) if given["plan"] else None
     products = measure_products(given, console) if given["products"] else None
     if given["json"]:
-        found = {**reports, "plan": page, "products": products}
-        print_json({name: part.as_dict() for name, part in found.items() if part is not None})
+        found = {name: report.as_dict() for name, report in reports.items()}
+        if page is not None:
+            found["plan"] = page.as_dict()
+        print_json(found if products is None else {**found, "products": products})
     else:
         if page is not None:
             print_page(page, console)

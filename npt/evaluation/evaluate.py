@@ -19,8 +19,7 @@ from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
 from npt.evaluation.attribution import COMPARISONS, UNQUANTIZED, Reference, refer, samples_hash
-from npt.evaluation.greedy import end_ids
-from npt.evaluation.greedy_divergence import Divergence, measure_divergence, parting_prompts
+from npt.evaluation.greedy import Divergence, end_ids, measure_divergence, parting_prompts
 from npt.evaluation.layers import BatchErrors, LayerErrors
 from npt.evaluation.metrics import (
     Figures,

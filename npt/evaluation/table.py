@@ -15,7 +15,7 @@ from rich.text import Text
 
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import FIGURES, NO_ERROR
-from npt.evaluation.greedy_divergence import Divergence
+from npt.evaluation.greedy import Divergence
 from npt.evaluation.harness import Results
 from npt.evaluation.metrics import Figures
 

@@ -16,11 +16,11 @@ from npt.adapters.attach import adapter_mode, adapter_parameters
 from npt.config import NPTConfig
 from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, NumericalError
-from npt.evaluation.greedy import continue_greedily
-from npt.evaluation.greedy_divergence import (
+from npt.evaluation.greedy import (
     PROMPT_TOKENS,
     Comparison,
     Divergence,
+    continue_greedily,
     divergence,
     measure_divergence,
     parting_prompts,

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.greedy_divergence import Divergence
+from npt.evaluation.greedy import Divergence
 from npt.evaluation.metrics import Figures
 from npt.evaluation.table import divergence_line, print_fidelity
 
