@@ -84,9 +84,7 @@ def test_values_are_left_as_they_are():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_unknown_flag_is_one_line_with_a_suggestion_and_the_help(
-    capsys, written, said
-):
+def test_an_unknown_flag_is_one_line_with_a_suggestion_and_the_help(capsys, written, said):
     line = refused(capsys, *written)
     assert (
         line.startswith("npt pretrain: error: ")

@@ -225,9 +225,7 @@ def print_json(value: Any) -> None:
 def plain_table(*headings: str) -> Any:
     """Return a table for the terminal: the first column holds names, the others numbers."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=bool(index))
-    return table
+    numbers = (Column(heading, justify="right", no_wrap=True) for heading in headings[1:])
+    return Table(headings[0], *numbers, box=SIMPLE_HEAD, pad_edge=False)

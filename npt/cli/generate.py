@@ -199,7 +199,7 @@ def _split(
 def _print_texts(console: Any, prompt: str, texts: dict[str, tuple[str, str]]) -> None:
     """Print texts side by side if there is room, else one below the other; differences in bold."""
     from rich.panel import Panel
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     panels = {
@@ -207,9 +207,7 @@ def _print_texts(console: Any, prompt: str, texts: dict[str, tuple[str, str]]) -
         for mode, (common, rest) in texts.items()
     }
     if console.width >= SIDE_BY_SIDE:
-        table = Table(expand=True)
-        for mode in panels:
-            table.add_column(mode, ratio=1)
+        table = Table(*(Column(mode, ratio=1) for mode in panels), expand=True)
         table.add_row(*panels.values())
         console.print(table)
     else:

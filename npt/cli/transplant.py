@@ -42,14 +42,15 @@ def transplant(given: dict[str, Any]) -> int:
     from rich.table import Table
 
     table = Table(
+        "donor's text",
+        "receiver's text",
+        "receiver's, transplanted",
         title=(
             f"Next token: token {result.token_to} ({word_to!r}) modulated as token"
             f" {result.token_from} ({word_from!r}) of the donor"
         ),
         title_justify="left",
     )
-    for heading in ("donor's text", "receiver's text", "receiver's, transplanted"):
-        table.add_column(heading)
     for row in zip(top["donor"], top["receiver"], top["transplanted"], strict=True):
         table.add_row(*(f"{p:6.1%}  {tokenizer.decode([token])!r}" for token, p in row))
     console.print(table)

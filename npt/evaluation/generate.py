@@ -82,9 +82,9 @@ class Decoding:
         would draft at the square of the temperature.
         """
         found: list[LogitsProcessor] = []
-        if not self.greedy and self.temperature != 1:
+        if self.temperature not in (0, 1):
             found.append(TemperatureLogitsWarper(self.temperature))
-        if not self.greedy and self.top_p < 1:
+        if self.top_p < 1:
             found.append(TopPLogitsWarper(self.top_p))
         return found
 

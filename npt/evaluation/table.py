@@ -6,11 +6,12 @@ A figure is a row and a model a column, so that all of it fits 80 columns, error
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from npt.evaluation.evaluate import Fidelity
@@ -56,11 +57,8 @@ def print_fidelity(
 
 def print_scores(scores: Results, console: Console) -> None:
     """Print lm-evaluation-harness' table: a metric of a task is a row, a model a column."""
-    table = _table("lm-evaluation-harness (± standard error)", console.width)
-    for heading in ("task", "metric", "samples"):
-        table.add_column(heading)
-    for mode in scores:
-        table.add_column(mode, justify="right")
+    title = "lm-evaluation-harness (± standard error)"
+    table = _table(title, console.width, ["task", "metric", "samples"], scores)
     first = next(iter(scores.values()), {})
     for task, values in first.items():
         for metric in [name for name in values if name != "samples" and not name.endswith("_se")]:
@@ -102,25 +100,21 @@ def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
     return [(long if wide else short, f) for long, short, f in named if f is not None]
 
 
-def _table(title: str, width: int) -> Table:
-    """Return a table, on a narrow terminal without lines between columns."""
-    if width >= WIDE:
-        return Table(title=title, title_justify="left")
-    return Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+def _table(title: str, width: int, names: Sequence[str | Column], numbers: Iterable[str]) -> Table:
+    """Return a table with columns of names and of numbers, narrow without lines between them."""
+    narrow: dict[str, Any] = {
+        "box": SIMPLE_HEAD,
+        "show_edge": False,
+        "pad_edge": False,
+        "collapse_padding": True,
+    }
+    columns = [*names, *(Column(heading, justify="right") for heading in numbers)]
+    shape = {} if width >= WIDE else narrow
+    return Table(*columns, title=title, title_justify="left", **shape)
 
 
 def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: int) -> Table:
-    table = _table(title, width)
-    table.add_column("", no_wrap=True)
-    for heading, _ in columns:
-        table.add_column(heading, justify="right")
+    table = _table(title, width, [Column(no_wrap=True)], [heading for heading, _ in columns])
     for name in _ROWS:
         if not all(math.isnan(getattr(f, name)) for _, f in columns):
             table.add_row(FIGURES[name].short, *(_figure(f, name) for _, f in columns))
@@ -129,10 +123,9 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
 
 def _sources_table(fidelity: Fidelity, width: int) -> Table:
     """Return a table with a row for each source: there may be many, with long names."""
-    table = _table("The student by source", width)
     shown = ("perplexity_ratio", "kl", "top1")
-    for heading in ("source", "tokens", *(FIGURES[name].short for name in shown)):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
+    headings = ["tokens", *(FIGURES[name].short for name in shown)]
+    table = _table("The student by source", width, ["source"], headings)
     for source, f in fidelity.sources.items():
         table.add_row(Text(source), f"{f.tokens:,}", *(_figure(f, name) for name in shown))
     return table
@@ -155,20 +148,15 @@ def _layers_table(fidelity: Fidelity, width: int) -> Table:
         for model, heading in headings.items()
         if any(f"{kind}_{model}" in values for values in layers.values())
     ]
-    table = _table(
-        "NMSE after each layer: fed the teacher's states (forced), and running on its own (free)",
-        width,
+    title = (
+        "NMSE after each layer: fed the teacher's states (forced), and running on its own (free)"
     )
-    table.add_column("layer", justify="right", no_wrap=True)
-    for _, heading in columns:
-        table.add_column(heading, justify="right")
+    index_column = Column("layer", justify="right", no_wrap=True)
+    table = _table(title, width, [index_column], [heading for _, heading in columns])
     for index, values in layers.items():
-        table.add_row(str(index), *(_cell(values, key) for key, _ in columns))
+        cells = (f"{values[key]:.5f}" if key in values else "" for key, _ in columns)
+        table.add_row(str(index), *cells)
     return table
-
-
-def _cell(values: Mapping[str, float], key: str) -> str:
-    return f"{values[key]:.5f}" if key in values else ""
 
 
 def _plus_minus(value: float, error: float, digits: int) -> str:
