@@ -10,44 +10,30 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
-from npt.cli import (
-    collect,
-    completion,
-    consolidate,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    pretrain,
-    push,
-    replay,
-    report,
-    sweep,
-    trace,
-    transplant,
-)
 from npt.errors import NPTError, StoppedError, is_out_of_memory
 from npt.flags import OneLineParser
 from npt.version import __version__
 
 VERBS = (
-    pretrain,
-    evaluate,
-    generate,
-    trace,
-    replay,
-    report,
-    sweep,
-    doctor,
-    collect,
-    consolidate,
-    transplant,
-    push,
-    export,
-    completion,
+    "pretrain",
+    "evaluate",
+    "generate",
+    "trace",
+    "replay",
+    "report",
+    "sweep",
+    "doctor",
+    "collect",
+    "consolidate",
+    "transplant",
+    "push",
+    "export",
+    "completion",
 )
+"""Modules of this package, in the order of `--help`."""
 
 CROWDED = 0.4
 """Load per core over the last minute from which on others are taken to be computing here."""
@@ -101,13 +87,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
-    for module in VERBS:
-        name = module.__name__.rpartition(".")[2]
+    for name in VERBS:
+        module = import_module(f"npt.cli.{name}")
         run = getattr(module, name)
         sub = verbs.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if module not in (pretrain, completion):
+        if name not in ("pretrain", "completion"):
             sub.add_argument("--json", action="store_true", help="print the result as JSON")
         module.add_flags(sub)
     return parser
