@@ -1,12 +1,9 @@
-"""The student as the draft model of its teacher, in transformers' assisted generation, and how many
-of its drafts are accepted.
+"""The student as the draft model of its teacher, and how many of its drafts are accepted (Leviathan,
+Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023).
 
 The teacher's text comes out whatever the student drafts: greedily the same tokens, drawn the same
 distribution. Both are of the same size, so no time is saved; the figure says how good a draft model
 the student would be.
-
-Assisted generation: Leviathan, Kalman and Matias, "Fast inference from transformers via speculative
-decoding", 2023.
 """
 
 from __future__ import annotations
@@ -76,18 +73,13 @@ def write_assisted(
     draft_tokens: int = DRAFT_TOKENS,
     show: Show | None = None,
 ) -> tuple[Written, Drafts]:
-    """Write the teacher's text, drafted by the student.
+    """Write the teacher's text as `write` does, drafted by the student of the same model.
 
-    The student drafts the same number of tokens every time, however sure it is of them:
-    transformers' default stops at the first unsure one, which would mix confidence into acceptance.
-
-    Args:
-        model: with adapters attached, in any mode.
-        tokenizer, prompt, decoding, show: as for `write`.
-        draft_tokens: drafted before each of the teacher's passes.
+    The student drafts `draft_tokens` before each of the teacher's passes, however sure it is of
+    them: transformers' default stops at the first unsure one, which would mix confidence into
+    acceptance.
 
     Raises:
-        ModelError: no adapters are attached.
         ConfigError: no tokens to draft, or as `write`.
     """
     if draft_tokens < 1:
@@ -110,12 +102,11 @@ def write_assisted(
 
 
 def _drafts(seen: Sequence[tuple[Sequence[int], int]], prompt: int, text: Sequence[int]) -> Drafts:
-    """Return the drafts of a text from the teacher's inputs: of each pass the tokens, and how many
-    are in its cache.
+    """Return the drafts of a text from the teacher's passes: (given tokens, how many are cached).
 
     A pass is given the last token of the text so far (the first: the prompt), then the drafts.
-    Those that the text came to have were accepted: a token that is drawn in place of a rejected one
-    is never the same.
+    Those that are in the text were accepted: the token in place of a rejected one is never the
+    same.
     """
     passes = []
     for number, (given, cached) in enumerate(seen):
@@ -131,13 +122,8 @@ def _drafts(seen: Sequence[tuple[Sequence[int], int]], prompt: int, text: Sequen
 def expected_acceptance(
     model: PreTrainedModel, prompt: Sequence[int], new: Sequence[int], decoding: Decoding
 ) -> float:
-    """Return the acceptance to expect on a text of the teacher's, NaN if it is empty: greedily the
+    """Return the acceptance to expect on the teacher's text `new`, NaN if it is empty: greedily the
     share of tokens that both find most likely, drawn the mean of sum(min(p, q)).
-
-    Args:
-        model: with adapters attached.
-        prompt, new: ids of the prompt and of the text after it.
-        decoding: how the text was chosen.
     """
     if not new:
         return math.nan

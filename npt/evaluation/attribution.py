@@ -57,15 +57,9 @@ def refer(
 ) -> Reference:
     """Run the unquantised base on the samples and keep the outputs to compare the others with.
 
-    Memory: P * D values on the host for P predicted tokens (1 GiB for 64 Ki tokens of D 4096 in
-    fp32), and the head, V * D values, for as long as the reference lives. The rest of the model can
-    be deleted.
-
-    Args:
-        model: without adapters, or with adapters, whose teacher then runs.
-        samples: those that will be evaluated on.
-        batch_size: samples at a time.
-        pad_id: what rows are padded with.
+    Of a model with adapters, the teacher runs. Memory: P * D values on the host for P predicted
+    tokens (1 GiB for 64 Ki tokens of D 4096 in fp32), and the head, V * D values, for as long as
+    the reference lives. The rest of the model can be deleted.
 
     Raises:
         DataError: token ids outside the vocabulary.

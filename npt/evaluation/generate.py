@@ -198,17 +198,10 @@ def write(
     show: Show | None = None,
     **arguments: Any,
 ) -> Written:
-    """Continue one prompt.
+    """Continue one prompt with a model, in the mode that it is in, or a view. The random state
+    stays as it is. `show` is given the text as it comes, transformers' `generate` the arguments.
 
     Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
-
-    Args:
-        model: with or without adapters, in the mode that it is in, or a view.
-        tokenizer: of the base model.
-        prompt: ids.
-        decoding: how tokens are chosen. The random state outside stays as it is.
-        show: told of the text as it comes.
-        arguments: further ones, for `generate`.
 
     Raises:
         ConfigError: prompt and new tokens exceed the model's positions.

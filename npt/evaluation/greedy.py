@@ -52,20 +52,14 @@ def continue_greedily(
     ends: Collection[int],
     names: Sequence[str],
 ) -> list[list[int]]:
-    """Append the most likely token again and again, in the mode that the model's adapters are in;
-    return the new tokens of each prompt.
+    """Append the most likely token again and again, in the mode of the model's adapters; return the
+    new tokens of each prompt: up to its limit, or to one of `ends`, included.
 
     Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
 
-    Args:
-        model: in evaluation mode.
-        prompts: B of them, none empty.
-        limits: how many tokens to add to each, at most.
-        ends: ids that end a row; they are part of it.
-        names: of the prompts, for an error.
-
     Raises:
-        NumericalError: logits that are not finite, of which argmax would make a token all the same.
+        NumericalError: logits that are not finite, of which argmax would make a token all the same;
+            `names` are those of the prompts in it.
     """
     if not prompts:
         return []
@@ -163,10 +157,6 @@ def compare_prompts(
     The student leaves at the first token that is not its most likely one. A token that the teacher
     itself would not write again in the pass that compares the two (a tie, which rounding decides)
     does not count.
-
-    Raises:
-        DataError: an id outside the vocabulary.
-        NumericalError: logits that are not finite.
     """
     check_ids(collate(prompts, pad_id=0), model, "prompts")
     names = [prompt.id for prompt in prompts]
@@ -291,14 +281,8 @@ def _median(observed: Sequence[tuple[int, bool]]) -> float:
 def parting_prompts(
     samples: Sequence[Sample], count: int, max_new_tokens: int, positions: int | None
 ) -> list[Sample]:
-    """Return prompts of the first `count` samples: the text before a completion, or a text's
-    leading tokens.
-
-    Args:
-        samples: evaluation samples; of several documents in one the first is taken.
-        count: prompts at most.
-        max_new_tokens: room for the continuation.
-        positions: of the model; prompts lose their beginning to fit.
+    """Return prompts of the first `count` samples: the text before a completion, or the leading
+    tokens of the first document. They lose their beginning to fit the model's positions.
 
     Raises:
         ConfigError: no room for a prompt.
@@ -328,12 +312,7 @@ def measure_divergence(
     batch_size: int,
     between: Callable[[], None] | None = None,
 ) -> Divergence:
-    """Continue the prompts and compare, `between` being called before every batch.
-
-    Raises:
-        DataError: an id outside the vocabulary.
-        NumericalError: logits that are not finite.
-    """
+    """Continue the prompts and compare, `between` being called before every batch."""
     compared: list[Comparison] = []
     for start in range(0, len(prompts), batch_size):
         if between is not None:

@@ -1,7 +1,5 @@
-"""lm-evaluation-harness on teacher, floor and student, through its Python API.
-
-The harness takes any transformers model, so each of the three is a view of the one attached model.
-The package (extra `eval`) is needed only when this is called.
+"""lm-evaluation-harness on views of one model: teacher, floor and student. The package (extra
+`eval`) is needed only when this is called.
 """
 
 from __future__ import annotations
@@ -31,13 +29,12 @@ named `<metric>,<filter>`."""
 
 
 def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> Any:
-    """Return the harness's task manager if it has all tasks; nothing is downloaded.
+    """Return the harness's task manager if it has all tasks, groups or tags; nothing is downloaded.
 
     Args:
-        tasks: names of tasks, groups or tags.
-        tasks_path: folder of YAML tasks, which then are the only ones; default the harness's own,
-            whose data come from the hub. A YAML task may name Python functions next to it, which
-            are run.
+        tasks: their names.
+        tasks_path: folder of YAML tasks (which may run Python code next to them), then the only
+            ones; default the harness's own, whose data come from the hub.
 
     Raises:
         ConfigError: the package is missing, there is no such folder, or no such task.
@@ -86,15 +83,12 @@ def lm_eval(
 
     Args:
         model: with adapters attached; left as it was.
-        tokenizer: of the base model.
         tasks, tasks_path: as for `find_tasks`.
         limit: documents of each task, at most.
-        batch_size: of the harness.
 
     Raises:
         ConfigError: as `find_tasks`.
         DataError: a task's data cannot be read.
-        ModelError: no adapters are attached.
     """
     attached_config(model)
     manager = find_tasks(tasks, tasks_path)

@@ -105,10 +105,6 @@ def predicting(batch: Batch) -> Tensor:
 def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the last hidden states, after the final norm, from which a token is predicted: [P, D],
     row by row. The model's own forward is used, in the mode of its adapters, as users do.
-
-    Args:
-        model: with adapters or without.
-        batch: on the model's device.
     """
     # Padding is filled with a real token of its row: a broken embedding of the pad token is
     # nobody's business here.
@@ -140,14 +136,8 @@ def compare_pairs(
     """Return [N, len(COLUMNS)] fp32 per pair of models: the quantities of COLUMNS, per token. Every
     model goes through its head once, whatever the pairs.
 
-    Memory: logits of a chunk of tokens, and the fp32 form of a head that is stored in 16 bit.
-
-    Args:
-        hidden: [N, D] of each model, as `final_states` gives them.
-        heads: lm_head of each model.
-        targets: [N], the tokens that came next in the text.
-        vocab_size: V.
-        pairs: of names of models.
+    hidden: [N, D] of each model. targets: [N], the next tokens of the text. Memory: logits of a
+    chunk of tokens, and the fp32 form of a head that is stored in 16 bit.
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     rows = max(1, LOGIT_CHUNK // vocab_size)
@@ -228,11 +218,8 @@ def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Return the mean per token and its standard error over samples, NaN for fewer than two.
-
-    Args:
-        sums: [C], a quantity summed over each sample's tokens, fp64.
-        counts: [C], those tokens.
+    """Return the mean per token and its standard error over samples, NaN for fewer than two, from
+    fp64 sums over each sample's tokens, [C], and the numbers of these, [C].
     """
     total, n = float(counts.sum()), len(counts)
     mean = float(sums.sum()) / total

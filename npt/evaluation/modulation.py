@@ -2,9 +2,8 @@
 bounds, how large the additive terms are.
 
 A loss does not show that a multiplicative term has run into its bounds, so that it has no gradient
-left, or that an additive term has outgrown the product it corrects. Batches stream through the
-student as it is used, each layer fed by the one before it; only counts and sums of squares are
-kept.
+left, or that an additive term has outgrown the product it corrects. Only counts and sums of squares
+are kept.
 """
 
 from __future__ import annotations
@@ -93,16 +92,11 @@ class Modulation:
 def measure_modulation(
     model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None
 ) -> Modulation:
-    """Run the student over some batches and look at its modulation.
-
-    Args:
-        model: with adapters attached; left as it was, observers of its adapters included.
-        batches: valid tokens count, padding does not.
-        between: called before every batch; what it raises ends the measurement.
+    """Run the student over some batches and look at its modulation of their valid tokens. The model
+    is left as it was. `between` is called before every batch, and may raise.
 
     Raises:
         DataError: no batch, or token ids outside the vocabulary.
-        ModelError: no adapters are attached.
     """
     config = attached_config(model)
     layers = npt_layers(model)
