@@ -1,5 +1,5 @@
-"""The student as the draft model of its teacher, and how many of its drafts are accepted (Leviathan,
-Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023).
+"""The student as the draft model of its teacher, and how many of its drafts are accepted
+(Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023).
 
 The teacher's text comes out whatever the student drafts: greedily the same tokens, drawn the same
 distribution. Both are of the same size, so no time is saved; the figure says how good a draft model
