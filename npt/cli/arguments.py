@@ -22,15 +22,7 @@ _OF_TRAINING = {
 """Settings of base and data that mean nothing to a verb that does not train."""
 
 
-def natural(text: str) -> int:
-    return _whole(text, least=0)
-
-
-def positive(text: str) -> int:
-    return _whole(text, least=1)
-
-
-def _whole(text: str, least: int) -> int:
+def natural(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -38,6 +30,10 @@ def _whole(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value
+
+
+def positive(text: str) -> int:
+    return natural(text, least=1)
 
 
 def limit(text: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 from npt.config import INITS, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError
 from npt.flags import read_yaml
+from npt.presets import presets
 from npt.train.sources import DATASETS, named
 
 SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
@@ -174,6 +175,23 @@ def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
         " folder or another data set to use that"
     )
     return Chosen({**web_text, **given}, (said,))
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that mean several settings of a run."""
+    names = ", ".join(presets())
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        default=argparse.SUPPRESS,
+        help=f"settings by flag name, a file or a preset ({names}); other flags win",
+    )
+    parser.add_argument(
+        "--safe_mode",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="additive modulation only: short for --modulation additive",
+    )
 
 
 def offer_auto(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from npt.cli.arguments import add_number, add_switch, natural, print_json
-from npt.cli.defaults import EMBEDDED, with_config, with_data
+from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
 from npt.cli.planning import make_plan, print_page
 from npt.cli.products import measure_products, print_products
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
@@ -152,20 +152,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "measure", "run a few steps for real as well, and compare")
     add_switch(parser, "no_trial", "leave the time out, for which one layer is run")
     quiet = argparse.SUPPRESS
-    parser.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        default=quiet,
-        help="settings as npt pretrain takes them, a file or a preset",
-    )
     add_number(parser, "batch_size", "samples of a micro-batch (default: 4)", quiet)
     add_number(parser, "seed", "which samples are shown (default: 0)", quiet, natural)
-    add_switch(parser, "safe_mode", "short for --modulation additive", argparse.SUPPRESS)
-    add_settings(
-        parser,
-        BaseConfig,
-        NPTConfig,
-        DataConfig,
-        TrainConfig,
-        leave_out=("num_samples", "batch_size", "seed"),
-    )
+    add_config(parser)
+    add_settings(parser, *SETTINGS, leave_out=("num_samples", "batch_size", "seed"))

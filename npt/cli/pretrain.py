@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npt.cli.arguments import add_switch, load, load_adapter, with_base
-from npt.cli.defaults import SETTINGS, offer_auto, with_config, with_data, with_defaults
+from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError, TooLittleTextError
 from npt.flags import add_settings, build, with_safe_mode
-from npt.presets import presets
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
@@ -317,20 +316,7 @@ def _train(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        default=argparse.SUPPRESS,
-        help=(
-            f"settings by flag name, a file or a preset ({', '.join(presets())}); other flags win"
-        ),
-    )
-    add_switch(
-        parser,
-        "safe_mode",
-        "additive modulation only: short for --modulation additive",
-        argparse.SUPPRESS,
-    )
+    add_config(parser)
     add_switch(
         parser,
         "any_base",
