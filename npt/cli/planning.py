@@ -316,10 +316,8 @@ def print_page(page: Page, console: Any) -> None:
         console.print(table)
         part = "" if time.narrowed == 1 else f" of 1/{time.narrowed} of the width"
         speed = page.tokens / time.seconds
-        console.say(
-            f"{f'{speed:,.0f}' if speed >= 10 else f'{speed:.2g}'} tokens per second, from one"
-            f" layer{part} timed here and now"
-        )
+        rate = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
+        console.say(f"{rate} tokens per second, from one layer{part} timed here and now")
     for name, measured in page.measured.items():
         table = plain_table(f"{name}: predicted against measured", "predicted", "measured", "error")
         for phase in PHASES:
