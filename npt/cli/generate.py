@@ -100,7 +100,10 @@ class _Job:
     notes: Any
 
     def single(self, mode: Any) -> dict[str, Any]:
-        written = self._write(mode, show=True)
+        from npt.evaluation.generate import write
+        from npt.evaluation.view import mode_view
+
+        written = self._shown(write, mode_view(self.model, mode), decoding=self.decoding)
         if not self.json:
             self.notes.say(_speed(mode, written))
         return {mode: written.as_dict()}
@@ -164,14 +167,12 @@ class _Job:
             )
         return {**{mode: one.as_dict() for mode, one in written.items()}, **parting}
 
-    def _write(self, mode: Any, decoding: Any = None, show: bool = False) -> Any:
+    def _write(self, mode: Any, decoding: Any = None) -> Any:
         from npt.evaluation.generate import write
         from npt.evaluation.view import mode_view
 
         view = mode_view(self.model, mode)
-        if not show:
-            return write(view, self.tokenizer, self.ids, decoding or self.decoding)
-        return self._shown(write, view, decoding=self.decoding)
+        return write(view, self.tokenizer, self.ids, decoding or self.decoding)
 
     def _shown(self, write: Any, model: Any, **how: Any) -> Any:
         """Call `write`, with the prompt and the text printed as it comes, unless JSON is."""
