@@ -76,9 +76,7 @@ PLANNED = re.compile(
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_models_preset_names_base_and_shape_and_no_training(
-    name,
-):
+def test_a_large_models_preset_names_base_and_shape_and_no_training(name):
     given = read_yaml(name, CLASSES)
     training, shape = build(TrainConfig, given), SHAPES[name]
     assert given["model_name"].rpartition("/")[2].lower().startswith(name)
@@ -138,9 +136,7 @@ def test_the_command_in_a_comment_says_the_memory_next_to_it(monkeypatch, capsys
     assert shown(9 * adapters) == found[4]
 
 
-def test_a_presets_base_yields_to_a_shape_and_a_preset_to_flags(
-    counted_by_a_formula, capsys
-):
+def test_a_presets_base_yields_to_a_shape_and_a_preset_to_flags(counted_by_a_formula, capsys):
     assert (
         main(
             [
