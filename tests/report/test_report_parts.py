@@ -59,6 +59,11 @@ def test_null_is_not_finite_and_a_missing_key_is_nothing() -> None:
     assert found.layers == [7] and found.last("loss") == (3, 0.5)
 
 
+def test_columns_are_in_the_order_of_the_file_in_every_process() -> None:
+    line = metrics(1, layers=2)
+    assert list(read_metrics([line]).columns) == [key for key in line if key != "step"]
+
+
 @pytest.mark.parametrize("step", [None, "3", -1, 2.5, True, 1e400, 2**60, [1]])
 def test_a_line_without_a_step_is_left_out(step) -> None:
     assert read_metrics([{"step": step, "loss": 1.0}]).steps == []

@@ -27,11 +27,10 @@ from npt.data.encoding import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
-from npt.evaluation.metrics import COLUMNS
+from npt.evaluation.metrics import COLUMNS, evaluating
 from npt.runs.signals import StopOnSignal
 from npt.tools.collect.parts import Parts
 from npt.tools.collect.prompts import read_prompts
-from npt.tools.editing.transplant import evaluating
 
 NUM_PROMPTS = 256
 MAX_NEW_TOKENS = 64

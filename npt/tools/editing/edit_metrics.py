@@ -30,12 +30,12 @@ from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
     compare_tokens,
+    evaluating,
     figures,
     final_states,
     per_sample_sums,
     predicting,
 )
-from npt.tools.editing.transplant import evaluating
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
 PROBE_ALPHA = 0.1

@@ -18,18 +18,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_mode, attached_config, npt_layers
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of, token_index
 from npt.errors import ConfigError, ModelError
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put the model into evaluation mode within the context."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+from npt.evaluation.metrics import evaluating
 
 
 @contextmanager
