@@ -1,4 +1,4 @@
-"""A budget of ranks, spent on the layers where a rank is worth most."""
+"""A budget of ranks, spent on the layers that gain most by a rank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from npt.errors import ConfigError
 
 
 def check_budget(budget: int, layers: int, hidden_size: int) -> None:
-    """Refuse a budget that leaves a layer without a rank, or that cannot be spent.
-
-    Raises:
-        ConfigError: the budget and its bounds.
-    """
+    """Refuse a budget that leaves a layer without a rank, or that cannot be spent."""
     if not layers <= budget <= layers * hidden_size:
         raise ConfigError(
             f"--rank_budget is {budget}; {layers} converted layers of a model of hidden size"
@@ -22,12 +18,12 @@ def check_budget(budget: int, layers: int, hidden_size: int) -> None:
 
 
 def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
-    """Ranks by layer: one each, then always one more where the next direction is worth most. Equal
-    ones go to the lowest layer.
+    """Return ranks by layer: one each, then always one more for the layer whose next direction is
+    worth most, the lowest of equal ones.
 
     Args:
         budget: ranks in all, within the bounds of `check_budget`.
-        worth: by layer, what each of its directions is worth, largest first.
+        worth: of each direction by layer, largest first.
     """
     ranks = dict.fromkeys(worth, 1)
     queue = [(-values[1], index) for index, values in worth.items() if len(values) > 1]

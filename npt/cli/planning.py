@@ -109,8 +109,8 @@ def forecast_calibration(
         trial: time a product and an eigendecomposition.
     """
     from npt.adapters.attach import resolve_layers
+    from npt.base.quantization_error import fp32_products
     from npt.calibration.plan import plan
-    from npt.calibration.precision import full_precision
 
     w, c, device = workload, workload.training, workload.device
     work = plan(
@@ -129,7 +129,7 @@ def forecast_calibration(
     placement = work.place(device, free)
     seconds = None
     if trial:
-        with full_precision():
+        with fp32_products("highest"):
             seconds = work.seconds(device, placement)
     return CalibrationForecast(
         base + work.peak(device, placement) if on_gpu else 0,
