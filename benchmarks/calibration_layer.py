@@ -27,8 +27,7 @@ from npt.calibration.placement import Placement, free_bytes
 from npt.calibration.plan import Plan, plan
 from npt.config import NPTConfig
 from npt.data.batch import Sample
-from npt.planning.named_models import llama_config
-from npt.planning.shape import Shape
+from npt.planning.shape import Shape, llama_config
 
 LENGTH, VOCAB, HEAD = 256, 512, 64
 BATCH_SIZE = 8

@@ -205,7 +205,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.adapters.attach import check_fit
     from npt.base.load import read_config
     from npt.calibration.calibrate import check_calibration
-    from npt.planning.named_models import llama_config, parse_shape
+    from npt.planning.shape import llama_config, parse_shape
     from npt.planning.workload import Workload
     from npt.train.run_checks import check_trainable
 
@@ -274,7 +274,7 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
             memory.evaluated_at_once,
             teacher=teacher,
         )
-        for name, (_, config) in workload.stages.items()
+        for name, config in workload.stages.items()
     }
 
 

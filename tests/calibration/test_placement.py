@@ -25,7 +25,7 @@ from npt.calibration.plan import HOST_KEEP, SHARE, Plan, Seconds, plan
 from npt.calibration.rows import Rows
 from npt.data.batch import batch_from_tensors
 from npt.planning.measure import peak_bytes
-from npt.planning.named_models import llama_config, parse_shape
+from npt.planning.shape import llama_config, parse_shape
 
 CUDA = torch.device("cuda", 0)
 TINY = {"layers": "1-2", "rank": 8}

@@ -212,7 +212,7 @@ def test_a_plan_shows_every_term_of_memory_and_every_part_of_time_in_80_columns(
         assert words in out
     for words in (
         "converted layers (2)",
-        "layers in front of them (1)",
+        "layers before them (1)",
         "other layers (3)",
         "optimizer step",
         "tokens per second",

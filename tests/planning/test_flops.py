@@ -18,8 +18,9 @@ from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.planning.flops import adapter_flops, count_flops, floor_flops, layer_flops, training_flops
-from npt.planning.shape import LLAMA_3_1_8B, Shape
+from npt.planning.shape import SHAPES, Shape
 
+LLAMA_3_1_8B = SHAPES["llama-3.1-8b"]
 ALL = range(32)
 LENGTH = 96
 
@@ -35,12 +36,12 @@ class TestLlama8B:
     def test_local_with_all_layers_takes_29_5(self):
         assert floor_flops(LLAMA_3_1_8B, 2048, ALL) / 1e9 == pytest.approx(29.5, abs=0.05)
 
-    def test_layers_behind_the_last_converted_one_cost_local_nothing(self):
+    def test_layers_after_the_last_converted_one_cost_local_nothing(self):
         lower = floor_flops(LLAMA_3_1_8B, 2048, range(16))
         assert lower == floor_flops(LLAMA_3_1_8B, 2048, ALL) / 2
         assert lower < floor_flops(LLAMA_3_1_8B, 2048, range(16, 32))
 
-    def test_end_to_end_with_the_upper_half_costs_less_than_seven_tenths_of_all_layers(self):
+    def test_end_to_end_with_the_upper_half_costs_less_than_seven_tenths(self):
         upper = floor_flops(LLAMA_3_1_8B, 2048, range(16, 32), "end_to_end", logits=1.0)
         whole = floor_flops(LLAMA_3_1_8B, 2048, ALL, "end_to_end", logits=1.0)
         assert upper < 0.7 * whole
@@ -56,7 +57,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory, load_model: Any) -> Any:
-    """A random Llama whose layers are wide beside everything else: D 128, F 352, 5
+    """A random Llama whose layers are wide in comparison with all else: D 128, F 352, 5
     layers, V 160.
     """
     import shutil
@@ -131,9 +132,7 @@ def test_a_strategy_makes_exactly_the_products_of_its_formula(llama, quantizatio
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("logits", [0.0, 1.0])
-def test_checkpointing_adds_a_second_forward_up_to_what_backward_reads(
-    llama, quantization, form, logits
-):
+def test_checkpointing_adds_a_second_forward(llama, quantization, form, logits):
     model, batch = llama(quantization), full_rows()
     npt.attach(model, FORMS[form])
     share = logits * batch.scored / batch.tokens
@@ -152,13 +151,13 @@ def test_local_is_within_three_percent_of_the_floor(llama):
 
 
 @pytest.mark.parametrize("loss", ["kl", "cross_entropy"])
-def test_a_loss_on_the_logits_adds_the_layers_behind_and_the_head(llama, loss):
+def test_a_loss_on_the_logits_adds_the_layers_after_and_the_head(llama, loss):
     model, form = llama("nf4"), NPTConfig(rank=4, layers="1-2")
     npt.attach(model, form)
     batch, shape = full_rows(), Shape.of(model.config)
     share = batch.scored / batch.tokens
     expected = training_flops(shape, LENGTH, form, "end_to_end", logits=share)
-    # the teacher has no logits in it, and needs no layer behind the last converted one
+    # the teacher has no logits in it, and needs no layer after the last converted one
     if loss == "cross_entropy":
         expected -= 2 * shape.head_weights * share + 2 * layer_flops(shape, LENGTH)
     config = TrainConfig(strategy="end_to_end", logit_kl_weight=0.5, logit_loss=loss)
@@ -217,35 +216,36 @@ class TestCount:
 
 
 def test_the_low_rank_products_grow_with_rank_targets_and_terms():
-    shape = LLAMA_3_1_8B
-    full = adapter_flops(shape, (0, 1), 16)
-    assert adapter_flops(shape, (0, 1), (32, 32)) == 2 * full
-    assert adapter_flops(shape, (0, 1), 16, ("gate",)) < full
-    assert adapter_flops(shape, (0, 1), 16, additive=False) < full
-    assert full < adapter_flops(shape, (0, 1), 16, strategy="end_to_end") < 1.1 * full
-    assert full / 2 < 0.02 * layer_flops(shape, 2048)  # small beside a layer
+    def flops(strategy: str = "local", rank: int = 16, **form: Any) -> float:
+        return adapter_flops(LLAMA_3_1_8B, NPTConfig(layers="0,1", rank=rank, **form), strategy)
 
-    @pytest.mark.parametrize("masked", [False, True])
-    def test_the_kernel_of_fp32_on_cuda_counts_as_the_cpus(self, monkeypatch, masked):
-        """Causal half of its scores, a mask none of them; backward twice as much. Shapes alone, by
-        torch's own functions of them.
-        """
-        from types import SimpleNamespace
+    full = flops()
+    assert flops(rank=32) == 2 * full
+    assert flops(targets=("gate",)) < full
+    assert flops(modulation="multiplicative") < full
+    assert full < flops("end_to_end") < 1.1 * full
+    assert full / 2 < 0.02 * layer_flops(LLAMA_3_1_8B, 2048)  # little in comparison with a layer
 
-        from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from npt.base import attention
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernel_of_fp32_on_cuda_counts_as_the_cpus(monkeypatch, masked):
+    """Causal half of its scores, a mask none of them; backward twice as much. Shapes alone, by
+    torch's own functions of them.
+    """
+    from types import SimpleNamespace
 
-        monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: True)
-        monkeypatch.setattr(attention, "_has_exact_backward", lambda query, causal: True)
-        layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-        with FakeTensorMode():
-            q, k, v = (torch.empty(3, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2))
-            mask = torch.ones(3, 1, 40, 40, dtype=torch.bool) if masked else None
-            once = 2 * 3 * 4 * 40 * 40 * (16 + 16) // (1 if masked else 2)
-            assert (
-                count_flops(
-                    lambda: attention.sdpa_attention(layer, q, k, v, mask)[0].sum().backward()
-                )
-                == 3 * once
-            )
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from npt.base import attention
+
+    monkeypatch.setattr(attention, "_on_cuda_in_fp32", lambda *tensors: True)
+    monkeypatch.setattr(attention, "_has_exact_backward", lambda query, causal: True)
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(3, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2))
+        mask = torch.ones(3, 1, 40, 40, dtype=torch.bool) if masked else None
+        once = 2 * 3 * 4 * 40 * 40 * (16 + 16) // (1 if masked else 2)
+        assert (
+            count_flops(lambda: attention.sdpa_attention(layer, q, k, v, mask)[0].sum().backward())
+            == 3 * once
+        )

@@ -1,10 +1,10 @@
-"""Hollow models: all of a base but its numbers, so that what a call would take in memory can be
-counted without taking it.
+"""A fake device: models and batches without numbers, to count the memory of a call without taking
+it.
 
 Tensors have shape, dtype and device and no storage (torch's fake tensors). The code that trains
-runs on them as it is, autograd included, and a ledger follows which of its tensors would be alive
-together. So the count cannot drift from the code, whatever that comes to keep or to free; and it
-costs a fraction of a second for a layer of any size, on a machine that could never hold it.
+runs on them as it is, autograd included, and a ledger follows which of its tensors are alive
+together. So the count cannot drift from the code, and it costs a fraction of a second for a layer
+of any size, on a machine that could never hold it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import replace_with_bnb_linear
 
-from npt.adapters import fused
 from npt.adapters.attach import adapter_parameters, attach
+from npt.adapters.fused import few_blocks
 from npt.base.attention import SDPA
 from npt.base.linear import quantized_linears
 from npt.base.load import packing_config
@@ -43,15 +41,15 @@ _PACKED_PRODUCT = getattr(getattr(torch.ops.bitsandbytes, "gemm_4bit", None), "d
 """The operator that multiplies rows with a packed weight and unpacks it inside. bitsandbytes before
 0.50 has none: there the unpacked weight is a tensor like others."""
 
+_ATTENTION_BACKWARD = torch.ops.aten._efficient_attention_backward.default
 _DEVICE = torch.ops.prim.device.default
 
 
-class Hollow:
-    """A place in which tensors have no storage. Models and batches that it makes are used within
-    `peak_of` alone.
+class FakeDevice:
+    """A device whose tensors have no storage. Use its models and batches within `peak_of` alone.
 
     Args:
-        device: that tensors claim to be on, by which operations choose their kernels. It has to
+        device: that tensors claim to be on, by which operations choose their kernels. It must
             exist.
     """
 
@@ -70,19 +68,18 @@ class Hollow:
         attn_implementation: str = "sdpa",
         compute_dtype: torch.dtype = torch.float32,
     ) -> Any:
-        """A model as `load_base` would give it, with adapters attached where there is a
-        configuration for them.
+        """Return a model as `load_base` would give it, with adapters if they are configured.
 
         Args:
             config: of a known family.
             quantization: nf4, fp4 or None.
             stored: dtype of what is not packed.
-            adapter: of the adapters; their gradients are there as well.
-            compute_dtype: of products of packed weights.
+            adapter: of the adapters, which come with gradients.
             upcast: compute in fp32 whatever it is stored in, as a packed base and an unquantised
                 teacher do.
             attn_implementation: as in `load_base`; flex_attention, which compiles what it runs, is
                 counted as sdpa.
+            compute_dtype: of products of packed weights.
         """
         with torch.device("meta"):
             attention = "eager" if attn_implementation == "eager" else SDPA
@@ -90,10 +87,9 @@ class Hollow:
                 copy.deepcopy(config), dtype=stored, attn_implementation=attention
             )
         if quantization is not None:
+            packing = packing_config(quantization)
             replace_with_bnb_linear(
-                model,
-                modules_to_not_convert=list(DENSE),
-                quantization_config=packing_config(quantization),
+                model, modules_to_not_convert=list(DENSE), quantization_config=packing
             )
         if adapter is not None:
             attach(model, adapter)
@@ -106,96 +102,69 @@ class Hollow:
         return model
 
     def batch(self, rows: int, length: int) -> Batch:
-        """Full rows, every token of which is predicted."""
+        """Return full rows, every token of which is predicted."""
         ids = torch.zeros(rows, length, dtype=torch.int64)
-        # which finds all that is found on the host
+        # `to` adds what is computed on the host
         batch = batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device("cpu"))
-        own = {f.name for f in fields(Batch)}
-
-        def hollow(value: Any) -> Any:
-            return self._empty(value.shape, value.dtype) if isinstance(value, Tensor) else value
-
-        made = replace(batch, **{name: hollow(getattr(batch, name)) for name in own})
-        vars(made).update(
-            {name: hollow(value) for name, value in vars(batch).items() if name not in own}
-        )
+        faked = {
+            name: self.tensor(*value.shape, dtype=value.dtype)
+            for name, value in vars(batch).items()
+            if isinstance(value, Tensor)
+        }
+        made = copy.copy(batch)
+        vars(made).update(faked)
         return made
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of this shape."""
-        return self._empty(shape, dtype)
+        with self._mode:
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
     def peak_of(self, act: Callable[[], object]) -> int:
-        """Bytes that `act` would have alive at its highest moment, beside what was there before."""
-        with self._mode, _few_blocks(), Ledger() as ledger:
+        """Return the bytes that `act` would add to what exists, at its highest moment."""
+        with self._mode, few_blocks(), Ledger() as ledger:
             act()
         return ledger.highest
 
-    def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        with self._mode:
-            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-
     def _fill(self, model: Any, quantization: str | None) -> None:
-        """A tensor without storage in the place of each one without device."""
+        """Replace every parameter on the meta device by one without storage on this device."""
         packed = {id(module.weight): module for _, module in quantized_linears(model)}
         made: dict[int, Any] = {}  # tied weights stay one
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) not in made:
-                    if id(parameter) in packed:
-                        made[id(parameter)] = self._packed(packed[id(parameter)], str(quantization))
+            for name, old in module._parameters.items():
+                if old is not None and id(old) not in made:
+                    if id(old) in packed:
+                        made[id(old)] = self._packed(packed[id(old)], str(quantization))
                     else:
-                        empty = self._empty(parameter.shape, parameter.dtype)
-                        made[id(parameter)] = nn.Parameter(
-                            empty, requires_grad=parameter.requires_grad
-                        )
-                module._parameters[name] = made[id(parameter)]
+                        empty = self.tensor(*old.shape, dtype=old.dtype)
+                        made[id(old)] = nn.Parameter(empty, requires_grad=old.requires_grad)
+                if old is not None:
+                    module._parameters[name] = made[id(old)]
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.grad = self._empty(parameter.shape, parameter.dtype)
+                parameter.grad = self.tensor(*parameter.shape, dtype=parameter.dtype)
 
     def _packed(self, module: Any, quantization: str) -> Tensor:
-        """A packed weight with its scales, as bitsandbytes keeps them."""
+        """Return a packed weight with its scales, as bitsandbytes keeps them."""
         shape = torch.Size((module.out_features, module.in_features))
         blocks = math.ceil(shape.numel() / BLOCK)
         nested = QuantState(
-            absmax=self._empty((math.ceil(blocks / NESTED_BLOCK),), torch.float32),
-            code=self._empty((256,), torch.float32),
+            absmax=self.tensor(math.ceil(blocks / NESTED_BLOCK)),
+            code=self.tensor(256),
             blocksize=NESTED_BLOCK,
             dtype=torch.float32,
         )
-        weight: Any = self._empty(((shape.numel() + 1) // 2, 1), torch.uint8)
+        weight: Any = self.tensor((shape.numel() + 1) // 2, 1, dtype=torch.uint8)
         weight.quant_state = QuantState(
-            absmax=self._empty((blocks,), torch.uint8),
+            absmax=self.tensor(blocks, dtype=torch.uint8),
             shape=shape,
-            code=self._empty((16,), torch.float32),
+            code=self.tensor(16),
             blocksize=BLOCK,
             quant_type=quantization,
             dtype=torch.float32,
-            offset=self._empty((), torch.float32),
+            offset=self.tensor(),
             state2=nested,
         )
         return weight
-
-
-@contextmanager
-def _few_blocks() -> Iterator[None]:
-    """Within the context a layer's rows are taken in their first two blocks and the last alone: of
-    hundreds, all between take the same.
-    """
-    every = fused.blocks
-
-    def few(like: Tensor, rank: int) -> list[slice]:
-        found = every(like, rank)
-        return found if len(found) < 4 else [*found[:2], found[-1]]
-
-    fused.blocks = few
-    try:
-        yield
-    finally:
-        fused.blocks = every
 
 
 class Ledger(TorchDispatchMode):
@@ -217,21 +186,23 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # every other call asks for it, and nothing is made
             asked = args[0]
-            return (
-                asked.fake_device
-                if isinstance(asked, FakeTensor) and not asked.fake_mode.in_kernel_invocation
-                else func(asked)
-            )
+            if isinstance(asked, FakeTensor) and not asked.fake_mode.in_kernel_invocation:
+                return asked.fake_device
+            return func(asked)
         for leaf in tree_leaves((args, kwargs)):  # one that is not known yet was there before
             self._note(leaf, made=False)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             self._note(leaf, made=True)
+        inside = 0
         if func is _PACKED_PRODUCT:
-            self.highest = max(self.highest, self._live + _unpacked(args))
-        # inside it the gradient is multiplied with the output
-        if func is torch.ops.aten._efficient_attention_backward.default:
-            self.highest = max(self.highest, self._live + args[0].numel() * args[0].element_size())
+            # The dense weight in the rows' dtype, and its scales in fp32. A GPU with a kernel for
+            # so few rows makes neither; it is then counted too high, by one weight.
+            rows, _, shape = args[:3]
+            inside = math.prod(shape) * rows.element_size() + math.prod(shape) // BLOCK * 4
+        elif func is _ATTENTION_BACKWARD:  # the gradient is multiplied with the output
+            inside = args[0].numel() * args[0].element_size()
+        self.highest = max(self.highest, self._live + inside)
         return out
 
     def _note(self, leaf: Any, made: bool) -> None:
@@ -243,41 +214,27 @@ class Ledger(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes() if made else 0
         self._live += self._sizes[key]
-        self.highest = max(self.highest, self._live)
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:
         self._live -= self._sizes.pop(key)
 
 
-def _unpacked(arguments: tuple[Any, ...]) -> int:
-    """What a product with a packed weight makes inside: the dense weight in the rows' dtype, and
-    its scales in fp32.
-
-    A GPU that has a kernel for so few rows makes neither; it is then counted too high, by one
-    weight.
-    """
-    rows, _, shape = arguments[:3]
-    return math.prod(shape) * rows.element_size() + math.prod(shape) // BLOCK * 4
-
-
 def bytes_of(model: Any) -> int:
-    """Of a hollow model: of its parameters, packed weights with their scales, and buffers; its
-    gradients and adapters are left out.
+    """Return the bytes of a fake model's parameters, packed weights with their scales, and buffers;
+    its gradients and adapters are left out.
     """
-    own = (
-        {id(parameter) for parameter in adapter_parameters(model).values()}
-        if hasattr(model, "_npt_state")
-        else set()
-    )
+    own = adapter_parameters(model).values() if hasattr(model, "_npt_state") else ()
     tensors: dict[int, Tensor] = {}
     for module in model.modules():
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is not None and id(tensor) not in own:
+            if tensor is not None:
                 tensors[id(tensor)] = tensor
                 state = getattr(tensor, "quant_state", None)
                 while state is not None:
                     parts = (state.absmax, state.code, state.offset)
                     tensors |= {id(part): part for part in parts if isinstance(part, Tensor)}
                     state = state.state2
+    for parameter in own:
+        del tensors[id(parameter)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
