@@ -10,7 +10,7 @@ from npt.adapters.files.hub import is_hub_id
 from npt.base.identity import PARTS
 from npt.base.recipe import Recipe
 
-_HERE = ", in this folder,"  # in front of code for the folder of the card
+_HERE = ", in this folder,"  # before code for the folder of the card
 
 
 def card(
@@ -23,21 +23,16 @@ def card(
         fidelity: content of a run's `fidelity.json`.
         repo_id: USER/NAME, its place on a hub; else its code is for the folder of the card.
     """
-    name = record["base_model_name_or_path"]
-    parts = record.get("base_parts")
+    name, parts = record["base_model_name_or_path"], record.get("base_parts")
     rows = [("base", name), ("base hash", record["base_hash"])]
-    rows += (
-        [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()]
-        if isinstance(parts, Mapping)
-        else []
-    )
+    if isinstance(parts, Mapping):
+        rows += [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()]
     rows += [
         (key, ", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
         for key, value in record["npt"].items()
     ]
     settings = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)
-    # A hub takes the base's name for a repository of its own: that of a folder on somebody's disk
-    # has no place there.
+    # a hub takes the name for a repository of its own: never that of a folder on somebody's disk
     base = f"base_model: {name}\n" if is_hub_id(str(name)) and not Path(str(name)).exists() else ""
     return f"""---
 {base}library_name: npt
@@ -56,7 +51,7 @@ Per-token modulation of the MLP by attention, distilled from the base model itse
 
 
 def for_hub(card: str, repo_id: str) -> str:
-    """Return a card with code for a repository of the hub in the place of code for its folder."""
+    """Return a card with code for a repository of the hub, not for its folder."""
     return card.replace('"."', f'"{repo_id}"').replace(_HERE, "")
 
 
@@ -64,11 +59,9 @@ def _loading(record: Mapping[str, Any], repo_id: str | None) -> str:
     """Return code that loads the adapter as written."""
     recipe, base = Recipe.of_record(record), record["base_model_name_or_path"]
     adapter, where = (repo_id, "") if repo_id is not None else (".", _HERE)
-    loaded = (
-        "BASE, quantization=..."
-        if recipe is None
-        else ", ".join([repr(base), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
-    )
+    loaded = "BASE, quantization=..."
+    if recipe is not None:
+        loaded = ", ".join([repr(base), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
     student = f"""Load base and adapter{where} with
 
 ```python
@@ -77,7 +70,7 @@ import npt
 model, tokenizer = npt.from_pretrained("{adapter}")
 ```
 
-or the adapter onto a base that is there"""
+or the adapter onto a base that is loaded already"""
     return f"""{student if recipe is not None else f"Load it{where}"} with
 
 ```python
@@ -87,7 +80,7 @@ model, tokenizer = npt.load_base({loaded})
 npt.load_adapter(model, "{adapter}")
 ```
 
-or, where PEFT is what is spoken, with
+or, in code that uses PEFT, with
 
 ```python
 import npt
@@ -111,16 +104,14 @@ def _fidelity_table(fidelity: Mapping[str, Any] | None) -> str:
     ):
         figures = (fidelity or {}).get(name)
         if isinstance(figures, Mapping):
-            shares = [
-                _figure(figures, "top1", 100, ".1f", "%"),
-                _figure(figures, "acceptance", 100, ".1f", "%"),
-            ]
-            cells = [
-                _figure(figures, "perplexity", 1, ".3f"),
-                _figure(figures, "perplexity_ratio", 1, ".4f"),
-                _figure(figures, "kl", 1, ".4f"),
-            ]
-            lines.append(f"| {label} | {' | '.join([*cells, *shares])} |")
+            cells = (
+                _figure(figures, "perplexity", ".3f"),
+                _figure(figures, "perplexity_ratio", ".4f"),
+                _figure(figures, "kl", ".4f"),
+                _figure(figures, "top1", ".1f", 100, "%"),
+                _figure(figures, "acceptance", ".1f", 100, "%"),
+            )
+            lines.append(f"| {label} | {' | '.join(cells)} |")
     if not lines:
         return ""
     head = (
@@ -130,7 +121,9 @@ def _fidelity_table(fidelity: Mapping[str, Any] | None) -> str:
     return "\n".join(["\n## Fidelity to the teacher\n", head, *lines, ""])
 
 
-def _figure(figures: Mapping[str, Any], key: str, scale: float, form: str, unit: str = "") -> str:
+def _figure(
+    figures: Mapping[str, Any], key: str, form: str, scale: float = 1, unit: str = ""
+) -> str:
     value, error = figures.get(key), figures.get(f"{key}_se")
     if not isinstance(value, int | float):
         return "-"
@@ -139,5 +132,4 @@ def _figure(figures: Mapping[str, Any], key: str, scale: float, form: str, unit:
 
 
 def _cell(value: Any) -> str:
-    """Return a value for a table of Markdown."""
     return str(value).replace("|", "\\|").replace("\n", " ")

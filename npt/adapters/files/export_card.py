@@ -21,7 +21,7 @@ _OTHERS = """## Elsewhere
 
 
 def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded: bool) -> str:
-    """What the model is, how it is loaded, and what else can be done with it.
+    """Return a card: the model, its loading, its use elsewhere.
 
     Args:
         settings: content of `config.json`.
@@ -31,38 +31,24 @@ def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded:
     form = settings["npt"]
     local = not is_hub_id(base) or Path(base).exists()
     base = Path(base).name if local else base
-    terms = [
-        word
-        for word, there in (
-            ("multiplicative", form["multiplicative"]),
-            ("additive", form["additive"]),
-        )
-        if there
-    ]
     ranks = sorted(set(form["ranks"].values()))
+    layers = f"{len(form['ranks'])} of {settings['num_hidden_layers']}: {', '.join(form['ranks'])}"
+    kept = "yes" if form["keep_residual"] else "no"
     rows = [
         ("base", base),
-        (
-            "layers in NPT form",
-            f"{len(form['ranks'])} of {settings['num_hidden_layers']}: {', '.join(form['ranks'])}",
-        ),
+        ("layers in NPT form", layers),
         ("rank", str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"),
         ("targets", ", ".join(form["targets"])),
-        ("terms", ", ".join(terms)),
-        (
-            "attention in the residual stream of these layers",
-            "yes" if form["keep_residual"] else "no",
-        ),
+        ("terms", ", ".join(term for term in ("multiplicative", "additive") if form[term])),
+        ("attention in the residual stream of these layers", kept),
         ("layers with consolidated rows", ", ".join(form["rows"]) or "none"),
         ("base on disk", _stored(settings, precision, rounded)),
         ("computes in", settings["dtype"]),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    needs = (
-        "torch, transformers, accelerate and bitsandbytes"
-        if precision == "4bit"
-        else "torch and transformers"
-    )
+    needs = "torch and transformers"
+    if precision == "4bit":
+        needs = "torch, transformers, accelerate and bitsandbytes"
     memory = (
         f"It computes in {settings['dtype']}, as it was trained. `dtype=torch.bfloat16` takes less"
         " memory and rounds; the modulation stays in fp32 either way."

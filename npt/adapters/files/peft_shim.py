@@ -1,12 +1,9 @@
-"""For those whose code speaks PEFT: after `npt.register_peft()`,
-`peft.PeftModel.from_pretrained(base, folder)` loads an NPT adapter.
+"""NPT adapters for code that uses PEFT: after `npt.register_peft()`,
+`peft.PeftModel.from_pretrained(base, folder)` loads one.
 
-PEFT has no door for a method that its own enumeration does not name (`register_peft_method` refuses
-it), but looks configuration and tuner up by the `peft_type` of the file in two public mappings. The
-entry "NPT" is put there on request, never on import. The tuner is a thin one: conversion, files'
-names and numbers are those of `npt.attach` and `npt.load_adapter`. One adapter at a time, no
-merging, and of a folder with consolidated updates only the adapter: for more than that, use the
-package itself.
+PEFT's `register_peft_method` refuses methods that its own enumeration does not name, but it looks
+configuration and tuner up in two public mappings by the file's `peft_type`. The entry "NPT" is put
+there on request, never on import. One adapter at a time, no merging, no consolidated updates.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ def register_peft() -> None:
             f"PEFT {peft.__version__} has no way for a tuner to load its own tensors;"
             f" {install_command('peft')} --upgrade"
         )
-    # Keyed by a plain string: PEFT's keys are strings as well, members of its enumeration.
+    # keyed by a plain string: PEFT's keys are strings too, members of its enumeration
     configs: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING
     tuners: Any = peft.PEFT_TYPE_TO_TUNER_MAPPING
     prefixes: Any = PEFT_TYPE_TO_PREFIX_MAPPING
@@ -74,25 +71,17 @@ def register_peft() -> None:
     class NPTPeftConfig(PeftConfig):
         """`adapter_config.json` as PEFT reads it."""
 
-        base_hash: str | None = field(
-            default=None, metadata={"help": "hash of the base that the adapter was trained on"}
-        )
-        base_loading: dict[str, Any] | None = field(
-            default=None, metadata={"help": "how that base was loaded"}
-        )
-        base_parts: dict[str, Any] | None = field(
-            default=None, metadata={"help": "hashes of that base's parts"}
-        )
-        npt: dict[str, Any] = field(
-            default_factory=dict, metadata={"help": "settings of the adapter"}
-        )
+        base_hash: str | None = None
+        base_loading: dict[str, Any] | None = None
+        base_parts: dict[str, Any] | None = None
+        npt: dict[str, Any] = field(default_factory=dict)
 
         def __post_init__(self) -> None:
             super().__post_init__()
             self.peft_type = PEFT_TYPE
 
     class NPTSwitch(nn.Module, BaseTunerLayer):
-        """What PEFT looks for in a model to see which adapters it has and whether they are on."""
+        """The module by which PEFT sees a model's adapters, and whether they are on."""
 
         adapter_layer_names = ("adapters",)
 
@@ -102,7 +91,7 @@ def register_peft() -> None:
             self._active_adapter = adapter_name
 
     class NPTTuner(BaseTuner):
-        """A model with NPT adapters attached, as PEFT wants to see it."""
+        """A model with NPT adapters attached, in PEFT's terms."""
 
         made_by = __name__
         prefix = "npt."
@@ -117,11 +106,9 @@ def register_peft() -> None:
         ):
             nn.Module.__init__(self)
             self.model = model
-            self.peft_config = (
-                {adapter_name: peft_config}
-                if isinstance(peft_config, PeftConfig)
-                else dict(peft_config)
-            )
+            if isinstance(peft_config, PeftConfig):
+                peft_config = {adapter_name: peft_config}
+            self.peft_config = dict(peft_config)
             self.active_adapter = adapter_name
             self.targeted_module_names: list[str] = []
             self.targeted_parameter_names: list[str] = []
@@ -144,17 +131,14 @@ def register_peft() -> None:
                     f"the adapter has a setting that cannot work: {error}"
                 ) from error
             recorded = {"base_hash": settings.base_hash, "base_parts": settings.base_parts}
-            found = (
-                None
-                if recorded == dict.fromkeys(recorded)
-                else base_identity(model).mismatch(recorded)
-            )
-            if found is not None:
-                warnings.warn(
-                    f"the adapter was trained on another base: {found}; npt.load_base with the same"
-                    " quantisation gives that one",
-                    stacklevel=2,
-                )
+            if any(value is not None for value in recorded.values()):
+                found = base_identity(model).mismatch(recorded)
+                if found is not None:
+                    warnings.warn(
+                        f"the adapter was trained on another base: {found}; npt.load_base with the"
+                        " same quantisation gives that one",
+                        stacklevel=2,
+                    )
             attach(model, config)
             for name, parameter in adapter_parameters(model).items():
                 parameter.requires_grad_(not settings.inference_mode)
@@ -167,9 +151,7 @@ def register_peft() -> None:
             self.switch._disable_adapters = True
 
         def enable_adapter_layers(self) -> None:
-            """Switch back to what the layers did before, which is the teacher within
-            `npt.adapters_disabled`.
-            """
+            """Switch back to the mode before, the teacher within `npt.adapters_disabled`."""
             if self.off is not None:
                 release_mode(self.model, self.off)
             self.off = None
@@ -190,7 +172,7 @@ def register_peft() -> None:
                 parameter.requires_grad_(requires_grad)
 
         def unload(self) -> Any:
-            """The base, without adapters."""
+            """Return the base, without adapters."""
             detach(self.model)
             return self.model
 
@@ -226,12 +208,9 @@ def register_peft() -> None:
         def _remap_adapter_state_dict_for_load(
             cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
         ) -> dict[str, Tensor]:
-            """The stored tensors, once they are the model's, no more and no fewer, and
-            all finite.
-            """
-            wanted = {
-                _PREFIX + name: p for name, p in adapter_parameters(model.get_base_model()).items()
-            }
+            """Return the stored tensors if they are all of the model's and finite."""
+            own = adapter_parameters(model.get_base_model())
+            wanted = {_PREFIX + name: parameter for name, parameter in own.items()}
             odd = sorted(set(wanted) ^ set(state_dict))
             if odd:
                 raise AdapterFileError(
@@ -250,7 +229,7 @@ def register_peft() -> None:
                     )
             return state_dict
 
-        # What PEFT's own tuners replace modules by has no place here.
+        # PEFT's own tuners replace modules; here layers are converted.
         @staticmethod
         def _check_target_module_exists(peft_config: Any, key: str) -> bool:
             return False
@@ -264,8 +243,6 @@ def register_peft() -> None:
         def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
             return peft_config
 
-    configs[PEFT_TYPE], tuners[PEFT_TYPE], prefixes[PEFT_TYPE] = (
-        NPTPeftConfig,
-        NPTTuner,
-        NPTTuner.prefix,
-    )
+    configs[PEFT_TYPE] = NPTPeftConfig
+    tuners[PEFT_TYPE] = NPTTuner
+    prefixes[PEFT_TYPE] = NPTTuner.prefix
