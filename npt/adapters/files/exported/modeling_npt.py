@@ -157,32 +157,15 @@ class NPTLayer(nn.Module):
         return stream + npt.modulate("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
 
 
-class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
-    pass
-
-
-class NPTMistralDecoderLayer(NPTLayer, MistralDecoderLayer):
-    pass
-
-
-class NPTQwen2DecoderLayer(NPTLayer, Qwen2DecoderLayer):
-    pass
-
-
-class NPTQwen3DecoderLayer(NPTLayer, Qwen3DecoderLayer):
-    pass
-
-
-class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
-    pass
-
-
 LAYERS = {
-    LlamaDecoderLayer: NPTLlamaDecoderLayer,
-    MistralDecoderLayer: NPTMistralDecoderLayer,
-    Qwen2DecoderLayer: NPTQwen2DecoderLayer,
-    Qwen3DecoderLayer: NPTQwen3DecoderLayer,
-    SmolLM3DecoderLayer: NPTSmolLM3DecoderLayer,
+    cls: type(f"NPT{cls.__name__}", (NPTLayer, cls), {})
+    for cls in (
+        LlamaDecoderLayer,
+        MistralDecoderLayer,
+        Qwen2DecoderLayer,
+        Qwen3DecoderLayer,
+        SmolLM3DecoderLayer,
+    )
 }
 
 
