@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import attached_config, decoder_layers, npt_layers
 from npt.adapters.consolidate import TARGETS, product_of
 from npt.adapters.files.adapter_files import from_pretrained
-from npt.adapters.files.export_card import export_card
+from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import declared_dtype
