@@ -6,9 +6,10 @@ is changed.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,6 @@ from npt.adapters.sharding import is_sharded
 from npt.base.quantization_error import fp32_products
 from npt.calibration.placement import free_bytes, or_on_host, release
 from npt.calibration.plan import plan
-from npt.calibration.ranks import check_budget, spend
 from npt.calibration.report import Calibration, Display, LayerCalibration
 from npt.calibration.samples import read_samples, split
 from npt.calibration.solve import Solution
@@ -153,12 +153,8 @@ def calibrate(
 
 
 def check_base(model: PreTrainedModel) -> None:
-    """Refuse bases that no start is solved on.
-
-    Raises:
-        ConfigError: it has consolidated facts, whose rows are not part of what is solved.
-        ModelError: something wraps the MLP of a converted layer, or is hooked to it.
-        NotSupportedError: no one device has all of it.
+    """Refuse bases that no start is solved on: with consolidated facts, with a wrapped or hooked
+    MLP in a converted layer, or on more than one device.
     """
     if consolidated(model):
         raise ConfigError(
@@ -180,15 +176,8 @@ def check_calibration(
     layers: int | None = None,
     hidden_size: int | None = None,
 ) -> None:
-    """Refuse settings of a calibrated start that cannot work, before anything is loaded.
-
-    Args:
-        config: of the adapters.
-        rank_budget: as asked for.
-        layers, hidden_size: converted layers and D, if known.
-
-    Raises:
-        ConfigError, NotSupportedError.
+    """Refuse settings of a calibrated start that cannot work, before anything is loaded. layers,
+    hidden_size: converted layers and D, if known.
     """
     if config.init != "calibrated":
         if rank_budget is not None:
@@ -206,6 +195,30 @@ def check_calibration(
             )
         if layers is not None and hidden_size is not None:
             check_budget(rank_budget, layers, hidden_size)
+
+
+def check_budget(budget: int, layers: int, hidden_size: int) -> None:
+    """Refuse a budget that leaves a layer without a rank, or that cannot be spent."""
+    if not layers <= budget <= layers * hidden_size:
+        raise ConfigError(
+            f"--rank_budget is {budget}; {layers} converted layers of a model of hidden size"
+            f" {hidden_size} take {layers} to {layers * hidden_size} ranks in all"
+        )
+
+
+def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
+    """Return ranks by layer: one each, then always one more for the layer whose next direction is
+    worth most, the lowest of equal ones. worth: of each direction by layer, largest first.
+    """
+    ranks = dict.fromkeys(worth, 1)
+    queue = [(-values[1], index) for index, values in worth.items() if len(values) > 1]
+    heapq.heapify(queue)
+    for _ in range(budget - len(ranks)):
+        _, index = heapq.heappop(queue)
+        ranks[index] += 1
+        if ranks[index] < len(worth[index]):
+            heapq.heappush(queue, (-worth[index][ranks[index]], index))
+    return ranks
 
 
 def _check_settings(config: NPTConfig, tokens: int, inputs: str, rounds: int) -> None:

@@ -170,13 +170,7 @@ def plan(
 ) -> Plan:
     """Forecast a calibration of `layers` with `ranks` on `tokens` tokens.
 
-    Args:
-        config: form of the adapters.
-        model: configuration of the base.
-        layers, ranks: of the converted layers.
-        tokens, rounds, inputs: as of `calibrate`; `propagated` keeps the student's stream too.
-        rank_budget: as of `calibrate`; until it is spent every direction is kept.
-        batch: rows and length of the largest batch.
+    rounds, inputs, rank_budget: as of `calibrate`. batch: rows and length of the largest batch.
     """
     width, ffn = model.hidden_size, model.intermediate_size
     kinds = config.additive + config.multiplicative

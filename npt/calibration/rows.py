@@ -19,11 +19,7 @@ from npt.errors import ConfigError
 
 
 class Rows:
-    """[N, D] fp32 in a nameless temporary file or on a device, written and read in slices.
-
-    Args:
-        count, width: N and D.
-        device: that holds them; the CPU means a file.
+    """[N, D] fp32 on a device, or for the CPU in a nameless temporary file.
 
     Raises:
         ConfigError: the disk of temporary files (TMPDIR) has no room.

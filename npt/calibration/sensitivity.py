@@ -56,17 +56,10 @@ def measure(
     tick: Callable[[Batch], None],
     sums_on: torch.device = HOST,
 ) -> dict[int, Sensitivity]:
-    """Return the sensitivities of every converted layer, by its index.
+    """Return the sensitivities of every converted layer, by its index; the model stays as it was.
 
-    Args:
-        model: with adapters attached; its teacher is measured, and it is left as it was.
-        batches: of the calibration tokens.
-        seed: of the draws from the predictions.
-        tick: called after every batch.
-        sums_on: device of the matrices.
-
-    Raises:
-        NumericalError: an activation or a gradient is not finite, by layer and name.
+    seed: of the draws from the predictions. tick: called after every batch. sums_on: device of the
+    matrices.
     """
     converted = npt_layers(model)
     layers = decoder_layers(model)

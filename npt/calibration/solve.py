@@ -163,14 +163,10 @@ def roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def worth(covariance: Tensor, sensitivity: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the worth of each direction of the attention output, and the directions.
+    """Return the worth of each direction of the attention output, largest first, [D], and as rows
+    the code directions, [D, D]: eigenvalues of C^(1/2) S C^(1/2), and v' C^(-1/2).
 
-    Args:
-        covariance, sensitivity: C = E a a' and S = E s s', [D, D] fp64.
-
-    Returns:
-        The eigenvalues of C^(1/2) S C^(1/2), largest first, [D], and as rows the code directions
-        v' C^(-1/2), [D, D].
+    covariance, sensitivity: C = E a a' and S = E s s', [D, D] fp64.
     """
     root, inverse = roots(covariance)
     values, vectors = eigh(root @ sensitivity @ root)
@@ -190,11 +186,8 @@ def errors(problem: Problem, p: Parameters) -> Errors:
 def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solution:
     """Solve for A, B and M of one layer.
 
-    Args:
-        problem: the layer and its tokens.
-        code: A to begin with, [R, D] fp32, such that z has about unit variance.
-        form: zeros of every other parameter of the adapter.
-        rounds: of Gauss-Newton; twice as many as long as they gain much.
+    code: A to begin with, [R, D] fp32, such that z has about unit variance. form: zeros of every
+    other parameter. rounds: of Gauss-Newton; twice as many as long as they gain much.
     """
     zero = {**form, "A": code}
     floor = errors(problem, zero)
@@ -238,13 +231,9 @@ def round_share(number: int, rounds: int) -> float:
     return min(1.0, max(0.25, 0.5 ** (rounds - 1 - number)))
 
 
-@dataclass(frozen=True)
-class CodeSums:
-    """Sums over the fitted tokens for the regression of B.gate and B.up. gram: Z'Z, [R, R] fp64.
-    moments: by target Z'Y, [R, F] fp64, with Y the change by attention."""
-
-    gram: Tensor
-    moments: dict[str, Tensor]
+CodeSums = tuple[Tensor, dict[str, Tensor]]
+"""Sums over the fitted tokens for the regression of B.gate and B.up: Z'Z [R, R], and by target Z'Y
+[R, F] with Y the change by attention, fp64."""
 
 
 def code_sums(problem: Problem, zero: Parameters) -> CodeSums:
@@ -263,24 +252,20 @@ def code_sums(problem: Problem, zero: Parameters) -> CodeSums:
         for target, moment in moments.items():
             k = ("gate", "up").index(target)
             moment += (z.T @ (with_attention[k] - without[k])).to(factors)
-    return CodeSums(gram, moments)
+    return gram, moments
 
 
 def linear_start(
     problem: Problem, zero: Parameters, ridge: float, first: CodeSums | None = None
 ) -> Parameters:
-    """Return `zero` with B by ridge regression on its code.
+    """Return `zero`, whose B and M are zero, with B by ridge regression on its code.
 
-    Args:
-        problem: the layer and its tokens.
-        zero: every parameter of the adapter, B and M zero.
-        ridge: relative to the mean variance of the code.
-        first: `code_sums(problem, zero)`, if known.
+    ridge: relative to the mean variance of the code. first: `code_sums(problem, zero)`, if known.
     """
     tail, p = problem.tail, dict(zero)
-    first = first or code_sums(problem, zero)
-    for target, moment in first.moments.items():
-        p[f"B.{target}"] = _ridge(first.gram, moment, ridge).to(p["A"])
+    gram, moments = first or code_sums(problem, zero)
+    for target, moment in moments.items():
+        p[f"B.{target}"] = _ridge(gram, moment, ridge).to(p["A"])
     rank, factors = len(p["A"]), problem.factors
     if "B.down" in p:
         gram, moment = _zeros(rank, rank, factors), _zeros(rank, len(p["B.down"]), factors)
@@ -295,15 +280,11 @@ def linear_start(
 def gauss_newton_step(
     problem: Problem, p: Parameters, damping: float, share: float = 1.0, steps: int = CG_STEPS
 ) -> Parameters:
-    """Return the change of the parameters that minimises the linearised cost, by conjugate
-    gradients on the normal equations.
+    """Return the change of the parameters `p` that minimises the cost linearised there, by
+    conjugate gradients on the normal equations.
 
-    Args:
-        problem: the layer and its tokens.
-        p: the point of linearisation.
-        damping: added to the curvature, in the scaled coordinates.
-        share: of the tokens that are fitted.
-        steps: of conjugate gradients, each a pass over these tokens.
+    damping: added to the curvature, in the scaled coordinates. share: of the tokens that are
+    fitted. steps: of conjugate gradients, each a pass over these tokens.
     """
     tail, metric = problem.tail, problem.metric
     count = 0

@@ -58,11 +58,8 @@ class Linearised:
 
 
 def check_layer_readable(index: int, layer: NPTLayer) -> None:
-    """Refuse a layer that is more than its `Tail`.
-
-    Raises:
-        ModelError: a part of its MLP is not a plain linear layer, or somebody's hook may change a
-            value.
+    """Refuse a layer that is more than its `Tail`: with a part that is not a plain linear layer, or
+    with a hook that may change a value.
     """
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
@@ -83,10 +80,8 @@ def check_layer_readable(index: int, layer: NPTLayer) -> None:
 
 
 class Tail:
-    """One layer's frozen weights, dense and in fp32, and the maths on them.
-
-    Args:
-        layer: a converted layer; its adapter gives the form alone, never numbers.
+    """One layer's frozen weights, dense and in fp32, and the maths on them. Its adapter gives the
+    form alone, never numbers.
     """
 
     def __init__(self, layer: NPTLayer):

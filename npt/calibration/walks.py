@@ -66,11 +66,7 @@ class Walks:
 
     def measure(self, ranks: Sequence[int] | None, placement: Placement, seed: int) -> None:
         """Measure the teacher's sensitivity and reduce it to what solving needs of each layer.
-
-        Args:
-            ranks: of the layers, None if they are still to be chosen.
-            placement: of the matrices.
-            seed: of the draws from the teacher's predictions.
+        ranks: None if they are still to be chosen.
         """
         self.display.stage("teacher's sensitivity", 0)
         sensitivities = measure(
@@ -95,13 +91,7 @@ class Walks:
         self.prepared = prepared
 
     def solve(self, ranks: Sequence[int], placement: Placement, keep: int) -> None:
-        """Solve each converted layer that is not solved yet.
-
-        Args:
-            ranks: of the layers.
-            placement: of the rows and of what is factorised.
-            keep: bytes of linearisations that may be held.
-        """
+        """Solve the layers that are not solved yet. keep: bytes of linearisations to hold."""
         if placement.all_on_host:  # also what an earlier attempt left on the device
             self.prepared = {
                 index: replace(x, directions=x.directions.to(HOST), metric=x.metric.to(HOST))

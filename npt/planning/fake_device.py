@@ -21,16 +21,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.integrations import replace_with_bnb_linear
+from transformers import PreTrainedConfig
 
 from npt.adapters.attach import adapter_parameters, attach
 from npt.adapters.fused import few_blocks
 from npt.base.attention import SDPA
 from npt.base.linear import quantized_linears
-from npt.base.load import packing_config
 from npt.base.precision import enforce_policy
-from npt.base.random_base import DENSE
+from npt.base.random_base import meta_base
 from npt.config import NPTConfig
 from npt.data.batch import Batch, batch_from_tensors
 
@@ -48,9 +46,7 @@ _DEVICE = torch.ops.prim.device.default
 class FakeDevice:
     """A device whose tensors have no storage. Use its models and batches within `peak_of` alone.
 
-    Args:
-        device: that tensors claim to be on, by which operations choose their kernels. It must
-            exist.
+    Operations choose their kernels by the device that tensors claim to be on. It must exist.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -68,29 +64,15 @@ class FakeDevice:
         attn_implementation: str = "sdpa",
         compute_dtype: torch.dtype = torch.float32,
     ) -> Any:
-        """Return a model as `load_base` would give it, with adapters if they are configured.
+        """Return a model as `load_base` would give it, with adapters and their gradients if they
+        are configured.
 
-        Args:
-            config: of a known family.
-            quantization: nf4, fp4 or None.
-            stored: dtype of what is not packed.
-            adapter: of the adapters, which come with gradients.
-            upcast: compute in fp32 whatever it is stored in, as a packed base and an unquantised
-                teacher do.
-            attn_implementation: as in `load_base`; flex_attention, which compiles what it runs, is
-                counted as sdpa.
-            compute_dtype: of products of packed weights.
+        stored: dtype of what is not packed. upcast: compute in fp32 whatever it is stored in, as a
+        packed base and an unquantised teacher do. attn_implementation: flex_attention, which
+        compiles what it runs, is counted as sdpa. compute_dtype: of products of packed weights.
         """
-        with torch.device("meta"):
-            attention = "eager" if attn_implementation == "eager" else SDPA
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=stored, attn_implementation=attention
-            )
-        if quantization is not None:
-            packing = packing_config(quantization)
-            replace_with_bnb_linear(
-                model, modules_to_not_convert=list(DENSE), quantization_config=packing
-            )
+        attention = "eager" if attn_implementation == "eager" else SDPA
+        model = meta_base(config, quantization, stored, attention)
         if adapter is not None:
             attach(model, adapter)
         with self._mode:

@@ -90,10 +90,7 @@ def recomputation_flops(
     shape: Shape, length: int, config: NPTConfig, *, logits: float = 0.0
 ) -> float:
     """Return what `--gradient_checkpointing` adds to `end_to_end`, per token: a second forward of
-    the student's layers that gradients pass.
-
-    It ends with the last value that backward reads, in a layer without an adapter down_proj's
-    input. Arguments as of `training_flops`.
+    the student's layers that gradients pass, up to the last value that backward reads.
     """
     converted = tuple(shape.converted(config))
     passed = (shape.layers if logits else max(converted) + 1) - min(converted)
@@ -112,12 +109,8 @@ def training_flops(
     logits: float = 0.0,
     checkpointing: bool = False,
 ) -> float:
-    """Return the cost of a training step per token, low-rank products included.
-
-    Args:
-        shape, length, strategy, own_teacher, logits: as of `floor_flops`.
-        config: of the adapters.
-        checkpointing: with what `recomputation_flops` adds.
+    """Return the cost of a training step per token, low-rank products included; arguments as of
+    `floor_flops`. checkpointing: with what `recomputation_flops` adds.
     """
     floor = floor_flops(
         shape,

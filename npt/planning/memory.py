@@ -77,12 +77,8 @@ class MemoryPlan:
 
 
 def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
-    """Return what training holds of its adapters, whatever the strategy.
-
-    Args:
-        parameters: trainable ones.
-        in_flight: steps at most whose results are not read yet, as on a GPU: the state before each
-            is kept until then.
+    """Return what training holds of its trainable `parameters`, whatever the strategy. in_flight:
+    steps at most whose results are not read yet, as on a GPU; the state before each is kept.
     """
     size = FP32 * parameters
     terms = [
@@ -98,10 +94,8 @@ def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
 
 
 def available(device: torch.device) -> int | None:
-    """Return the bytes that a run on this device could have now; None if nothing says it.
-
-    On a GPU the free ones and those of this process; else those that the system could give without
-    swapping.
+    """Return the bytes that a run on this device could have now, None if nothing says it: free ones
+    and on a GPU those of this process.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

@@ -37,12 +37,8 @@ Run = Callable[[Any, Any, Batch], object]
 
 
 class Planner:
-    """Counts the memory of a workload; nothing is counted twice.
-
-    Args:
-        workload: the run.
-        base_bytes: of a base that is loaded; else they are counted.
-        counts: of another planner for the same model and device, which are added to.
+    """Counts the memory of a workload; nothing is counted twice. base_bytes: of a base that is
+    loaded. counts: of another planner for the same model and device, which are added to.
     """
 
     def __init__(
@@ -66,11 +62,8 @@ class Planner:
     def plan(
         self, samples_at_once: int | None = None, evaluated_at_once: int | None = None
     ) -> MemoryPlan:
-        """Return the memory of the run.
-
-        Args:
-            samples_at_once: of a micro-batch, default all of it.
-            evaluated_at_once: of an evaluation, default as many.
+        """Return the memory of the run, by default with all samples of a micro-batch at once, and
+        as many evaluated.
         """
         c = self.workload.training
         samples = c.batch_size if samples_at_once is None else samples_at_once
@@ -297,13 +290,8 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 def remedies(
     workload: Workload, limit: int, counts: dict[Any, int] | None = None
 ) -> list[tuple[str, int]]:
-    """Return settings any one of which would bring the peak below a limit, with one sample at a
-    time, and the peak with it.
-
-    Args:
-        workload: that does not fit.
-        limit: bytes.
-        counts: of the planner that found this out.
+    """Return settings any one of which would bring the peak below a limit of bytes, with one sample
+    at a time, and the peak with it. counts: of the planner that found none to fit.
     """
     counts = {} if counts is None else counts
     tried = _less_memory(workload, limit)

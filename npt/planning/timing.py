@@ -87,15 +87,8 @@ class Measured:
 
 
 class Window:
-    """Windows of one workload on one model, made of random tokens.
-
-    Args:
-        model: with adapters attached.
-        config: of the stage.
-        rows, length: samples of a micro-batch, and tokens of each.
-        micro_batches: of a window.
-        splitter: into parts of so many samples; default none.
-        teacher: of its own.
+    """Windows of one workload on one model, made of random tokens: `micro_batches` of `rows`
+    samples of `length` tokens.
     """
 
     def __init__(
@@ -131,12 +124,8 @@ class Window:
 def predict_time(
     workload: Workload, samples_at_once: int, *, seconds: float = SECONDS
 ) -> dict[str, StepTime]:
-    """Return the time of a step of each stage by its strategy, from timing a few layers.
-
-    Args:
-        workload: the run.
-        samples_at_once: of a micro-batch.
-        seconds: for the timing runs of a stage.
+    """Return the time of a step of each stage by its strategy, from timing a few layers for about
+    `seconds` per stage.
     """
     return {
         name: _predict(workload, config, samples_at_once, seconds)
@@ -285,17 +274,11 @@ def measure(
     steps: int = 3,
     teacher: Any = None,
 ) -> Measured:
-    """Run a few windows and a batch of an evaluation for real. Other memory of this process is not
+    """Run a few windows and a batch of an evaluation for real; other memory of this process is not
     counted.
 
-    Args:
-        model: the whole base, with adapters attached; these are trained.
-        workload: what it was planned for.
-        config: of a stage.
-        splitter: how many samples of a micro-batch are computed at once.
-        evaluated_at_once: samples of the evaluation's batch.
-        steps: that are timed, after a first one.
-        teacher: of its own.
+    model: the whole base, with adapters attached; these are trained. splitter: how many samples of
+    a micro-batch are computed at once. steps: that are timed, after a first one.
     """
     c, length = workload.training, workload.length
     device = next(model.parameters()).device

@@ -84,13 +84,8 @@ class Workload:
     ) -> Workload:
         """Return the run that settings ask for.
 
-        Args:
-            base, adapter, training: the settings.
-            config: of the base.
-            length: tokens of a row.
-            device: default the GPU, if there is one.
-            stored: dtype of a packed base's other weights, default that of its configuration.
-            processes: that share a window.
+        config: of the base. device: default the GPU, if there is one. stored: dtype of a packed
+        base's other weights, default that of its configuration.
 
         Raises:
             ConfigError: the base is spread over several devices.

@@ -157,10 +157,6 @@ Named = str | Path | StoredAdapter
 def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
     """Return the adapter of a name (as for `npt.from_pretrained`), fetched if it is on the hub; its
     configuration is read, no tensor is.
-
-    Raises:
-        AdapterFileError: there is none, or its configuration cannot be read or used.
-        HubError: the hub cannot be reached, or has no such repository.
     """
     if isinstance(name, StoredAdapter):
         return name
@@ -182,11 +178,9 @@ def load_adapter(
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are
             overwritten.
-        folder: as written by `save_adapter`; USER/NAME on the model hub, if no such folder exists;
-            or the result of `find_adapter`.
-        base: `npt.base_identity(model)` if known already. Its configuration, 4-bit codes and
-            unpacked tensors must be the recorded ones; of a folder of an earlier version, which
-            does not know them, its `base_hash`.
+        folder: as for `npt.from_pretrained`, or the result of `find_adapter`.
+        base: `npt.base_identity(model)` if known already. It must be the recorded one; of a folder
+            of an earlier version, its `base_hash`.
         check_base: False loads the adapter onto any base that its shapes fit.
         revision: branch, tag or commit on the hub.
 
@@ -194,8 +188,7 @@ def load_adapter(
         HubError: the hub cannot be reached, or has no such repository.
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not
             fp32 or not finite, or the base differs.
-        ModelError: the folder holds updates, and the model has some already or has them switched
-            off.
+        ModelError: the model has updates already, or has them switched off.
     """
     stored = find_adapter(folder, revision)  # before the whole base is read
     if base is None and check_base:

@@ -26,12 +26,8 @@ _TEMPLATES.filters["cell"] = lambda value: str(value).replace("|", "\\|").replac
 def card(
     record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None, repo_id: str | None = None
 ) -> str:
-    """Return the model card of a saved adapter: base, settings, fidelity if known, code to load it.
-
-    Args:
-        record: content of `adapter_config.json`.
-        fidelity: content of a run's `fidelity.json`.
-        repo_id: USER/NAME, its place on a hub; else its code is for the folder of the card.
+    """Return the model card of a saved adapter from its `adapter_config.json` and the run's
+    `fidelity.json`, with code for its folder or for USER/NAME on a hub.
     """
     name, parts = record["base_model_name_or_path"], record.get("base_parts")
     rows = [("base", name), ("base hash", record["base_hash"])]
@@ -88,12 +84,8 @@ def _figure(
 
 
 def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded: bool) -> str:
-    """Return the card of an exported folder.
-
-    Args:
-        settings: content of `config.json`.
-        base: the base's name.
-        precision, rounded: of its weights on disk.
+    """Return the card of an exported folder from its `config.json`, and its base's name and
+    precision.
     """
     form, needs = settings["npt"], "torch and transformers"
     stored = "rounded to 16 bit" if rounded else "as it was trained with, unquantised"

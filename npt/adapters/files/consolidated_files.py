@@ -98,13 +98,10 @@ def load_consolidated(
     Args:
         model: the base that they were made on, without updates of its own.
         folder: of `save_consolidated`, or of `save_adapter` on a model with updates.
-        base: `npt.base_identity(model)` if known already. It must be the recorded one, as for
-            `npt.load_adapter`.
-        check_base: False takes any base that they fit.
+        base, check_base: as for `npt.load_adapter`.
 
     Raises:
-        AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen or
-            unusable, or the base differs.
+        AdapterFileError: as for `npt.load_adapter`.
         ModelError: the model has updates already.
     """
     updates = read_consolidated(model, folder, base=base, check_base=check_base)

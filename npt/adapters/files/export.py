@@ -137,11 +137,8 @@ def export(
 def write_export(
     model: Any, tokenizer: Any, folder: Path, precision: str | None = None
 ) -> tuple[int, int, str, bool]:
-    """Write weights, configurations, tokenizer, code and card.
-
-    Returns:
-        The number of files of weights, their bytes, the base's precision, and whether any of its
-        weights was rounded.
+    """Write weights, configurations, tokenizer, code and card; return the number of files of
+    weights, their bytes, the base's precision, and whether any of its weights was rounded.
     """
     packed = bool(quantized_linears(model))
     if precision == "4bit" and not packed:

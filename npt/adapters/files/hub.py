@@ -23,11 +23,8 @@ def is_hub_id(name: str) -> bool:
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
     """Return the folder of a name, fetched from the hub if it is not on disk.
 
-    Args:
-        name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
-            checkpoint), a checkpoint, or USER/NAME on the hub.
-        files: names that are fetched, if they exist; an adapter's folder has the first.
-        revision: branch, tag or commit on the hub.
+    name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
+    checkpoint), a checkpoint, or USER/NAME. files: names that are fetched; the first must exist.
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
