@@ -62,16 +62,16 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
     baseline = live_bytes(device)
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         call()
-    return Peak(baseline, baseline + _highest(_allocations(profiler.kineto_results, device)))
+    return Peak(baseline, baseline + _highest(profiler.kineto_results, device))
 
 
 def live_bytes(device: torch.device | str) -> int:
     """Return the bytes of all tensors that Python knows of on a device: none that only a graph
-    keeps.
+    keeps, but gradients, which are no Python objects until they are read.
     """
     kind = torch.device(device).type
     found = (o for o in gc.get_objects() if issubclass(type(o), Tensor))
-    return storage_bytes(t for t in _with_gradients(found) if t.device.type == kind)
+    return storage_bytes(t for o in found for t in (o, *_gradient(o)) if t.device.type == kind)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -129,12 +129,8 @@ def matmul_roofline(
     seconds: float = 1.0,
 ) -> Roofline:
     """Measure the speed that this device reaches, as it is set up now (threads, TF32), on square
-    products. The best of many repetitions is taken: other work can only make one slower.
-
-    Args:
-        device, dtype: of the matrices.
-        sizes: sides to try; by default those of `ROOFLINE_SIZES`.
-        seconds: spent on each size; it runs three times at least.
+    products of `sizes`, each for `seconds` and three times at least. The best is taken: other work
+    can only make one slower.
     """
     device = torch.device(device)
     best = Roofline(0.0, 0)
@@ -157,15 +153,10 @@ def _gradient(tensor: Tensor) -> list[Tensor]:
     return [tensor.grad] if tensor.is_leaf and tensor.grad is not None else []
 
 
-def _with_gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield gradients too: one that nobody has looked at yet is no Python object."""
-    for tensor in tensors:
-        yield tensor
-        yield from _gradient(tensor)
-
-
-def _allocations(results: Any, device: torch.device) -> list[tuple[int, int]]:
-    """Return (address, bytes) of each allocation in the order of time; negative bytes free it."""
+def _highest(results: Any, device: torch.device) -> int:
+    """Return the highest sum of what was allocated and not yet freed within a profile. Freeing
+    what was there before counts for nothing.
+    """
     found, waiting = [], list(results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
@@ -173,14 +164,9 @@ def _allocations(results: Any, device: torch.device) -> list[tuple[int, int]]:
         tag, details = event.typed
         if tag == _EventType.Allocation and details.device.type == device.type:
             found.append((event.start_time_ns, event.id, details.ptr, details.alloc_size))
-    return [(address, size) for *_, address, size in sorted(found)]
-
-
-def _highest(allocations: Iterable[tuple[int, int]]) -> int:
-    """Return the highest sum of what is allocated and not yet freed, of these allocations alone."""
     live: dict[int, int] = {}
     total = highest = 0
-    for address, size in allocations:
+    for *_, address, size in sorted(found):
         if size > 0:
             live[address] = size
             total += size
