@@ -16,33 +16,30 @@ class Display:
 
     def __init__(self, console: Console, steps: int):
         self.console = console
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("calibrating"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[stage]}"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("calibrate", total=steps, stage="")
-            self._bar.start()
+        self._bar = Progress(
+            TextColumn("calibrating"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[stage]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("calibrate", total=steps, stage="")
+        self._bar.start()
 
     def stage(self, name: str, done: int) -> None:
         """Name the stage that begins. done: steps that count as done; rounds may end early."""
-        if self._bar is not None:
-            self._bar.update(self._task, stage=name, completed=done)
+        self._bar.update(self._task, stage=name, completed=done)
 
     def tick(self, steps: int = 1) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, steps)
+        self._bar.advance(self._task, steps)
 
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        if self._bar is not None:
+        if not self._bar.disable:  # stopping prints a line elsewhere
             self._bar.stop()
 
 

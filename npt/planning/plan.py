@@ -56,8 +56,10 @@ class Planner:
         self._fixed = [Term(name, base)]
         if w.teacher is not None:
             self._fixed.append(Term("teacher of its own", self._base_bytes(None, w.teacher)))
-        numbers = w.shape.adapter_numbers(w.form)
-        self._fixed += state_terms(numbers, in_flight=_in_flight(w))
+        in_flight = 0
+        if w.device.type == "cuda":  # results are read late (npt/step/gradient_window.py)
+            in_flight = 1 if w.training.skip_spikes or w.processes > 1 else IN_FLIGHT
+        self._fixed += state_terms(w.shape.adapter_numbers(w.form), in_flight=in_flight)
 
     def plan(
         self, samples_at_once: int | None = None, evaluated_at_once: int | None = None
@@ -241,13 +243,6 @@ class Planner:
             for n in (1, 2)
         )
         return one + (self.workload.config.num_hidden_layers - 1) * (two - one)
-
-
-def _in_flight(workload: Workload) -> int:
-    """Return how many steps at most have unread results (npt/step/gradient_window.py)."""
-    if workload.device.type != "cuda":
-        return 0
-    return 1 if workload.training.skip_spikes or workload.processes > 1 else IN_FLIGHT
 
 
 def _forwards(model: Any, teacher: Any, batch: Batch) -> object:

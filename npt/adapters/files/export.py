@@ -148,8 +148,9 @@ def write_export(
             " the flag"
         )
     chosen = precision or ("4bit" if packed else "16bit")
-    weights = _Weights(model, chosen, may_round=precision is not None)
-    files, size = _write_shards(iter(weights), folder)
+    rounded: list[str] = []
+    weights = _stored(model, chosen, precision is not None, rounded)
+    files, size = _write_shards(weights, folder)
     settings = export_config(model, chosen)
     write_json(folder / "config.json", settings)
     if model.generation_config is not None:
@@ -157,9 +158,9 @@ def write_export(
     tokenizer.save_pretrained(folder)
     for name in CODE_FILES:
         shutil.copyfile(CODE / name, folder / name)
-    card = export_card(settings, str(model.config._name_or_path), chosen, weights.rounded)
+    card = export_card(settings, str(model.config._name_or_path), chosen, bool(rounded))
     write_text(folder / "README.md", card)
-    return files, size, chosen, weights.rounded
+    return files, size, chosen, bool(rounded)
 
 
 def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
@@ -216,35 +217,14 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
     return found
 
 
-class _Weights:
-    """(name, tensor) of all that is stored, one at a time, and whether one was `rounded`."""
+def _stored(
+    model: PreTrainedModel, precision: str, may_round: bool, rounded: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all that is stored, one at a time; names of rounded ones are added to
+    `rounded`.
+    """
 
-    def __init__(self, model: PreTrainedModel, precision: str, may_round: bool):
-        self.model, self.precision, self.may_round = model, precision, may_round
-        self.rounded = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        packed = {f"{name}.weight": module for name, module in quantized_linears(self.model)}
-        tied = self.model.lm_head.weight is self.model.model.embed_tokens.weight
-        for name, tensor in self.model.state_dict().items():
-            weight = next((key for key in _prefixes(name) if key in packed), None)
-            if tied and name == "lm_head.weight":
-                continue
-            if weight is not None and self.precision == "4bit":
-                yield name, tensor
-            elif weight is not None:
-                # its statistics are in the dense weight; updated rows are stored on their own
-                if name == weight:
-                    yield name, self._in_16_bit(dense_weight(packed[weight]).to(torch.float32))
-            else:
-                yield name, tensor if ".npt." in name else self._in_16_bit(tensor)
-        for index, layer in enumerate(decoder_layers(self.model)):
-            for target in TARGETS:
-                rows = rows_of(product_of(layer, target))
-                for part, values in zip(("scale", "bias"), rows or (), strict=False):
-                    yield f"model.layers.{index}.npt.row_{part}.{target}", values
-
-    def _in_16_bit(self, tensor: Tensor) -> Tensor:
+    def in_16_bit(name: str, tensor: Tensor) -> Tensor:
         """Return the tensor in 16 bit if nothing is lost, or if it may be rounded."""
         if tensor.dtype != torch.float32:
             return tensor
@@ -252,17 +232,30 @@ class _Weights:
             half = tensor.to(dtype)
             if torch.equal(half.to(torch.float32), tensor):
                 return half
-        if not self.may_round:
+        if not may_round:
             return tensor
-        self.rounded = True
+        rounded.append(name)
         return tensor.to(torch.bfloat16)
 
-
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield `a.b.c`, `a.b`, `a`."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+    packed = {f"{name}.weight": module for name, module in quantized_linears(model)}
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    for name, tensor in model.state_dict().items():
+        weight = f"{name.partition('.weight')[0]}.weight"
+        if tied and name == "lm_head.weight":
+            continue
+        if weight in packed and precision == "4bit":
+            yield name, tensor
+        elif weight in packed:
+            # its statistics are in the dense weight; updated rows are stored on their own
+            if name == weight:
+                yield name, in_16_bit(name, dense_weight(packed[weight]).to(torch.float32))
+        else:
+            yield name, tensor if ".npt." in name else in_16_bit(name, tensor)
+    for index, layer in enumerate(decoder_layers(model)):
+        for target in TARGETS:
+            rows = rows_of(product_of(layer, target))
+            for part, values in zip(("scale", "bias"), rows or (), strict=False):
+                yield f"model.layers.{index}.npt.row_{part}.{target}", values
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> tuple[int, int]:
