@@ -8,7 +8,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +101,7 @@ class Walks:
         teacher, attention, target = (self._rows(placement) for _ in range(3))
         student: Rows | None = None  # until the first converted layer there is one stream
         with torch.no_grad(), adapters_disabled(self.model):
-            self._open(teacher, layers[:first])
+            self._open(teacher, list(layers[:first]))
             for index in range(first, last + 1):
                 layer = layers[index]
                 if not isinstance(layer, NPTLayer):
@@ -161,9 +161,8 @@ class Walks:
             yield start, open_stream(self.model, batch.to(self.device))
             start += batch.tokens
 
-    def _open(self, states: Rows, layers: Iterable[Any]) -> None:
+    def _open(self, states: Rows, layers: list[Any]) -> None:
         """Write the state after the first `layers`."""
-        layers = list(layers)
         for start, stream in self._streams():
             hidden = stream.hidden
             for layer in layers:

@@ -86,19 +86,6 @@ def adapter_flops(shape: Shape, config: NPTConfig, strategy: str = "local") -> f
     return total
 
 
-def recomputation_flops(
-    shape: Shape, length: int, config: NPTConfig, *, logits: float = 0.0
-) -> float:
-    """Return what `--gradient_checkpointing` adds to `end_to_end`, per token: a second forward of
-    the student's layers that gradients pass, up to the last value that backward reads.
-    """
-    converted = tuple(shape.converted(config))
-    passed = (shape.layers if logits else max(converted) + 1) - min(converted)
-    unread = (passed - len(converted)) * 2.0 * shape.hidden * shape.ffn
-    low_rank = 2.0 * shape.adapter_numbers(config)
-    return passed * layer_flops(shape, length) - unread + low_rank
-
-
 def training_flops(
     shape: Shape,
     length: int,
@@ -110,16 +97,25 @@ def training_flops(
     checkpointing: bool = False,
 ) -> float:
     """Return the cost of a training step per token, low-rank products included; arguments as of
-    `floor_flops`. checkpointing: with what `recomputation_flops` adds.
+    `floor_flops`.
+
+    checkpointing: with what `--gradient_checkpointing` adds to `end_to_end`, a second forward of
+    the student's layers that gradients pass, up to the last value that backward reads.
     """
+    converted = tuple(shape.converted(config))
+    again = 0.0
+    if checkpointing:
+        passed = (shape.layers if logits else max(converted) + 1) - min(converted)
+        unread = (passed - len(converted)) * 2.0 * shape.hidden * shape.ffn
+        low_rank = 2.0 * shape.adapter_numbers(config)
+        again = passed * layer_flops(shape, length) - unread + low_rank
     floor = floor_flops(
         shape,
         length,
-        shape.converted(config),
+        converted,
         strategy,
         residual=config.residual,
         own_teacher=own_teacher,
         logits=logits,
     )
-    again = recomputation_flops(shape, length, config, logits=logits) if checkpointing else 0.0
     return floor + adapter_flops(shape, config, strategy) + again

@@ -7,6 +7,7 @@ difference of two counts. All rows are taken to be full, since that must fit.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import partial
@@ -275,11 +276,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number from 1 to `most` that fits, with all below it, or 0."""
     if fits(most):
         return most
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, most), True, key=lambda number: not fits(number))
 
 
 def remedies(
