@@ -175,7 +175,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
         fits = limit is None or memory.peak <= limit
         found = [] if fits or limit is None else remedies(workload, limit, planner.counts)
         base = memory.terms[0].bytes
-        del planner  # nothing hollow is to be there when memory is measured
+        del planner  # no fake tensor is alive when memory is measured
     trial = not given["no_trial"]
     calibration = (
         forecast_calibration(workload, base, limit, trial)
