@@ -125,8 +125,8 @@ def matmul_roofline(
     device: torch.device | str, *, sizes: Iterable[int] | None = None, seconds: float = 1.0
 ) -> Roofline:
     """Measure the speed that this device reaches, as it is set up now (threads, TF32), on square
-    fp32 products of `sizes`, each for `seconds` and three times at least. The best is taken: other work
-    can only make one slower.
+    fp32 products of `sizes`, each for `seconds` and three times at least. The best is taken: other
+    work can only make one slower.
     """
     device = torch.device(device)
     best = Roofline(0.0, 0)
