@@ -150,9 +150,8 @@ def read_consolidated(
             scale, bias = (tensors[_name(number, place, part)] for part in _PARTS)
             rows[place] = (scale, bias)
         updates.append(Update(rows, entry["record"]))
-    for number, update in enumerate(updates):
         try:
-            check_update(model, update)
+            check_update(model, updates[-1])
         except (ConfigError, ModelError) as error:
             raise AdapterFileError(f"{folder}: update {number} cannot be used: {error}") from error
     return tuple(updates)
