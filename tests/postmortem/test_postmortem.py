@@ -329,7 +329,17 @@ def test_the_first_refused_micro_batch_is_looked_into_or_else_the_loudest(
 
 
 def verdict(value: float) -> Verdict:
-    return Verdict("cause", "forward", 1, "", "mul", "", "output", (0,), value, "loss", "", "")
+    return Verdict(
+        cause="cause",
+        phase="forward",
+        operation="mul",
+        tensor="output",
+        index=(0,),
+        value=value,
+        reached="loss",
+        explanation="",
+        remedy="",
+    )
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,9 @@ def test_a_note_does_not_keep_memory() -> None:
     memory: Memory[str] = Memory()
     x = torch.zeros(10)
     memory.add(x, "a")
-    (known,) = next(iter(memory._notes.values()))
+    ((storage, _, _),) = next(iter(memory._notes.values()))
     del x
-    assert known.storage.expired()
+    assert storage.expired()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

@@ -44,7 +44,6 @@ from npt.diagnostics.tracer.source_location import (
 )
 def test_the_layer_is_the_first_whole_number_of_a_dotted_name(name, layer) -> None:
     assert layer_of(name) == layer
-    assert Place(name).layer == layer
 
 
 # --- stacks

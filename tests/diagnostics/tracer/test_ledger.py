@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from npt.diagnostics.tracer.operations import External, Ledger, Origin
+from npt.diagnostics.tracer.ledger import Ledger
+from npt.diagnostics.tracer.operations import External, Origin
 
 NAN, INF = math.nan, math.inf
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
