@@ -1,27 +1,16 @@
-"""How far each number format carries a base: its error and its headroom, layer by layer, against
-the same base in fp32.
+"""Compare number formats of a base: error and headroom of each, layer by layer, against fp32.
 
-Two errors, because they say different things. The residual stream's is what has piled up by a
-layer, on the variant's own stream. That of a layer's own update is taken with the fp32 stream as
-its input: it is what this layer adds, whoever came before.
+One variant is in memory at a time. Kept of fp32 are the valid tokens' residual stream, on the host
+(D * (L + 1) * 4 bytes a token: 540 KB for D = 4096, L = 32), and lm_head.
 
-Headroom is how many times the largest value could still double before its format has no number for
-it. fp16 ends at 65504; bf16 goes as far as fp32, and pays in digits. It is taken of the values of
-the pass, so it holds for these tokens.
-
-One variant is in memory at a time. What is kept of fp32 is the valid tokens' residual stream, on
-the host (D * (L + 1) * 4 bytes a token: 540 KB for D = 4096, L = 32), and lm_head.
-
-Shapes: B batch, T time, D hidden, H heads, N valid tokens, P tokens that a token to predict
-follows.
+Shapes: B batch, T time, D hidden, H heads, N valid tokens, P tokens followed by one to predict.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +26,18 @@ from npt.base.precision import quantization_of
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, pad_id_of
 from npt.data.source import check_source, open_source, own_heldout
+from npt.diagnostics.headroom_figures import (
+    CHECKPOINTS,
+    Errors,
+    Extent,
+    LayerFigures,
+    PrecisionComparison,
+    VariantFigures,
+)
 from npt.distill.divergence import nmse_per_token
 from npt.errors import ConfigError, ModelError
 from npt.evaluation.heldout import evaluation_samples
-from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums
+from npt.evaluation.metrics import compare_tokens, figures, per_sample_sums
 
 REFERENCE = "fp32"
 
@@ -53,172 +50,15 @@ VARIANTS: dict[str, tuple[str | None, torch.dtype]] = {
     "nf4-bf16": ("nf4", torch.bfloat16),
     "nf4-fp16": ("nf4", torch.float16),
 }
-"""By name: the 4-bit code of the weights, or None, and what everything is computed in. fp32 under a
-4-bit code is how this package runs a quantised base; 16 bit under one is how it is often run
-elsewhere."""
-
-CHECKPOINTS = (
-    "input_norm",
-    "q",
-    "k",
-    "v",
-    "qk",
-    "attention",
-    "residual_mid",
-    "mlp_norm",
-    "gate",
-    "up",
-    "product",
-    "down",
-    "residual",
-)
-"""Where a layer is looked at, in the order of its pass.
-
-qk: attention logits after the rotary embedding, before they are scaled down, of any two valid
-tokens of a row: eager attention stores them so, and before it masks. attention: after o_proj.
-residual_mid: h + a. product: act(gate) * up, what goes into down_proj. residual: the layer's
-output.
-"""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The values at one checkpoint. absmax: largest size of the finite ones. non_finite: how many
-    are not.
-    """
-
-    absmax: float
-    non_finite: int
-
-    def headroom(self, dtype: torch.dtype) -> float:
-        """Bits: log2 of the dtype's largest finite number over absmax, below 0 where it does not
-        fit; -inf where a value is not finite in the first place."""
-        if self.non_finite:
-            return -math.inf
-        return math.inf if self.absmax == 0 else math.log2(torch.finfo(dtype).max / self.absmax)
-
-    def joined(self, other: Extent) -> Extent:
-        return Extent(max(self.absmax, other.absmax), self.non_finite + other.non_finite)
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors ||x - x_fp32|| / ||x_fp32|| over the valid tokens, NaN or inf where a token
-    has no finite one.
-
-    mean, worst: over tokens. non_finite: tokens whose state holds a non-finite value.
-    """
-
-    mean: float
-    worst: float
-    non_finite: int
-
-
-@dataclass(frozen=True)
-class LayerFigures:
-    """One decoder layer of a variant. residual: of its output on the variant's own stream. update:
-    of what it adds to fp32's stream."""
-
-    residual: Errors
-    update: Errors
-    checkpoints: dict[str, Extent]
-
-    def tightest(self, dtype: torch.dtype) -> tuple[str, float]:
-        """The checkpoint with the least headroom, and its bits."""
-        name = min(self.checkpoints, key=lambda c: self.checkpoints[c].headroom(dtype))
-        return name, self.checkpoints[name].headroom(dtype)
-
-
-@dataclass(frozen=True)
-class VariantFigures:
-    """A variant against fp32. figures: of its predictions, with fp32 as the teacher."""
-
-    name: str
-    quantization: str | None
-    dtype: torch.dtype
-    layers: tuple[LayerFigures, ...]
-    figures: Figures
-
-    @property
-    def first_non_finite(self) -> tuple[int, str, int] | None:
-        """Layer, checkpoint and count of the first non-finite values on the variant's own
-        stream.
-        """
-        for index, layer in enumerate(self.layers):
-            for name, extent in layer.checkpoints.items():
-                if extent.non_finite:
-                    return index, name, extent.non_finite
-        return None
-
-    @property
-    def failing_layers(self) -> tuple[int, ...]:
-        """Layers that give non-finite values even on fp32's stream: those at fault, not those that
-        were handed a bad one. Where fp32's stream itself does not fit, that is every layer that it
-        is given to."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.update.non_finite)
-
-    def tightest(self, dtype: torch.dtype) -> tuple[int, str, float]:
-        """Layer and checkpoint with the least headroom, and its bits."""
-        index = min(range(len(self.layers)), key=lambda i: self.layers[i].tightest(dtype)[1])
-        return index, *self.layers[index].tightest(dtype)
-
-    def as_dict(self) -> dict[str, Any]:
-        first = self.first_non_finite
-        return {
-            "quantization": self.quantization,
-            "compute_dtype": str(self.dtype).removeprefix("torch."),
-            **self.figures.as_dict(),
-            "first_non_finite": (
-                None
-                if first is None
-                else dict(zip(("layer", "checkpoint", "count"), first, strict=True))
-            ),
-            "failing_layers": list(self.failing_layers),
-            "layers": [
-                {
-                    "layer": index,
-                    "residual": asdict(layer.residual),
-                    "update": asdict(layer.update),
-                    "checkpoints": {
-                        name: {
-                            **asdict(extent),
-                            "headroom_fp16": extent.headroom(torch.float16),
-                            "headroom_bf16": extent.headroom(torch.bfloat16),
-                        }
-                        for name, extent in layer.checkpoints.items()
-                    },
-                }
-                for index, layer in enumerate(self.layers)
-            ],
-        }
-
-
-@dataclass(frozen=True)
-class PrecisionComparison:
-    """All variants of one base on the same tokens, fp32 first. heldout: whether these are of
-    held-out text.
-    """
-
-    model: str
-    samples: int
-    tokens: int
-    heldout: bool
-    variants: tuple[VariantFigures, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "heldout": self.heldout,
-            "variants": {v.name: v.as_dict() for v in self.variants},
-        }
+"""By name: the 4-bit code of the weights, or None, and the dtype of all computation. fp32 with a
+4-bit code is how this package runs a quantised base; 16 bit is how it is often run elsewhere."""
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """fp32 on one batch. states: the stream in front of every layer and behind the last, [N, D]
-    each, on the host. final: after the final norm, [P, D], on the host."""
+    """fp32 on one batch, on the host. states: the streams before every layer and after the last,
+    [N, D] each. final: after the final norm, [P, D].
+    """
 
     batch: Batch
     states: list[Tensor]
@@ -227,7 +67,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class Reference:
-    """What is kept of fp32."""
+    """The kept results of fp32."""
 
     passes: list[_Pass]
     head: nn.Module
@@ -243,15 +83,15 @@ def compare_precision(
     device: str | torch.device | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> PrecisionComparison:
-    """The same held-out batches through the base in each number format.
+    """Run the same held-out batches through the base in each number format.
 
     Args:
         name: of the base: `tiny`, a folder or a hub id, stored unquantised.
-        data: where samples come from and how long they are; default the built-in text.
+        data: source and length of samples; default the built-in text.
         count: samples, of the same choice that training and evaluation make.
         batch_size: samples at a time; changes figures by rounding only.
-        variants: names out of `VARIANTS`; fp32 is compared with itself in any case, which has to
-            give 0.
+        variants: names out of `VARIANTS`; fp32 is compared with itself in any case, which must give
+            0.
         device: default the first CUDA device, else the CPU.
         watch: told of each variant before it is loaded.
 
@@ -273,13 +113,9 @@ def compare_precision(
     tell(REFERENCE)
     model, tokenizer = load_variant(name, REFERENCE, device)
     own = own_heldout(data)
+    source = own if own is not None else open_source(data)
     samples, heldout = evaluation_samples(
-        own if own is not None else open_source(data),
-        tokenizer,
-        data,
-        count,
-        model.config.vocab_size,
-        own,
+        source, tokenizer, data, count, model.config.vocab_size, own
     )
     reference = refer(model, batches(samples, batch_size, pad_id_of(tokenizer)))
     measured = [measure(model, reference, REFERENCE)]
@@ -289,9 +125,8 @@ def compare_precision(
             tell(variant)
             model, _ = load_variant(name, variant, device)
             measured.append(measure(model, reference, variant))
-    return PrecisionComparison(
-        name, len(samples), sum(len(s.input_ids) for s in samples), heldout, tuple(measured)
-    )
+    tokens = sum(len(s.input_ids) for s in samples)
+    return PrecisionComparison(name, len(samples), tokens, heldout, tuple(measured))
 
 
 def load_variant(
@@ -301,9 +136,9 @@ def load_variant(
     *,
     attn_implementation: str = "sdpa",
 ) -> tuple[Any, Any]:
-    """A base in one of the `VARIANTS`, and its tokenizer.
+    """Load a base in one of the `VARIANTS`, and its tokenizer.
 
-    The loader knows fp32, fp16 and the 4-bit codes; what else computes in 16 bit is converted after
+    The loader knows fp32, fp16 and the 4-bit codes; other 16-bit variants are converted after
     loading, so bf16 needs fp32's memory for a moment.
 
     Raises:
@@ -326,15 +161,10 @@ def load_variant(
 
 @torch.no_grad()
 def refer(model: PreTrainedModel, given: Iterable[Batch]) -> Reference:
-    """Run the base in fp32 and keep what others are measured against.
-
-    Args:
-        model: without adapters.
-        given: batches on the host.
-    """
+    """Run the base, without adapters, in fp32 on batches on the host."""
     passes = []
     for batch in given:
-        stream = open_stream(model, batch.to(_device(model)))
+        stream = open_stream(model, batch.to(model.device))
         hidden, states = stream.hidden, [stream.rows(stream.hidden).cpu()]
         for layer in decoder_layers(model):
             hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
@@ -359,54 +189,49 @@ def measure(model: PreTrainedModel, reference: Reference, name: str = "") -> Var
     updates: list[list[Tensor]] = [[] for _ in layers]
     per_sample = []
     for one in reference.passes:
-        stream = open_stream(model, one.batch.to(_device(model)))
+        stream = open_stream(model, one.batch.to(model.device))
         hidden = stream.hidden
         for index, layer in enumerate(layers):
             before, after = (state.to(hidden.device) for state in one.states[index : index + 2])
-            # fp32's stream as this variant would hold it: what its format has no digits for is lost
-            # before the layer is at work.
+            # fp32's stream in this variant's dtype: digits that it has no room for are lost before
+            # the layer runs.
             given = before.to(hidden.dtype)
             out = stream.rows(layer(stream.scatter(given), **stream.context_of(layer)))
-            updates[index].append(_errors_per_token(_update(out, given), after - before, out))
+            # in fp32, in which the difference of two 16-bit numbers loses nothing
+            update = out.to(torch.float32) - given.to(torch.float32)
+            updates[index].append(_errors_per_token(update, after - before, out))
             with _watched(layer, stream, extents[index]):
                 hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
             rows = stream.rows(hidden)
             _take(extents[index], "residual", rows)
             residuals[index].append(_errors_per_token(rows, after, rows))
         per_sample.append(_compare(model, reference, one, _final(model, hidden, one.batch)))
+    measured = zip(map(_errors, residuals), map(_errors, updates), extents, strict=True)
     return VariantFigures(
         name,
         quantization_of(model),
         hidden.dtype,
-        tuple(
-            LayerFigures(_errors(r), _errors(u), e)
-            for r, u, e in zip(residuals, updates, extents, strict=True)
-        ),
+        tuple(LayerFigures(*layer) for layer in measured),
         figures(torch.cat(per_sample)),
     )
 
 
-def _device(model: PreTrainedModel) -> torch.device:
-    return next(model.parameters()).device
-
-
 def _final(model: PreTrainedModel, hidden: Tensor, batch: Batch) -> Tensor:
-    """The states after the final norm from which a token is predicted: [B, T, D] -> [P, D]."""
+    """Return the states after the final norm from which a token is predicted, [P, D]."""
     return model.model.norm(hidden[:, :-1][_predicted(batch).to(hidden.device)])
 
 
 def _predicted(batch: Batch) -> Tensor:
-    """[B, T - 1] bool: a valid token, followed by one to predict."""
+    """Return [B, T - 1] bool: a valid token, followed by one to predict."""
     return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
 
 
 def _compare(model: PreTrainedModel, reference: Reference, one: _Pass, final: Tensor) -> Tensor:
     predicted = _predicted(one.batch)
-    targets = one.batch.labels[:, 1:][predicted].to(final.device)
     per_token = compare_tokens(
         final,
         one.final.to(final.device),
-        targets,
+        one.batch.labels[:, 1:][predicted].to(final.device),
         model.lm_head,
         model.config.vocab_size,
         teacher_head=reference.head,
@@ -414,15 +239,8 @@ def _compare(model: PreTrainedModel, reference: Reference, one: _Pass, final: Te
     return per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted))
 
 
-def _update(out: Tensor, given: Tensor) -> Tensor:
-    """What a layer has added to its input, [N, D], in fp32, in which the difference of two 16-bit
-    numbers loses nothing here.
-    """
-    return out.to(torch.float32) - given.to(torch.float32)
-
-
 def _errors_per_token(value: Tensor, target: Tensor, state: Tensor) -> Tensor:
-    """[N, 2]: the relative error of each token, and 1 where its state is not finite."""
+    """Return [N, 2]: the relative error of each token, and 1 if its state is not finite."""
     bad = ~torch.isfinite(state).all(dim=-1)
     return torch.stack([nmse_per_token(value, target).sqrt(), bad.to(torch.float32)], dim=-1).cpu()
 
@@ -440,52 +258,50 @@ def _take(extents: dict[str, Extent], name: str, values: Tensor) -> None:
 
 @contextmanager
 def _watched(layer: Any, stream: Stream, extents: dict[str, Extent]) -> Iterator[None]:
-    """Within the context, what passes the checkpoints inside the layer is taken into `extents`, of
-    valid tokens only.
+    """Take the valid tokens' values at the layer's checkpoints into `extents` within the
+    context.
     """
+    attention, mlp = layer.self_attn, layer.mlp
+    outputs = {
+        "input_norm": layer.input_layernorm,
+        "q": attention.q_proj,
+        "k": attention.k_proj,
+        "v": attention.v_proj,
+        "attention": attention.o_proj,
+        "mlp_norm": layer.post_attention_layernorm,
+        "gate": mlp.gate_proj,
+        "up": mlp.up_proj,
+        "down": mlp.down_proj,
+    }
+    inputs = {"residual_mid": layer.post_attention_layernorm, "product": mlp.down_proj}
     kept: dict[str, Tensor] = {}
 
+    def take(name: str, values: Tensor) -> None:
+        _take(extents, name, stream.rows(values))
+        if name in ("q", "k"):
+            kept[name] = values
+
     with ExitStack() as stack:
-
-        def at_output(module: nn.Module, name: str) -> None:
-            def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
-                _take(extents, name, stream.rows(output))
-                if name in ("q", "k"):
-                    kept[name] = output
-
-            stack.callback(module.register_forward_hook(hook).remove)
-
-        def at_input(module: nn.Module, name: str) -> None:
-            handle = module.register_forward_pre_hook(
-                lambda _module, inputs: _take(extents, name, stream.rows(inputs[0]))
+        for name, module in outputs.items():
+            handle = module.register_forward_hook(
+                lambda _module, _inputs, output, name=name: take(name, output)
             )
             stack.callback(handle.remove)
-
-        attention, mlp = layer.self_attn, layer.mlp
-        at_output(layer.input_layernorm, "input_norm")
-        for name, module in (
-            ("q", attention.q_proj),
-            ("k", attention.k_proj),
-            ("v", attention.v_proj),
-            ("attention", attention.o_proj),
-        ):
-            at_output(module, name)
-        at_input(layer.post_attention_layernorm, "residual_mid")
-        at_output(layer.post_attention_layernorm, "mlp_norm")
-        at_output(mlp.gate_proj, "gate")
-        at_output(mlp.up_proj, "up")
-        at_input(mlp.down_proj, "product")
-        at_output(mlp.down_proj, "down")
+        for name, module in inputs.items():
+            handle = module.register_forward_pre_hook(
+                lambda _module, given, name=name: take(name, given[0])
+            )
+            stack.callback(handle.remove)
         yield
     for logits in _attention_logits(attention, kept["q"], kept["k"], stream):
         _take(extents, "qk", logits)
 
 
 def _attention_logits(attention: Any, q: Tensor, k: Tensor, stream: Stream) -> Iterator[Tensor]:
-    """q.k of every pair of valid tokens of a row, unscaled, in fp32, by row and key head.
+    """Yield q.k of every pair of valid tokens of a row, unscaled, in fp32, by row and key head.
 
     Args:
-        attention: whose heads they are; some norm them, and some turn them by no rotary embedding.
+        attention: of these heads; some norm them, and some turn them by no rotary embedding.
         q: [B, T, H * width], as projected.
         k: [B, T, key heads * width]; a key head serves H / key heads query heads in a row.
     """

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from npt.diagnostics.headroom import (
-    REFERENCE,
+from npt.diagnostics.headroom import REFERENCE
+from npt.diagnostics.headroom_figures import (
     Errors,
     LayerFigures,
     PrecisionComparison,
@@ -22,62 +22,39 @@ SHOWN = ("residual", "qk", "gate", "up", "product", "down")
 """Checkpoints that have a column; all of them are in the JSON."""
 
 SMALL_HEADROOM = 2.0
-"""Bits below which headroom is pointed out: what is only four times away from the end of a format
-reaches it on other text.
+"""Bits below which headroom is marked: values only four times smaller than the end of a format
+reach it on other text.
 """
 
 
-def precision_tables(comparison: PrecisionComparison) -> list[RenderableType]:
-    """The tables, and a line for each variant that is not finite throughout."""
-    others = [v for v in comparison.variants if v.name != REFERENCE]
-    text = "held-out" if comparison.heldout else "TRAINING"
-    parts: list[RenderableType] = [
-        _predictions(
-            comparison,
-            f"{comparison.model}: predictions against fp32 on {comparison.tokens:,} {text} tokens",
-        )
-    ]
-    if others:
-        parts += [
-            _errors(
-                others,
-                "Residual stream behind each layer, free-running: relative error",
-                lambda x: x.residual,
-            ),
-            _errors(
-                others,
-                "Each layer's own update, on the stream of fp32: relative error",
-                lambda x: x.update,
-            ),
-        ]
-    parts.append(_headroom(comparison.variants[0]))
-    return parts + [Text(line) for line in _sentences(comparison)]
-
-
 def print_precision(comparison: PrecisionComparison, console: Console) -> None:
-    for part in precision_tables(comparison):
-        console.print(part, soft_wrap=isinstance(part, Text))
+    """Print the tables, and a line for each variant that is not finite throughout."""
+    console.print(_predictions(comparison))
+    others = [v for v in comparison.variants if v.name != REFERENCE]
+    if others:
+        stream = "Residual stream after each layer, free-running: relative error"
+        update = "Each layer's own update, on the stream of fp32: relative error"
+        console.print(_errors(others, stream, lambda layer: layer.residual))
+        console.print(_errors(others, update, lambda layer: layer.update))
+    console.print(_headroom(comparison.variants[0]))
+    for line in _sentences(comparison):
+        console.print(Text(line), soft_wrap=True)
 
 
-def _predictions(comparison: PrecisionComparison, title: str) -> Table:
+def _predictions(comparison: PrecisionComparison) -> Table:
+    text = "held-out" if comparison.heldout else "TRAINING"
     table = _table(
-        title, "variant", "perplexity", "ratio", "KL, nats", "top-1", "first non-finite value"
+        f"{comparison.model}: predictions against fp32 on {comparison.tokens:,} {text} tokens",
+        *("variant", "perplexity", "ratio", "KL, nats", "top-1", "first non-finite value"),
     )
     for v in comparison.variants:
         f, first = v.figures, v.first_non_finite
-        row: list[str | Text]
+        row: list[str | Text] = [_bad("not finite")] * 4
         if math.isfinite(f.kl):
-            row = [
-                f"{f.perplexity:.3f}",
-                f"{f.perplexity_ratio:.5f}",
-                f"{f.kl:.2e}",
-                f"{100 * f.top1:.1f}%",
-            ]
-        else:
-            row = [_bad("not finite")] * 4
-        table.add_row(
-            v.name, *row, "none" if first is None else _bad(f"layer {first[0]}, {first[1]}")
-        )
+            row = [f"{f.perplexity:.3f}", f"{f.perplexity_ratio:.5f}"]
+            row += [f"{f.kl:.2e}", f"{100 * f.top1:.1f}%"]
+        place = "none" if first is None else _bad(f"layer {first[0]}, {first[1]}")
+        table.add_row(v.name, *row, place)
     return table
 
 
@@ -86,34 +63,21 @@ def _errors(
 ) -> Table:
     table = _table(title, "layer", *(v.name for v in variants))
     for index in range(len(variants[0].layers)):
-        table.add_row(str(index), *(_error(errors(v.layers[index])) for v in variants))
+        found = [errors(v.layers[index]) for v in variants]
+        cells = [_bad(f"{e.non_finite} bad") if e.non_finite else f"{e.mean:.1e}" for e in found]
+        table.add_row(str(index), *cells)
     return table
 
 
-def _error(errors: Errors) -> str | Text:
-    if errors.non_finite:
-        return _bad(f"{errors.non_finite} bad")
-    return f"{errors.mean:.1e}"
-
-
 def _headroom(reference: VariantFigures) -> Table:
-    table = _table(
-        "Largest sizes in fp32, and the headroom above the largest of all, in bits",
-        "layer",
-        *SHOWN,
-        "largest",
-        "fp16",
-        "bf16",
-    )
+    title = "Largest sizes in fp32, and the headroom above the largest of all, in bits"
+    table = _table(title, "layer", *SHOWN, "largest", "fp16", "bf16")
     for index, layer in enumerate(reference.layers):
-        sizes = [
-            _bad(f"{extent.non_finite} bad") if extent.non_finite else f"{extent.absmax:.4g}"
-            for extent in (layer.checkpoints[name] for name in SHOWN)
-        ]
-        bits = [layer.tightest(dtype)[1] for dtype in (torch.float16, torch.bfloat16)]
-        table.add_row(
-            str(index), *sizes, layer.tightest(torch.float16)[0], *(_bits(value) for value in bits)
-        )
+        found = [layer.checkpoints[name] for name in SHOWN]
+        sizes = [_bad(f"{e.non_finite} bad") if e.non_finite else f"{e.absmax:.4g}" for e in found]
+        name, in_fp16 = layer.tightest(torch.float16)
+        _, in_bf16 = layer.tightest(torch.bfloat16)
+        table.add_row(str(index), *sizes, name, _bits(in_fp16), _bits(in_bf16))
     return table
 
 
@@ -126,42 +90,32 @@ def _sentences(comparison: PrecisionComparison) -> list[str]:
     index, name, bits = reference.tightest(torch.float16)
     lines = []
     if math.isfinite(bits):
-        largest = f"{name} in layer {index}, {reference.layers[index].checkpoints[name].absmax:.4g}"
-        judgement = (
-            "beyond it"
-            if bits < 0
-            else (
-                "narrow: other text may reach it"
-                if bits < SMALL_HEADROOM
-                else f"{bits:.1f} bits below"
-            )
-        )
+        size = reference.layers[index].checkpoints[name].absmax
+        judgement = f"{bits:.1f} bits below"
+        if bits < SMALL_HEADROOM:
+            judgement = "beyond it" if bits < 0 else "narrow: other text may reach it"
         lines.append(
             f"fp16 ends at {torch.finfo(torch.float16).max:g}; the largest value of the fp32 pass"
-            f" is {largest}: {judgement}"
+            f" is {name} in layer {index}, {size:.4g}: {judgement}"
         )
     for v in comparison.variants:
-        first = v.first_non_finite
-        if first is not None:
-            at, where, count = first
+        if v.first_non_finite is not None:
+            at, where, count = v.first_non_finite
             failing = ", ".join(map(str, v.failing_layers)) or "none"
             tokens = v.layers[-1].residual.non_finite
             lines.append(
-                f"{v.name}: the first NaN or Inf is in layer {at}, {where} ({count} values); behind"
+                f"{v.name}: the first NaN or Inf is in layer {at}, {where} ({count} values); after"
                 f" the last layer {tokens} of {comparison.tokens} tokens are lost; layers that fail"
                 f" on the stream of fp32: {failing}"
             )
     return lines
 
 
-def _table(title: str, *headings: str) -> Table:
+def _table(title: str, first: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(
-            heading,
-            justify="left" if number == 0 and heading == "variant" else "right",
-            overflow="fold",
-        )
+    table.add_column(first, justify="left" if first == "variant" else "right", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 

@@ -30,15 +30,12 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.diagnostics import headroom
-from npt.diagnostics.headroom import (
+from npt.diagnostics.headroom import VARIANTS, compare_precision, load_variant, measure, refer
+from npt.diagnostics.headroom_figures import (
     CHECKPOINTS,
-    VARIANTS,
     Extent,
+    PrecisionComparison,
     VariantFigures,
-    compare_precision,
-    load_variant,
-    measure,
-    refer,
 )
 from npt.diagnostics.headroom_table import SHOWN, print_precision
 from npt.errors import ConfigError, ModelError
@@ -188,7 +185,7 @@ def test_a_weight_that_is_not_finite_is_said_of_fp32_as_well(load_model, batch) 
     measured = measure(model, refer(model, [batch]))
     first = measured.first_non_finite
     assert first is not None and first[:2] == (2, "v")
-    assert measured.failing_layers == (2, 3)  # fp32's own stream is not finite behind it
+    assert measured.failing_layers == (2, 3)  # fp32's own stream is not finite after it
     assert measured.layers[2].checkpoints["v"].headroom(torch.float16) == -math.inf
 
 
@@ -353,7 +350,7 @@ def test_a_batch_without_padding_and_one_of_two_tokens_are_taken(load_model) -> 
 
 
 @pytest.fixture(scope="module")
-def comparison() -> headroom.PrecisionComparison:
+def comparison() -> PrecisionComparison:
     return compare_precision("tiny", SHORT, count=2, batch_size=2, device="cpu")
 
 
@@ -435,7 +432,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(
 # ------------------------------------------------------------------------------------------------
 
 
-def printed(comparison: headroom.PrecisionComparison) -> str:
+def printed(comparison: PrecisionComparison) -> str:
     out = io.StringIO()
     print_precision(comparison, Console(file=out, width=100))
     return out.getvalue()

@@ -15,14 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from npt.data.batch import Batch, batch_from_tensors
-from npt.diagnostics.tracer.source_location import (
-    Place,
-    Stack,
-    Tokens,
-    layer_of,
-    module_names,
-    read_stack,
-)
+from npt.diagnostics.tracer.source_location import Stack, Tokens, layer_of, module_names, read_stack
 
 # --- layers
 # --------------------------------------------------------------------------------------------------
