@@ -32,7 +32,7 @@ from npt.diagnostics.recorder.grid import (
     value,
 )
 from npt.diagnostics.recorder.notable import growths, near_overflow, non_finite
-from npt.diagnostics.recorder.record import Direction, Record, Row
+from npt.diagnostics.recorder.record import DIRECTIONS, Direction, Record, Row
 from npt.report.pages import render
 from npt.report.words import clean
 
@@ -51,7 +51,6 @@ COLOURS = 24
 _WHITE_INK = 10
 """Steps, from the darkest on, on which white has a larger contrast than black."""
 
-_DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient")
 _LABELS: dict[Quantity, str] = {
     "rms": "RMS of the finite elements",
     "absmax": "largest size of a finite element",
@@ -69,7 +68,7 @@ def page(records: Sequence[Record]) -> str:
         records: at least one, with at least one row each, in ascending order of their steps.
     """
     bad = non_finite(records)
-    layouts = {d: layout(records, d) for d in _DIRECTIONS}
+    layouts = {d: layout(records, d) for d in DIRECTIONS}
     layouts = {d: where for d, where in layouts.items() if where.lines}
     area = sum(len(where.lines) * len(where.columns) for where in layouts.values())
     chosen = spread(len(records), max(3, CELLS // area), bad[0].record if bad else None)

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig, TrainConfig
-from npt.diagnostics.recorder import recorder as recorder_module
-from npt.diagnostics.recorder import statistics
+from npt.diagnostics.recorder import observations, statistics
 from npt.diagnostics.recorder.record import Record, Row
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
@@ -211,9 +210,9 @@ def test_a_tensor_is_reduced_once_however_many_modules_name_it(
     load_model, batch, monkeypatch
 ) -> None:
     reduced: list[Tensor] = []
-    original = recorder_module.summarise
+    original = observations.summarise
     monkeypatch.setattr(
-        recorder_module, "summarise", lambda t, valid: reduced.append(t) or original(t, valid)
+        observations, "summarise", lambda t, valid: reduced.append(t) or original(t, valid)
     )
     model = load_model()
     with Recorder(model, gradients=False) as recorder, torch.no_grad():
@@ -508,7 +507,7 @@ def test_a_failure_of_the_recorder_does_not_reach_the_pass(stack, monkeypatch) -
     def broken(*_: Any) -> Tensor:
         raise ValueError("broken")
 
-    monkeypatch.setattr(recorder_module, "summarise", broken)
+    monkeypatch.setattr(observations, "summarise", broken)
     with Recorder(stack) as recorder:
         stack(IDS).sum().backward()
     assert stack.head.weight.grad is not None and hooks(stack) == 0
