@@ -1,6 +1,4 @@
-"""The state of a bundle, restored on its base: every attempt starts from it and never changes
-it.
-"""
+"""The state of a bundle, restored on its base: every attempt starts from it and leaves it so."""
 
 from __future__ import annotations
 
@@ -70,8 +68,8 @@ class RestoredState:
         """Return the sums of one micro-batch, computed as in the run: with its random numbers, and
         in parts of its size, on which an overflow may depend.
         """
-        strategy, splitter = self._strategy, MicroBatchSplitter(self.bundle.samples_at_once)
-        return forward_backward(self.model, strategy, batch, self.bundle.train_config, splitter)
+        config, splitter = self.bundle.train_config, self._splitter()
+        return forward_backward(self.model, self._strategy, batch, config, splitter)
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
         """Make one step, as the run would have; the state is the bundle's before and after.
@@ -92,13 +90,13 @@ class RestoredState:
         return Tried(tuple(result.refusals), tuple(window.history))
 
     def _step(self) -> TrainStep:
-        """Return a step in the bundle's state."""
-        bundle, splitter = self.bundle, MicroBatchSplitter(self.bundle.samples_at_once)
-        step = TrainStep(
-            self.model, self._strategy, bundle.train_config, [bundle.rate], splitter=splitter
-        )
+        config, rates = self.bundle.train_config, [self.bundle.rate]
+        step = TrainStep(self.model, self._strategy, config, rates, splitter=self._splitter())
         self._state.restore(step.window)
         return step
+
+    def _splitter(self) -> MicroBatchSplitter:
+        return MicroBatchSplitter(self.bundle.samples_at_once)
 
     def findings(self) -> dict[str, str | None]:
         """Return what is not finite in adapters, moments and base before anything is computed."""
@@ -141,8 +139,7 @@ def restored(
 
 
 def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTrainedModel:
-    base = bundle.base
-    quantization = base.quantization if base.quantization in QUANT_TYPES else None
+    base, recorded = bundle.base, f"{bundle.folder} was recorded on"
     kind = bundle.device.split(":")[0]
     if device is None and kind == "cpu":
         device = "cpu"
@@ -150,33 +147,27 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
         device = None if device is None else torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
-    half = base.quantization is None and base.dtype == "float16"
-    compute_dtype = "bf16" if base.quantization is not None and base.dtype == "bfloat16" else "fp32"
+    packed = base.quantization is not None
     try:
         model, _ = load_base(
             name,
-            quantization=quantization,
+            quantization=base.quantization if base.quantization in QUANT_TYPES else None,
             device=device,
-            use_fp16=half,
-            compute_dtype=compute_dtype,
+            use_fp16=not packed and base.dtype == "float16",
+            compute_dtype="bf16" if packed and base.dtype == "bfloat16" else "fp32",
             attn_implementation=_attention(bundle, "attn_implementation"),
         )
     except ModelError as error:
         raise BundleError(
-            f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's"
-            " own --model_name"
+            f"{recorded} a base that cannot be loaded: {error}; pass the run's own --model_name"
         ) from error
     found = base_hash(model)
     if found != base.hash:
         here = next(model.parameters()).device.type
-        elsewhere = (
-            f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})"
-            if here != kind
-            else ""
-        )
+        elsewhere = f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})"
         raise BundleError(
-            f"{bundle.folder} was recorded on base {base.hash[:12]} ({base.name!r}), {name!r} is"
-            f" {found[:12]}; pass the run's own model with --model_name{elsewhere}"
+            f"{recorded} base {base.hash[:12]} ({base.name!r}), {name!r} is {found[:12]}; pass the"
+            f" run's own model with --model_name{elsewhere if here != kind else ''}"
         )
     try:
         attach(model, bundle.adapter_config)
@@ -185,18 +176,17 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
     return model
 
 
-def _attention(bundle: Bundle, *settings: str) -> str:
+def _attention(bundle: Bundle, *names: str) -> str:
     """Return the attention recorded under the first of these settings; the default if none is
     recorded, or one that `load_base` does not know."""
-    recorded = next(
-        (bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]),
-        None,
-    )
+    settings = bundle.said["settings"]
+    recorded = next((settings[name] for name in names if name in settings), None)
     return recorded if recorded in ATTENTIONS else "sdpa"
 
 
 def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrainedModel | None:
-    precision = bundle.said["settings"].get("teacher_precision")
+    settings = bundle.said["settings"]
+    precision, with_teacher = settings.get("teacher_precision"), "was recorded with"
     if precision is None:
         return None
     try:
@@ -205,12 +195,12 @@ def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrained
         teacher = load_teacher(name, precision, device=device, attn_implementation=attention)
     except (ConfigError, ModelError) as error:
         raise BundleError(
-            f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}"
+            f"{bundle.folder} {with_teacher} a teacher that cannot be loaded: {error}"
         ) from error
-    recorded, found = str(bundle.said["settings"].get("teacher")), base_hash(teacher)
+    recorded, found = str(settings.get("teacher")), base_hash(teacher)
     if found != recorded:
         raise BundleError(
-            f"{bundle.folder} was recorded with teacher {recorded[:12]}, {name!r} is {found[:12]};"
+            f"{bundle.folder} {with_teacher} teacher {recorded[:12]}, {name!r} is {found[:12]};"
             " pass its own --model_name"
         )
     return teacher
