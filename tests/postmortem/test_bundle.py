@@ -181,7 +181,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "sample ids that are numbers": (entry("sample_ids")([[1], [2]]), "expected a list of names"),
     "no micro-batch": (entry("sample_ids")([]), "names no micro-batch"),
     "more micro-batches than there are": (
-        lambda said: said["sample_ids"].append(["x"]),
+        lambda said: (said["sample_ids"].append(["x"]), said["offsets"].append(0)),
         "lacks the tensor '2.",
     ),
     "more samples than rows": (
