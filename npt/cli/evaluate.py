@@ -132,7 +132,7 @@ def _check_attribution(base: BaseConfig) -> None:
 
 def _load_unquantized(base: BaseConfig, precision: str) -> tuple[Any, Any]:
     from npt.base.quantization_error import set_matmul_precision
-    from npt.diagnostics.headroom import load_variant
+    from npt.diagnostics.variants import load_variant
 
     attention = base.attn_implementation
     model, tokenizer = load_variant(base.model_name, precision, attn_implementation=attention)

@@ -29,17 +29,13 @@ from npt.base.linear import dense_weight, quantized_linears
 from npt.base.load import EMBEDDED_FOLDER
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
-from npt.diagnostics import headroom
-from npt.diagnostics.headroom import VARIANTS, compare_precision, load_variant, measure, refer
-from npt.diagnostics.headroom_figures import (
-    CHECKPOINTS,
-    Extent,
-    PrecisionComparison,
-    VariantFigures,
-)
-from npt.diagnostics.headroom_table import SHOWN, print_precision
+from npt.diagnostics.variants import VARIANTS, load_variant
 from npt.errors import ConfigError, ModelError
 from npt.files import to_json
+from precision import headroom
+from precision.figures import CHECKPOINTS, Extent, PrecisionComparison, VariantFigures
+from precision.headroom import compare_precision, measure, refer
+from precision.table import SHOWN, print_precision
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "compare_precision.py"
 SHORT = DataConfig(max_length=16)

@@ -10,13 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from npt.diagnostics.headroom import REFERENCE
-from npt.diagnostics.headroom_figures import (
-    Errors,
-    LayerFigures,
-    PrecisionComparison,
-    VariantFigures,
-)
+from npt.diagnostics.variants import REFERENCE
+from precision.figures import Errors, LayerFigures, PrecisionComparison, VariantFigures
 
 SHOWN = ("residual", "qk", "gate", "up", "product", "down")
 """Checkpoints that have a column; all of them are in the JSON."""
