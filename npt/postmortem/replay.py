@@ -68,7 +68,7 @@ class Replay:
 
     @property
     def reproduced(self) -> bool:
-        """Whether exactly the recorded refusals recurred, of the same micro-batches and kinds."""
+        """True if exactly the recorded refusals recurred, of the same micro-batches and kinds."""
         return _places(self.found) == _places(self.bundle.refusals)
 
     @property
@@ -78,7 +78,7 @@ class Replay:
 
     @property
     def same_fault(self) -> bool | None:
-        """Whether the first bad number has the recorded tensor and index; None if unknown."""
+        """True if the first bad number has the recorded tensor and index; None if unknown."""
         recorded = self.bundle.said["verdict"]
         found = dict(self.verdicts).get(self.bundle.said["micro_batch"])
         if recorded is None or found is None:
@@ -89,7 +89,7 @@ class Replay:
 
     @property
     def base_changed(self) -> bool | None:
-        """Whether the base in the run's memory had changed when it stopped; None if unknown."""
+        """True if the base in the run's memory had changed when it stopped; None if unknown."""
         now = self.bundle.said["base_hash_at_stop"]
         return None if now is None else now != self.bundle.base.hash
 

@@ -322,7 +322,7 @@ def spare(tmp_path_factory) -> Path:
     byte=st.integers(0, 255),
     cut=st.booleans(),
 )
-def test_whatever_byte_is_changed_or_lost_it_is_read_or_refused_in_one_line(
+def test_any_changed_or_lost_byte_is_read_or_refused_in_one_line(
     bundle, spare, name, where, byte, cut
 ) -> None:
     shutil.rmtree(spare, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""Errors and headroom by number format: exact where they are exact, and a layer that overflows is
-the layer that is named.
+"""Errors and headroom by number format: exactly zero against itself, and a layer that overflows is
+the one that is named.
 """
 
 from __future__ import annotations
@@ -117,9 +117,7 @@ def test_both_errors_are_those_of_their_definition(load_model, batch, dtype) -> 
             h = t
 
 
-def test_the_error_of_an_early_layer_is_not_counted_again_in_the_later_ones(
-    load_model, batch
-) -> None:
+def test_the_error_of_an_early_layer_is_not_counted_again_later(load_model, batch) -> None:
     worse = load_model(None)
     with torch.no_grad():
         worse.model.layers[1].mlp.down_proj.weight.mul_(1.1)
@@ -156,9 +154,7 @@ def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -
     )
 
 
-def test_4_bit_that_computes_in_fp16_overflows_where_4_bit_in_fp32_does_not(
-    load_model, batch
-) -> None:
+def test_4_bit_in_fp16_overflows_in_a_layer_that_fp32_carries(load_model, batch) -> None:
     reference = refer(load_model(None), [batch])
 
     def measured(dtype: torch.dtype) -> VariantFigures:
@@ -350,7 +346,7 @@ def comparison() -> PrecisionComparison:
     return compare_precision("tiny", SHORT, count=2, batch_size=2, device="cpu")
 
 
-def test_every_variant_is_measured_on_the_same_tokens_in_its_own_format(comparison) -> None:
+def test_variants_are_measured_on_the_same_tokens_in_their_formats(comparison) -> None:
     assert (
         [v.name for v in comparison.variants] == list(VARIANTS)
         and comparison.heldout
@@ -394,9 +390,7 @@ def test_one_variant_is_in_memory_at_a_time(monkeypatch) -> None:
     assert alive == [0, 0, 0]
 
 
-def test_a_base_that_is_stored_in_4_bit_has_nothing_to_be_compared_with(
-    load_model, tmp_path
-) -> None:
+def test_a_base_stored_in_4_bit_cannot_be_compared(load_model, tmp_path) -> None:
     load_model("nf4").save_pretrained(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_FOLDER / file, tmp_path / file)
@@ -434,7 +428,7 @@ def printed(comparison: PrecisionComparison) -> str:
     return out.getvalue()
 
 
-def test_the_tables_fit_a_hundred_columns_and_show_every_variant_and_layer(comparison) -> None:
+def test_tables_fit_a_hundred_columns_and_show_variants_and_layers(comparison) -> None:
     text = printed(comparison)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100 and "…" not in text

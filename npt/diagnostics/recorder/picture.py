@@ -173,7 +173,7 @@ def _figure(records: Sequence[Record], labels: Sequence[str], chosen: Sequence[i
     present = {row.direction for record in records for row in record.rows}
     blocks = [_block(records, d, len(chosen) == 1) for d in _HEADINGS if d in present]
     left = max(block.left for block in blocks)
-    # side by side where layers are many, else in two rows
+    # side by side if there are many layers, else in two rows
     across = len(chosen) if max(b.height for b in blocks) > 3 else math.ceil(len(chosen) / 2)
     across = len(chosen) if len(chosen) <= 3 else across
     down = math.ceil(len(chosen) / across)

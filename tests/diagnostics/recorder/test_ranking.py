@@ -1,5 +1,5 @@
-"""What stands out in a record: non-finite tensors first, then explosions before anything overflows,
-then gradients.
+"""The notable tensors of a record: non-finite ones first, then explosions before anything
+overflows, then gradients.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_a_note_on_a_part_is_not_one_on_another_part() -> None:
     assert memory.of(x[0]) == memory.of(x[2]) == []
 
 
-def test_parts_of_one_memory_have_notes_of_their_own_the_older_in_front() -> None:
+def test_parts_of_one_memory_have_their_own_notes_the_oldest_first() -> None:
     memory: Memory[str] = Memory()
     x = torch.zeros(3, 4)
     memory.add(x[2], "a")

@@ -57,7 +57,7 @@ def masked(x: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
-    # function, cause, operation, what the explanation has to say
+    # function, cause, operation, what the explanation must say
     "cast": (
         lambda x: (x * 1e5).half(),
         "cast overflow",
@@ -321,7 +321,7 @@ def test_the_cause_of_a_backward_fault_is_said(case) -> None:
     assert words in found.explanation
 
 
-def test_a_number_that_forward_hid_and_backward_met_is_a_masked_gradient() -> None:
+def test_a_number_hidden_in_forward_and_met_in_backward_is_masked() -> None:
     found = verdict(lambda x: torch.where(x == x, x, (x * 0).log() * x))
     assert (found.cause, found.operation, found.phase) == ("masked gradient", "log", "forward")
     assert "the loss does not show it" in found.explanation
@@ -332,7 +332,7 @@ def test_a_number_that_reached_an_output_was_not_hidden() -> None:
     assert found is not None and (found.cause, found.reached) == ("invalid argument", "output")
 
 
-def test_gradients_that_grow_too_large_are_exploding_and_in_fp16_of_low_precision() -> None:
+def test_too_large_gradients_explode_and_in_fp16_lack_precision() -> None:
     class Amplify(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor, factor: float) -> Tensor:
@@ -350,7 +350,7 @@ def test_gradients_that_grow_too_large_are_exploding_and_in_fp16_of_low_precisio
     assert (found.cause, found.phase) == ("low-precision overflow", "backward")
 
 
-def test_an_attention_mask_without_a_key_is_named_in_the_fused_kernel_too() -> None:
+def test_a_mask_without_a_key_is_named_in_fused_kernels_too() -> None:
     def origin(mask: Tensor, index: tuple[int, ...]) -> Origin:
         return Origin(
             0,
@@ -515,7 +515,7 @@ def test_an_overflow_of_a_huge_dividend_is_no_division_by_zero() -> None:
     assert verdict(lambda x: x.half() * 1e4 / 1e-4).cause == "division by zero"
 
 
-def test_every_cause_that_a_rule_names_has_a_remedy_and_every_remedy_a_cause() -> None:
+def test_every_named_cause_has_a_remedy_and_every_remedy_a_cause() -> None:
     named = set()
     for module in (rules, importlib.import_module("npt.diagnostics.tracer.trace")):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
