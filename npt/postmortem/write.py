@@ -31,12 +31,13 @@ from npt.base.precision import audit_precision, declared_dtype, policy_dtype, qu
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding, base_fault, moments_fault, tensor_fault
+from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.trace import trace
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
-from npt.random_state import kept_random_state, random_state
+from npt.random_state import random_state
 from npt.runs.checkpoint import write_state
 from npt.runs.manifest import POSTMORTEM, write_manifest
 from npt.step.gradient_window import GradientWindow
@@ -139,21 +140,6 @@ def first_fault(
     if verdict is None and exploded:
         return trace(model, batch, run=run, limit=EXPLOSION)
     return verdict
-
-
-@contextmanager
-def untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Give the adapters no gradients within the context, and restore gradients and random state."""
-    parameters = adapter_parameters(model).values()
-    gradients = [p.grad for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
-        with kept_random_state():
-            yield
-    finally:
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
 
 
 def _known(situation: Situation) -> dict[str, Any]:
@@ -283,6 +269,7 @@ def _recorded(situation: Situation, micro_batch: int) -> dict[str, Any]:
     # here, so that all else can be had without it
     from npt.diagnostics.recorder.recorder import Recorder
 
-    with untouched(situation.model), Recorder(situation.model) as recorder:
+    model = situation.model
+    with untouched(model, None), Recorder(model) as recorder:
         situation.fill(situation.window[micro_batch])
     return replace(recorder.record(step=situation.step + 1), micro_batch=micro_batch).as_dict()

@@ -22,13 +22,14 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
+from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.postmortem import write as postmortem
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay
-from npt.postmortem.write import Situation, first_fault, suspect, untouched, write_postmortem
+from npt.postmortem.write import Situation, first_fault, suspect, write_postmortem
 from npt.runs import run_folder
 from npt.runs.run_folder import RunFolder
 from npt.step.train_step import TrainStep
@@ -380,7 +381,7 @@ def test_writing_changes_no_weights_gradients_or_random_state(
             value += 1
 
     def recorded(stopped: Situation, index: int) -> dict[str, Any]:
-        with untouched(student):
+        with untouched(student, None):
             torch.rand(3)
             stopped.fill(stopped.window[index])
             raise RuntimeError("half way")
